@@ -1,0 +1,302 @@
+"""RunConfig and its sections: every knob, its default and what it means. Frozen; unknown keys are errors.
+
+A section that can be one of several (engine, judge, loss, learner, tracker) is a union told apart by `name`, so that a
+knob the chosen one does not have is an error and never a silent no-op. Defaults stand here and nowhere else.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+
+class LoraConfig(Section):
+    """A LoRA adapter (Hu et al. 2021, arXiv:2106.09685): W + alpha / rank * B A."""
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0
+    targets: str | list[str] = "all-linear"
+    """Module names that get an adapter, or "all-linear": every linear layer but the head."""
+
+
+class ModelConfig(Section):
+    base: str
+    """A hub id, a directory, or "file.py:function", which writes a model and tokenizer into the directory it is given."""
+    lora: LoraConfig | None = LoraConfig()
+    """null trains all weights."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the base weights. auto: bfloat16 on a GPU, float32 on a CPU. Adapters are always float32."""
+    max_length: PositiveInt | None = None
+    """Tokens of prompt and reply together. null: what the model was made for."""
+    chat_template: Path | None = None
+    """A Jinja file that replaces the tokenizer's own chat template."""
+
+
+# --- rollout ----------------------------------------------------------------------------------------------------------
+
+
+class SamplingConfig(Section):
+    """Defaults for calls that do not set these themselves."""
+
+    temperature: NonNegative = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Count = 0
+    """0: off."""
+    max_tokens: PositiveInt = 1024
+    """Of one reply."""
+
+
+class RolloutConfig(Section):
+    entry: str | None = None
+    """ "file.py:function": `async def rollout(policy, scenario)`, or a plain `def`."""
+    command: list[str] | None = None
+    """Or an external program: scenario on standard input, OPENAI_BASE_URL and OPENAI_API_KEY set, one JSON line out."""
+    scenarios: str
+    """A JSON-lines file, or "file.py:function" that returns an iterable of objects with an `id`."""
+    group_size: PositiveInt = 8
+    """G: attempts per scenario and step."""
+    groups_per_step: PositiveInt = 16
+    concurrency: PositiveInt = 64
+    """Rollouts at once."""
+    timeout_s: PositiveFloat = 600.0
+    """Of one rollout, tries for failed transport included."""
+    max_turns: PositiveInt = 50
+    """Model calls in one rollout."""
+    retries: Count = 2
+    """New tries of a rollout whose transport failed (never of one whose own code raised)."""
+    shuffle: bool = True
+    """A new seeded order each epoch; false: the file's order, round and round."""
+    sampling: SamplingConfig = SamplingConfig()
+
+    @model_validator(mode="after")
+    def _one_of_entry_and_command(self) -> Self:
+        if (self.entry is None) == (self.command is None):
+            raise ValueError("set exactly one of 'entry' (a Python function) and 'command' (an external program)")
+        return self
+
+
+class GatewayConfig(Section):
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0: any free one."""
+
+
+# --- engine -----------------------------------------------------------------------------------------------------------
+
+
+class EmbeddedEngineConfig(Section):
+    """Samples in this process with torch: CPU or GPU, one copy of the weights with the learner."""
+
+    name: Literal["embedded"] = "embedded"
+    max_batch: PositiveInt = 128
+    """Sequences decoded together; further ones wait."""
+    prefill_tokens: PositiveInt = 8192
+    """Prompt tokens computed in one forward pass."""
+
+
+class OpenAIEngineConfig(Section):
+    """Any OpenAI-compatible endpoint, for `art generate` and `art eval`; it cannot be trained."""
+
+    name: Literal["openai"]
+    url: str
+    model: str
+    api_key_env: str = "OPENAI_API_KEY"
+    """The environment variable that holds the key; the key itself never stands in a file."""
+    timeout_s: PositiveFloat = 300.0
+
+
+EngineConfig = Annotated[EmbeddedEngineConfig | OpenAIEngineConfig, Field(discriminator="name")]
+
+
+# --- judge ------------------------------------------------------------------------------------------------------------
+
+
+class RolloutJudgeConfig(Section):
+    """The reward that the rollout itself returned."""
+
+    name: Literal["rollout"] = "rollout"
+
+
+class FunctionJudgeConfig(Section):
+    """A user's function: `def judge(group: list[Trajectory]) -> list[float] | dict[str, float]` (by id), sync or async."""
+
+    name: Literal["function"]
+    entry: str
+    """ "file.py:function"."""
+    timeout_s: PositiveFloat = 600.0
+
+
+JudgeConfig = Annotated[RolloutJudgeConfig | FunctionJudgeConfig, Field(discriminator="name")]
+
+
+# --- loss -------------------------------------------------------------------------------------------------------------
+
+
+class BaseLossConfig(Section):
+    kl: NonNegative = 0.0
+    """Weight of KL(policy || reference), k3 estimate; the reference is the model with its adapter off. 0: not computed."""
+    importance_cap: PositiveFloat | None = None
+    """Truncated importance sampling: each token's weight is min(learner / engine, cap). null: off."""
+
+
+class GrpoConfig(BaseLossConfig):
+    """GRPO (Shao et al. 2024, arXiv:2402.03300): PPO clip, mean over all trained tokens of the step."""
+
+    name: Literal["grpo"] = "grpo"
+    clip: PositiveFloat = 0.2
+    scale_advantages: bool = True
+    """Divide by the group's standard deviation."""
+
+
+class DrGrpoConfig(BaseLossConfig):
+    """Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): no division by length or standard deviation."""
+
+    name: Literal["dr_grpo"]
+    clip: PositiveFloat = 0.2
+    max_tokens: PositiveInt | None = None
+    """The constant each trajectory's sum is divided by. null: rollout.sampling.max_tokens."""
+
+
+class DapoConfig(BaseLossConfig):
+    """DAPO (Yu et al. 2025, arXiv:2503.14476): clip-higher, token-level mean, soft punishment of overlong replies."""
+
+    name: Literal["dapo"]
+    clip: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.28
+    scale_advantages: bool = True
+    overlong: Literal["keep", "mask", "penalty"] = "keep"
+    """Trajectories cut off by a length limit: train as they are, leave out, or lower the reward near the limit."""
+    overlong_buffer: PositiveInt = 256
+    """Tokens before the limit in which the penalty grows from 0 to 1 (equation 13)."""
+
+
+class GspoConfig(BaseLossConfig):
+    """GSPO (Zheng et al. 2025, arXiv:2507.18071): the ratio of a whole sequence, its geometric mean over tokens."""
+
+    name: Literal["gspo"]
+    clip: PositiveFloat = 3e-4
+    clip_high: PositiveFloat = 4e-4
+    scale_advantages: bool = True
+
+
+class CispoConfig(BaseLossConfig):
+    """CISPO (MiniMax-M1 2025, arXiv:2506.13585): the clipped, detached ratio as a weight on the log-likelihood."""
+
+    name: Literal["cispo"]
+    clip: PositiveFloat = 1.0
+    """Lower bound 1 - clip; at 1 there is none."""
+    clip_high: PositiveFloat = 4.0
+    scale_advantages: bool = True
+
+
+LossConfig = Annotated[GrpoConfig | DrGrpoConfig | DapoConfig | GspoConfig | CispoConfig, Field(discriminator="name")]
+
+
+# --- learner ----------------------------------------------------------------------------------------------------------
+
+
+class TorchLearnerConfig(Section):
+    """torch and PEFT, on a CPU or one GPU."""
+
+    name: Literal["torch"] = "torch"
+    device: str = "auto"
+    """auto: the GPU where there is one."""
+    micro_batch_tokens: PositiveInt = 8192
+    """Tokens of one forward pass; a memory knob, it does not change the gradient."""
+    gradient_checkpointing: bool = False
+    packing: Literal["tree", "rows"] = "tree"
+    """tree: every token that samples of a group share is computed once. rows: one row per sample."""
+
+
+LearnerConfig = TorchLearnerConfig
+
+
+# --- train, sft, eval, tracker ----------------------------------------------------------------------------------------
+
+
+class TrainConfig(Section):
+    steps: PositiveInt = 50
+    learning_rate: PositiveFloat = 1e-5
+    warmup_steps: Count = 0
+    """Steps over which the learning rate grows from 0."""
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    updates_per_step: PositiveInt = 1
+    """Optimizer steps on each batch of groups; the batch is split between them by groups."""
+    max_logprob_gap: PositiveFloat = 0.1
+    """Mean nats between engine and learner past which the run stops: they no longer hold the same weights."""
+    keep_checkpoints: PositiveInt = 3
+    """The newest ones that stay; the best evaluated one stays besides."""
+    seed: int = 0
+
+
+class SftConfig(Section):
+    demos: str
+    """A JSON-lines file of {"messages": [...], "tools": [...]}, or "file.py:function" that returns such objects."""
+    epochs: PositiveInt = 1
+    learning_rate: PositiveFloat = 1e-4
+    batch_size: PositiveInt = 16
+    """Transcripts per optimizer step."""
+    warmup_steps: Count = 0
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+
+
+class EvalConfig(Section):
+    scenarios: str
+    """As in `rollout.scenarios`."""
+    every: PositiveInt = 10
+    """Steps between evaluations; the first and the last policy are always evaluated."""
+    attempts: PositiveInt = 1
+    """Per scenario."""
+    temperature: NonNegative | None = None
+    """null: as in `rollout.sampling`."""
+
+
+class NoTrackerConfig(Section):
+    """metrics.jsonl only."""
+
+    name: Literal["none"] = "none"
+
+
+class WandbTrackerConfig(Section):
+    """Weights & Biases besides metrics.jsonl."""
+
+    name: Literal["wandb"]
+    project: str = "art"
+    entity: str | None = None
+    mode: Literal["online", "offline"] = "online"
+
+
+TrackerConfig = Annotated[NoTrackerConfig | WandbTrackerConfig, Field(discriminator="name")]
+
+
+class RunConfig(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Of the run: its directory is `runs/<name>`."""
+    runs: Path = Path("runs")
+    """Where run directories lie; relative to the config file."""
+    model: ModelConfig
+    rollout: RolloutConfig
+    gateway: GatewayConfig = GatewayConfig()
+    engine: EngineConfig = EmbeddedEngineConfig()
+    judge: JudgeConfig = RolloutJudgeConfig()
+    loss: LossConfig = GrpoConfig()
+    learner: LearnerConfig = TorchLearnerConfig()
+    train: TrainConfig = TrainConfig()
+    sft: SftConfig | None = None
+    eval: EvalConfig | None = None
+    tracker: TrackerConfig = NoTrackerConfig()

@@ -1,0 +1,98 @@
+"""What can go wrong, as a tree of exceptions.
+
+* ArtError ................ anything a user can mend; the command line prints its one line and exits with `exit_code`
+  - UsageError ............ the command line or the configuration is off (exit code 2)
+    . ConfigError ......... one or more mistakes in a configuration, each with its place
+  - DataError ............. a file's content is not what it must be; names `file:line`
+  - RolloutError .......... the user's rollout cannot be loaded or run at all
+  - EngineError ........... the engine did not start, died, or did not answer in time
+  - JudgeError ............ a group could not be scored; it stays owed
+  - LearnerError .......... a step cannot be computed (out of memory, a loss that is not finite)
+  - DriftError ............ engine and learner do not hold the same weights (contracts 2 and 5 of the design)
+  - CheckpointError ....... no checkpoint that verifies, or one that does not fit the model
+  - RunError .............. the run directory refuses: locked, finished, made by another configuration
+  - GateError ............. a measured value is below its gate
+  - Interrupted ........... Ctrl-C or SIGTERM after everything complete was written (exit code 130)
+
+A programmer's mistake is an assertion, not one of these. Each message is one line: what, where, what to do.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class ArtError(Exception):
+    """A mistake or failure the user can act on; `str()` is the line to show."""
+
+    exit_code = 1
+
+
+class UsageError(ArtError):
+    exit_code = 2
+
+
+class Problem(NamedTuple):
+    """One mistake in a configuration.
+
+    Example: Problem("train.learning_rat", "config.yaml:7", "no such key; did you mean 'learning_rate'?")
+    """
+
+    key: str  # dotted; "" for the whole file
+    place: str  # "file:line", or "command line"
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.key}: {self.message}" if self.key else f"{self.place}: {self.message}"
+
+
+class ConfigError(UsageError):
+    """All mistakes of a configuration at once, a line each."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        assert problems, "a ConfigError needs at least one problem"
+        self.problems = list(problems)
+        super().__init__("\n".join(map(str, problems)))
+
+
+class DataError(ArtError):
+    """A file's content is not what it must be. `DataError("bad id", path, 3)` reads `path:3: bad id`."""
+
+    def __init__(self, message: str, path: object, line: int | None = None) -> None:
+        self.path, self.line = path, line
+        super().__init__(f"{path}:{line}: {message}" if line else f"{path}: {message}")
+
+
+class RolloutError(ArtError):
+    pass
+
+
+class EngineError(ArtError):
+    pass
+
+
+class JudgeError(ArtError):
+    pass
+
+
+class LearnerError(ArtError):
+    pass
+
+
+class DriftError(ArtError):
+    pass
+
+
+class CheckpointError(ArtError):
+    pass
+
+
+class RunError(ArtError):
+    pass
+
+
+class GateError(ArtError):
+    pass
+
+
+class Interrupted(ArtError):
+    exit_code = 130

@@ -1,0 +1,71 @@
+"""What owns the weights and updates them: the Learner protocol, what a step reports, and the table of built-ins.
+
+    scored groups -> advantages.py -> samples.py -> packing.py -> losses/ -> torch_learner.py -> a checkpoint directory
+
+A learner speaks in plain data (records, paths, numbers). Its methods block; the loop calls them in a thread.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from art_cli.trajectory import ScoredTrajectory
+
+BUILT_INS = {"torch": "art_cli.learners.torch_learner:TorchLearner"}
+
+Progress = Callable[[int, int], None]  # (done, of): packs of the step, or optimizer steps of an sft
+
+
+class StepMetrics(msgspec.Struct, kw_only=True):
+    """What one step did. Counts are of the whole step; shares are in [0, 1]; logprobs and entropy in nats per token.
+
+    A step without signal has num_updates 0 and no number that would need a forward pass (those are NaN, left out of
+    metrics.jsonl).
+    """
+
+    reward_mean: float
+    reward_std: float
+    no_signal_share: float  # groups whose rewards are equal to 1e-8, of all complete groups
+    num_groups: int
+    num_samples: int
+    num_trajectories: int
+    num_failed: int  # trajectories with an error: counted, not trained on
+    num_updates: int  # optimizer steps taken
+    tokens_trained: int  # sampled tokens that carry a loss term
+    tokens_flat: int  # what one row per sample would compute
+    tokens_computed: int  # what the packs compute: every shared token once
+    loss: float = float("nan")
+    kl: float = float("nan")  # k3 estimate against the reference policy; NaN where it is not computed
+    entropy: float = float("nan")
+    clip_fraction: float = float("nan")
+    grad_norm: float = float("nan")  # before clipping, mean over updates
+    learning_rate: float = float("nan")
+    logprob_gap: float = float("nan")  # mean |engine - learner| over trained tokens, before the first update
+    logprob_gap_max: float = float("nan")
+    train_s: float = 0.0
+
+
+class Learner(Protocol):
+    """Updates the policy. Failures raise LearnerError, CheckpointError or DriftError."""
+
+    def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
+        """One policy update on the scored trajectories of whole groups. Groups without signal change no weight."""
+        ...
+
+    def sft(self, demos: Sequence[dict[str, Any]], *, progress: Progress | None = None) -> dict[str, float]:
+        """Supervised warm-up on chat transcripts `{"messages": [...], "tools": [...]}`, assistant tokens only."""
+        ...
+
+    def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+        """[L - 1] logprobs in nats of each token after the first."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Fills a checkpoint directory: adapter, tokenizer, optimizer, RNG. The manifest is not its business."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Continues from what `save` wrote: the next step is bit-identical to an undisturbed one."""
+        ...

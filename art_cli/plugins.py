@@ -1,0 +1,71 @@
+"""Resolves plug-in strings: `file.py:attr` beside the config, or `package.module:attr` from the environment.
+
+The one place where a string of a configuration becomes an object. A file is loaded under a name of its own, once per
+call, and its directory is importable while it loads, so that a rollout can import its neighbours.
+"""
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from art_cli.errors import UsageError
+
+
+def resolve(entry: str, *, base: Path) -> Any:
+    """The object that `entry` names; a path in it is relative to the directory `base`.
+
+    Raises UsageError: not of the form `module:attr`, no such file or module, an import that fails, no such attribute.
+    """
+    module_name, separator, attribute = entry.rpartition(":")
+    if not separator or not module_name or not attribute:
+        raise UsageError(f"{entry!r}: expected 'file.py:function' or 'package.module:function'")
+    module = _load_file(base / module_name, entry) if module_name.endswith(".py") else _import(module_name, entry, base)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        near = get_close_matches(attribute, [name for name in vars(module) if not name.startswith("_")], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"{entry}: {module_name} has no {attribute!r}{hint}") from None
+
+
+def _load_file(path: Path, entry: str) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise UsageError(f"{entry}: no such file: {path}")
+    name = f"art_plugin_{path.stem}_{abs(hash(str(path))):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses and pickling look their module up there
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise UsageError(f"{entry}: {_where(error, path)}: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _import(module_name: str, entry: str, base: Path) -> ModuleType:
+    if str(base) not in sys.path:
+        sys.path.insert(0, str(base))
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:
+        raise UsageError(f"{entry}: cannot import {module_name}: {type(error).__name__}: {error}") from error
+
+
+def _where(error: BaseException, path: Path) -> str:
+    """`file:line` of the innermost frame inside the user's own file, or of a syntax error in it."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    return f"{path}:{lines[-1]}" if lines else str(path)

@@ -1,0 +1,327 @@
+"""Owns every path and file format of a run: what is written where, and how it is read back.
+
+    runs/<name>/
+      config.json                     resolved, with nulls
+      metrics.jsonl                   one line per step and split
+      step_0003/trajectories.jsonl    one trajectory per line, appended as it finishes
+      step_0003/scored.jsonl
+      checkpoints/step_0004/          a PEFT directory, optimizer and RNG, manifest.json last
+      logs/
+
+Appends are flushed line by line; whole files and directories are written beside their place, fsynced and renamed.
+Reading tolerates a torn last line and refuses anything else with `file:line`. There is no state file: what is owed is
+worked out from what is there. It holds no opinion on what the bytes mean to torch: the learner fills a checkpoint.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from art_cli.errors import CheckpointError, DataError, RunError
+from art_cli.trajectory import SCHEMA_VERSION, ScoredTrajectory, Trajectory
+
+log = logging.getLogger(__name__)
+Record = TypeVar("Record")
+
+
+class Manifest(msgspec.Struct, kw_only=True):
+    """What a checkpoint is and the proof that it is whole; written last.
+
+    Example: Manifest(step=4, base="../../base", config_hash="9f3c...", files={"adapter_model.safetensors": "ab12..."})
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    step: int
+    base: str  # hub id, or a directory, relative to the checkpoint where it lies inside the run
+    config_hash: str
+    cursor: dict[str, Any] = {}  # what the loop has consumed: {"scenarios": 64}
+    metrics: dict[str, float] = {}  # of the step that made it; backfills metrics.jsonl after a kill
+    files: dict[str, str] = {}  # path inside the checkpoint -> sha256
+
+
+class MetricsLine(msgspec.Struct, kw_only=True):
+    """One line of metrics.jsonl: the numbers of one step and split ("train", "sft", "eval")."""
+
+    schema_version: int = SCHEMA_VERSION
+    step: int
+    split: str
+    metrics: dict[str, float]
+    time: float  # seconds since the epoch
+
+
+# --- JSON lines -------------------------------------------------------------------------------------------------------
+
+
+def read_lines(path: Path, kind: type[Record]) -> Iterator[Record]:
+    """The records of a JSON-lines file, one at a time; nothing for a file that does not exist.
+
+    A last line without its newline is torn (the writer was killed) and is left out. Raises DataError with the line for
+    anything else that is not a `kind`, and for a `schema_version` newer than this program's.
+    """
+    if not path.exists():
+        return
+    decoder = msgspec.json.Decoder(kind)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n") and not _is_whole(line):
+                log.warning("%s:%d: the last line is torn; left out", path, number)
+                return
+            if not line.strip():
+                continue
+            try:
+                record = decoder.decode(line)
+            except msgspec.DecodeError as error:
+                raise DataError(_explain(error, line), path, number) from error
+            version = getattr(record, "schema_version", SCHEMA_VERSION)
+            if version > SCHEMA_VERSION:
+                raise DataError(_newer(version), path, number)
+            yield record
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _explain(error: Exception, line: bytes) -> str:
+    with contextlib.suppress(ValueError, TypeError):
+        version = json.loads(line).get("schema_version", SCHEMA_VERSION)
+        if isinstance(version, int) and version > SCHEMA_VERSION:
+            return _newer(version)
+    return str(error)
+
+
+def _newer(version: int) -> str:
+    return f"written by a newer art (schema {version}, this one reads up to {SCHEMA_VERSION}); upgrade art"
+
+
+class LineWriter:
+    """Appends records to a JSON-lines file, each flushed to the system before `append` returns.
+
+    Opening repairs the tail: a torn last line is cut off, so that the next record starts on a line of its own.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _mend_tail(path)
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, record: Any) -> None:
+        """Raises OSError (a full disk) after taking back what was written of the line."""
+        line = msgspec.json.encode(record) + b"\n"
+        start = os.fstat(self._file.fileno()).st_size
+        try:
+            view = memoryview(line)
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError:
+            os.ftruncate(self._file.fileno(), start)
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "LineWriter":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _mend_tail(path: Path) -> None:
+    """Ends the file with a newline: completes a whole last line, cuts off a torn one."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open("rb+") as file:
+        data = file.read()
+        if data.endswith(b"\n"):
+            return
+        start = data.rfind(b"\n") + 1
+        if _is_whole(data[start:]):
+            file.write(b"\n")
+        else:
+            log.warning("%s: cut off a torn last line of %d bytes", path, len(data) - start)
+            file.truncate(start)
+
+
+# --- whole files ------------------------------------------------------------------------------------------------------
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes `path` whole: beside its place, fsynced, renamed. A reader sees the old content or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    _fsync_directory(path.parent)
+
+
+def write_lines(path: Path, records: Iterable[Any]) -> None:
+    """A JSON-lines file written whole, as `write_file` does."""
+    write_file(path, b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Yields an empty directory beside `path`; on a clean exit it is fsynced and renamed to `path`, replacing that."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    beside.mkdir()
+    try:
+        yield beside
+        for file in beside.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as handle:
+                    os.fsync(handle.fileno())
+        _fsync_directory(beside)
+        if path.exists():
+            shutil.rmtree(path)
+        beside.rename(path)
+        _fsync_directory(path.parent)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _fsync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def new_checkpoint(path: Path, manifest: Manifest) -> Iterator[Path]:
+    """Yields a directory to fill; adds `manifest.json` with every file's hash and puts it at `path` in one move."""
+    with new_directory(path) as directory:
+        yield directory
+        manifest.files = hash_files(directory)
+        (directory / "manifest.json").write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+
+
+def hash_files(directory: Path) -> dict[str, str]:
+    """sha256 of every file below `directory` but the manifest itself, by its path there."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != "manifest.json")
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def verify_checkpoint(directory: Path) -> Manifest:
+    """The manifest of a checkpoint whose every file hashes as it says. Raises CheckpointError with what is wrong."""
+    try:
+        manifest = msgspec.json.decode((directory / "manifest.json").read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory}: no manifest.json") from None
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{directory}: manifest.json cannot be read: {error}") from error
+    found = hash_files(directory)
+    for name, expected in manifest.files.items():
+        if name not in found:
+            raise CheckpointError(f"{directory}: {name} is missing")
+        if found[name] != expected:
+            raise CheckpointError(f"{directory}: {name} does not match its hash")
+    return manifest
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+class RunDir:
+    """The directory of one run. Making the object touches nothing on disk."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config_path = root / "config.json"
+        self.metrics_path = root / "metrics.jsonl"
+        self.checkpoints = root / "checkpoints"
+        self.logs = root / "logs"
+        self.base = root / "base"  # a base model built by code, when the config names a builder
+
+    def trajectories_path(self, step: int) -> Path:
+        return self.root / f"step_{step:04d}" / "trajectories.jsonl"
+
+    def scored_path(self, step: int) -> Path:
+        return self.root / f"step_{step:04d}" / "scored.jsonl"
+
+    def eval_path(self, step: int) -> Path:
+        return self.root / f"step_{step:04d}" / "eval.jsonl"
+
+    def checkpoint_path(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:04d}"
+
+    def trajectories(self, step: int) -> list[Trajectory]:
+        return list(read_lines(self.trajectories_path(step), Trajectory))
+
+    def scored(self, step: int) -> list[ScoredTrajectory]:
+        return list(read_lines(self.scored_path(step), ScoredTrajectory))
+
+    def checkpoint_steps(self) -> list[int]:
+        """The steps that have a checkpoint directory, valid or not, ascending."""
+        return sorted(int(path.name.removeprefix("step_")) for path in self.checkpoints.glob("step_[0-9]*"))
+
+    def newest_checkpoint(self) -> tuple[Path, Manifest] | None:
+        """The newest checkpoint that verifies; a newer one that does not is passed over with a line that says why."""
+        for step in reversed(self.checkpoint_steps()):
+            try:
+                return self.checkpoint_path(step), verify_checkpoint(self.checkpoint_path(step))
+            except CheckpointError as error:
+                log.warning("passed over a checkpoint: %s", error)
+        return None
+
+    def metrics(self) -> list[MetricsLine]:
+        """The metrics, the last line of each (step, split), in order of first appearance."""
+        newest = {(line.step, line.split): line for line in read_lines(self.metrics_path, MetricsLine)}
+        return list(newest.values())
+
+    def append_metrics(self, step: int, split: str, metrics: dict[str, float]) -> None:
+        with LineWriter(self.metrics_path) as writer:
+            writer.append(MetricsLine(step=step, split=split, metrics=metrics, time=time.time()))
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Holds the run for this process; the system lets go when the process dies, however it dies.
+
+        Raises RunError: another process holds it.
+        """
+        self.logs.mkdir(parents=True, exist_ok=True)
+        with (self.logs / "lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise RunError(
+                    f"{self.root}: in use by process {file.read().strip() or '?'}; wait for it or stop it"
+                ) from None
+            file.seek(0)
+            file.truncate()
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
+    def clean(self) -> None:
+        """Removes what a killed writer left beside its place."""
+        for path in [*self.root.glob(".*.tmp"), *self.root.glob("*/.*.tmp")]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
