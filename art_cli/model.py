@@ -1,6 +1,7 @@
 """Loads or builds a base model, its tokenizer and its adapter: the one place where weights come from.
 
-It neither samples (engines) nor trains (learners); both may hold the same `Weights`. torch, transformers and peft are
+It neither samples (engines) nor trains (learners); both may hold the same `Weights`. A base is a hub id, a directory,
+or a function that writes such a directory: from there on all three take the same path. torch, transformers and peft are
 imported inside functions only, so that importing this module costs nothing.
 """
 
@@ -13,8 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from art_cli import plugins, run_dir
+from art_cli.config.schema import LoraConfig, ModelConfig
+from art_cli.errors import CheckpointError, UsageError
+
 if TYPE_CHECKING:
     import torch
+
+ADAPTER_FILE, MODEL_FILE = "adapter_model.safetensors", "model.safetensors"
 
 
 @dataclass
@@ -41,3 +48,132 @@ class Weights:
         assert self.has_adapter, "a model without an adapter has no reference"
         with self.model.disable_adapter():
             yield
+
+
+def find_base(base: str, *, directory: Path, built: Path) -> str:
+    """The hub id or directory to load `base` from; a builder is run once, into the directory `built`.
+
+    Raises UsageError: the builder cannot be found or fails.
+    """
+    if (directory / base).is_dir():
+        return str((directory / base).resolve())
+    if ":" not in base:
+        return base
+    if not built.exists():
+        build = plugins.resolve(base, base=directory)
+        try:
+            with run_dir.new_directory(built) as empty:
+                build(empty)
+        except Exception as error:
+            raise UsageError(f"model.base: {base} failed: {type(error).__name__}: {error}") from error
+    return str(built)
+
+
+def load_weights(config: ModelConfig, base: str, *, device: str = "auto", seed: int = 0) -> Weights:
+    """The model and tokenizer at `base` (a hub id or directory), with a fresh adapter where the config has one.
+
+    The adapter starts as no change at all (B = 0), its A drawn from `seed`. Raises UsageError: nothing loadable there,
+    no chat template, a module to adapt that the model does not have.
+    """
+    import torch
+
+    place = torch.device(_pick_device(device))
+    dtype = _pick_dtype(config.dtype, place)
+    model, tokenizer = _load_pretrained(base, dtype)
+    if config.chat_template is not None:
+        tokenizer.chat_template = config.chat_template.read_text()
+    if not tokenizer.chat_template:
+        raise UsageError(f"{base}: its tokenizer has no chat template; name a Jinja file in model.chat_template")
+    if config.lora is not None:
+        model = _add_adapter(model, config.lora, seed)
+    max_length = config.max_length or getattr(model.config, "max_position_embeddings", None) or 4096
+    model.to(place).eval()
+    return Weights(model, tokenizer, place, dtype, max_length, base, has_adapter=config.lora is not None)
+
+
+def load_checkpoint(weights: Weights, checkpoint: Path) -> None:
+    """Puts a checkpoint's adapter (or whole model, where there is no adapter) into `weights`.
+
+    Raises CheckpointError: no weights there, or not of this model's shape.
+    """
+    from safetensors.torch import load_file
+
+    path = checkpoint / (ADAPTER_FILE if weights.has_adapter else MODEL_FILE)
+    if not path.is_file():
+        raise CheckpointError(f"{checkpoint}: no {path.name}; is model.lora what it was when this was trained?")
+    try:
+        tensors = load_file(path)
+        with weights.lock:
+            _set_tensors(weights, tensors)
+            weights.version += 1
+    except Exception as error:
+        summary = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"{path}: does not fit this model: {summary}") from error
+
+
+def save_weights(weights: Weights, directory: Path) -> None:
+    """Writes a plain PEFT directory (or a transformers one, where there is no adapter), tokenizer included."""
+    with weights.lock:
+        weights.model.save_pretrained(directory)
+        weights.tokenizer.save_pretrained(directory)
+    (directory / "README.md").unlink(missing_ok=True)  # peft's model card template, filled with nothing
+
+
+def _pick_device(device: str) -> str:
+    import torch
+
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    import torch
+
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _load_pretrained(base: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        return model, transformers.AutoTokenizer.from_pretrained(base)
+    except (OSError, ValueError) as error:
+        summary = str(error).strip().splitlines()[0]
+        raise UsageError(
+            f"model.base: cannot load {base!r} (hub id, directory or file.py:function): {summary}"
+        ) from error
+
+
+def _add_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
+    import peft
+    import torch
+
+    config = peft.LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets, lora_dropout=0.0, task_type="CAUSAL_LM"
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return peft.get_peft_model(model, config)
+        except ValueError as error:
+            raise UsageError(f"model.lora.targets: {str(error).strip().splitlines()[0]}") from error
+
+
+def _set_tensors(weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
+    if not weights.has_adapter:
+        missing, unexpected = weights.model.load_state_dict(tensors, strict=False)
+        tied = set(getattr(weights.model, "_tied_weights_keys", None) or [])
+        wrong = [name for name in missing if name not in tied] + list(unexpected)
+    else:
+        import peft
+
+        result: Any = peft.set_peft_model_state_dict(weights.model, tensors)
+        wrong = list(result.unexpected_keys) + [name for name in result.missing_keys if "lora_" in name]
+    if wrong:
+        raise ValueError(f"{len(wrong)} tensors do not match, first {wrong[0]}")

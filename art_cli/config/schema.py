@@ -27,7 +27,7 @@ class LoraConfig(Section):
     """A LoRA adapter (Hu et al. 2021, arXiv:2106.09685): W + alpha / rank * B A."""
 
     rank: PositiveInt = 16
-    alpha: PositiveFloat = 32.0
+    alpha: PositiveInt = 32
     targets: str | list[str] = "all-linear"
     """Module names that get an adapter, or "all-linear": every linear layer but the head."""
 
