@@ -122,11 +122,14 @@ class LineWriter:
         self._file = path.open("ab", buffering=0)
 
     def append(self, record: Any) -> None:
-        """Raises OSError (a full disk) after taking back what was written of the line."""
-        line = msgspec.json.encode(record) + b"\n"
+        self.append_all([record])
+
+    def append_all(self, records: Iterable[Any]) -> None:
+        """All of them in one write. Raises OSError (a full disk) after taking back what was written of them."""
+        lines = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
         start = os.fstat(self._file.fileno()).st_size
         try:
-            view = memoryview(line)
+            view = memoryview(lines)
             while view:
                 view = view[self._file.write(view) :]
         except OSError:

@@ -34,7 +34,7 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     base: str
-    """A hub id, a directory, or "file.py:function", which writes a model and tokenizer into the directory it is given."""
+    """A hub id, a directory, or "file.py:function", which writes a model and its tokenizer into a directory."""
     lora: LoraConfig | None = LoraConfig()
     """null trains all weights."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -131,7 +131,7 @@ class RolloutJudgeConfig(Section):
 
 
 class FunctionJudgeConfig(Section):
-    """A user's function: `def judge(group: list[Trajectory]) -> list[float] | dict[str, float]` (by id), sync or async."""
+    """A user's function: `def judge(group: list[Trajectory]) -> list[float] | dict[str, float]`, the latter by id."""
 
     name: Literal["function"]
     entry: str
@@ -147,7 +147,7 @@ JudgeConfig = Annotated[RolloutJudgeConfig | FunctionJudgeConfig, Field(discrimi
 
 class BaseLossConfig(Section):
     kl: NonNegative = 0.0
-    """Weight of KL(policy || reference), k3 estimate; the reference is the model with its adapter off. 0: not computed."""
+    """Weight of KL(policy || reference), k3 estimate; the reference is the model, adapter off. 0: not computed."""
     importance_cap: PositiveFloat | None = None
     """Truncated importance sampling: each token's weight is min(learner / engine, cap). null: off."""
 

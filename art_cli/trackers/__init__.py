@@ -1,7 +1,7 @@
 """Where numbers go besides metrics.jsonl: the Tracker protocol and the table of built-ins.
 
-metrics.jsonl is written by the loop itself and is the record; a tracker is a copy of it for people to look at. A tracker
-imports its SDK inside itself, and one that fails is reported once and does not stop a run.
+metrics.jsonl is written by the loop itself and is the record; a tracker is a copy of it for people to look at. A
+tracker imports its SDK inside itself, and one that fails is reported once and does not stop a run.
 """
 
 from pathlib import Path

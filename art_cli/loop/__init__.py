@@ -1,0 +1,11 @@
+"""The training loop: generate -> judge -> step -> checkpoint -> eval, and the same stages alone.
+
+    sampler.py    Sampler: engine, gateway and runner, opened together; plays scenarios with one policy
+    generate.py   what a step owes, and playing it: trajectories on disk, groups judged as they complete
+    proof.py      the proof of weights: engine and learner score the same probe
+    evaluate.py   plays the evaluation scenarios and compares policies
+    train.py      TrainingRun: resumes, loops, keeps checkpoints
+
+It holds no mathematics and no file format: those are the learner's and run_dir's. What it knows at any moment it can
+work out again from the run directory; that is all that resuming is.
+"""

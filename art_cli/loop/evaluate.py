@@ -1,0 +1,104 @@
+"""Plays the evaluation scenarios and compares policies: means, bootstrap intervals, paired differences, gates.
+
+Pure numbers below, rollouts above. Every attempt at a scenario counts; an attempt that failed has reward 0 for the
+comparison (an agent that crashes has not done its job) and is counted apart.
+"""
+
+import random
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from art_cli.config.compose import LoadedConfig
+from art_cli.errors import UsageError
+from art_cli.loop.generate import owed, plan_groups
+from art_cli.loop.sampler import Sampler
+from art_cli.rollouts.scenarios import load_scenarios
+from art_cli.run_dir import LineWriter, read_lines
+from art_cli.trajectory import Trajectory
+
+RESAMPLES = 2000  # bootstrap: the ends of a 95 % interval move by about 1 % of its width between seeds
+
+
+class Estimate(NamedTuple):
+    """A mean over scenarios with its 95 % bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+    num: int  # scenarios
+
+
+class Gate(NamedTuple):
+    """A bound that a mean must keep. Example: Gate("reward", ">=", 0.8)."""
+
+    metric: str
+    operator: str
+    bound: float
+
+    def holds(self, value: float) -> bool:
+        return value >= self.bound if self.operator == ">=" else value <= self.bound
+
+
+async def play_evaluation(
+    sampler: Sampler, loaded: LoadedConfig, *, step: int, path: Path, title: str
+) -> list[Trajectory]:
+    """The evaluation's trajectories, those already in `path` included; what was owed is appended there."""
+    config = loaded.config.eval
+    assert config is not None, "no eval section"
+    scenarios = load_scenarios(config.scenarios, loaded.directory)
+    plans = plan_groups(scenarios, step=step, group_size=config.attempts, prefix="e")
+    done = list(read_lines(path, Trajectory))
+    missing = owed(plans, done)
+    if missing:
+        with LineWriter(path) as writer:
+
+            def keep(trajectory: Trajectory) -> None:
+                writer.append(trajectory)
+                done.append(trajectory)
+
+            await sampler.play(missing, keep, title=title, temperature=config.temperature)
+    return done
+
+
+def values_by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
+    """metric -> scenario id -> mean over its attempts; "reward" and "failed" besides the rollout's own metrics."""
+    seen: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for trajectory in trajectories:
+        scenario = str(trajectory.scenario.get("id", trajectory.group_id))
+        failed = trajectory.error is not None
+        seen["failed"][scenario].append(float(failed))
+        if failed or trajectory.returned_reward is not None:
+            seen["reward"][scenario].append(0.0 if failed else trajectory.returned_reward or 0.0)
+        for name, value in trajectory.metrics.items():
+            seen[name][scenario].append(value)
+    return {
+        metric: {scenario: sum(values) / len(values) for scenario, values in rows.items()}
+        for metric, rows in seen.items()
+    }
+
+
+def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
+    """Mean and percentile bootstrap interval (Efron 1979) over scenarios. One value: the interval is that value."""
+    assert values, "no values to estimate from"
+    draw = random.Random(seed)
+    size = len(values)
+    means = sorted(sum(draw.choices(values, k=size)) / size for _ in range(RESAMPLES))
+    low, high = means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES) - 1]
+    return Estimate(sum(values) / size, low, high, size)
+
+
+def paired_difference(values: Mapping[str, float], baseline: Mapping[str, float], *, seed: int = 0) -> Estimate | None:
+    """Mean of value - baseline over the scenarios both have; None when they share none."""
+    common = sorted(values.keys() & baseline.keys())
+    return estimate([values[name] - baseline[name] for name in common], seed=seed) if common else None
+
+
+def parse_gate(text: str) -> Gate:
+    """`reward>=0.8` or `failed<=0.01`. Raises UsageError."""
+    match = re.fullmatch(r"\s*([A-Za-z_][\w./-]*)\s*(>=|<=)\s*(-?\d+(?:\.\d+)?(?:e-?\d+)?)\s*", text)
+    if match is None:
+        raise UsageError(f"--gate {text!r}: expected METRIC>=NUMBER or METRIC<=NUMBER, for example reward>=0.8")
+    return Gate(match[1], match[2], float(match[3]))

@@ -1,0 +1,121 @@
+"""What a step owes, and playing it: trajectories are on disk before anyone counts them, groups judged as they complete.
+
+Reads and writes the step's trajectories.jsonl and scored.jsonl through run_dir. Owed is what is not there: places of
+groups without a trajectory, and groups with all their trajectories and no scored lines.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from art_cli.errors import JudgeError
+from art_cli.judges import Judge, Verdict
+from art_cli.rollouts.runner import RolloutPlan
+from art_cli.run_dir import LineWriter
+from art_cli.trajectory import Json, ScoredTrajectory, Trajectory, score_trajectory
+
+log = logging.getLogger(__name__)
+
+
+def plan_groups(scenarios: Sequence[Json], *, step: int, group_size: int, prefix: str = "s") -> list[RolloutPlan]:
+    """All rollouts of a step, group by group: the ids depend on nothing but step and place.
+
+    Example: scenario 2 of step 3, attempt 5 -> group "s0003-g0002", trajectory "s0003-g0002-a05".
+    """
+    plans = []
+    for place, scenario in enumerate(scenarios):
+        group_id = f"{prefix}{step:04d}-g{place:04d}"
+        for index in range(group_size):
+            plans.append(
+                RolloutPlan(
+                    trajectory_id=f"{group_id}-a{index:02d}",
+                    group_id=group_id,
+                    group_size=group_size,
+                    index=index,
+                    scenario=scenario,
+                    step=step,
+                )
+            )
+    return plans
+
+
+def owed(plans: Sequence[RolloutPlan], done: Iterable[Trajectory]) -> list[RolloutPlan]:
+    """The plans without a finished trajectory."""
+    finished = {trajectory.id for trajectory in done}
+    return [plan for plan in plans if plan.trajectory_id not in finished]
+
+
+def group(trajectories: Iterable[Trajectory]) -> dict[str, list[Trajectory]]:
+    """The complete groups, each in order of place; of a place written twice the last line counts.
+
+    (A group whose scored lines were torn by a kill is judged and written again, whole.)
+    """
+    places: dict[str, dict[int, Trajectory]] = defaultdict(dict)
+    for trajectory in trajectories:
+        places[trajectory.group_id][trajectory.index] = trajectory
+    return {
+        group_id: [members[index] for index in sorted(members)]
+        for group_id, members in places.items()
+        if len(members) == next(iter(members.values())).group_size
+    }
+
+
+@dataclass
+class GroupScorer:
+    """Judges groups while others are still being played; writes each group's scored lines when its verdict is there.
+
+    Feed it trajectories with `add`; `finish` waits for the verdicts that are out. Groups scored before (`scored`) are
+    not judged again. A group whose judge gives up stays owed: counted in `failures`, never given a made-up reward.
+    """
+
+    judge: Judge
+    writer: LineWriter
+    scored: dict[str, list[ScoredTrajectory]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)  # group id -> why
+    judge_s: float = 0.0
+    _waiting: dict[str, dict[int, Trajectory]] = field(default_factory=lambda: defaultdict(dict))
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def add(self, trajectory: Trajectory) -> None:
+        members = self._waiting[trajectory.group_id]
+        members.setdefault(trajectory.index, trajectory)
+        if len(members) == trajectory.group_size and trajectory.group_id not in self.scored:
+            whole = [members[index] for index in sorted(members)]
+            del self._waiting[trajectory.group_id]
+            self._tasks.append(asyncio.get_running_loop().create_task(self._score(whole)))
+
+    async def _score(self, whole: list[Trajectory]) -> None:
+        group_id = whole[0].group_id
+        begin = asyncio.get_running_loop().time()
+        try:
+            verdicts = await self.judge.judge([t for t in whole if t.error is None])
+        except JudgeError as error:
+            self.failures[group_id] = str(error)
+            log.warning("%s: not scored, still owed: %s", group_id, error)
+            return
+        finally:
+            self.judge_s += asyncio.get_running_loop().time() - begin
+        scored = [_apply(verdicts, trajectory) for trajectory in whole]
+        self.writer.append_all(scored)
+        self.scored[group_id] = scored
+
+    async def finish(self) -> None:
+        """Waits for every verdict that is out; the first unforeseen failure is raised after the others are in."""
+        results = await asyncio.gather(*self._tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    def cancel(self) -> None:
+        """Lets go of the verdicts still out; their groups stay owed."""
+        for task in self._tasks:
+            task.cancel()
+
+
+def _apply(verdicts: Mapping[str, Verdict], trajectory: Trajectory) -> ScoredTrajectory:
+    if trajectory.error is not None:
+        return score_trajectory(trajectory, None)
+    verdict = verdicts[trajectory.id]
+    return score_trajectory(trajectory, verdict.reward, verdict.scores)

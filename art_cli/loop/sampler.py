@@ -1,0 +1,65 @@
+"""Sampler: an engine, the gateway in front of it and the runner, opened together; plays scenarios with one policy."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from art_cli.chat.requests import Sampling
+from art_cli.config.compose import LoadedConfig
+from art_cli.engines import Engine, make_engine
+from art_cli.model import Weights
+from art_cli.rollouts.gateway import Gateway
+from art_cli.rollouts.progress import Progress
+from art_cli.rollouts.runner import RolloutPlan, Runner
+from art_cli.trajectory import Trajectory
+
+
+@dataclass
+class Sampler:
+    """Plays rollouts against whatever step its engine holds."""
+
+    engine: Engine
+    gateway: Gateway
+    runner: Runner
+
+    async def play(
+        self,
+        plans: Sequence[RolloutPlan],
+        on_finished: Callable[[Trajectory], None],
+        *,
+        title: str,
+        temperature: float | None = None,
+    ) -> Progress:
+        """Runs every plan; each trajectory is handed over as it finishes. Returns the counts."""
+        with self.gateway.temperature(temperature):
+            return await self.runner.run(plans, on_finished, title=title)
+
+
+@contextlib.asynccontextmanager
+async def open_sampler(
+    loaded: LoadedConfig, weights: Weights | None, *, step: int, logs: Path
+) -> AsyncIterator[Sampler]:
+    """Engine started, gateway listening; all of it closed on the way out.
+
+    `weights` are those that an embedded engine samples from; None for an engine that brings its own.
+    """
+    config = loaded.config
+    engine = make_engine(config.engine, weights, name=config.name, step=step, logs=logs)
+    await engine.start()
+    try:
+        settings = config.rollout.sampling
+        defaults = Sampling(
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            max_tokens=settings.max_tokens,
+        )
+        gateway = Gateway(engine, defaults=defaults, seed=config.train.seed, max_turns=config.rollout.max_turns)
+        async with (
+            gateway.serve(config.gateway.host, config.gateway.port),
+            Runner(config.rollout, loaded.directory, gateway) as runner,
+        ):
+            yield Sampler(engine, gateway, runner)
+    finally:
+        await engine.close()

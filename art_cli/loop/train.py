@@ -1,0 +1,350 @@
+"""TrainingRun: one run from its first policy to its last, resumed from whatever its directory holds.
+
+    step N:  play what is owed, judge meanwhile -> learner.step -> checkpoint N + 1 -> engine loads it -> proof -> eval
+
+The newest checkpoint that verifies says which step is next; the step's own files say what of it is owed. Nothing else
+is remembered. A checkpoint carries its step's metrics, so that a kill between the two loses no line of metrics.jsonl.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from art_cli.config.compose import LoadedConfig, check_trainable, config_difference, config_hash
+from art_cli.engines import describe_engine
+from art_cli.errors import Interrupted, RunError
+from art_cli.judges import Judge, make_judge
+from art_cli.learners import Learner, StepMetrics, make_learner
+from art_cli.learners.demos import load_demos
+from art_cli.loop import proof
+from art_cli.loop.evaluate import play_evaluation, values_by_scenario
+from art_cli.loop.generate import GroupScorer, group, owed, plan_groups
+from art_cli.loop.sampler import Sampler, open_sampler
+from art_cli.model import Weights, find_base, load_weights
+from art_cli.rollouts.scenarios import ScenarioOrder, load_scenarios
+from art_cli.run_dir import LineWriter, Manifest, MetricsLine, RunDir, new_checkpoint, write_file
+from art_cli.trackers import Tracker, make_tracker
+from art_cli.trajectory import ScoredTrajectory, Trajectory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Where a run stands when `train` returns."""
+
+    root: Path
+    step: int
+    was_finished: bool  # nothing was left to do
+    evaluations: dict[int, dict[str, float]]  # step -> metrics
+
+
+async def train(loaded: LoadedConfig, *, is_fresh: bool = False) -> TrainResult:
+    """Trains until `train.steps` are done; a run that exists is resumed, or with `is_fresh` left beside a new one.
+
+    Raises RunError (in use, or made by another configuration), ConfigError, and what its parts raise.
+    """
+    check_trainable(loaded.config)
+    root = loaded.config.runs / loaded.config.name
+    run = RunDir(_beside(root) if is_fresh else root)
+    claim_config(run, loaded)
+    with run.lock():
+        run.clean()
+        if _is_finished(run, loaded):
+            return TrainResult(run.root, loaded.config.train.steps, True, _evaluations(run))
+        return await TrainingRun(loaded, run).train()
+
+
+def _beside(root: Path) -> Path:
+    """The first of root, root-2, root-3, ... that is not there."""
+    paths = [root, *(root.with_name(f"{root.name}-{number}") for number in range(2, 10_000))]
+    return next(path for path in paths if not path.exists())
+
+
+def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
+    """Writes config.json, or holds it against the one that is there. Raises RunError naming each difference."""
+    new = loaded.config.model_dump(mode="json")
+    if run.config_path.exists():
+        old = json.loads(run.config_path.read_text())
+        if differences := config_difference(old, new):
+            raise RunError(
+                f"{run.root}: made by another configuration: {'; '.join(differences)}; "
+                "change it back, give the run another name, or start anew beside it with --fresh"
+            )
+    write_file(run.config_path, json.dumps(new, indent=2).encode() + b"\n")
+
+
+def _is_finished(run: RunDir, loaded: LoadedConfig) -> bool:
+    newest = run.newest_checkpoint()
+    if newest is None or newest[1].step < loaded.config.train.steps:
+        return False
+    return loaded.config.eval is None or newest[1].step in _evaluations(run)
+
+
+def _evaluations(run: RunDir) -> dict[int, dict[str, float]]:
+    return {line.step: line.metrics for line in run.metrics() if line.split == "eval"}
+
+
+class TrainingRun:
+    """One process's work on a run. Holds the weights once, for learner and engine both."""
+
+    def __init__(self, loaded: LoadedConfig, run: RunDir) -> None:
+        self.loaded, self.config, self.run = loaded, loaded.config, run
+        self.scenarios = load_scenarios(self.config.rollout.scenarios, loaded.directory)
+        self.order = ScenarioOrder(
+            [scenario["id"] for scenario in self.scenarios],
+            seed=self.config.train.seed,
+            shuffle=self.config.rollout.shuffle,
+        )
+        self.judge: Judge = make_judge(self.config.judge, loaded.directory)
+        base = find_base(self.config.model.base, directory=loaded.directory, built=run.base)
+        self.weights: Weights = load_weights(
+            self.config.model, base, device=self.config.learner.device, seed=self.config.train.seed
+        )
+        self.learner: Learner = make_learner(self.config, self.weights)
+        self.tracker: Tracker = make_tracker(self.config, run.root, self.config.model_dump(mode="json"))
+        self.interrupts = 0
+
+    async def train(self) -> TrainResult:
+        log.info("%s", describe_engine(self.config, self.weights))
+        with self._interruptible():
+            try:
+                step = await self._find_start()
+                async with open_sampler(self.loaded, self.weights, step=step, logs=self.run.logs) as sampler:
+                    await self._evaluate(sampler, step)
+                    while step < self.config.train.steps:
+                        await self._take_step(sampler, step)
+                        step += 1
+                        self._stop_if_interrupted(step)
+                        await self._evaluate(sampler, step)
+                        self._prune(step)
+            except asyncio.CancelledError:
+                raise self._interruption() from None
+            finally:
+                await self.judge.close()
+                self.tracker.close()
+        return TrainResult(self.run.root, step, False, _evaluations(self.run))
+
+    # --- where to begin -----------------------------------------------------------------------------------------------
+
+    async def _find_start(self) -> int:
+        """The step of the newest valid checkpoint, loaded; without one, step 0 is made (and warmed up by sft)."""
+        newest = self.run.newest_checkpoint()
+        if newest is not None:
+            path, manifest = newest
+            self.learner.load(path)
+            self._backfill(manifest)
+            log.info("%s: goes on from step %d of %d", self.run.root, manifest.step, self.config.train.steps)
+            return manifest.step
+        metrics = await self._warm_up() if self.config.sft is not None else {}
+        self._save(0, metrics)
+        if metrics:
+            self._record(0, "sft", metrics)
+        return 0
+
+    async def _warm_up(self) -> dict[str, float]:
+        assert self.config.sft is not None
+        demos = load_demos(self.config.sft.demos, self.loaded.directory)
+        log.info("sft: %d transcripts, %d epochs", len(demos), self.config.sft.epochs)
+        return await self._off_loop(self.learner.sft, demos)
+
+    def _backfill(self, manifest: Manifest) -> None:
+        """Writes the metrics line that a kill right after the checkpoint left out."""
+        split, step = ("sft", 0) if manifest.step == 0 else ("train", manifest.step - 1)
+        if manifest.metrics and not any((line.step, line.split) == (step, split) for line in self.run.metrics()):
+            self._record(step, split, manifest.metrics)
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    async def _take_step(self, sampler: Sampler, step: int) -> None:
+        groups, metrics = await self._generate(sampler, step)
+        trained = await self._off_loop(self.learner.step, groups)
+        metrics |= _numbers(trained)
+        if trained.num_updates == 0:
+            log.warning("step %d: no signal: every group's rewards are equal; no weight was changed", step)
+        metrics["probe_gap"] = await self._hand_over(sampler, step + 1, metrics)
+        self._record(step, "train", metrics)
+        _announce(step, self.config.train.steps, metrics)
+
+    async def _generate(self, sampler: Sampler, step: int) -> tuple[list[list[ScoredTrajectory]], dict[str, float]]:
+        """Plays and judges what the step owes; its scored groups in the order of the plan, and what it took."""
+        chosen = self.order.groups(step, self.config.rollout.groups_per_step)
+        plans = plan_groups([self.scenarios[i] for i in chosen], step=step, group_size=self.config.rollout.group_size)
+        done = self.run.trajectories(step)
+        scored = {
+            name: [t for t in g if isinstance(t, ScoredTrajectory)] for name, g in group(self.run.scored(step)).items()
+        }
+        with LineWriter(self.run.trajectories_path(step)) as played, LineWriter(self.run.scored_path(step)) as out:
+            scorer = GroupScorer(self.judge, out, scored)
+            for trajectory in done:
+                scorer.add(trajectory)
+
+            def keep(trajectory: Trajectory) -> None:
+                played.append(trajectory)  # on disk before it is counted
+                done.append(trajectory)
+                scorer.add(trajectory)
+
+            begin = time.perf_counter()
+            try:
+                await sampler.play(owed(plans, done), keep, title=f"step {step + 1}/{self.config.train.steps}")
+                sample_s = time.perf_counter() - begin
+                await scorer.finish()
+            finally:
+                scorer.cancel()
+            judge_s = time.perf_counter() - begin - sample_s
+        self._check_scored(scorer, step)
+        groups = [
+            scorer.scored[name] for name in dict.fromkeys(plan.group_id for plan in plans) if name in scorer.scored
+        ]
+        return groups, _generation_numbers(done, sample_s, judge_s, len(scorer.failures))
+
+    def _check_scored(self, scorer: GroupScorer, step: int) -> None:
+        """A step goes on without groups the judge gave up on, but not without most of them. Raises RunError."""
+        if len(scorer.failures) > len(scorer.scored):
+            example = next(iter(scorer.failures.values()))
+            raise RunError(
+                f"step {step}: {len(scorer.failures)} groups could not be judged ({example}); "
+                "nothing is lost: mend the judge and run the same command again"
+            )
+
+    async def _hand_over(self, sampler: Sampler, step: int, metrics: dict[str, float]) -> float:
+        """Checkpoints the learner's weights as `step` and has the engine sample from them; the proof's gap in nats."""
+        checkpoint = self._save(step, metrics)
+        await sampler.engine.load(checkpoint, step)
+        probe = proof.make_probe(self.weights.model.config.vocab_size)
+        engine = await sampler.engine.score(probe)
+        learner = await self._off_loop(self.learner.score, probe)
+        return proof.compare(engine, learner, dtype=str(self.weights.dtype).removeprefix("torch."), step=step)
+
+    # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    async def _evaluate(self, sampler: Sampler, step: int) -> None:
+        """Evaluates the policy at `step` when it is due and not yet done."""
+        config = self.config.eval
+        if (
+            config is None
+            or (step % config.every and step != self.config.train.steps)
+            or step in _evaluations(self.run)
+        ):
+            return
+        trajectories = await play_evaluation(
+            sampler, self.loaded, step=step, path=self.run.eval_path(step), title=f"eval at step {step}"
+        )
+        means = {name: sum(v.values()) / len(v) for name, v in values_by_scenario(trajectories).items() if v}
+        self._record(step, "eval", means)
+        log.info("eval at step %d: %s", step, "  ".join(f"{name} {value:.3f}" for name, value in sorted(means.items())))
+
+    # --- what stays ---------------------------------------------------------------------------------------------------
+
+    def _save(self, step: int, metrics: dict[str, float]) -> Path:
+        path = self.run.checkpoint_path(step)
+        manifest = Manifest(
+            step=step,
+            base="../../base" if self.weights.base == str(self.run.base) else self.weights.base,
+            config_hash=config_hash(self.config),
+            cursor={"groups": step * self.config.rollout.groups_per_step},
+            metrics=metrics,
+        )
+        with new_checkpoint(path, manifest) as directory:
+            self.learner.save(directory)
+        return path
+
+    def _record(self, step: int, split: str, metrics: dict[str, float]) -> None:
+        self.run.append_metrics(step, split, metrics)
+        try:
+            self.tracker.log(MetricsLine(step=step, split=split, metrics=metrics, time=time.time()))
+        except Exception as error:  # the boundary to somebody else's SDK: a tracker never stops a run
+            log.warning("the tracker failed and is left out: %s: %s", type(error).__name__, error)
+            self.tracker.log = lambda line: None  # type: ignore[method-assign]
+
+    def _prune(self, step: int) -> None:
+        """Keeps the newest checkpoints and the best evaluated one."""
+        rewards = {at: metrics.get("reward", -math.inf) for at, metrics in _evaluations(self.run).items()}
+        best = max(rewards, key=lambda at: (rewards[at], at)) if rewards else None
+        steps = self.run.checkpoint_steps()
+        for old in steps[: -self.config.train.keep_checkpoints]:
+            if old != best:
+                shutil.rmtree(self.run.checkpoint_path(old))
+
+    # --- Ctrl-C -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """The first SIGINT or SIGTERM ends the run after what is complete is written; a second one ends it at once."""
+        loop, main = asyncio.get_running_loop(), asyncio.current_task()
+        assert main is not None
+        self._is_updating = False
+
+        def interrupt() -> None:
+            self.interrupts += 1
+            if self.interrupts > 1:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                signal.raise_signal(signal.SIGINT)
+            elif self._is_updating:
+                log.warning("interrupted: finishing this update first; once more to stop at once (nothing is lost)")
+            else:
+                main.cancel()
+
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for number in signals:
+            loop.add_signal_handler(number, interrupt)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    async def _off_loop(self, function: Any, *arguments: Any) -> Any:
+        """`function` in a thread. An interrupt waits for it, since a thread cannot be stopped halfway."""
+        self._is_updating = True
+        try:
+            return await asyncio.to_thread(function, *arguments)
+        finally:
+            self._is_updating = False
+
+    def _stop_if_interrupted(self, step: int) -> None:
+        if self.interrupts:
+            raise self._interruption()
+
+    def _interruption(self) -> Interrupted:
+        return Interrupted(
+            f"interrupted; what is complete is in {self.run.root}; go on with: art train {self.loaded.path}"
+        )
+
+
+def _numbers(metrics: StepMetrics) -> dict[str, float]:
+    return {name: value for name, value in msgspec.structs.asdict(metrics).items() if not math.isnan(value)}
+
+
+def _generation_numbers(
+    trajectories: Sequence[Trajectory], sample_s: float, judge_s: float, num_unscored: int
+) -> dict[str, float]:
+    """Counts and means of a step's rollouts; `judge_s` is the part of judging that rollouts did not hide."""
+    numbers = {
+        "sample_s": sample_s,
+        "judge_s": judge_s,
+        "num_unscored": num_unscored,
+        "tokens_sampled": sum(trajectory.num_sampled for trajectory in trajectories),
+        "turns": sum(len(trajectory.turns) for trajectory in trajectories),
+    }
+    numbers["sample_tokens_per_s"] = numbers["tokens_sampled"] / sample_s if sample_s else 0.0
+    for name, values in values_by_scenario(trajectories).items():
+        if name not in ("reward", "failed"):
+            numbers[f"metrics.{name}"] = sum(values.values()) / len(values)
+    return numbers
+
+
+def _announce(step: int, steps: int, metrics: dict[str, float]) -> None:
+    shown = ["reward_mean", "loss", "kl", "grad_norm", "logprob_gap", "sample_s", "train_s"]
+    log.info("step %d/%d: %s", step + 1, steps, "  ".join(f"{n} {metrics[n]:.3g}" for n in shown if n in metrics))
