@@ -88,7 +88,12 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     explanation: str | None = None
     votes: list[float] = []  # each single vote, in the order asked; empty: the score is the only vote
     spread: float | None = None  # standard deviation of the votes; None below two votes
+    positions: list[int] = []  # where each vote's prompt showed it, 0 first; empty: the judge has no order
     cost_usd: float | None = None  # this trajectory's share of the group's cost; None: unknown
+    prompt_tokens: float | None = None  # its share of what the group's calls read
+    completion_tokens: float | None = None  # and of what they wrote
+    latency_s: float | None = None  # mean of the group's votes, waiting for a place left out
+    settings: str | None = None  # digest of what the judge was told (rubric, parameters): one file, one digest
 
 
 class ScoredTrajectory(Trajectory, kw_only=True):

@@ -139,7 +139,124 @@ class FunctionJudgeConfig(Section):
     timeout_s: PositiveFloat = 600.0
 
 
-JudgeConfig = Annotated[RolloutJudgeConfig | FunctionJudgeConfig, Field(discriminator="name")]
+class PriceConfig(Section):
+    """US dollars per million tokens, for a model that the packaged price table does not know."""
+
+    input: NonNegative
+    output: NonNegative
+
+
+class JudgeModelConfig(Section):
+    """A model that judges, and how it is reached."""
+
+    model: str = "openai/o3"
+    """As litellm names it ("openai/o3", "anthropic/claude-sonnet-4-5"); with `api_base`, as that server names it."""
+    api_base: str | None = None
+    """Any OpenAI-compatible endpoint ("http://127.0.0.1:8000/v1"). null: the provider that `model` names."""
+    api_key_env: str | None = None
+    """The environment variable (or line of .env) that holds the key. null: the provider's usual one."""
+    params: dict[str, str | int | float | bool | None] = {}
+    """Passed on with each call: {temperature: 0}, {reasoning_effort: low}."""
+    response_format: Literal["auto", "json_schema", "text"] = "auto"
+    """auto: a JSON schema where the model takes one, otherwise the answer is read out of its text."""
+    price: PriceConfig | None = None
+    """null: what litellm's packaged table says."""
+
+
+class PanelMemberConfig(JudgeModelConfig):
+    weight: PositiveFloat = 1.0
+    """Of its score in the panel's weighted mean."""
+
+
+class RulerJudgeConfig(JudgeModelConfig):
+    """RULER: a language model sees all attempts of a group at once and scores each in [0, 1] against the others."""
+
+    name: Literal["ruler"]
+    panel: list[PanelMemberConfig] = []
+    """Several models instead of `model`; the score is their weighted mean."""
+    rubric: Path | None = None
+    """A text file. null: the packaged one."""
+    instructions: Path | None = None
+    """A text file for the whole system prompt; `{rubric}` in it is replaced by the rubric. null: the packaged one."""
+    votes: PositiveInt = 1
+    """Times each model is asked, each time with the attempts in another order and under other ids."""
+    aggregate: Literal["mean", "median"] = "mean"
+    """Of the votes."""
+    seed: int = 0
+    """Of orders and ids."""
+    max_group: Annotated[int, Field(ge=4, le=64)] = 16
+    """Attempts in one call; a larger group is judged in parts that share anchors, and put on one scale."""
+    max_tokens_per_attempt: Annotated[int, Field(ge=100)] = 10_000
+    """Estimated at 4 bytes a token. Past it tool outputs are cut in the middle first, then the other long texts."""
+    attempts: PositiveInt = 3
+    """Times a vote is asked anew when its answer cannot be used; each time it is sent back once with what is wrong."""
+    retries: Count = 6
+    """New tries of a call that met a rate limit, a server error, a lost connection or its deadline."""
+    timeout_s: PositiveFloat = 300.0
+    """Of one call."""
+    concurrency: PositiveInt = 32
+    """Calls at once."""
+    budget_usd: PositiveFloat | None = None
+    """Stops, everything so far saved, before a call would exceed it. null: no limit."""
+    budget_tokens: PositiveInt | None = None
+    """Prompt and completion tokens together. null: no limit."""
+    cache: Path | Literal["user"] | None = "user"
+    """The SQLite file of verdicts already paid for; user: `art/verdicts.sqlite` in the user's cache. null: none."""
+
+    @model_validator(mode="after")
+    def _model_or_panel(self) -> Self:
+        fields = JudgeModelConfig.model_fields
+        single = [name for name in fields if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
+        if self.panel and single:
+            raise ValueError(f"with a panel, each member has its own: remove {', '.join(single)}")
+        return self
+
+
+class RewardModelJudgeConfig(Section):
+    """A local sequence-classification model: the score is one logit (or its probability) of the whole conversation."""
+
+    name: Literal["reward_model"]
+    model: str
+    """A hub id or a directory with a model that `AutoModelForSequenceClassification` loads."""
+    label: Count = 0
+    """Which of the model's outputs is the score."""
+    activation: Literal["none", "sigmoid", "softmax"] = "none"
+    """none: the logit as it is; it need not lie in [0, 1]."""
+    batch_size: PositiveInt = 8
+    max_length: PositiveInt | None = None
+    """Tokens of a conversation; of a longer one the end counts. null: what the model was made for."""
+    device: str = "auto"
+    """auto: the GPU where there is one."""
+
+
+NamedJudgeConfig = Annotated[
+    RolloutJudgeConfig | FunctionJudgeConfig | RulerJudgeConfig | RewardModelJudgeConfig, Field(discriminator="name")
+]
+
+
+class BlendJudgeConfig(Section):
+    """The weighted mean of several judges' rewards."""
+
+    name: Literal["blend"]
+    blend: dict[str, PositiveFloat]
+    """Weights by judge: {ruler: 0.7, rollout: 0.3}. A name is one of `judges`, or a judge with its defaults."""
+    judges: dict[str, NamedJudgeConfig] = {}
+
+    @model_validator(mode="after")
+    def _known_names(self) -> Self:
+        if not self.blend:
+            raise ValueError("'blend' needs at least one judge")
+        if unknown := sorted(set(self.blend) - set(self.judges) - {"rollout", "ruler"}):
+            raise ValueError(f"define {', '.join(unknown)} under 'judges'; only 'rollout' and 'ruler' have defaults")
+        if unused := sorted(set(self.judges) - set(self.blend)):
+            raise ValueError(f"{', '.join(unused)} under 'judges' has no weight in 'blend'")
+        return self
+
+
+JudgeConfig = Annotated[
+    RolloutJudgeConfig | FunctionJudgeConfig | RulerJudgeConfig | RewardModelJudgeConfig | BlendJudgeConfig,
+    Field(discriminator="name"),
+]
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------
