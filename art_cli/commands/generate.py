@@ -1,0 +1,47 @@
+"""`art generate`: plays one step's scenarios with a checkpoint and writes the trajectories, nothing else.
+
+The output is appended as rollouts finish; run again, it goes on with what is owed.
+"""
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from art_cli.config.compose import LoadedConfig, load_config
+from art_cli.loop.generate import owed, plan_groups
+from art_cli.loop.policy import PolicySource, find_policy, open_policy
+from art_cli.loop.sampler import open_sampler
+from art_cli.rollouts.scenarios import ScenarioOrder, load_scenarios
+from art_cli.run_dir import LineWriter, read_lines
+from art_cli.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
+
+
+def run(*, config: Path, overrides: Sequence[str], output: Path, checkpoint: Path | None, step: int | None) -> None:
+    """Writes `output`; `step` chooses which scenarios (None: the checkpoint's own next ones)."""
+    loaded = load_config(config, overrides)
+    is_foreign = loaded.config.engine.name == "openai"
+    source = PolicySource(None, 0) if is_foreign else find_policy(loaded, checkpoint)
+    log.info("policy: %s", source.checkpoint or ("the endpoint's own" if is_foreign else "the starting policy"))
+    with contextlib.ExitStack() as stack:
+        weights = None if is_foreign else stack.enter_context(open_policy(loaded, source))
+        num = asyncio.run(_generate(loaded, weights, source, output, source.step if step is None else step))
+    sys.stdout.write(f"{output}: {num} trajectories\n")
+
+
+async def _generate(loaded: LoadedConfig, weights, source: PolicySource, output: Path, step: int) -> int:
+    config = loaded.config.rollout
+    scenarios = load_scenarios(config.scenarios, loaded.directory)
+    order = ScenarioOrder([s["id"] for s in scenarios], seed=loaded.config.train.seed, shuffle=config.shuffle)
+    chosen = [scenarios[index] for index in order.groups(step, config.groups_per_step)]
+    plans = plan_groups(chosen, step=source.step, group_size=config.group_size)
+    done = list(read_lines(output, Trajectory))
+    missing = owed(plans, done)
+    with LineWriter(output) as writer:
+        async with open_sampler(loaded, weights, step=source.step, logs=output.parent) as sampler:
+            await sampler.play(missing, writer.append, title="generate")
+    return len(done) + len(missing)

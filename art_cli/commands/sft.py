@@ -1,0 +1,24 @@
+"""`art sft`: warm-starts a policy from chat transcripts, assistant tokens only; writes a checkpoint."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from art_cli.config.compose import load_config
+from art_cli.config.schema import SftConfig
+from art_cli.learners.demos import load_demos
+from art_cli.loop.policy import PolicySource, find_policy, open_learner, save_learner
+
+
+def run(*, config: Path, overrides: Sequence[str], demos: Path, checkpoint: Path | None, output: Path) -> None:
+    """Trains on `demos` with the config's `sft` section (its defaults where there is none)."""
+    loaded = load_config(config, overrides)
+    transcripts = load_demos(str(demos.resolve()), loaded.directory)
+    if loaded.config.sft is None:
+        loaded = loaded.replace(sft=SftConfig(demos=str(demos)))
+    source = find_policy(loaded, checkpoint) if checkpoint else PolicySource(None, 0)
+    with open_learner(loaded, source) as learner:
+        metrics = learner.sft(transcripts)
+        save_learner(learner, output, loaded, step=source.step, metrics=metrics)
+    sys.stdout.write(f"{output}: sft on {len(transcripts)} transcripts\n")
+    sys.stdout.writelines(f"  {name} {value:.6g}\n" for name, value in metrics.items())

@@ -1,0 +1,32 @@
+"""`art train`: one run, or a sweep of them one after the other."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from art_cli.config.compose import expand, load_config
+from art_cli.loop.train import TrainResult, train
+
+
+def run(*, config: Path, overrides: Sequence[str], is_fresh: bool, is_multirun: bool, as_json: bool) -> None:
+    """Trains and reports where each run stands."""
+    for choice in expand(overrides) if is_multirun else [list(overrides)]:
+        result = asyncio.run(train(load_config(config, choice), is_fresh=is_fresh))
+        sys.stdout.write(_as_json(result) if as_json else _as_text(result, config))
+
+
+def _as_json(result: TrainResult) -> str:
+    return json.dumps({**asdict(result), "root": str(result.root)}) + "\n"
+
+
+def _as_text(result: TrainResult, config: Path) -> str:
+    lines = [f"{result.root}: finished, {result.step} steps"]
+    if result.was_finished:
+        lines[0] += "; nothing left to do (more train.steps go on from here, --fresh starts anew beside it)"
+    for step, metrics in sorted(result.evaluations.items()):
+        lines.append(f"  eval at step {step}: " + "  ".join(f"{k} {v:.3f}" for k, v in sorted(metrics.items())))
+    lines.append(f"  newest checkpoint: {result.root}/checkpoints/step_{result.step:04d}")
+    return "\n".join(lines) + "\n"

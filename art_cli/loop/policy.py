@@ -1,0 +1,82 @@
+"""Opens a policy or a learner for a stage run alone: the config's base model with a checkpoint's weights in it.
+
+Training keeps its own way of opening one (it owns the run directory); here a builder's output that belongs to no run
+lies in a temporary directory.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from art_cli.config.compose import LoadedConfig, config_hash
+from art_cli.errors import CheckpointError
+from art_cli.learners import Learner, make_learner
+from art_cli.model import Weights, find_base, load_checkpoint, load_weights
+from art_cli.run_dir import Manifest, RunDir, new_checkpoint, verify_checkpoint
+
+
+class PolicySource(NamedTuple):
+    """Where a policy comes from. Example: PolicySource(Path("runs/ttt/checkpoints/step_0040"), 40)."""
+
+    checkpoint: Path | None  # None: the starting policy, without any checkpoint
+    step: int
+
+
+def find_policy(loaded: LoadedConfig, wanted: Path | None) -> PolicySource:
+    """The policy a user means: a checkpoint directory, a run directory (its newest), or nothing (this config's run).
+
+    Raises CheckpointError: named, and not there or not whole.
+    """
+    if wanted is not None and (wanted / "manifest.json").exists():
+        return PolicySource(wanted, verify_checkpoint(wanted).step)
+    run = RunDir(wanted or loaded.config.runs / loaded.config.name)
+    newest = run.newest_checkpoint()
+    if newest is not None:
+        return PolicySource(newest[0], newest[1].step)
+    if wanted is not None:
+        raise CheckpointError(f"{wanted}: neither a checkpoint (no manifest.json) nor a run with a valid one")
+    return PolicySource(None, 0)
+
+
+@contextlib.contextmanager
+def open_base(loaded: LoadedConfig, source: PolicySource) -> Iterator[str]:
+    """The hub id or directory of the base model; built ones are taken from the run they belong to, where they do."""
+    run = source.checkpoint.parent.parent if source.checkpoint else loaded.config.runs / loaded.config.name
+    with tempfile.TemporaryDirectory(prefix="art-") as scratch:
+        built = RunDir(run).base
+        place = built if built.exists() else Path(scratch) / "base"
+        yield find_base(loaded.config.model.base, directory=loaded.directory, built=place)
+
+
+@contextlib.contextmanager
+def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights]:
+    """The weights of `source`, ready to sample or to train."""
+    config = loaded.config
+    with open_base(loaded, source) as base:
+        weights = load_weights(config.model, base, device=config.learner.device, seed=config.train.seed)
+        if source.checkpoint is not None:
+            load_checkpoint(weights, source.checkpoint)
+        yield weights
+
+
+@contextlib.contextmanager
+def open_learner(loaded: LoadedConfig, source: PolicySource) -> Iterator[Learner]:
+    """A learner that goes on from `source`, optimizer and RNG included."""
+    config = loaded.config
+    with open_base(loaded, source) as base:
+        weights = load_weights(config.model, base, device=config.learner.device, seed=config.train.seed)
+        learner = make_learner(config, weights)
+        if source.checkpoint is not None:
+            learner.load(source.checkpoint)
+        yield learner
+
+
+def save_learner(learner: Learner, output: Path, loaded: LoadedConfig, *, step: int, metrics: dict[str, float]) -> None:
+    """Writes the learner's state as a checkpoint of its own, outside of any run."""
+    manifest = Manifest(
+        step=step, base=loaded.config.model.base, config_hash=config_hash(loaded.config), metrics=metrics
+    )
+    with new_checkpoint(output, manifest) as directory:
+        learner.save(directory)

@@ -1,0 +1,81 @@
+"""Estimates, differences and gates against closed forms."""
+
+import math
+import random
+import statistics
+
+import pytest
+
+from art_cli.errors import UsageError
+from art_cli.loop.evaluate import Gate, estimate, paired_difference, parse_gate, values_by_scenario
+from art_cli.trajectory import Trajectory
+
+
+def played(scenario: str, reward: float | None, error: str | None = None, **metrics: float) -> Trajectory:
+    return Trajectory(
+        id=f"{scenario}{random.random()}",
+        group_id=scenario,
+        group_size=1,
+        index=0,
+        scenario={"id": scenario},
+        returned_reward=reward,
+        error=error,
+        metrics=metrics,
+    )
+
+
+def test_the_interval_is_that_of_the_normal_approximation() -> None:
+    """For n = 400 coin flips the bootstrap's ends are mean +- 1.96 * s / sqrt(n), here to a tenth of that width."""
+    draw = random.Random(1)
+    values = [float(draw.random() < 0.4) for _ in range(400)]
+    half = 1.96 * statistics.pstdev(values) / math.sqrt(400)
+    found = estimate(values)
+    mean = statistics.fmean(values)
+    assert found.mean == pytest.approx(mean)
+    assert found.low == pytest.approx(mean - half, abs=0.1 * half)
+    assert found.high == pytest.approx(mean + half, abs=0.1 * half)
+
+
+def test_a_constant_has_no_width() -> None:
+    assert estimate([0.25] * 7) == (0.25, 0.25, 0.25, 7)
+
+
+def test_pairing_takes_out_what_scenarios_share() -> None:
+    """b = a + 0.1 everywhere: the paired interval is exactly 0.1 however much scenarios differ."""
+    baseline = {str(i): float(i % 7) for i in range(50)}
+    better = {name: value + 0.1 for name, value in baseline.items()}
+    difference = paired_difference(better, baseline)
+    assert difference is not None
+    assert difference.low == pytest.approx(0.1)
+    assert difference.high == pytest.approx(0.1)
+    assert paired_difference({"x": 1.0}, {"y": 1.0}) is None
+
+
+def test_attempts_are_averaged_and_failures_count_as_zero_reward() -> None:
+    """Scenario a: rewards 1 and 0 -> 0.5; scenario b: one failure -> 0 and failed 1."""
+    values = values_by_scenario(
+        [played("a", 1.0, win=1), played("a", 0.0, win=0), played("b", None, error="timeout: x")]
+    )
+    assert values["reward"] == {"a": 0.5, "b": 0.0}
+    assert values["failed"] == {"a": 0.0, "b": 1.0}
+    assert values["win"] == {"a": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "gate"),
+    [
+        ("reward>=0.8", Gate("reward", ">=", 0.8)),
+        (" metrics.win <= 1e-2 ", Gate("metrics.win", "<=", 0.01)),
+        ("failed<=0", Gate("failed", "<=", 0.0)),
+    ],
+)
+def test_gates_are_read(text: str, gate: Gate) -> None:
+    assert parse_gate(text) == gate
+    assert gate.holds(gate.bound)
+    assert not gate.holds(gate.bound - 1 if gate.operator == ">=" else gate.bound + 1)
+
+
+@pytest.mark.parametrize("text", ["reward", "reward>0.8", "reward>=", ">=0.8", "reward>=high", ""])
+def test_a_gate_that_is_none_is_a_usage_error(text: str) -> None:
+    with pytest.raises(UsageError, match="expected METRIC>=NUMBER"):
+        parse_gate(text)
