@@ -1,13 +1,19 @@
 """What a client asks, in our words: one Request for chat and for plain completions.
 
-`parse_request` (below) reads OpenAI's JSON; everything after it works on these records only.
+`parse_request` (below) reads OpenAI's JSON; everything after it works on these records only. It refuses with a
+ChatError of status 400 what it does not understand: a parameter is honoured, harmless to leave aside, or an error.
 """
 
-from typing import Any
+import re
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
+from msgspec import Meta
+
+from art_cli.chat.errors import invalid
 
 Json = dict[str, Any]
+Kind = Literal["chat", "text"]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,3 +46,302 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     wants_token_ids: bool = False  # vLLM's return_token_ids
     echo: bool = False
     user_set: frozenset[str] = frozenset()  # the sampling fields that the client itself gave
+
+
+def with_defaults(request: Request, defaults: Sampling) -> Request:
+    """The request with `defaults` wherever the client itself gave nothing."""
+    given = {name: getattr(request.sampling, name) for name in request.user_set}
+    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(defaults, **given))
+
+
+def text_of(content: str | list[Json] | None) -> str:
+    """A message's content as one string: a list of text parts is joined, null is empty."""
+    if isinstance(content, list):
+        return "".join(part.get("text") or part.get("refusal") or "" for part in content)
+    return content or ""
+
+
+# --- the wire ------------------------------------------------------------------------------------------------------
+
+# Bounds without a source in the protocol keep hostile numbers from reaching tensors: ids and counts fit 32 bits.
+_INT32 = 2**31 - 1
+_LOWEST_TEMPERATURE = 1e-6  # below, logits / temperature leaves float32
+_MAX_DEPTH = 64  # of nested JSON; a tool's schema nests 10 to 20 deep
+_Count = Annotated[int, Meta(ge=1, le=_INT32)]
+_TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
+_Text = Annotated[str, Meta(min_length=1)]
+
+# Accepted and left aside: they identify, bill or cache, or ask of a hosted service what a plain model does anyway.
+HARMLESS = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "reasoning_effort",
+        "verbosity",
+    }
+)
+# Accepted only with the value that changes nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "best_of": (1,),
+    "modalities": (["text"],),
+}
+
+
+class _Part(msgspec.Struct):
+    type: Literal["text", "refusal"]
+    text: str = ""
+    refusal: str = ""
+
+
+class _CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class _ToolCall(msgspec.Struct):
+    function: _CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class _Function(msgspec.Struct):
+    name: _Text
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class _Tool(msgspec.Struct):
+    function: _Function
+    type: Literal["function"]
+
+
+class _NamedFunction(msgspec.Struct):
+    name: str
+
+
+class _NamedTool(msgspec.Struct):
+    function: _NamedFunction
+    type: Literal["function"]
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Wire(msgspec.Struct, kw_only=True):
+    """The fields that chat and plain completions share; null means: not given."""
+
+    model: str
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None  # vLLM's; 0 and -1: off
+    max_tokens: _Count | None = None
+    stop: _Text | Annotated[list[_Text], Meta(max_length=16)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    return_token_ids: bool | None = None  # vLLM's
+
+
+class _ChatWire(_Wire, kw_only=True):
+    messages: Annotated[list[_Message], Meta(min_length=1)]
+    max_completion_tokens: _Count | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
+    response_format: Json | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    chat_template_kwargs: Json | None = None  # vLLM's
+
+
+class _TextWire(_Wire, kw_only=True):
+    prompt: str | list[_TokenId | str | list[_TokenId]]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+
+
+_AnyWire = TypeVar("_AnyWire", bound=_Wire)
+
+
+# --- parsing ----------------------------------------------------------------------------------------------------------
+
+
+def parse_request(body: bytes, kind: Kind, defaults: Sampling) -> Request:
+    """The request that a JSON body asks for; sampling fields the client left out are those of `defaults`.
+
+    Raises ChatError(400) for anything that is not a request this endpoint understands.
+    """
+    fields = _decode(body)
+    if kind == "chat":
+        chat = _convert(fields, _ChatWire)
+        _refuse_unknown(fields, _ChatWire)
+        return _chat_request(fields, chat, defaults)
+    text = _convert(fields, _TextWire)
+    _refuse_unknown(fields, _TextWire)
+    return _text_request(text, defaults)
+
+
+def _decode(body: bytes) -> Json:
+    try:
+        fields = msgspec.json.decode(body)
+    except (ValueError, RecursionError) as error:  # msgspec's own errors and UnicodeDecodeError are ValueErrors
+        raise invalid(f"the body is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise invalid("the body must be a JSON object")
+    if body.count(b"{") + body.count(b"[") > _MAX_DEPTH and _is_deep(fields):
+        raise invalid(f"the body is nested more than {_MAX_DEPTH} deep")
+    return fields
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _convert(fields: Json, kind: type[_AnyWire]) -> _AnyWire:
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at ")
+        param = path.strip("`").removeprefix("$").removeprefix(".")
+        if missing := re.fullmatch(r"Object missing required field `(\w+)`", message):
+            param, message = f"{param}.{missing[1]}".removeprefix("."), "required"
+        raise invalid(f"{param}: {message}", param) from None
+
+
+def _refuse_unknown(fields: Json, kind: type[_Wire]) -> None:
+    for name in fields.keys() - set(kind.__struct_fields__) - HARMLESS:
+        value = fields[name]
+        if name not in NEUTRAL:
+            raise invalid(f"unknown parameter: {name!r}", name, "unknown_parameter")
+        if value is not None and not any(value == neutral for neutral in NEUTRAL[name]):
+            raise invalid(f"{name}: this endpoint does not support it", name, "unsupported_parameter")
+
+
+def _chat_request(fields: Json, wire: _ChatWire, defaults: Sampling) -> Request:
+    if None not in (wire.max_tokens, wire.max_completion_tokens) and wire.max_tokens != wire.max_completion_tokens:
+        raise invalid("max_tokens and max_completion_tokens differ; give one", "max_tokens")
+    if wire.top_logprobs and not wire.logprobs:
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    sampling = _sampling(wire, wire.max_completion_tokens or wire.max_tokens)
+    return Request(
+        model=wire.model,
+        sampling=msgspec.structs.replace(defaults, **sampling),
+        messages=fields["messages"],
+        tools=fields.get("tools") or [],
+        tool_choice=_tool_choice(fields, wire),
+        response_format=_response_format(wire.response_format),
+        template_kwargs=wire.chat_template_kwargs or {},
+        is_stream=bool(wire.stream),
+        wants_usage=_wants_usage(wire),
+        wants_logprobs=bool(wire.logprobs),
+        top_logprobs=wire.top_logprobs or 0,
+        wants_token_ids=bool(wire.return_token_ids),
+        user_set=frozenset(sampling),
+    )
+
+
+def _text_request(wire: _TextWire, defaults: Sampling) -> Request:
+    prompt = _prompt(wire.prompt)
+    if wire.echo and (wire.logprobs is not None or not isinstance(prompt, str)):
+        raise invalid("echo goes with a text prompt and without logprobs", "echo")
+    sampling = _sampling(wire, wire.max_tokens)
+    return Request(
+        model=wire.model,
+        sampling=msgspec.structs.replace(defaults, **sampling),
+        prompt=prompt,
+        is_stream=bool(wire.stream),
+        wants_usage=_wants_usage(wire),
+        wants_logprobs=wire.logprobs is not None,
+        top_logprobs=wire.logprobs or 0,
+        wants_token_ids=bool(wire.return_token_ids),
+        echo=bool(wire.echo),
+        user_set=frozenset(sampling),
+    )
+
+
+def _sampling(wire: _Wire, max_tokens: int | None) -> dict[str, Any]:
+    """The sampling fields that the client gave, by our names."""
+    if wire.temperature is not None and 0 < wire.temperature < _LOWEST_TEMPERATURE:
+        raise invalid(f"temperature: 0 (greedy) or at least {_LOWEST_TEMPERATURE}", "temperature")
+    given = {
+        "temperature": wire.temperature,
+        "top_p": wire.top_p,
+        "top_k": None if wire.top_k is None else max(wire.top_k, 0),
+        "max_tokens": max_tokens,
+        "stop": (wire.stop,) if isinstance(wire.stop, str) else None if wire.stop is None else tuple(wire.stop),
+        "seed": wire.seed,
+        "n": wire.n,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _wants_usage(wire: _Wire) -> bool:
+    if wire.stream_options is not None and not wire.stream:
+        raise invalid("stream_options needs stream: true", "stream_options")
+    return wire.stream_options is not None and bool(wire.stream_options.include_usage)
+
+
+def _tool_choice(fields: Json, wire: _ChatWire) -> str | Json:
+    names = {tool.function.name for tool in wire.tools or []}
+    if isinstance(wire.tool_choice, _NamedTool):
+        if wire.tool_choice.function.name not in names:
+            raise invalid(f"tool_choice: no tool is named {wire.tool_choice.function.name!r}", "tool_choice")
+        named: Json = fields["tool_choice"]
+        return named
+    if wire.tool_choice == "required" and not names:
+        raise invalid("tool_choice: 'required' needs tools", "tool_choice")
+    return wire.tool_choice or "auto"
+
+
+def _response_format(value: Json | None) -> Json | None:
+    """None for plain text; a json_object or json_schema is for the backend to honour or to refuse."""
+    if value is None or value.get("type") == "text":
+        return None
+    if value.get("type") not in ("json_object", "json_schema"):
+        raise invalid("response_format.type: 'text', 'json_object' or 'json_schema'", "response_format")
+    return value
+
+
+def _prompt(value: str | list[int | str | list[int]]) -> str | list[int]:
+    """The one prompt of a plain completion: text or token ids, alone or in a list of their own."""
+    if isinstance(value, list) and value and not isinstance(value[0], int):
+        if len(value) > 1:
+            raise invalid("prompt: one prompt per request; send the others as requests of their own", "prompt")
+        value = cast("str | list[int | str | list[int]]", value[0])
+    if not value:
+        raise invalid("prompt: empty", "prompt")
+    if isinstance(value, list) and not all(isinstance(token, int) for token in value):
+        raise invalid("prompt: text, or a list of token ids", "prompt")
+    return cast("str | list[int]", value)

@@ -1,0 +1,45 @@
+"""ChatError: a refusal or failure in the protocol's own words, an HTTP status with an OpenAI error body.
+
+It travels from wherever a request fails to the client that sent it, so it is no ArtError: nobody at the command line
+sees it. Messages never hold a key.
+"""
+
+import msgspec
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+
+
+class ChatError(Exception):
+    """One refused or failed request.
+
+    Example: ChatError(404, "the model 'gpt-5' does not exist", param="model", code="model_not_found")
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        *,
+        retry_after: str | None = None,  # an upstream's Retry-After header, handed on
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type or (SERVER_ERROR if status >= 500 else INVALID_REQUEST)
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    def body(self) -> bytes:
+        """`{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}`"""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ChatError:
+    """A 400: the client's own mistake."""
+    return ChatError(400, message, INVALID_REQUEST, param, code)
