@@ -1,0 +1,260 @@
+"""The ASGI application over any Backend: the gateway, the embedded engine's server and `art serve` are this.
+
+    POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /v1/models/{id}   GET /health (no key)
+
+The caller's key chooses the backend (`backend_for`); no backend is a 401. A client that goes away cancels its request.
+Whatever a client sends, it gets an OpenAI reply or an OpenAI error body; only a defect of ours is a 500.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from art_cli.chat import Backend
+from art_cli.chat.errors import ChatError
+from art_cli.chat.replies import Chunk, StreamRenderer, error_event, render_reply
+from art_cli.chat.requests import Kind, Request, Sampling, parse_request
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+BackendFor = Callable[[str | None], Backend | None]  # the key a client sent, None without one -> what answers it
+
+MAX_BODY_BYTES = 32 * 2**20  # a context of a million tokens as text, with room
+BODY_TIMEOUT_S = 60.0  # for a client to send its whole request
+CANCEL_TIMEOUT_S = 10.0  # for a backend to let go of a request
+
+
+def build_app(
+    backend_for: BackendFor, *, defaults: Sampling | None = None, max_body_bytes: int = MAX_BODY_BYTES
+) -> Starlette:
+    """The application. `defaults` fill what a client's sampling leaves out; a backend may fill it its own way."""
+    routes = _Routes(backend_for, defaults or Sampling(), max_body_bytes)
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", routes.chat, methods=["POST"]),
+            Route("/v1/completions", routes.text, methods=["POST"]),
+            Route("/v1/models", routes.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", routes.model, methods=["GET"]),
+            Route("/health", _health, methods=["GET"]),
+        ],
+        exception_handlers={
+            ChatError: _refuse,
+            HTTPException: _refuse_route,
+            ClientDisconnect: _gone,
+            Exception: _fail,
+        },
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Routes:
+    """One method per path."""
+
+    def __init__(self, backend_for: BackendFor, defaults: Sampling, max_body_bytes: int) -> None:
+        self._backend_for = backend_for
+        self._defaults = defaults
+        self._max_body_bytes = max_body_bytes
+
+    async def chat(self, http: HttpRequest) -> Response:
+        return await self._complete(http, "chat")
+
+    async def text(self, http: HttpRequest) -> Response:
+        return await self._complete(http, "text")
+
+    async def models(self, http: HttpRequest) -> Response:
+        cards = [_model_card(name) for name in self._authenticate(http).models()]
+        return _json(msgspec.json.encode({"object": "list", "data": cards}))
+
+    async def model(self, http: HttpRequest) -> Response:
+        name = http.path_params["name"]
+        _check_model(self._authenticate(http), name)
+        return _json(msgspec.json.encode(_model_card(name)))
+
+    async def _complete(self, http: HttpRequest, kind: Kind) -> Response:
+        backend = self._authenticate(http)
+        body = await _read_body(http, self._max_body_bytes)
+        request = parse_request(body, kind, self._defaults)
+        _check_model(backend, request.model)
+        if request.is_stream:
+            return _EventStream(backend, request)
+        reply = await _unless_disconnected(http.receive, _guard(backend.reply(request)))
+        return _json(render_reply(request, reply))
+
+    def _authenticate(self, http: HttpRequest) -> Backend:
+        scheme, _, key = http.headers.get("authorization", "").partition(" ")
+        key = key.strip() if scheme.lower() == "bearer" else ""
+        backend = self._backend_for(key or None)
+        if backend is None:
+            message = "this API key is not, or no longer, valid here" if key else "no API key in the request"
+            raise ChatError(401, message, "authentication_error", None, "invalid_api_key")
+        return backend
+
+
+def _check_model(backend: Backend, name: str) -> None:
+    if name not in (names := backend.models()):
+        message = f"the model {name!r} does not exist here; there is {', '.join(map(repr, names))}"
+        raise ChatError(404, message, param="model", code="model_not_found")
+
+
+def _model_card(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "art"}
+
+
+async def _read_body(http: HttpRequest, max_bytes: int) -> bytes:
+    """The whole body. Raises ChatError: too large (413), too slow (408)."""
+    pieces, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for piece in http.stream():
+                size += len(piece)
+                if size > max_bytes:
+                    raise ChatError(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
+                pieces.append(piece)
+    except TimeoutError:
+        raise ChatError(408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+    return b"".join(pieces)
+
+
+# --- answering while the client is there ------------------------------------------------------------------------------
+
+
+async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`; raises ClientDisconnect, with `work` cancelled and ended, when the client goes away."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        watch.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,), timeout=CANCEL_TIMEOUT_S)
+            if task.done() and not task.cancelled():
+                task.exception()  # seen: it failed on its way out, and nobody is left to be told
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _guard(work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of a backend's work; what it raises that is no ChatError is logged and becomes one."""
+    try:
+        return await work
+    except ChatError:
+        raise
+    except Exception as error:  # the boundary to the backend: a defect there must not take the server down
+        raise _internal(error) from error
+
+
+def _internal(error: Exception) -> ChatError:
+    log.error("a request failed inside", exc_info=error)
+    return ChatError(500, "internal error; the server's log has the details")
+
+
+class _EventStream(Response):
+    """Streams a backend's chunks. A failure before the first one is an ordinary error reply, later an error event.
+
+    The whole stream runs in one task: a backend may hold on to the task that it was started in.
+    """
+
+    def __init__(self, backend: Backend, request: Request) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._backend = backend
+        self._request = request
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientDisconnect):
+            await _unless_disconnected(receive, self._run(scope, receive, send))
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        renderer = StreamRenderer(self._request)
+        is_open = False
+        try:
+            async with _closing(self._backend.stream(self._request)) as chunks:
+                async for chunk in chunks:
+                    events = renderer.render(chunk)
+                    if not is_open:
+                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                        is_open = True
+                    if events:
+                        await _send_piece(send, events)
+            ending = renderer.finish()
+            assert is_open, "a stream without chunks"
+        except Exception as error:  # the boundary to the backend, as in _guard
+            failure = error if isinstance(error, ChatError) else _internal(error)
+            if not is_open:
+                await _error_response(failure)(scope, receive, send)
+                return
+            ending = error_event(failure)
+        await _send_piece(send, ending, is_last=True)
+
+
+@contextlib.asynccontextmanager
+async def _closing(chunks: AsyncIterator[Chunk]) -> AsyncIterator[AsyncIterator[Chunk]]:
+    """Ends a stream that is left early here and now, not when it is collected as garbage."""
+    try:
+        yield chunks
+    finally:
+        if isinstance(chunks, AsyncGenerator):
+            await chunks.aclose()
+
+
+async def _send_piece(send: Send, data: bytes, *, is_last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+
+# --- other answers ----------------------------------------------------------------------------------------------------
+
+
+async def _health(http: HttpRequest) -> Response:
+    return _json(b'{"status":"ok"}')
+
+
+def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(body, status, headers, media_type="application/json")
+
+
+def _error_response(error: ChatError) -> Response:
+    headers = {"retry-after": error.retry_after} if error.retry_after else None
+    return _json(error.body(), error.status, headers)
+
+
+async def _refuse(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ChatError), error
+    return _error_response(error)
+
+
+async def _refuse_route(http: HttpRequest, error: Exception) -> Response:
+    """No such path, or not with this method."""
+    assert isinstance(error, HTTPException), error
+    message = f"{http.method} {http.scope['path']}: {error.detail.lower()}"
+    response = _error_response(ChatError(error.status_code, message))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _gone(http: HttpRequest, error: Exception) -> Response:
+    """The client went away: nobody reads this."""
+    return Response(status_code=499)
+
+
+async def _fail(http: HttpRequest, error: Exception) -> Response:
+    return _error_response(ChatError(500, "internal error; the server's log has the details"))

@@ -1,0 +1,360 @@
+"""HttpBackend: any OpenAI-compatible endpoint as a Backend: vLLM, art's own server, a hosted model.
+
+It asks for logprobs and token ids and takes what it gets: from vLLM and art every token, from others the text alone.
+The logprobs must be of the distribution sampled from (vLLM: `--logprobs-mode processed_logprobs`).
+
+aiohttp, not httpx: the gateway spends its time here, and aiohttp needs a fraction of the CPU per call.
+"""
+
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from art_cli.chat.errors import ChatError
+from art_cli.chat.replies import Choice, Chunk, Reply
+from art_cli.chat.requests import Request, Sampling
+
+Json = dict[str, Any]
+
+CONNECT_TIMEOUT_S = 10.0
+IDLE_S = 4.0  # below uvicorn's keep-alive of 5 s: it is we who close an idle connection, never both at once
+
+
+class HttpBackend:
+    """Sends requests on to `base_url` (`http://127.0.0.1:8000/v1`), as `model` whatever the client called it."""
+
+    def __init__(self, base_url: str, api_key: str, model: str, *, step: int = 0, timeout_s: float = 300.0) -> None:
+        self.model = model
+        self.step = step  # of replies whose endpoint does not say; whoever loads new weights there moves it on
+        self._url = str(URL(base_url.rstrip("/")).with_user(None))  # goes into messages: never with a password
+        self._api_key = api_key
+        self._timeout_s = timeout_s
+        self._dialect = _Dialect()
+        self._session: aiohttp.ClientSession | None = None
+
+    def models(self) -> list[str]:
+        return [self.model]
+
+    async def reply(self, request: Request) -> Reply:
+        """Raises ChatError: what the endpoint answered, 502 when it cannot be reached, 504 when it is too slow."""
+        async with self._post(request, is_stream=False) as response:
+            body = await response.read()
+        wire = self._decode(body)
+        if not wire.choices:
+            raise self._broken("no choices in the reply")
+        return Reply(
+            id=wire.id or "",
+            created=int(wire.created or 0),
+            model=request.model,
+            choices=[_choice(choice) for choice in wire.choices],
+            prompt_ids=_prompt_ids(wire) or [],
+            step=self.step if wire.step is None else wire.step,
+            sampling=request.sampling,
+            usage=_usage(wire),
+        )
+
+    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        """Raises ChatError as `reply` does, also for a stream that ends before its choices do."""
+        open_choices = set(range(request.sampling.n))
+        async with self._post(request, is_stream=True) as response:
+            async for data in _events(response):
+                if data == b"[DONE]":
+                    break
+                wire = self._decode(data)
+                if wire.error is not None:
+                    raise self._refusal(502, data)
+                for chunk in self._chunks(request, wire):
+                    if chunk.is_last:
+                        open_choices.discard(chunk.choice.index)
+                    yield chunk
+        if open_choices:
+            raise self._broken("the stream ended before the answer did")
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # --- asking -------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _post(self, request: Request, *, is_stream: bool) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer of status 200. What the endpoint refuses although the client never asked for it is left out."""
+        url = f"{self._url}/{'completions' if request.messages is None else 'chat/completions'}"
+        timeout = aiohttp.ClientTimeout(
+            total=None if is_stream else self._timeout_s, sock_connect=CONNECT_TIMEOUT_S, sock_read=self._timeout_s
+        )
+        with self._transport_errors():
+            while True:
+                body = msgspec.json.encode(self._dialect.body(request, self.model, is_stream=is_stream))
+                async with self._open().post(url, data=body, timeout=timeout, allow_redirects=False) as response:
+                    if response.status == 200:
+                        yield response
+                        return
+                    answer = await response.read()
+                    if not self._dialect.learn(request, response.status, answer):
+                        raise self._refusal(response.status, answer, response.headers.get("Retry-After"))
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            is_local = URL(self._url).host in ("127.0.0.1", "localhost", "::1")
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
+                trust_env=not is_local,  # a proxy between us and a hosted model, never between us and ourselves
+                headers={"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"},
+            )
+        return self._session
+
+    # --- failing ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _transport_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            message = f"{self._url}: no answer within {self._timeout_s:.0f} s"
+            raise ChatError(504, message, code="upstream_timeout") from error
+        except aiohttp.ClientError as error:
+            message = f"{self._url}: {type(error).__name__}: {self._hide_key(str(error))}"
+            raise ChatError(502, message, code="upstream_unreachable") from error
+
+    def _refusal(self, status: int, answer: bytes, retry_after: str | None = None) -> ChatError:
+        """The endpoint's own error, without what it may say of our key."""
+        if status in (401, 403):
+            return ChatError(status, f"{self._url}: it refused our API key", code="upstream_authentication")
+        error = _read_error(answer)
+        message = self._hide_key(error.message or answer[:200].decode(errors="replace"))
+        status = status if 400 <= status < 600 else 502
+        return ChatError(status, message, error.type, error.param, error.code, retry_after=retry_after)
+
+    def _broken(self, message: str) -> ChatError:
+        return ChatError(502, f"{self._url}: {message}", code="upstream_broken")
+
+    def _decode(self, data: bytes) -> "_WireReply":
+        try:
+            return msgspec.json.decode(data, type=_WireReply)
+        except (ValueError, RecursionError) as error:
+            raise self._broken(f"not an OpenAI reply: {error}") from error
+
+    def _hide_key(self, text: str) -> str:
+        return text.replace(self._api_key, "***") if self._api_key else text
+
+    def _chunks(self, request: Request, wire: "_WireReply") -> Iterator[Chunk]:
+        prompt_ids = _prompt_ids(wire)
+        for choice in wire.choices or ([_WireChoice()] if wire.usage else []):
+            yield Chunk(
+                id=wire.id or "",
+                created=int(wire.created or 0),
+                model=request.model,
+                choice=_choice(choice),
+                is_last=choice.finish_reason is not None,
+                prompt_ids=prompt_ids,
+                step=self.step if wire.step is None else wire.step,
+                sampling=request.sampling,
+                usage=_usage(wire),
+            )
+            prompt_ids = None
+
+
+# --- what an endpoint understands -------------------------------------------------------------------------------------
+
+_REFUSED = re.compile(r"unsupported|not support|unrecognized|unknown|not permitted|unexpected", re.IGNORECASE)
+
+
+class _Dialect:
+    """The request body in the words that one endpoint understands, learnt from what it refuses.
+
+    Everything that decides the distribution is said outright, since endpoints have defaults of their own (vLLM takes
+    the model's generation_config.json). A field that the client did not ask for is left out once it was refused.
+    """
+
+    def __init__(self) -> None:
+        self._refused: set[str] = set()
+
+    def body(self, request: Request, model: str, *, is_stream: bool) -> Json:
+        body: Json = {"model": model, **_question(request), **_sampling(request.sampling)}
+        body |= {"logprobs": True, "return_token_ids": True}
+        if request.messages is None:
+            body["logprobs"] = request.top_logprobs
+        elif request.top_logprobs:
+            body["top_logprobs"] = request.top_logprobs
+        if is_stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if "max_tokens" in self._refused and "max_tokens" in body:
+            body["max_completion_tokens"] = body.pop("max_tokens")
+        for name in self._refused - _asked_for(request):
+            body.pop(name, None)
+        return body
+
+    def learn(self, request: Request, status: int, answer: bytes) -> bool:
+        """Whether the refusal was of a field that can be left out, and is from now on."""
+        error = _read_error(answer)
+        if status not in (400, 422) or not _REFUSED.search(error.message):
+            return False
+        body = self.body(request, "", is_stream=request.is_stream)
+        optional = {"max_tokens", "logprobs", "return_token_ids", "stream_options", *_sampling(request.sampling)}
+        optional = (optional & body.keys()) - (_asked_for(request) - {"max_tokens"})
+        named = {name for name in optional if name == error.param or re.search(rf"\b{name}\b", error.message)}
+        self._refused |= named
+        return bool(named)
+
+
+def _asked_for(request: Request) -> frozenset[str]:
+    """The fields whose loss would change what the client gets."""
+    sampling, neutral = request.sampling, Sampling()
+    decisive = ("temperature", "top_p", "top_k", "max_tokens", "stop", "n")
+    differing = {name for name in decisive if getattr(sampling, name) != getattr(neutral, name)}
+    return request.user_set | differing | ({"logprobs"} if request.wants_logprobs else set())
+
+
+def _question(request: Request) -> Json:
+    if request.messages is None:
+        return {"prompt": request.prompt}
+    question: Json = {"messages": request.messages}
+    if request.tools:
+        question |= {"tools": request.tools, "tool_choice": request.tool_choice}
+    if request.response_format is not None:
+        question["response_format"] = request.response_format
+    if request.template_kwargs:
+        question["chat_template_kwargs"] = request.template_kwargs
+    return question
+
+
+def _sampling(sampling: Sampling) -> Json:
+    fields: Json = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_tokens,
+        "stop": list(sampling.stop) or None,
+        "seed": sampling.seed,
+        "n": sampling.n,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+# --- the wire ---------------------------------------------------------------------------------------------------------
+
+
+class _WireError(msgspec.Struct):
+    message: str = ""
+    type: str | None = None
+    param: str | None = None
+    code: str | None = None
+
+
+class _WireTop(msgspec.Struct):
+    token: str
+    logprob: float
+
+
+class _WireToken(msgspec.Struct):
+    token: str
+    logprob: float
+    top_logprobs: list[_WireTop] | None = None
+
+
+class _WireLogprobs(msgspec.Struct):
+    """Chat has `content`; plain completions have the older parallel lists."""
+
+    content: list[_WireToken] | None = None
+    tokens: list[str] | None = None
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _WireChoice(msgspec.Struct):
+    index: int = 0
+    message: Json | None = None
+    delta: Json | None = None
+    text: str | None = None
+    logprobs: _WireLogprobs | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None  # vLLM, art
+    prompt_token_ids: list[int] | None = None  # vLLM, in plain completions
+    raw_logprobs: list[float] | None = None  # art
+
+
+class _WireUsage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+
+
+class _WireReply(msgspec.Struct):
+    """A reply or a piece of a streamed one."""
+
+    id: str | None = None
+    created: float | None = None
+    choices: list[_WireChoice] = []
+    usage: _WireUsage | None = None
+    prompt_token_ids: list[int] | None = None  # vLLM, art
+    step: int | None = None  # art
+    error: Any = None
+
+
+def _read_error(answer: bytes) -> _WireError:
+    """The error of an OpenAI body, of vLLM's older flat one, or FastAPI's `detail`; empty when it is none of them."""
+    try:
+        fields = msgspec.json.decode(answer)
+        error = fields.get("error", fields) if isinstance(fields, dict) else {}
+        error = {"message": error} if isinstance(error, str) else error
+        texts = {n: error.get(n) for n in ("message", "type", "param", "code")}
+        texts["message"] = texts["message"] or error.get("detail")
+    except (ValueError, RecursionError, AttributeError):
+        return _WireError()
+    return _WireError(**{name: str(value) for name, value in texts.items() if value is not None})
+
+
+def _choice(wire: _WireChoice) -> Choice:
+    message = wire.message if wire.message is not None else wire.delta
+    if message is not None:
+        message = {name: value for name, value in message.items() if name == "content" or value not in (None, [], "")}
+    choice = Choice(
+        index=wire.index,
+        message=message,
+        text=wire.text or (message or {}).get("content") or "",
+        token_ids=wire.token_ids or [],
+        raw_logprobs=wire.raw_logprobs,
+        finish_reason=wire.finish_reason or "stop",
+    )
+    if wire.logprobs is not None:
+        _add_logprobs(choice, wire.logprobs)
+    return choice
+
+
+def _add_logprobs(choice: Choice, wire: _WireLogprobs) -> None:
+    if wire.content is not None:
+        choice.tokens = [token.token for token in wire.content]
+        choice.logprobs = [token.logprob for token in wire.content]
+        if any(token.top_logprobs for token in wire.content):
+            choice.top_logprobs = [[(t.token, t.logprob) for t in token.top_logprobs or []] for token in wire.content]
+    elif wire.token_logprobs is not None and None not in wire.token_logprobs:
+        choice.tokens = wire.tokens or []
+        choice.logprobs = [logprob for logprob in wire.token_logprobs if logprob is not None]
+        if wire.top_logprobs is not None:
+            choice.top_logprobs = [list((top or {}).items()) for top in wire.top_logprobs]
+
+
+def _prompt_ids(wire: _WireReply) -> list[int] | None:
+    if wire.prompt_token_ids is not None:
+        return wire.prompt_token_ids
+    return wire.choices[0].prompt_token_ids if wire.choices else None
+
+
+def _usage(wire: _WireReply) -> tuple[int, int] | None:
+    return None if wire.usage is None else (wire.usage.prompt_tokens, wire.usage.completion_tokens or 0)
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of each server-sent event. (aiohttp's own line reader refuses lines as long as a prompt's token ids.)"""
+    rest = b""
+    async for piece in response.content.iter_any():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()

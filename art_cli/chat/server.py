@@ -1,0 +1,104 @@
+"""Runs an ASGI application on a port of this machine, on the running event loop, with deadlines for start and stop."""
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp
+
+from art_cli.errors import EngineError
+
+if TYPE_CHECKING:
+    import uvicorn
+
+START_TIMEOUT_S = 30.0
+GRACE_S = 5.0  # for requests in flight to end when the server stops
+KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections (httpx: 5 s), so that it is they who close them
+BACKLOG = 2048
+
+
+@contextlib.asynccontextmanager
+async def serve(app: ASGIApp, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+    """Yields the server's root, `http://127.0.0.1:41233`, while it answers there; port 0 takes any free one.
+
+    Raises EngineError: the address cannot be had.
+    """
+    listener = _listen(host, port)
+    server, ready = _make_server(app)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await _until_ready(ready, task)
+        yield f"http://{_authority(host)}:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await asyncio.wait((task,), timeout=2 * GRACE_S)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,), timeout=GRACE_S)
+        listener.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        reason = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+        raise EngineError(
+            f"cannot listen on {host}:{port}: {reason}; choose another port, or 0 for any free one"
+        ) from None
+    return listener
+
+
+def _authority(host: str) -> str:
+    """Where clients on this machine reach a server that listens on `host`."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"[{reachable}]" if ":" in reachable else reachable
+
+
+def _make_server(app: ASGIApp) -> tuple["uvicorn.Server", asyncio.Event]:
+    import uvicorn
+
+    ready = asyncio.Event()
+
+    class Server(uvicorn.Server):
+        """Leaves signals to whoever owns the process, and says when it is ready."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            ready.set()
+
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        log_level="warning",
+        server_header=False,
+        timeout_keep_alive=int(KEEP_ALIVE_S),
+        timeout_graceful_shutdown=int(GRACE_S),
+    )
+    return Server(config), ready
+
+
+async def _until_ready(ready: asyncio.Event, task: asyncio.Task[None]) -> None:
+    waiter = asyncio.create_task(ready.wait())
+    try:
+        await asyncio.wait((waiter, task), timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiter.cancel()
+    if not ready.is_set():
+        raise EngineError(f"the server did not start within {START_TIMEOUT_S:.0f} s")
