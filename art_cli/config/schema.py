@@ -5,15 +5,26 @@ knob the chosen one does not have is an error and never a silent no-op. Defaults
 """
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-PositiveInt = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
+
+def _not_true_or_false(value: Any) -> Any:
+    """pydantic would take true for 1; in a configuration it is a mistake."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("float_type", "true and false are no numbers")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_not_true_or_false)]
+Float = Annotated[float, BeforeValidator(_not_true_or_false)]
+PositiveInt = Annotated[Int, Field(gt=0)]
+Count = Annotated[Int, Field(ge=0)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+NonNegative = Annotated[Float, Field(ge=0)]
+Share = Annotated[Float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
@@ -52,7 +63,7 @@ class SamplingConfig(Section):
     """Defaults for calls that do not set these themselves."""
 
     temperature: NonNegative = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
     top_k: Count = 0
     """0: off."""
     max_tokens: PositiveInt = 1024
@@ -90,7 +101,7 @@ class RolloutConfig(Section):
 
 class GatewayConfig(Section):
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    port: Annotated[Int, Field(ge=0, le=65535)] = 0
     """0: any free one."""
 
 
@@ -155,7 +166,7 @@ class JudgeModelConfig(Section):
     """Any OpenAI-compatible endpoint ("http://127.0.0.1:8000/v1"). null: the provider that `model` names."""
     api_key_env: str | None = None
     """The environment variable (or line of .env) that holds the key. null: the provider's usual one."""
-    params: dict[str, str | int | float | bool | None] = {}
+    params: dict[str, JsonValue] = {}
     """Passed on with each call: {temperature: 0}, {reasoning_effort: low}."""
     response_format: Literal["auto", "json_schema", "text"] = "auto"
     """auto: a JSON schema where the model takes one, otherwise the answer is read out of its text."""
@@ -182,11 +193,11 @@ class RulerJudgeConfig(JudgeModelConfig):
     """Times each model is asked, each time with the attempts in another order and under other ids."""
     aggregate: Literal["mean", "median"] = "mean"
     """Of the votes."""
-    seed: int = 0
+    seed: Int = 0
     """Of orders and ids."""
-    max_group: Annotated[int, Field(ge=4, le=64)] = 16
+    max_group: Annotated[Int, Field(ge=4, le=64)] = 16
     """Attempts in one call; a larger group is judged in parts that share anchors, and put on one scale."""
-    max_tokens_per_attempt: Annotated[int, Field(ge=100)] = 10_000
+    max_tokens_per_attempt: Annotated[Int, Field(ge=100)] = 10_000
     """Estimated at 4 bytes a token. Past it tool outputs are cut in the middle first, then the other long texts."""
     attempts: PositiveInt = 3
     """Times a vote is asked anew when its answer cannot be used; each time it is sent back once with what is wrong."""
@@ -357,7 +368,7 @@ class TrainConfig(Section):
     """Mean nats between engine and learner past which the run stops: they no longer hold the same weights."""
     keep_checkpoints: PositiveInt = 3
     """The newest ones that stay; the best evaluated one stays besides."""
-    seed: int = 0
+    seed: Int = 0
 
 
 class SftConfig(Section):

@@ -1,0 +1,32 @@
+"""What one section alone cannot see: sections that do not fit together, and configurations that cannot be trained."""
+
+from collections.abc import Iterator
+
+from art_cli.config.schema import DapoConfig, OpenAIEngineConfig, RunConfig
+from art_cli.errors import UsageError
+
+
+def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(dotted key, message) for each pair of settings that contradict each other."""
+    if config.loss.kl > 0 and config.model.lora is None:
+        yield "loss.kl", "needs model.lora: the reference policy is the model with its adapter off; set it to 0"
+    if isinstance(config.loss, DapoConfig):
+        is_set = "overlong_buffer" in config.loss.model_fields_set
+        if is_set and config.loss.overlong != "penalty":
+            yield "loss.overlong_buffer", f"used with loss.overlong 'penalty' only, which is {config.loss.overlong!r}"
+    if config.train.updates_per_step > config.rollout.groups_per_step:
+        groups = config.rollout.groups_per_step
+        yield "train.updates_per_step", f"at most rollout.groups_per_step ({groups}): a step is split by groups"
+
+
+def check_trainable(config: RunConfig) -> None:
+    """Raises UsageError for what can be sampled from or evaluated, and can never be trained."""
+    lines = []
+    if isinstance(config.engine, OpenAIEngineConfig):
+        lines.append("engine: 'openai' is somebody else's endpoint and cannot be trained; choose engine=embedded")
+    if config.rollout.group_size == 1:
+        lines.append("rollout.group_size: 1 gives nothing to compare an attempt with; set it to 2 or more")
+    if config.rollout.sampling.temperature == 0:
+        lines.append("rollout.sampling.temperature: at 0 all attempts are the same; set it to 1 to train")
+    if lines:
+        raise UsageError("\n".join(lines))

@@ -1,0 +1,141 @@
+"""The door to configuration: a YAML file and `key=value` arguments in, a judged RunConfig out, or all mistakes at once.
+
+load_config    one run
+load_sweep     the runs of `--multirun`, each under a name of its own
+load_judge     only a judge, for `art judge` without a configuration
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from art_cli.config.checks import check_trainable, conflicts
+from art_cli.config.composition import Composition
+from art_cli.config.identity import config_difference, config_hash
+from art_cli.config.knobs import Schema, groups, sections
+from art_cli.config.overrides import expand, suffixes
+from art_cli.config.places import COMMAND_LINE, Places
+from art_cli.config.problems import explain
+from art_cli.config.schema import JudgeConfig, RolloutJudgeConfig, RunConfig, Section
+from art_cli.errors import ConfigError, Problem
+
+__all__ = [
+    "LoadedConfig",
+    "LoadedJudge",
+    "check_trainable",
+    "config_difference",
+    "config_hash",
+    "expand",
+    "load_config",
+    "load_judge",
+    "load_sweep",
+]
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A configuration and where it came from.
+
+    Plug-in entries, scenarios, demos and a base directory stay as written: they are resolved against `directory` where
+    they are used, so that a project can be moved between two starts of a run. `runs` and the template are absolute.
+    """
+
+    config: RunConfig
+    directory: Path  # of the file, absolute: what relative paths in it are relative to
+    path: Path  # the file as the user named it
+    places: Places = field(default_factory=Places, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class LoadedJudge:
+    """Only a judge, and the directory its entries are relative to."""
+
+    config: JudgeConfig
+    directory: Path
+
+
+class _JudgeOnly(Section):
+    judge: JudgeConfig = RolloutJudgeConfig()
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """The configuration of one run. Raises ConfigError with every mistake that can be found."""
+    composition = Composition(path, RunConfig)
+    config = _judged(composition, overrides, RunConfig)
+    problems = [Problem(key, composition.places.of(key), message) for key, message in conflicts(config)]
+    if problems:
+        raise ConfigError(problems)
+    return LoadedConfig(_with_paths(config, composition.directory), composition.directory, path, composition.places)
+
+
+def load_sweep(path: Path, overrides: Sequence[str]) -> list[LoadedConfig]:
+    """The configurations of all runs of a sweep, in order, their values in their names. Raises ConfigError."""
+    runs = []
+    for arguments, suffix in zip(expand(overrides), suffixes(overrides), strict=True):
+        loaded = load_config(path, arguments)
+        name = "-".join(filter(None, [loaded.config.name, suffix]))
+        config = loaded.config.model_copy(update={"name": name})
+        runs.append(LoadedConfig(config, loaded.directory, path, loaded.places))
+    return runs
+
+
+def load_judge(path: Path | None, overrides: Sequence[str] = ()) -> LoadedJudge:
+    """The judge of a configuration; without one, the judge that the overrides choose. Raises ConfigError."""
+    if path is not None:
+        loaded = load_config(path, overrides)
+        return LoadedJudge(loaded.config.judge, loaded.directory)
+    composition = Composition(None, _JudgeOnly)
+    return LoadedJudge(_judged(composition, overrides, _JudgeOnly).judge, composition.directory)
+
+
+def _judged(composition: Composition, overrides: Sequence[str], schema: type[AnySection]) -> AnySection:
+    """What the composition holds, as `schema`. Raises ConfigError; of one key only the first problem is told."""
+    data = _with_defaults(composition.compose(overrides), schema, composition.path)
+    problems = list(composition.problems)
+    try:
+        judged = schema.model_validate(data)
+    except ValidationError as error:
+        problems += explain(error, data, schema, composition.places)
+    if problems:
+        first_of_key = {problem.key: problem for problem in reversed(problems)}
+        raise ConfigError(sorted(first_of_key.values(), key=_in_reading_order))
+    return judged
+
+
+def _in_reading_order(problem: Problem) -> tuple[bool, str, int, str]:
+    file, _, line = problem.place.rpartition(":")
+    return problem.place == COMMAND_LINE, file, int(line) if line.isdigit() else 0, problem.key
+
+
+def _with_defaults(data: dict[str, Any], schema: Schema, path: Path | None) -> dict[str, Any]:
+    """What a file may leave out and the schema cannot know: the run's name, a variant's name, an empty section."""
+    filled = dict(data)
+    for name, known in schema.model_fields.items():
+        if sections(known) and filled.get(name, known) is None and known.default is not None:
+            del filled[name]  # `train:` with nothing below it
+    for group in groups(schema):
+        if isinstance(section := filled.get(group), dict):
+            filled[group] = {"name": schema.model_fields[group].default.name, **section}
+    if path is not None and "name" in schema.model_fields:
+        filled.setdefault("name", _default_name(path))
+    return filled
+
+
+def _default_name(path: Path) -> str:
+    """The file's name, or its directory's where the file is called "config"."""
+    name = path.resolve().parent.name if path.stem == "config" else path.stem
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-") or "run"
+
+
+def _with_paths(config: RunConfig, directory: Path) -> RunConfig:
+    template = config.model.chat_template
+    if template is not None:
+        template = directory / template.expanduser()
+    model = config.model.model_copy(update={"chat_template": template})
+    return config.model_copy(update={"runs": directory / config.runs.expanduser(), "model": model})

@@ -1,0 +1,73 @@
+"""The tree of keys that a schema allows: its sections, the variants of each, and their knobs. Pure look-up."""
+
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from art_cli.config.places import join
+
+Schema = type[BaseModel]
+
+
+def sections(field: FieldInfo) -> list[Schema]:
+    """The section classes that a field may hold: none for a plain value, several for one told apart by `name`."""
+    return list(_schemas(field.annotation))
+
+
+def _schemas(annotation: Any) -> Iterator[Schema]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _schemas(argument)
+
+
+def variants(schema: Schema, section: str) -> dict[str, Schema]:
+    """The variants of a root section by their `name`, the default first; empty for a section with one form."""
+    field = schema.model_fields.get(section)
+    found = {name: variant for variant in (sections(field) if field else []) if (name := variant_name(variant))}
+    default = getattr(field.default, "name", None) if field and found else None
+    return dict(sorted(found.items(), key=lambda item: item[0] != default))
+
+
+def variant_name(schema: Schema) -> str | None:
+    """The `name` that chooses this variant: "grpo" for GrpoConfig. None: it is not one of several."""
+    field = schema.model_fields.get("name")
+    return get_args(field.annotation)[0] if field and get_origin(field.annotation) is Literal else None
+
+
+def groups(schema: Schema) -> list[str]:
+    """The sections that are chosen by name: engine, judge, loss, learner, tracker."""
+    return [section for section in schema.model_fields if variants(schema, section)]
+
+
+def section_at(schema: Schema, key: str, data: Any) -> Schema | None:
+    """The section class at a dotted key, the variant being the one that `data` names. None: there is no section."""
+    parts = iter(key.split(".") if key else [])
+    for part in parts:
+        field = schema.model_fields.get(part)
+        found = sections(field) if field else []
+        if field is None or not found:
+            return None
+        data = _item(data, part)
+        if get_origin(field.annotation) in (list, dict):  # of sections: the next part is a place or a name in it
+            data = _item(data, next(parts, ""))
+        schema = next((each for each in found if variant_name(each) == _item(data, "name")), found[0])
+    return schema
+
+
+def _item(data: Any, part: str) -> Any:
+    if isinstance(data, list):
+        return data[int(part)] if part.isdigit() and int(part) < len(data) else None
+    return data.get(part) if isinstance(data, dict) else None
+
+
+def all_keys(schema: Schema, prefix: str = "") -> list[str]:
+    """Every dotted key of every variant, each once, in the order of the schema."""
+    found: dict[str, None] = {}
+    for name, field in schema.model_fields.items():
+        found[join(prefix, name)] = None
+        for section in sections(field):
+            found.update(dict.fromkeys(all_keys(section, join(prefix, name))))
+    return list(found)

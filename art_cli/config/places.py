@@ -1,0 +1,66 @@
+"""Where each key of a configuration stands: dotted key -> "file:line" or "command line".
+
+Lines come from the YAML nodes; what the values are is OmegaConf's business. Keys of files are added in the order in
+which they are merged, so that the last one that sets a key is the one that is named.
+"""
+
+from pathlib import Path
+
+import yaml
+
+COMMAND_LINE = "command line"
+
+
+class Places:
+    """Example: {"": "config.yaml:1", "train": "config.yaml:5", "train.steps": "command line"}."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, str] = {}
+
+    def add_file(self, path: Path, *, package: str = "") -> None:
+        """Every key of a YAML file, below the dotted key `package`."""
+        shown = show(path)
+        if not package:
+            self._places.setdefault("", f"{shown}:1")
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        if root is not None:
+            self._add_node(root, package, shown)
+
+    def _add_node(self, node: yaml.Node, key: str, shown: str) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for name, value in node.value:
+                if name.tag == "tag:yaml.org,2002:merge":  # `<<: *anchor`: its keys are this mapping's
+                    self._add_node(value, key, shown)
+                else:
+                    below = join(key, str(name.value))
+                    self._places[below] = f"{shown}:{name.start_mark.line + 1}"
+                    self._add_node(value, below, shown)
+        elif isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                self._places[join(key, str(index))] = f"{shown}:{item.start_mark.line + 1}"
+                self._add_node(item, join(key, str(index)), shown)
+
+    def put(self, key: str, place: str) -> None:
+        """The key now stands at `place`, and nothing below it anywhere else."""
+        for known in [known for known in self._places if known.startswith(f"{key}.")]:
+            del self._places[known]
+        self._places[key] = place
+
+    def has(self, key: str) -> bool:
+        return key in self._places
+
+    def of(self, key: str) -> str:
+        """The place of the key, or of the nearest section around it that has one."""
+        while key and key not in self._places:
+            key = key.rpartition(".")[0]
+        return self._places.get(key, COMMAND_LINE)
+
+
+def join(section: str, name: str) -> str:
+    """The dotted key of `name` in `section`, which is "" at the root."""
+    return f"{section}.{name}" if section else name
+
+
+def show(path: Path) -> str:
+    """The path as a user would type it: relative to the working directory where it lies below that."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

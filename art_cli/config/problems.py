@@ -1,0 +1,154 @@
+"""Says what is wrong with a configuration: pydantic's findings as Problems, each with the nearest right thing to write.
+
+Works on the plain dict and the schema; where a key stands it asks Places.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from difflib import SequenceMatcher, get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from art_cli.config.knobs import Schema, all_keys, section_at, variant_name, variants
+from art_cli.config.places import Places
+from art_cli.errors import Problem
+
+EXPECTED = {  # how pydantic's error types begin -> what it wanted
+    "int_": "a whole number",
+    "float_": "a number",
+    "bool_": "true or false",
+    "string_type": "text",
+    "path_type": "a path",
+    "list_type": "a list",
+    "model_": "a section of 'key: value' lines",
+}
+CLOSE = 0.6  # difflib's own cutoff for a close match
+SAME_SECTION, BELOW = 0.15, 0.05  # what a near key is likelier by; the exact name elsewhere still wins
+
+
+def explain(error: ValidationError, data: dict[str, Any], schema: Schema, places: Places) -> list[Problem]:
+    """A Problem for each key that pydantic found fault with."""
+    by_key: dict[str, list[ErrorDetails]] = defaultdict(list)
+    for detail in error.errors(include_url=False):
+        by_key[_dotted(detail, data)].append(detail)
+    return [
+        Problem(key, places.of(key), _message(key, details, data, schema))
+        for key, details in by_key.items()
+        if not any(other.startswith(f"{key}.") for other in by_key)  # an arm of a union that went further knows better
+    ]
+
+
+def no_such_option(group: str, name: object, there_are: Sequence[str]) -> str:
+    """Example: "no engine 'vlm'; did you mean 'vllm'? There are: embedded, openai, vllm"."""
+    near = get_close_matches(str(name), there_are, n=1)
+    hint = f"did you mean {near[0]!r}? There are: " if near else "there are: "
+    return f"no {group} {name!r}; {hint}{', '.join(there_are)}"
+
+
+def no_such_key(key: str, data: dict[str, Any], schema: Schema) -> str:
+    """What to write instead of an unknown key: the variant that has the knob, or the nearest right names."""
+    if key in all_keys(schema):
+        return _of_another_variant(key, data, schema) or f"a key with dots is not read; nest it: {_nested(key)}"
+    near = _nearest(key, schema)
+    if near:
+        return f"no such key; did you mean {' or '.join(map(repr, near))}?"
+    section = section_at(schema, key.rpartition(".")[0], data) or schema
+    return f"no such key; there are: {', '.join(section.model_fields)}"
+
+
+def _of_another_variant(key: str, data: dict[str, Any], schema: Schema) -> str | None:
+    """Example: "loss 'gspo' does not use 'overlong'; 'dapo' does". None: no variant is in play."""
+    group, _, name = key.partition(".")
+    having = [variant for variant, section in variants(schema, group).items() if name in section.model_fields]
+    chosen = section_at(schema, group, data)
+    if not having or chosen is None or name in chosen.model_fields:
+        return None
+    does = "does" if len(having) == 1 else "do"
+    return f"{group} {variant_name(chosen)!r} does not use {name!r}; {' and '.join(map(repr, having))} {does}"
+
+
+def _nested(key: str) -> str:
+    section, _, name = key.rpartition(".")
+    return section.replace(".", ": {") + f": {{{name}: ...}}" + "}" * section.count(".")
+
+
+def _nearest(key: str, schema: Schema) -> list[str]:
+    """The best few of all keys there are, by their last part; one in the same section is called by that part alone."""
+    section, _, name = re.sub(r"\.\d+(?=\.)", "", key).rpartition(".")
+    rated = [(_rate(name, other, section), other) for other in all_keys(schema)]
+    best = max(rate for rate, _ in rated)
+    if best < CLOSE:
+        return []
+    found = [other for rate, other in rated if rate > best - 1e-9][:3]
+    return [other.rpartition(".")[2] if other.rpartition(".")[0] == section else other for other in found]
+
+
+def _rate(name: str, other: str, section: str) -> float:
+    other_section, _, other_name = other.rpartition(".")
+    ratio = SequenceMatcher(None, name.lower(), other_name).ratio()
+    if ratio < CLOSE:
+        return ratio
+    return ratio + (SAME_SECTION if other_section == section else BELOW if other.startswith(f"{section}.") else 0)
+
+
+def _dotted(detail: ErrorDetails, data: Any) -> str:
+    """The key as the user wrote it: without the names of variants and union arms that pydantic puts into `loc`."""
+    parts: list[str] = []
+    for part in detail["loc"]:
+        is_variant = bool(parts) and isinstance(data, dict) and part == data.get("name") and part != parts[-1]
+        is_there = (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int))
+        if is_there and not is_variant:
+            data = data[part]
+            parts.append(str(part))
+    if detail["type"] == "missing":
+        parts.append(str(detail["loc"][-1]))
+    if detail["type"].startswith("union_tag"):
+        parts.append("name")
+    return ".".join(parts)
+
+
+def _message(key: str, details: Sequence[ErrorDetails], data: dict[str, Any], schema: Schema) -> str:
+    first = details[0]
+    given = _shown(first["input"])
+    section, _, name = key.rpartition(".")
+    match first["type"]:
+        case "missing":
+            field = (section_at(schema, section, data) or schema).model_fields[name]
+            about = (field.description or "").splitlines()[:1]
+            return "missing" + "".join(f": {line.strip().rstrip('.')}" for line in about)
+        case "extra_forbidden":
+            return no_such_key(key, data, schema)
+        case "union_tag_invalid":
+            return no_such_option(section, first["ctx"]["tag"], sorted(variants(schema, section)))
+        case "literal_error" if name == "name" and section in schema.model_fields:
+            return no_such_option(section, first["input"], sorted(variants(schema, section)))
+        case "value_error":
+            return str(first["ctx"]["error"])
+        case "string_pattern_mismatch":
+            return f"{given}: only letters, digits, '.', '_' and '-', and a letter or digit first"
+    wanted = list(dict.fromkeys(_expected(detail) for detail in details))
+    return f"expected {' or '.join(wanted)}, not {given}{_yaml_hint(first)}"
+
+
+def _expected(detail: ErrorDetails) -> str:
+    """Example: "a whole number" for int_parsing, "a number greater than 0" for greater_than."""
+    for beginning, wanted in EXPECTED.items():
+        if detail["type"].startswith(beginning):
+            return wanted
+    bound = detail["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+    return f"a number {bound}" if detail["type"].startswith(("greater_", "less_")) else bound
+
+
+def _yaml_hint(detail: ErrorDetails) -> str:
+    is_text = detail["type"] in ("string_type", "literal_error")
+    is_bare_word = is_text and isinstance(detail["input"], bool)
+    return "; YAML takes a bare on, off, yes or no for true or false: quote it" if is_bare_word else ""
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
