@@ -4,12 +4,15 @@ An engine owns an endpoint (OpenAI-compatible, loopback unless it is somebody el
 samples from. It speaks in plain data (paths, numbers, token ids), so that it can be another process or another machine.
 """
 
+import pkgutil
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from art_cli.chat import Backend
+from art_cli.config.schema import EmbeddedEngineConfig, EngineConfig
+from art_cli.model import Weights
 
 BUILT_INS = {
     "embedded": "art_cli.engines.embedded.engine:EmbeddedEngine",
@@ -51,3 +54,18 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def make_engine(config: EngineConfig, weights: Weights | None, *, name: str, step: int = 0, logs: Path) -> Engine:
+    """The engine of a configuration, not started yet. Raises EngineError: it cannot be made here.
+
+    `weights` are those that an engine inside this process samples from, and a learner there may change; None for an
+    engine that brings its own. `name` is what its policy is called, `logs` where a process of its own would write.
+    """
+    make = pkgutil.resolve_name(BUILT_INS[config.name])
+    if isinstance(config, EmbeddedEngineConfig):
+        assert weights is not None, "the embedded engine samples from weights in this process"
+        engine: Engine = make(weights, name=name, config=config, step=step)
+    else:
+        engine = make(config)
+    return engine

@@ -1,0 +1,9 @@
+"""The embedded engine: samples with torch in this process, many requests at once, on the weights the learner holds.
+
+engine.py     EmbeddedEngine: requests in, replies out (asyncio)
+messages.py   chat template, tool calls, thinking        text.py       tokens as text, stop strings
+worker.py     the thread that runs the model, step after step
+scheduler.py  which tokens, which slots (no torch)       sampling.py   draws tokens
+runner.py     runs the model                             attention.py  attention over slots
+cache.py      keys and values of every slot
+"""

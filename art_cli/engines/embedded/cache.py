@@ -1,0 +1,54 @@
+"""Keys and values of every slot: one slab per layer, `[slots, heads, length, head_dim]`, grown as it is needed.
+
+It knows nothing of sequences. What lies in a slot beyond the tokens computed for it is left over from earlier ones
+(finite numbers, never uninitialised memory) and is masked by whoever reads.
+"""
+
+import torch
+
+from art_cli.engines.embedded.scheduler import Copy, Shape
+
+Tensor = torch.Tensor
+
+
+class SlotCache:
+    """A layer's slabs are made at its first write, in the shape and dtype of what is written."""
+
+    def __init__(self) -> None:
+        self.shape = Shape(0, 0)
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def resize(self, shape: Shape) -> None:
+        """Room for `shape`; what both shapes have in common is kept. One layer at a time, to spare memory."""
+        if shape == self.shape:
+            return
+        self.shape = shape
+        for slabs in (self.keys, self.values):
+            for layer, old in slabs.items():
+                new = old.new_zeros(shape.slots, old.shape[1], shape.length, old.shape[3])
+                slots, length = min(old.shape[0], shape.slots), min(old.shape[2], shape.length)
+                new[:slots, :, :length] = old[:slots, :, :length]
+                slabs[layer] = new
+
+    def copy(self, copies: list[Copy]) -> None:
+        for copy in copies:
+            for slabs in (self.keys, self.values):
+                for slab in slabs.values():
+                    slab[copy.targets, :, : copy.length] = slab[copy.source, :, : copy.length]
+
+    def write(self, layer: int, key: Tensor, value: Tensor, slots_T: Tensor, positions_T: Tensor) -> None:
+        """Puts key and value `[T, heads, head_dim]` of each token at its slot and position."""
+        if layer not in self.keys:
+            self.keys[layer] = self._slab(key)
+            self.values[layer] = self._slab(value)
+        self.keys[layer][slots_T, :, positions_T] = key
+        self.values[layer][slots_T, :, positions_T] = value
+
+    def clear(self) -> None:
+        """Forgets all content and gives the memory back."""
+        self.keys.clear()
+        self.values.clear()
+
+    def _slab(self, states: Tensor) -> Tensor:
+        return states.new_zeros(self.shape.slots, states.shape[1], self.shape.length, states.shape[2])

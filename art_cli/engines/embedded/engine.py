@@ -1,0 +1,363 @@
+"""EmbeddedEngine: samples from the policy in this process. This is its asyncio side; worker.py's thread runs the model.
+
+    Request -> messages.render -> Answers -> the worker's thread samples -> Pieces -> text, messages -> Reply or Chunks
+
+It answers requests (`backend` is the engine itself) and serves no port. With `shares_weights` a learner in this process
+updates the very weights it samples from, and `load` only marks the step; otherwise `load` reads the checkpoint.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from art_cli import model
+from art_cli.chat import Backend
+from art_cli.chat.errors import ChatError, invalid
+from art_cli.chat.replies import Choice, Chunk, Reply
+from art_cli.chat.requests import Request
+from art_cli.config.schema import EmbeddedEngineConfig
+from art_cli.engines import Endpoint
+from art_cli.engines.embedded import messages, sampling
+from art_cli.engines.embedded.messages import Prompt
+from art_cli.engines.embedded.runner import Runner
+from art_cli.engines.embedded.scheduler import Scheduler, Sequence
+from art_cli.engines.embedded.text import Detokenizer, StopWatch, Vocabulary
+from art_cli.engines.embedded.worker import Answer, Piece, Worker
+from art_cli.errors import EngineError
+from art_cli.model import Weights
+
+Json = dict[str, Any]
+Result = TypeVar("Result")
+
+LOCK_DEADLINE_S = 600.0  # for the weights: as long as a learner's longest step may hold them
+REPLY_DEADLINE_S = 3600.0
+CLOSE_DEADLINE_S = 60.0
+CONTEXT_TOKENS = 8  # of the prompt that the text of the first sampled tokens may depend on
+
+
+class EmbeddedEngine:
+    """Engine and Backend in one. All requests in flight are sampled together."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        *,
+        name: str,
+        config: EmbeddedEngineConfig,
+        step: int = 0,
+        shares_weights: bool = True,
+    ) -> None:
+        self.endpoint = Endpoint(base_url=None, api_key="", model=name, step=step)
+        self._weights, self._config, self._shares_weights = weights, config, shares_weights
+        self._vocabulary = Vocabulary(weights.tokenizer)
+        self._worker: Worker | None = None
+        self._runner: Runner | None = None
+
+    @property
+    def backend(self) -> Backend:
+        return self
+
+    # --- Engine -------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Raises EngineError: a model that cannot run here."""
+        assert self._worker is None, "started twice"
+        self._runner = Runner(self._weights)
+        scheduler = Scheduler(
+            max_slots=self._config.max_batch,
+            prefill_tokens=self._config.prefill_tokens,
+            max_length=self._weights.max_length,
+            max_tokens=self._runner.token_budget(),
+        )
+        self._worker = Worker(
+            self._runner,
+            scheduler,
+            stop_ids=_stop_ids(self._weights),
+            vocab=self._weights.model.config.vocab_size,
+            step=self.endpoint.step,
+        )
+        self._worker.start()
+
+    async def load(self, checkpoint: Path, step: int) -> None:
+        """Raises CheckpointError: what is there does not fit; EngineError: the weights are held for too long."""
+        worker = self._running_worker()
+
+        def load() -> None:
+            if not self._shares_weights:
+                model.load_checkpoint(self._weights, checkpoint)
+            worker.set_step(step)
+
+        await self._with_weights(load)
+        self.endpoint = msgspec.structs.replace(self.endpoint, step=step)
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        self._running_worker()
+        assert self._runner is not None
+        return await self._with_weights(partial(self._runner.score, token_ids))
+
+    async def close(self) -> None:
+        if self._worker is not None and not await asyncio.to_thread(self._worker.close, CLOSE_DEADLINE_S):
+            raise EngineError(f"the embedded engine's thread did not end within {CLOSE_DEADLINE_S:.0f} s")
+
+    async def _with_weights(self, work: Callable[[], Result]) -> Result:
+        def locked() -> Result:
+            if not self._weights.lock.acquire(timeout=LOCK_DEADLINE_S):
+                raise EngineError(f"the weights were not free within {LOCK_DEADLINE_S:.0f} s; is the learner stuck?")
+            try:
+                return work()
+            finally:
+                self._weights.lock.release()
+
+        return await asyncio.to_thread(locked)
+
+    def _running_worker(self) -> Worker:
+        if self._worker is None:
+            raise EngineError("the embedded engine was not started")
+        self._worker.check()
+        return self._worker
+
+    # --- Backend ------------------------------------------------------------------------------------------------------
+
+    def models(self) -> list[str]:
+        return [self.endpoint.model]
+
+    async def reply(self, request: Request) -> Reply:
+        job = self._job(request)
+        with self._submitted(job):
+            async with _deadline():
+                pieces = [await job.next() for _ in job.answers]
+        pieces.sort(key=lambda taken: taken.choice)
+        return Reply(
+            id=job.id,
+            created=job.created,
+            model=request.model,
+            choices=[self._whole_choice(job, index, piece) for index, piece in pieces],
+            prompt_ids=job.prompt.ids,
+            step=min(piece.step for _, piece in pieces),
+            sampling=job.sampling,
+        )
+
+    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        job = self._job(request, is_stream=True)
+        writers = [_ChoiceWriter(self._vocabulary, job, index) for index in range(len(job.answers))]
+        open_choices, is_first = len(writers), True
+        with self._submitted(job):
+            while open_choices:
+                async with _deadline():
+                    index, piece = await job.next()
+                yield Chunk(
+                    id=job.id,
+                    created=job.created,
+                    model=request.model,
+                    choice=writers[index].write(piece),
+                    is_last=piece.finish_reason is not None,
+                    prompt_ids=job.prompt.ids if is_first else None,
+                    step=piece.step,
+                    sampling=job.sampling,
+                )
+                open_choices -= piece.finish_reason is not None
+                is_first = False
+
+    def _job(self, request: Request, *, is_stream: bool = False) -> "_Job":
+        if request.model != self.endpoint.model:
+            raise ChatError(404, f"the model {request.model!r} does not exist", param="model", code="model_not_found")
+        prompt = messages.render(self._vocabulary, request)
+        return _Job(request, prompt, self._weights, self._vocabulary, is_stream)
+
+    @contextlib.contextmanager
+    def _submitted(self, job: "_Job") -> Iterator[None]:
+        """The job's answers are sampled inside; whoever leaves early takes them along."""
+        try:
+            worker = self._running_worker()
+            worker.add(job.answers)
+        except EngineError as error:
+            raise ChatError(500, str(error)) from error
+        try:
+            yield
+        finally:
+            if job.num_open:
+                worker.cancel(job.answers)
+
+    def _whole_choice(self, job: "_Job", index: int, piece: Piece) -> Choice:
+        writer = _ChoiceWriter(self._vocabulary, job, index)
+        choice = writer.write(piece)
+        choice.text = writer.text
+        choice.message = writer.message
+        return choice
+
+
+class Taken(NamedTuple):
+    choice: int
+    piece: Piece
+
+
+class _Job:
+    """One request being answered: its answers, and the pieces that have come and were not taken yet."""
+
+    def __init__(
+        self, request: Request, prompt: Prompt, weights: Weights, vocabulary: Vocabulary, is_stream: bool
+    ) -> None:
+        limit = _limit(request, prompt, weights)
+        self.id = f"{'chatcmpl' if request.messages is not None else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.request, self.prompt = request, prompt
+        self.sampling = msgspec.structs.replace(request.sampling, max_tokens=limit - len(prompt.ids))
+        self.num_open = request.sampling.n
+        self._loop = asyncio.get_running_loop()
+        self._pieces: asyncio.Queue[Taken] = asyncio.Queue()
+        ids = np.array(prompt.ids, np.int64)
+        seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64)
+        self.answers = [
+            self._answer(ids, limit, sampling.seed_of(seed, index), vocabulary, is_stream)
+            for index in range(request.sampling.n)
+        ]
+        self._index = {id(answer): index for index, answer in enumerate(self.answers)}
+
+    def _answer(self, ids: Any, limit: int, seed: int, vocabulary: Vocabulary, is_stream: bool) -> Answer:
+        knobs = self.request.sampling
+        answer = Answer(
+            sequence=Sequence(ids, limit),
+            temperature=knobs.temperature,
+            top_p=knobs.top_p,
+            top_k=knobs.top_k,
+            seed=seed,
+            deliver=self._deliver,
+            is_stream=is_stream,
+            num_top=self.request.top_logprobs if self.request.wants_logprobs else 0,
+            stops=knobs.stop,
+            text=Detokenizer(vocabulary, self.context) if knobs.stop else None,
+        )
+        answer.sequence.payload = answer
+        return answer
+
+    @property
+    def context(self) -> list[int]:
+        return self.prompt.ids[-CONTEXT_TOKENS:]
+
+    def _deliver(self, answer: Answer, piece: Piece) -> None:
+        """Called in the worker's thread. A loop that is closed has nobody waiting in it."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, Taken(self._index[id(answer)], piece))
+
+    async def next(self) -> Taken:
+        """The next piece of any choice. Raises ChatError 500: the engine failed."""
+        taken = await self._pieces.get()
+        if taken.piece.failure is not None:
+            raise ChatError(500, str(taken.piece.failure))
+        self.num_open -= taken.piece.finish_reason is not None
+        return taken
+
+
+class _ChoiceWriter:
+    """Turns the pieces of one choice into text and message deltas."""
+
+    def __init__(self, vocabulary: Vocabulary, job: _Job, index: int) -> None:
+        self._vocabulary, self._request, self._index = vocabulary, job.request, index
+        self._detokenizer = Detokenizer(vocabulary, job.context)
+        self._stops = StopWatch(job.request.sampling.stop)
+        self._parser = job.prompt.parser() if job.request.messages is not None else None
+        self._texts: list[str] = []
+        self._is_first = True
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def message(self) -> Json | None:
+        return self._parser.message if self._parser else None
+
+    def write(self, piece: Piece) -> Choice:
+        """The choice of a chunk: what is new, as text and as an OpenAI delta."""
+        is_last = piece.finish_reason is not None
+        text = self._stops.push(self._detokenizer.push(piece.ids))
+        if is_last:
+            text += self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+        self._texts.append(text)
+        names = self._request.wants_logprobs
+        return Choice(
+            index=self._index,
+            message=self._delta(text, is_last),
+            text=text,
+            token_ids=piece.ids,
+            logprobs=piece.logprobs,
+            raw_logprobs=piece.raw_logprobs,
+            tokens=[self._vocabulary.text_of(id) for id in piece.ids] if names else [],
+            top_logprobs=self._top(piece),
+            finish_reason=self._finish_reason(piece),
+        )
+
+    def _delta(self, text: str, is_last: bool) -> Json | None:
+        if self._parser is None:
+            return None
+        deltas = self._parser.push(text) + (self._parser.flush() if is_last else [])
+        delta = _merge(deltas)
+        if self._is_first:
+            delta = {"role": "assistant", **delta}
+        self._is_first = False
+        return delta
+
+    def _top(self, piece: Piece) -> list[list[tuple[str, float]]] | None:
+        if piece.top is None:
+            return None
+        return [[(self._vocabulary.text_of(id), value) for id, value in likeliest] for likeliest in piece.top]
+
+    def _finish_reason(self, piece: Piece) -> str:
+        reason = piece.finish_reason or "stop"
+        return "tool_calls" if reason == "stop" and self._parser is not None and self._parser.calls else reason
+
+
+def _merge(deltas: list[Json]) -> Json:
+    """Several deltas as one."""
+    merged: Json = {}
+    for delta in deltas:
+        for key, value in delta.items():
+            merged[key] = merged[key] + value if key in merged else value
+    return merged
+
+
+def _limit(request: Request, prompt: Prompt, weights: Weights) -> int:
+    """Tokens, prompt included, at which an answer ends. Raises ChatError 400: it does not fit the context."""
+    num_prompt, most = len(prompt.ids), weights.max_length
+    if num_prompt == 0:
+        raise invalid("prompt: it has no tokens", "prompt")
+    if wrong := [id for id in prompt.ids if not 0 <= id < weights.model.config.vocab_size]:
+        raise invalid(f"prompt: the model has no token {wrong[0]}", "prompt")
+    asked = request.sampling.max_tokens
+    num_wanted = asked if asked is not None and "max_tokens" in request.user_set else 1
+    if num_prompt + num_wanted > most:
+        raise ChatError(
+            400,
+            f"this model's context holds {most} tokens; the prompt has {num_prompt} and the reply was to have "
+            f"{num_wanted}; shorten one of them",
+            param="messages" if request.messages is not None else "prompt",
+            code="context_length_exceeded",
+        )
+    return most if asked is None else min(most, num_prompt + asked)
+
+
+def _stop_ids(weights: Weights) -> list[int]:
+    """The tokens that end a reply: those of the generation configuration, the model's and the tokenizer's."""
+    found: set[int] = set()
+    for owner in (getattr(weights.model, "generation_config", None), weights.model.config, weights.tokenizer):
+        ids = getattr(owner, "eos_token_id", None)
+        found.update([] if ids is None else ids if isinstance(ids, list) else [ids])
+    return sorted(found)
+
+
+@contextlib.asynccontextmanager
+async def _deadline() -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(REPLY_DEADLINE_S):
+            yield
+    except TimeoutError as error:
+        raise ChatError(504, f"no answer within {REPLY_DEADLINE_S:.0f} s") from error

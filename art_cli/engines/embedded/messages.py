@@ -1,0 +1,273 @@
+"""Chat requests as prompt tokens, and sampled text as assistant messages.
+
+`render` goes through the tokenizer's chat template. `MessageParser` reads what Hermes and Qwen templates write:
+`<tool_call>{"name": ..., "arguments": ...}</tool_call>` blocks become tool calls, a leading `<think>` block becomes
+`reasoning_content`, everything else stays content, byte for byte but for the line break that those templates put before
+a call. So the next turn's prompt, rendered from the message that came back, goes on from the tokens sampled.
+
+A block that is no call (broken JSON, no name) stays content. `tool_choice` "required" or a named function puts the
+opening of a call into the prompt, as those templates write it; nothing forces the rest of the call to be well-formed.
+"""
+
+import json
+import uuid
+from typing import Any
+
+from art_cli.chat.errors import invalid
+from art_cli.chat.requests import Request, text_of
+from art_cli.engines.embedded.text import Vocabulary, overlap
+
+Json = dict[str, Any]
+
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+THINK, THINK_END = "<think>", "</think>"
+SPACE = " \n\r\t"
+
+
+class Prompt:
+    """A request's prompt, and how its answer is to be read."""
+
+    def __init__(self, ids: list[int], opening: str = "", has_tools: bool = False, has_thinking: bool = False) -> None:
+        self.ids = ids
+        self.opening = opening  # text of the answer that stands in the prompt already
+        self.has_tools = has_tools
+        self.has_thinking = has_thinking
+
+    def parser(self) -> "MessageParser":
+        return MessageParser(has_tools=self.has_tools, has_thinking=self.has_thinking, opening=self.opening)
+
+
+def render(vocabulary: Vocabulary, request: Request) -> Prompt:
+    """The prompt of a request. Raises ChatError 400: what the template refuses, or what this engine cannot do."""
+    if request.prompt is not None:
+        return Prompt(request.prompt if isinstance(request.prompt, list) else _encode(vocabulary, request.prompt, True))
+    if request.response_format is not None:
+        raise invalid(
+            "response_format: the embedded engine cannot force a format; ask for it in the messages and check"
+        )
+    tools = request.tools if request.tool_choice != "none" else []
+    template = vocabulary.tokenizer.chat_template or ""
+    text = _apply_template(vocabulary, request, tools)
+    opening = _call_opening(request.tool_choice, template) if tools else ""
+    has_thinking = THINK_END in template
+    ids = _encode(vocabulary, text + opening, False)
+    if has_thinking and text.rstrip().endswith(THINK):
+        opening = THINK + opening
+    return Prompt(ids, opening, bool(tools), has_thinking)
+
+
+def _encode(vocabulary: Vocabulary, text: str, adds_special: bool) -> list[int]:
+    ids: list[int] = vocabulary.tokenizer.encode(text, add_special_tokens=adds_special)
+    return ids
+
+
+def _apply_template(vocabulary: Vocabulary, request: Request, tools: list[Json]) -> str:
+    assert request.messages is not None, "a request has messages or a prompt"
+    tokenizer = vocabulary.tokenizer
+    keeps_text = "arguments is string" in (tokenizer.chat_template or "")
+    messages = [_for_template(message, keeps_text) for message in request.messages]
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **request.template_kwargs
+        )
+    except Exception as error:  # a template is a program of its own and fails in any way
+        summary = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise invalid(f"messages: the chat template refused them: {summary}", "messages") from error
+    return str(text)
+
+
+def _for_template(message: Json, keeps_text: bool) -> Json:
+    """The message as templates expect it: content a string, arguments of calls an object (or the text as it was)."""
+    role = "system" if message["role"] == "developer" else message["role"]
+    message = {**message, "role": role, "content": text_of(message.get("content"))}
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_call_for_template(call, keeps_text) for call in message["tool_calls"]]
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _call_for_template(call: Json, keeps_text: bool) -> Json:
+    function = dict(call["function"])
+    arguments = function.get("arguments") or "{}"
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        raise invalid(f"messages: arguments of a call to {function.get('name')!r} are not JSON", "messages") from None
+    function["arguments"] = arguments if keeps_text else parsed
+    return {**call, "function": function}
+
+
+def _call_opening(choice: str | Json, template: str) -> str:
+    if choice in ("auto", "none"):
+        return ""
+    if CALL not in template:
+        raise invalid(f"tool_choice: only 'auto' and 'none' here, the chat template writes no {CALL}", "tool_choice")
+    if isinstance(choice, dict):
+        return f'{CALL}\n{{"name": {json.dumps(choice["function"]["name"], ensure_ascii=False)}, "arguments": '
+    return f'{CALL}\n{{"name": "'
+
+
+# --- parsing ----------------------------------------------------------------------------------------------------------
+
+
+class MessageParser:
+    """An assistant message that grows by text; each push returns what it adds, as OpenAI deltas.
+
+    `message` is the deltas put together, so that streamed and whole answers are the same.
+    """
+
+    def __init__(self, *, has_tools: bool, has_thinking: bool, opening: str = "") -> None:
+        self._has_tools = has_tools
+        self._held = opening  # not decided yet
+        self._state = "start" if has_thinking else "content"  # start, think, content, call
+        self._gap = ""  # white space after a call, shown if text follows
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self.calls: list[Json] = []
+
+    def push(self, text: str) -> list[Json]:
+        """The deltas that this text brings."""
+        self._held += text
+        return self._advance(is_last=False)
+
+    def flush(self) -> list[Json]:
+        """What was held back, now that nothing follows."""
+        return self._advance(is_last=True)
+
+    @property
+    def message(self) -> Json:
+        message: Json = {"role": "assistant", "content": "".join(self._content)}
+        if self._reasoning:
+            message["reasoning_content"] = "".join(self._reasoning)
+        if self.calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = self.calls
+        return message
+
+    def _advance(self, is_last: bool) -> list[Json]:
+        deltas: list[Json] = []
+        state = ""
+        while state != self._state:
+            state = self._state
+            deltas += getattr(self, f"_in_{state}")(is_last)
+        return deltas
+
+    def _in_start(self, is_last: bool) -> list[Json]:
+        """A think block is one only at the very beginning."""
+        text = self._held.lstrip(SPACE)
+        if text.startswith(THINK):
+            self._held, self._state = text[len(THINK) :].lstrip("\n"), "think"
+        elif is_last or not THINK.startswith(text):
+            self._state = "content"
+        return []
+
+    def _in_think(self, is_last: bool) -> list[Json]:
+        if not self._reasoning:
+            self._held = self._held.lstrip("\n")
+        thought, end, rest = self._held.partition(THINK_END)
+        if end:
+            self._held, self._state = rest, "after_think"
+            return self._think(thought.rstrip("\n"))
+        keep = (
+            0 if is_last else max(overlap(thought, THINK_END), len(thought) - len(_before_marker(thought, THINK_END)))
+        )
+        self._held = thought[len(thought) - keep :]
+        return self._think(thought[: len(thought) - keep])
+
+    def _in_after_think(self, is_last: bool) -> list[Json]:
+        """Templates put line breaks of their own between thought and answer."""
+        self._held = self._held.lstrip("\n")
+        if self._held:
+            self._state = "content"
+        return []
+
+    def _in_content(self, is_last: bool) -> list[Json]:
+        if not self._has_tools:
+            text, self._held = self._held, ""
+            return self._show(text)
+        before, call, rest = self._held.partition(CALL)
+        if call:
+            self._held, self._state = rest, "call"
+            return self._show(before.removesuffix("\n"))
+        keep = 0 if is_last else max(overlap(before, CALL), overlap(before, "\n" + CALL))
+        self._held = before[len(before) - keep :]
+        return self._show(before[: len(before) - keep], is_last)
+
+    def _in_call(self, is_last: bool) -> list[Json]:
+        body, end, rest = self._held.partition(CALL_END)
+        if not end and not is_last:
+            return []
+        self._state = "content"
+        call = _read_call(body)
+        if call is None:
+            self._held = ""
+            shown = self._show(CALL + body + end)
+            self._held = rest
+            return shown
+        self._held = rest
+        self.calls.append(call)
+        index = len(self.calls) - 1
+        return [{"tool_calls": [{"index": index, **call}]}]
+
+    def _show(self, text: str, is_last: bool = False) -> list[Json]:
+        """Content; white space behind a call is kept back until something other follows it."""
+        if self.calls:
+            text = self._gap + text
+            bare = text.rstrip(SPACE)
+            self._gap, text = text[len(bare) :], bare
+        if not text:
+            return []
+        self._content.append(text)
+        return [{"content": text}]
+
+    def _think(self, text: str) -> list[Json]:
+        if not text:
+            return []
+        self._reasoning.append(text)
+        return [{"reasoning_content": text}]
+
+
+def _before_marker(text: str, marker: str) -> str:
+    """The text without an end that is line breaks followed by the beginning of the marker."""
+    return text[: len(text) - overlap(text, marker)].rstrip("\n")
+
+
+def _read_call(body: str) -> Json | None:
+    """The OpenAI tool call of a block's text; None where it is none. The arguments' text stays as it was sampled."""
+    fields = _read_object(body.strip(SPACE))
+    if fields is None or "name" not in fields:
+        return None
+    name = json.loads(fields["name"])
+    arguments = fields.get("arguments", fields.get("parameters", "{}"))
+    if not isinstance(name, str) or not arguments.startswith("{"):
+        return None
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _read_object(text: str) -> dict[str, str] | None:
+    """A JSON object's fields, each value as the text it was written in; None where the text is not one object."""
+    decoder = json.JSONDecoder()
+    try:
+        if not isinstance(json.loads(text), dict):
+            return None
+    except (ValueError, RecursionError):
+        return None
+    fields, place = {}, _skip(text, 1)
+    while text[place] != "}":
+        key, place = decoder.raw_decode(text, place)
+        start = _skip(text, _skip(text, place) + 1)  # behind the colon
+        _, end = decoder.raw_decode(text, start)
+        fields[key] = text[start:end]
+        place = _skip(text, end)
+        if text[place] == ",":
+            place = _skip(text, place + 1)
+    return fields
+
+
+def _skip(text: str, place: int) -> int:
+    while text[place] in SPACE:
+        place += 1
+    return place

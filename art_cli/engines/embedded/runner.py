@@ -1,0 +1,123 @@
+"""Runs the model on a step's plan: tokens in, logits out, keys and values kept in slots.
+
+It holds no queue and takes no decision. The caller holds `weights.lock`, so that a learner in the same process never
+runs or changes the model meanwhile. No gradients are recorded, and no tensor made here becomes part of the weights
+(so `no_grad`, not `inference_mode`).
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from art_cli.engines.embedded import attention
+from art_cli.engines.embedded.attention import Layout
+from art_cli.engines.embedded.cache import SlotCache
+from art_cli.engines.embedded.scheduler import Chunk, Shape, StepPlan
+from art_cli.errors import EngineError
+from art_cli.model import Weights
+
+Tensor = torch.Tensor
+
+MEMORY_SHARE = 0.25  # of what is free when the engine starts may go to keys and values
+SCORE_ROWS = 512  # rows of logits turned into logprobs at a time
+
+
+class Runner:
+    """The model with its slots. Raises EngineError: a model whose layers cannot keep their past in slots."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self.cache = SlotCache()
+        self._model = weights.model.get_base_model() if weights.has_adapter else weights.model
+        _check_supported(self._model)
+        _register()
+
+    def forward(self, plan: StepPlan) -> Tensor:
+        """[len(plan.rows), V] float32 logits of the token after each of those rows."""
+        with torch.no_grad():
+            self.cache.resize(plan.shape)
+            self.cache.copy(plan.copies)
+            layout = Layout(plan, self.cache, self.weights.device)
+            rows = torch.from_numpy(plan.rows).to(self.weights.device)
+            return self._logits(layout, rows)
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """[L - 1] logprobs of each token after the first, by the path that samples, in slots of its own."""
+        tokens = np.array(token_ids, np.int64)
+        with torch.no_grad():
+            layout = Layout(_whole(tokens), cache := SlotCache(), self.weights.device)
+            cache.resize(Shape(1, len(tokens)))
+            rows = torch.arange(len(tokens) - 1, device=self.weights.device)
+            targets = layout.tokens_T[1:]
+            logits = self._logits(layout, rows)
+            parts = [  # a part at a time: no second matrix of the vocabulary's width
+                logits[start : start + SCORE_ROWS]
+                .log_softmax(-1)
+                .gather(1, targets[start : start + SCORE_ROWS, None])[:, 0]
+                for start in range(0, len(logits), SCORE_ROWS)
+            ]
+            return torch.cat(parts).tolist() if parts else []
+
+    def bytes_per_token(self) -> int:
+        """What one token's keys and values take, by the configuration."""
+        config = self._model.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return 2 * int(config.num_hidden_layers * heads * head_dim * self.weights.dtype.itemsize)
+
+    def token_budget(self) -> int:
+        """Tokens of all slots together that the free memory admits."""
+        if self.weights.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.weights.device)[0]
+        else:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(free * MEMORY_SHARE) // self.bytes_per_token()
+
+    def _logits(self, layout: Layout, rows: Tensor) -> Tensor:
+        with _attention(self._model):
+            output = self._model(
+                layout.tokens_T[None],
+                position_ids=layout.positions_T[None],
+                use_cache=False,
+                logits_to_keep=rows,
+                layout=layout,
+            )
+        logits: Tensor = output.logits[0]
+        return logits.float()
+
+
+def _whole(tokens: Any) -> StepPlan:
+    """The plan that computes one sequence in slot 0."""
+    none, places = np.empty(0, np.int64), np.arange(len(tokens))
+    chunks, slots = [Chunk(0, 0, len(tokens), True)], np.zeros_like(places)
+    return StepPlan(Shape(1, len(tokens)), [], none, chunks, tokens, slots, places, none, none, none, [])
+
+
+@contextlib.contextmanager
+def _attention(model: Any) -> Iterator[None]:
+    """The model's attention reads slots inside; whoever else holds these weights finds its own again afterwards."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = attention.NAME
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(attention.NAME, attention.attend)
+
+
+def _check_supported(model: Any) -> None:
+    name = type(model).__name__
+    if not getattr(model, "_supports_attention_backend", False):
+        raise EngineError(f"the embedded engine cannot run {name}: its attention cannot be replaced")
+    kinds = set(getattr(model.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise EngineError(f"the embedded engine cannot run {name}: it has layers of kind {', '.join(sorted(kinds))}")

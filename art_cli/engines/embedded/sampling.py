@@ -1,0 +1,146 @@
+"""Draws the next token of every sequence at once, each by its own temperature, top_p, top_k and seed.
+
+One uniform number decides a token (inverse of the cumulative distribution). It is a hash of the sequence's seed and of
+how many tokens were sampled before, so that a seeded request draws the same whatever else is in its batch. The batch
+still reaches the logits' last bits, since matrix products round by their shape: a draw that falls within that rounding
+of a boundary between two tokens can differ.
+
+Order of the cuts: temperature, then top_k, then top_p of what is left, renormalised; as transformers and vLLM do.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Tensor = torch.Tensor
+Seeds = npt.NDArray[np.uint64]
+
+BLOCK = 256  # tokens of the vocabulary whose probabilities are summed before any is looked at singly
+TOP = 256  # candidates looked at for top_p before all of the vocabulary is sorted
+
+
+class Knobs(NamedTuple):
+    """How to sample n sequences. Arrays of n."""
+
+    temperature: npt.NDArray[np.float32]  # 0: greedy
+    top_p: npt.NDArray[np.float32]  # 1: off
+    top_k: npt.NDArray[np.int64]  # 0: off
+    seeds: Seeds
+    num_sampled: npt.NDArray[np.int64]  # tokens sampled before this one
+
+
+class Drawn(NamedTuple):
+    """What was drawn, for n sequences. logprobs in nats."""
+
+    ids: Tensor  # [n]
+    logprobs: Tensor  # [n] under the distribution drawn from; 0 for a greedy one
+    raw_logprobs: Tensor  # [n] under softmax(logits)
+
+
+def draw(logits: Tensor, knobs: Knobs) -> Drawn:
+    """One token for each row of float32 `logits` [n, V]."""
+    raw = logits.logsumexp(-1)
+    temperature = torch.from_numpy(knobs.temperature).to(logits.device)
+    greedy = knobs.temperature == 0
+    uniform = torch.from_numpy(uniforms(knobs.seeds, knobs.num_sampled)).to(logits.device)
+    if (knobs.temperature == 1).all():
+        scaled, norm = logits, raw
+    else:
+        scaled = logits / torch.where(temperature == 0, 1.0, temperature)[:, None]
+        norm = scaled.logsumexp(-1)
+    ids, logprobs = _draw_whole(scaled, norm, uniform)
+    is_cut = ((knobs.top_k > 0) | (knobs.top_p < 1)) & ~greedy
+    if is_cut.any():
+        rows = torch.from_numpy(np.flatnonzero(is_cut)).to(logits.device)
+        ids[rows], logprobs[rows] = _draw_cut(
+            scaled[rows],
+            norm[rows],
+            torch.from_numpy(knobs.top_k[is_cut]).to(logits.device),
+            torch.from_numpy(knobs.top_p[is_cut]).to(logits.device),
+            uniform[rows],
+        )
+    if greedy.any():
+        rows = torch.from_numpy(np.flatnonzero(greedy)).to(logits.device)
+        ids[rows], logprobs[rows] = logits[rows].argmax(-1), 0.0
+    return Drawn(ids, logprobs, logits.gather(1, ids[:, None])[:, 0] - raw)
+
+
+def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """The `num` likeliest tokens of each row under softmax(logits): logprobs [n, num] descending, and their ids."""
+    values, ids = logits.topk(num, dim=-1)
+    return values - logits.logsumexp(-1, keepdim=True), ids
+
+
+def _draw_whole(scaled: Tensor, norm: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse of the cumulative distribution in two floors: which block of the vocabulary, then which token of it.
+
+    Sums of blocks are added up in float64, where a vocabulary of 150k adds up exactly enough.
+    """
+    num, vocab = scaled.shape
+    probs = (scaled - norm[:, None]).exp_()
+    if vocab % BLOCK:
+        probs = torch.nn.functional.pad(probs, (0, BLOCK - vocab % BLOCK))
+    blocks = probs.view(num, -1, BLOCK)
+    sums = blocks.sum(-1).double().cumsum(-1)  # [n, V / BLOCK]
+    point = uniform * sums[:, -1]
+    block = torch.searchsorted(sums, point[:, None], right=True).clamp_(max=sums.shape[1] - 1)  # [n, 1]
+    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(num, 1, BLOCK))[:, 0].double()
+    place = _invert(inside, point - before[:, 0])
+    ids = block[:, 0] * BLOCK + place
+    return ids, scaled.gather(1, ids[:, None])[:, 0] - norm
+
+
+def _draw_cut(scaled: Tensor, norm: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_draw_whole`, from each row's `top_k` likeliest and of these the fewest that reach `top_p`."""
+    vocab = scaled.shape[1]
+    top_k = torch.where(top_k == 0, vocab, top_k).clamp_(max=vocab)
+    num = min(vocab, max(TOP, int(torch.where(top_k == vocab, 0, top_k).max())))
+    values, ids = scaled.topk(num, dim=-1)
+    probs = (values - norm[:, None]).double().exp_()
+    open_ended = top_k > num  # the candidates are not all that top_k admits: they must reach top_p by themselves
+    if bool((open_ended & (probs.sum(-1) < top_p)).any()):
+        values, ids = scaled.sort(-1, descending=True)
+        probs = (values - norm[:, None]).double().exp_()
+    rank = torch.arange(probs.shape[1], device=probs.device)
+    admitted = torch.where(rank < top_k[:, None], probs, 0.0)
+    whole = torch.where(top_k >= vocab, 1.0, admitted.sum(-1))
+    reached = admitted.cumsum(-1) - admitted  # probability before each candidate
+    kept = torch.where((reached < (top_p * whole)[:, None]) | (rank == 0), admitted, 0.0)
+    total = kept.sum(-1)
+    place = _invert(kept, uniform * total)[:, None]
+    logprobs = kept.gather(1, place)[:, 0].log() - total.log()
+    return ids.gather(1, place)[:, 0], logprobs.float()
+
+
+def _invert(probs: Tensor, point: Tensor) -> Tensor:
+    """[n] the first place whose cumulative probability is above `point`; never one of probability zero."""
+    cumulative = probs.cumsum(-1)
+    place = torch.searchsorted(cumulative, point[:, None], right=True)[:, 0]
+    last = probs.shape[1] - 1 - (probs.flip(-1) > 0).byte().argmax(-1)  # where rounding leads past the end
+    return torch.minimum(place, last)
+
+
+# --- noise ------------------------------------------------------------------------------------------------------------
+
+
+def uniforms(seeds: Seeds, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """[n] numbers in [0, 1), each a hash of its seed and count: SplitMix64 (Steele, Lea, Flood 2014), 53 bits of it."""
+    with np.errstate(over="ignore"):
+        state = _mix(seeds) + (counts.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of the `index`-th answer to a request with that seed: the first answer's does not depend on n."""
+    with np.errstate(over="ignore"):
+        return int(_mix(np.array([seed % 2**64], np.uint64) + np.uint64(index) * np.uint64(0xD1B54A32D192ED03))[0])
+
+
+def _mix(state: Seeds) -> Seeds:
+    with np.errstate(over="ignore"):
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))

@@ -1,0 +1,439 @@
+"""Decides what the next forward pass computes: which tokens of which sequences, in which slots. No torch in here.
+
+A slot is a row of the key-value cache. A sequence (one answer in the making) holds one while it runs; when it ends,
+the slot keeps its keys and values until another sequence needs it, and a prompt that begins with the same tokens takes
+them over (same slot) or copies them (another slot). So the attempts of a group compute their prompt once, and a
+conversation's next turn only what is new.
+
+    add, cancel, finish -> plan() -> the runner computes it -> commit(sampled tokens) -> the finished sequences
+
+`computed` counts a slot's tokens whose keys and values are in the cache, `length` all its known tokens. What is pending
+between the two is a chunk of prompt or one sampled token: decoding is a chunk of one. `invalidate` forgets everything
+computed, and running sequences are computed again from their tokens.
+
+Nothing here waits, locks or fails: a sequence that does not fit waits, and one that stops fitting goes back to waiting.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+
+MIN_COPY = 8  # shared tokens below which copying keys and values costs more calls than computing them again
+MIN_WAIT = 32  # tokens still being computed elsewhere that are worth waiting one step for
+MIN_LENGTH = 64  # rooms in the cache come in multiples of this
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One answer in the making. The scheduler fills everything below `limit`.
+
+    Example: Sequence(prompt=np.array([1, 2, 3]), limit=3 + 64, payload=request)
+    """
+
+    prompt: Ints  # [P]
+    limit: int  # tokens, prompt included, at which it ends with finish_reason "length"
+    payload: Any = None  # the caller's own
+    slot: int = -1  # -1: waits, or has ended
+    sampled: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # filled when it ends (or is put back)
+    logprobs: Floats = field(default_factory=lambda: np.empty(0, np.float32))
+    raw_logprobs: Floats = field(default_factory=lambda: np.empty(0, np.float32))
+    finish_reason: str | None = None
+    num_reused: int = 0  # prompt tokens that were not computed for it
+
+
+class Shape(NamedTuple):
+    """Room the cache must have: slots, and tokens in each."""
+
+    slots: int
+    length: int
+
+
+class Copy(NamedTuple):
+    """Keys and values of the first `length` tokens of slot `source` go to each of `targets`."""
+
+    source: int
+    targets: list[int]
+    length: int
+
+
+class Chunk(NamedTuple):
+    """Tokens `start` to `start + num` of a slot's sequence; with `is_last` the token after them is sampled."""
+
+    slot: int
+    start: int
+    num: int
+    is_last: bool
+
+
+class StepPlan(NamedTuple):
+    """One forward pass. T tokens: first one of each decoding slot (ascending), then the chunks one after another.
+
+    `copies` come before it, in order. After R of the T tokens, `rows`, the next one is sampled.
+    """
+
+    shape: Shape
+    copies: list[Copy]
+    decodes: Ints  # [n] slots
+    chunks: list[Chunk]
+    tokens_T: Ints
+    slots_T: Ints
+    positions_T: Ints
+    rows: Ints  # [R]
+    slots: Ints  # [R] their slots
+    num_sampled: Ints  # [R] tokens sampled there before
+    placed: list[Sequence]  # those that got a slot in this plan
+
+
+class Scheduler:
+    """Sequences, slots and the waiting queue (first come, first served)."""
+
+    def __init__(self, *, max_slots: int, prefill_tokens: int, max_length: int, max_tokens: int) -> None:
+        """`max_tokens` bounds slots times length: what the cache may hold. One sequence of `max_length` always fits."""
+        self.max_slots, self.prefill_tokens, self.max_length = max_slots, prefill_tokens, max_length
+        self.max_tokens = max(max_tokens, _round_up(max_length, MIN_LENGTH))
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[int, Sequence] = {}  # by slot, in the order of admission
+        self.shape = Shape(0, 0)
+        self.num_preempted = 0
+        self._parked: dict[int, tuple[int, int]] = {}  # slot -> (slot it will copy from, tokens)
+        self._copies: list[Copy] = []  # of the plan being made
+        self._placed: list[Sequence] = []
+        self._clock = 0
+        self._computed = np.zeros(max_slots, np.int64)
+        self._length = np.zeros(max_slots, np.int64)
+        self._num_prompt = np.zeros(max_slots, np.int64)
+        self._limit = np.zeros(max_slots, np.int64)
+        self._last_used = np.full(max_slots, -1, np.int64)  # -1: empty
+        self._tokens = np.zeros((0, 0), np.int64)
+        self._logprobs = np.zeros((0, 0), np.float32)
+        self._raw_logprobs = np.zeros((0, 0), np.float32)
+        self._order: Ints | None = None  # the running slots, ascending; None: to be worked out again
+
+    # --- what the caller asks -----------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        assert 0 < len(sequence.prompt) < sequence.limit <= self.max_length, (len(sequence.prompt), sequence.limit)
+        self.waiting.append(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """The sequence is gone and its slot free; nothing where it has ended already."""
+        if sequence.slot >= 0:
+            self._release(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """Ends a running sequence for a reason the caller found (a stop string)."""
+        self._release(sequence)
+        sequence.finish_reason = reason
+
+    def invalidate(self) -> None:
+        """The weights have changed: nothing computed is of use any more. Tokens sampled so far stay as they are."""
+        self._computed[:] = 0
+        for slot in range(self.shape.slots):
+            if slot not in self.running:
+                self._empty(slot)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    def num_sampled(self, sequence: Sequence) -> int:
+        if sequence.slot < 0:
+            return len(sequence.sampled)
+        return int(self._length[sequence.slot]) - len(sequence.prompt)
+
+    def sampled_since(self, sequence: Sequence, start: int) -> tuple[Ints, Floats, Floats]:
+        """Token ids, logprobs and raw logprobs from the `start`-th sampled token of a running or ended sequence on."""
+        if sequence.slot < 0:
+            return sequence.sampled[start:], sequence.logprobs[start:], sequence.raw_logprobs[start:]
+        span = slice(len(sequence.prompt) + start, int(self._length[sequence.slot]))
+        slot = sequence.slot
+        return self._tokens[slot, span], self._logprobs[slot, span], self._raw_logprobs[slot, span]
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """The next forward pass; None when there is nothing to compute."""
+        self._copies, self._placed = [], []
+        self._make_room()
+        self._unpark()
+        self._admit()
+        if not self.running:
+            return None
+        slots = self._running_slots()
+        pending = self._length[slots] - self._computed[slots]
+        decodes = slots[pending == 1]
+        return self._assemble(decodes, self._chunks() if (pending > 1).any() else [])
+
+    def commit(self, plan: StepPlan, ids: Ints, logprobs: Floats, raw_logprobs: Floats, stops: Bools) -> list[Sequence]:
+        """Takes in what was sampled after `plan.rows`; the sequences that ended with it, their results filled in."""
+        self._clock += 1
+        self._computed[plan.decodes] += 1
+        for chunk in plan.chunks:
+            self._computed[chunk.slot] += chunk.num
+        slots, positions = plan.slots, self._length[plan.slots]
+        self._tokens[slots, positions] = ids
+        self._logprobs[slots, positions] = logprobs
+        self._raw_logprobs[slots, positions] = raw_logprobs
+        self._length[slots] += 1
+        ended = stops | (self._length[slots] >= self._limit[slots])
+        finished = []
+        for row in np.flatnonzero(ended):
+            sequence = self.running[int(slots[row])]
+            self.finish(sequence, "stop" if stops[row] else "length")
+            finished.append(sequence)
+        return finished
+
+    def _running_slots(self) -> Ints:
+        if self._order is None:
+            self._order = np.array(sorted(slot for slot in self.running if slot not in self._parked), np.int64)
+        return self._order
+
+    def _chunks(self) -> list[Chunk]:
+        """Pending prompt tokens, first come first served, at most `prefill_tokens` of them."""
+        chunks, left = [], self.prefill_tokens
+        for slot in self.running:
+            pending = int(self._length[slot] - self._computed[slot])
+            if pending <= 1 or slot in self._parked:
+                continue
+            num = min(pending, left)
+            chunks.append(Chunk(slot, int(self._computed[slot]), num, num == pending))
+            left -= num
+            if left == 0:
+                break
+        return chunks
+
+    def _assemble(self, decodes: Ints, chunks: list[Chunk]) -> StepPlan:
+        positions = self._computed[decodes]
+        tokens = self._tokens[decodes, positions]
+        rows, sampled = np.arange(len(decodes)), decodes
+        if chunks:
+            spans = [np.arange(chunk.start, chunk.start + chunk.num) for chunk in chunks]
+            ends = len(decodes) + np.cumsum([chunk.num for chunk in chunks]) - 1
+            is_last = np.array([chunk.is_last for chunk in chunks])
+            of_chunks = np.array([chunk.slot for chunk in chunks], np.int64)
+            tokens = np.concatenate([tokens, *(self._tokens[c.slot, s] for c, s in zip(chunks, spans, strict=True))])
+            positions = np.concatenate([positions, *spans])
+            rows = np.concatenate([rows, ends[is_last]])
+            sampled = np.concatenate([decodes, of_chunks[is_last]])
+            slots_T = np.concatenate([decodes, np.repeat(of_chunks, [chunk.num for chunk in chunks])])
+        else:
+            slots_T = decodes
+        num_sampled = self._length[sampled] - self._num_prompt[sampled]
+        return StepPlan(
+            shape=self.shape,
+            copies=self._copies,
+            decodes=decodes,
+            chunks=chunks,
+            tokens_T=tokens,
+            slots_T=slots_T,
+            positions_T=positions,
+            rows=rows,
+            slots=sampled,
+            num_sampled=num_sampled,
+            placed=self._placed,
+        )
+
+    # --- admission ----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self.waiting and self._place(self.waiting[0]):
+            self.waiting.popleft()
+
+    def _place(self, sequence: Sequence) -> bool:
+        """Gives the sequence a slot, and the keys and values that are there already; False when it has to wait."""
+        tokens = np.concatenate([sequence.prompt, sequence.sampled])
+        if not self._reserve(len(tokens) + 1):
+            return False
+        if len(self.running) >= self._num_slots(self.shape.length):
+            return False
+        shared = np.minimum(self._common_prefix(tokens), len(tokens) - 1)  # the last token's logits are needed
+        now = np.minimum(shared, self._computed[: len(shared)])
+        source, promised = _argmax(now), _argmax(shared)
+        if shared.size and shared[promised] - now[source] >= MIN_WAIT:
+            target = self._pick_slot(keep=-1)
+            self._occupy(target, sequence, tokens, computed=0)
+            self._parked[target] = (promised, int(shared[promised]))
+            return True
+        reused = int(now[source]) if now.size else 0
+        if reused and source not in self.running and reused == self._computed[source]:
+            self._occupy(source, sequence, tokens, computed=reused)
+            return True
+        target = self._pick_slot(keep=source if reused >= MIN_COPY else -1)
+        if target != source:
+            reused = reused if reused >= MIN_COPY else 0
+            self._copy(source, target, reused)
+        self._occupy(target, sequence, tokens, computed=reused)
+        return True
+
+    def _common_prefix(self, tokens: Ints) -> Ints:
+        """[slots] how many tokens each slot's known tokens share with these, from the first on; 0 for parked ones."""
+        num_slots = self.shape.slots
+        shared = np.zeros(num_slots, np.int64)
+        alive = np.flatnonzero(self._length[:num_slots] > 0)
+        start, width = 0, 32
+        while alive.size and start < len(tokens):  # ever wider blocks, over the slots that matched so far
+            block = tokens[start : start + width]
+            equal = self._tokens[alive, start : start + len(block)] == block
+            whole = equal.all(axis=1)
+            shared[alive] = start + np.where(whole, len(block), equal.argmin(axis=1))
+            alive, start, width = alive[whole], start + width, 2 * width
+        shared = np.minimum(shared, self._length[:num_slots])
+        shared[list(self._parked)] = 0
+        return shared
+
+    def _pick_slot(self, keep: int) -> int:
+        """An idle slot to overwrite: the lowest empty one, else the least recently used; `keep` only if no other."""
+        allowed = self._num_slots(self.shape.length)
+        if (empty := self._first_empty(allowed)) is not None:
+            if empty >= self.shape.slots:
+                self._set_shape(Shape(min(allowed, max(8, 2 * self.shape.slots)), self.shape.length))
+            return empty
+        idle = [slot for slot in range(self.shape.slots) if slot not in self.running]
+        return min(idle, key=lambda slot: (slot == keep, self._last_used[slot], slot))
+
+    def _first_empty(self, allowed: int) -> int | None:
+        for slot in np.flatnonzero(self._last_used[:allowed] < 0):
+            if int(slot) not in self.running:
+                return int(slot)
+        return None
+
+    def _occupy(self, slot: int, sequence: Sequence, tokens: Ints, *, computed: int) -> None:
+        self._tokens[slot, : len(tokens)] = tokens
+        if num := len(sequence.sampled):
+            self._logprobs[slot, len(tokens) - num : len(tokens)] = sequence.logprobs
+            self._raw_logprobs[slot, len(tokens) - num : len(tokens)] = sequence.raw_logprobs
+        self._length[slot], self._computed[slot], self._limit[slot] = len(tokens), computed, sequence.limit
+        self._last_used[slot] = self._clock
+        sequence.slot, sequence.num_reused = slot, min(computed, len(sequence.prompt))
+        self._num_prompt[slot] = len(sequence.prompt)
+        self.running[slot] = sequence
+        self._placed.append(sequence)
+        self._order = None
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        if length == 0:
+            return
+        last = self._copies[-1] if self._copies else None
+        if last and last.source == source and last.length == length:
+            last.targets.append(target)
+        else:
+            self._copies.append(Copy(source, [target], length))
+
+    def _unpark(self) -> None:
+        """Sequences that waited for another's prompt start, as soon as it is computed or will not be any more."""
+        for slot, (source, length) in list(self._parked.items()):
+            if source in self.running and self._computed[source] < length:
+                continue
+            del self._parked[slot]
+            self._order = None
+            reused = min(length, int(self._computed[source]))
+            self._copy(source, slot, reused)
+            self._computed[slot] = reused
+            sequence = self.running[slot]
+            sequence.num_reused = min(reused, len(sequence.prompt))
+
+    # --- slots and room -----------------------------------------------------------------------------------------------
+
+    def _release(self, sequence: Sequence) -> None:
+        """The slot is idle and keeps what was computed; the sequence carries away its tokens."""
+        slot = sequence.slot
+        sampled, logprobs, raw_logprobs = self.sampled_since(sequence, 0)
+        sequence.sampled, sequence.logprobs = sampled.copy(), logprobs.copy()
+        sequence.raw_logprobs = raw_logprobs.copy()
+        sequence.slot = -1
+        del self.running[slot]
+        self._parked.pop(slot, None)
+        self._length[slot] = self._computed[slot]
+        self._last_used[slot] = self._clock if self._computed[slot] else -1
+        self._order = None
+
+    def _empty(self, slot: int) -> None:
+        self._computed[slot] = self._length[slot] = 0
+        self._last_used[slot] = -1
+
+    def _num_slots(self, length: int) -> int:
+        """Slots of that length that the cache may hold."""
+        return max(1, min(self.max_slots, self.max_tokens // length)) if length else self.max_slots
+
+    def _make_room(self) -> None:
+        """Each running sequence has room for one more token; what does not fit any more goes back to waiting."""
+        if not self.running:
+            return
+        slots = list(self.running)
+        needed = int(self._length[slots].max()) + 1
+        if needed <= self.shape.length:
+            return
+        length = self._roomy(needed)
+        for slot in [slot for slot in reversed(slots) if slot >= self._num_slots(length)]:
+            self._preempt(self.running[slot])
+        self._set_shape(Shape(min(self.shape.slots, self._num_slots(length)), length))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        slot = sequence.slot
+        self._release(sequence)
+        self.waiting.appendleft(sequence)
+        self.num_preempted += 1
+        for parked in [parked for parked, (source, _) in self._parked.items() if source == slot]:
+            del self._parked[parked]  # computes its prompt itself
+        self._order = None
+
+    def _reserve(self, needed: int) -> bool:
+        """Slots of at least `needed` tokens without preempting anyone; a too long shape shrinks if that gives slots."""
+        longest = max([needed, *(int(self._length[slot]) + 1 for slot in self.running)])
+        length = self.shape.length
+        if needed > length:
+            length = self._roomy(needed)
+        elif len(self.running) >= self._num_slots(length) and self._num_slots(length) < self.max_slots:
+            length = min(length, self._roomy(longest))
+        if length == self.shape.length:
+            return True
+        shape = Shape(min(self.shape.slots, self._num_slots(length)), length)
+        if any(slot >= self._num_slots(length) for slot in self.running):
+            return False
+        if self._copies and (shape.slots < self.shape.slots or shape.length < self.shape.length):
+            return False  # a planned copy may read what would be cut off; the next plan does it
+        self._set_shape(shape)
+        return True
+
+    def _roomy(self, needed: int) -> int:
+        """A quarter more than needed, so that growing copies each token a few times and not at every step."""
+        roomy = _round_up(needed + needed // 4, MIN_LENGTH)
+        return max(_round_up(needed, MIN_LENGTH), min(roomy, _round_up(self.max_length, MIN_LENGTH)))
+
+    def _set_shape(self, shape: Shape) -> None:
+        for slot in range(shape.slots, self.shape.slots):
+            self._empty(slot)
+        idle = [slot for slot in range(shape.slots) if slot not in self.running]
+        self._computed[idle] = np.minimum(self._computed[idle], shape.length)
+        self._length[idle] = self._computed[idle]
+        self._tokens = _resized(self._tokens, shape)
+        self._logprobs = _resized(self._logprobs, shape)
+        self._raw_logprobs = _resized(self._raw_logprobs, shape)
+        self.shape = shape
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _argmax(values: Ints) -> int:
+    return int(values.argmax()) if values.size else -1
+
+
+def _resized(table: Any, shape: Iterable[int]) -> Any:
+    """The table with that shape: its old content in the corner, zeros elsewhere."""
+    rows, columns = shape
+    new = np.zeros((rows, columns), table.dtype)
+    kept = table[:rows, :columns]
+    new[: kept.shape[0], : kept.shape[1]] = kept
+    return new

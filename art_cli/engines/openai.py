@@ -1,0 +1,56 @@
+"""OpenAIEngine: any OpenAI-compatible endpoint, for `art generate` and `art eval`. It cannot be trained.
+
+The key is read from the environment variable that the configuration names, and stays in memory.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from art_cli.chat import Backend
+from art_cli.chat.client import HttpBackend
+from art_cli.config.schema import OpenAIEngineConfig
+from art_cli.engines import Endpoint
+from art_cli.errors import EngineError
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+CONNECT_DEADLINE_S = 10.0
+
+
+class OpenAIEngine:
+    """Somebody else's model at somebody else's address; its step is always 0."""
+
+    def __init__(self, config: OpenAIEngineConfig) -> None:
+        """Raises EngineError: no key in the environment, for an endpoint that is not on this machine."""
+        key = os.environ.get(config.api_key_env, "")
+        if not key and urlsplit(config.url).hostname not in LOCAL:
+            raise EngineError(f"engine.api_key_env: the environment variable {config.api_key_env} is not set")
+        self._http = HttpBackend(config.url, key or "none", config.model, timeout_s=config.timeout_s)
+        self.endpoint = Endpoint(base_url=config.url, api_key=key or "none", model=config.model, step=0)
+
+    @property
+    def backend(self) -> Backend:
+        return self._http
+
+    async def start(self) -> None:
+        """Raises EngineError: nothing listens there. Asked only of this machine: others may lie behind a proxy."""
+        url = urlsplit(self.endpoint.base_url or "")
+        if url.hostname not in LOCAL:
+            return
+        try:
+            async with asyncio.timeout(CONNECT_DEADLINE_S):
+                _, writer = await asyncio.open_connection(url.hostname, url.port or 80)
+        except (OSError, TimeoutError) as error:
+            raise EngineError(f"engine.url: nothing answers at {url.hostname}:{url.port or 80}; start it") from error
+        writer.close()
+        await writer.wait_closed()
+
+    async def load(self, checkpoint: Path, step: int) -> None:
+        raise EngineError(f"{self.endpoint.model}: an endpoint of engine 'openai' cannot be trained; use 'embedded'")
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        raise EngineError(f"{self.endpoint.model}: an endpoint of engine 'openai' cannot score given tokens")
+
+    async def close(self) -> None:
+        await self._http.close()
