@@ -6,12 +6,17 @@ A learner speaks in plain data (records, paths, numbers). Its methods block; the
 """
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from art_cli.trajectory import ScoredTrajectory
+
+if TYPE_CHECKING:
+    from art_cli.config.schema import RunConfig
+    from art_cli.model import Weights
 
 BUILT_INS = {"torch": "art_cli.learners.torch_learner:TorchLearner"}
 
@@ -69,3 +74,17 @@ class Learner(Protocol):
     def load(self, directory: Path) -> None:
         """Continues from what `save` wrote: the next step is bit-identical to an undisturbed one."""
         ...
+
+
+def make_learner(config: "RunConfig", weights: "Weights") -> Learner:
+    """The learner a configuration names, on these weights."""
+    module, _, name = BUILT_INS[config.learner.name].partition(":")
+    learner: Learner = getattr(import_module(module), name)(
+        weights,
+        train=config.train,
+        loss=config.loss,
+        learner=config.learner,
+        sft=config.sft,
+        sampling_max_tokens=config.rollout.sampling.max_tokens,
+    )
+    return learner

@@ -1,56 +1,56 @@
-"""Reads the transcripts that sft learns from: a JSON-lines file, or a function that returns them. No torch."""
+"""Chat transcripts made into samples for supervised training: assistant tokens only. No torch."""
 
-import json
-from collections.abc import Iterable
-from pathlib import Path
+from typing import Any
 
-from art_cli import plugins
-from art_cli.errors import DataError, UsageError
-from art_cli.trajectory import Json
+import numpy as np
+
+from art_cli.errors import LearnerError
+from art_cli.learners.samples import Ints, Sample, bare_sample
 
 
-def load_demos(spec: str, directory: Path) -> list[Json]:
-    """Transcripts `{"messages": [...], "tools": [...]}`; relative paths are relative to `directory`.
+def demo_samples(demo: dict[str, Any], tokenizer: Any, *, name: str, max_length: int) -> list[Sample]:
+    """The samples of a transcript `{"messages": [...], "tools": [...]}`: each assistant message is trained once.
 
-    Raises DataError with `file:line` for a line that is none, UsageError for a function that returns something else.
+    A message is rendered as it will be sampled: the prompt is the conversation before it with the template's generation
+    prompt, the reply is what the template then adds for it, up to its stop token. A message that goes on from the last
+    one's tokens joins its sample; one whose conversation renders differently (a template that drops old reasoning)
+    starts another.
+
+    Raises LearnerError: no assistant message, too long, or a template whose reply does not go on from its prompt.
     """
-    if ":" not in spec:
-        return _read(directory / spec)
-    made = plugins.resolve(spec, base=directory)()
-    if not isinstance(made, Iterable):
-        raise UsageError(f"sft.demos: {spec} returned {type(made).__name__}; expected transcripts")
-    demos = list(made)
-    for number, demo in enumerate(demos):
-        if problem := _find_problem(demo):
-            raise UsageError(f"sft.demos: {spec}: item {number}: {problem}")
-    if not demos:
-        raise UsageError(f"sft.demos: {spec} returned no transcript")
-    return demos
-
-
-def _read(path: Path) -> list[Json]:
-    demos = []
-    if not path.is_file():
-        raise DataError("no such file", path)
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if not line.strip():
+    messages, tools = demo["messages"], demo.get("tools") or None
+    samples: list[Sample] = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
             continue
-        try:
-            demo = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"not JSON: {error}", path, number) from error
-        if problem := _find_problem(demo):
-            raise DataError(problem, path, number)
-        demos.append(demo)
-    if not demos:
-        raise DataError("no transcripts in it", path)
-    return demos
+        where = f"{name}, message {index + 1}"
+        token_ids, start = _render_turn(messages[: index + 1], tools, tokenizer, where)
+        if len(token_ids) > max_length:
+            raise LearnerError(f"{where}: {len(token_ids)} tokens, over the model's {max_length}; shorten or drop it")
+        targets = np.arange(start, len(token_ids))
+        previous = samples[-1].token_ids if samples else np.empty(0, dtype=np.int64)
+        if samples and np.array_equal(token_ids[: len(previous)], previous):
+            targets = np.concatenate([samples.pop().targets, targets])
+        samples.append(bare_sample(token_ids, targets, name, turn=index))
+    if not samples:
+        raise LearnerError(f"{name}: no assistant message to learn from")
+    return samples
 
 
-def _find_problem(demo: object) -> str | None:
-    if not isinstance(demo, dict) or not isinstance(demo.get("messages"), list):
-        return 'expected an object with "messages"'
-    roles = [message.get("role") if isinstance(message, dict) else None for message in demo["messages"]]
-    if None in roles:
-        return f"message {roles.index(None)} has no role"
-    return None if "assistant" in roles else "no assistant message to learn from"
+def _render_turn(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, tokenizer: Any, where: str
+) -> tuple[Ints, int]:
+    """The tokens of the conversation up to the stop token of its last message, and where that message begins."""
+    prompt = tokenizer.apply_chat_template(messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    if not whole.startswith(prompt) or whole == prompt:
+        raise LearnerError(
+            f"{where}: the chat template's rendering of this reply does not go on from its prompt; "
+            "set model.chat_template to one that does"
+        )
+    prompt_ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    reply_ids = tokenizer(whole[len(prompt) :], add_special_tokens=False).input_ids
+    stop = tokenizer.eos_token_id
+    if stop in reply_ids:  # what the template puts behind it is never sampled
+        reply_ids = reply_ids[: reply_ids.index(stop) + 1]
+    return np.asarray(prompt_ids + reply_ids, dtype=np.int64), len(prompt_ids)

@@ -1,0 +1,100 @@
+"""A batch: scored groups made into samples, with what has to be said about the rewards."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from art_cli.config.schema import DapoConfig, DrGrpoConfig, LossConfig
+from art_cli.errors import LearnerError
+from art_cli.learners.advantages import advantages, has_signal
+from art_cli.learners.losses.dapo import overlong_penalty
+from art_cli.learners.losses.means import Counts
+from art_cli.learners.samples import Sample, trajectory_samples
+from art_cli.trajectory import ScoredTrajectory
+
+
+class Batch(NamedTuple):
+    """What a step trains on, group by group, and the rewards it comes from."""
+
+    groups: list[list[Sample]]  # of each group with signal
+    reward_mean: float  # over all trajectories that have a reward; NaN where none has
+    reward_std: float
+    num_groups: int
+    num_trajectories: int
+    num_failed: int
+
+    @property
+    def no_signal_share(self) -> float:
+        return 1 - len(self.groups) / self.num_groups if self.num_groups else 0.0
+
+
+def make_batch(groups: Sequence[Sequence[ScoredTrajectory]], *, loss: LossConfig, max_tokens: int) -> Batch:
+    """The samples of all groups with signal, in an order that does not depend on which trajectory finished first.
+
+    A trajectory with an error is counted and left out. Raises LearnerError: a finished trajectory without a reward.
+    """
+    ordered = [sorted(group, key=lambda trajectory: trajectory.index) for group in groups]
+    finished = [[trajectory for trajectory in group if trajectory.error is None] for group in ordered]
+    rewards = [_reward(trajectory) for group in finished for trajectory in group]
+    mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
+    samples = [_group_samples(group, loss=loss, max_tokens=max_tokens) for group in finished]
+    return Batch(
+        groups=[group for group in samples if group],
+        reward_mean=mean,
+        reward_std=math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)) if rewards else mean,
+        num_groups=len(groups),
+        num_trajectories=sum(map(len, groups)),
+        num_failed=sum(map(len, groups)) - len(rewards),
+    )
+
+
+def split_batch(groups: Sequence[list[Sample]], parts: int) -> list[list[Sample]]:
+    """The samples of each optimizer step: the groups in order, dealt out as evenly as they go; none is empty."""
+    parts = min(parts, len(groups))
+    bounds = [len(groups) * part // parts for part in range(parts + 1)] if parts else [0]
+    return [
+        [sample for group in groups[start:end] for sample in group]
+        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
+
+
+def count(samples: Sequence[Sample]) -> Counts:
+    return Counts(
+        tokens=sum(len(sample.targets) for sample in samples),
+        samples=len(samples),
+        trajectories=len({sample.trajectory_id for sample in samples}),
+    )
+
+
+def _reward(trajectory: ScoredTrajectory) -> float:
+    if trajectory.reward is None or not math.isfinite(trajectory.reward):
+        raise LearnerError(f"trajectory {trajectory.id}: its reward is {trajectory.reward}; judge it first")
+    return trajectory.reward
+
+
+def _group_samples(group: Sequence[ScoredTrajectory], *, loss: LossConfig, max_tokens: int) -> list[Sample]:
+    """The group's samples; none where its rewards are equal (contract 4)."""
+    rewards = [_reward(trajectory) + _penalty(trajectory, loss, max_tokens) for trajectory in group]
+    if not has_signal(rewards):
+        return []
+    scale = not isinstance(loss, DrGrpoConfig) and loss.scale_advantages
+    return [
+        sample
+        for trajectory, advantage in zip(group, advantages(rewards, scale=scale), strict=True)
+        if not _is_masked(trajectory, loss)
+        for sample in trajectory_samples(trajectory, advantage)
+    ]
+
+
+def _penalty(trajectory: ScoredTrajectory, loss: LossConfig, max_tokens: int) -> float:
+    """DAPO's soft punishment, of the trajectory's longest reply."""
+    if not isinstance(loss, DapoConfig) or loss.overlong != "penalty":
+        return 0.0
+    longest = max((len(turn.sampled_ids) for turn in trajectory.turns), default=0)
+    return overlong_penalty(longest, max_tokens=max_tokens, buffer=loss.overlong_buffer)
+
+
+def _is_masked(trajectory: ScoredTrajectory, loss: LossConfig) -> bool:
+    """DAPO's overlong filtering: cut off by a length limit, it counts in the group's mean and is not trained on."""
+    is_cut_off = any(turn.finish_reason == "length" for turn in trajectory.turns)
+    return isinstance(loss, DapoConfig) and loss.overlong == "mask" and is_cut_off

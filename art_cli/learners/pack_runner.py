@@ -1,0 +1,156 @@
+"""Runs the policy over packs: the logprobs of a pack's edges, with or without gradients.
+
+Two ways give the same numbers. The packed one runs the model's layers once over the row, with tree attention, and its
+head on the predicting positions only; it serves every model that is causal softmax attention and a head. The plain one
+runs the model as it is on one sample at a time. Which of them a model gets is found out by comparing them.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from art_cli.learners.logprobs import TokenScores, token_scores
+from art_cli.learners.packing import Pack, pack_samples
+from art_cli.learners.samples import Ints, Sample, bare_sample
+from art_cli.learners.tree_attention import Tree, tree_attention
+from art_cli.model import Weights
+
+log = logging.getLogger(__name__)
+
+TAIL = 64  # tokens at the end of each probe sequence that the two ways are compared on
+# Mean nats the two ways may differ by: both are the same sums in another order. float32 gives 1e-6 on a 24M-parameter
+# model, a wrong mask or position 1e-2 and up; bfloat16 rounds each logit to 3 digits.
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+
+
+class PackRunner:
+    """Scores the edges of packs with the weights it is given. Use inside `running()`."""
+
+    def __init__(self, weights: Weights, *, gradient_checkpointing: bool = False) -> None:
+        self.weights = weights
+        self.model = weights.model.get_base_model() if weights.has_adapter else weights.model
+        self.can_pack: bool | None = None  # None: not yet known, see `settle`
+        if gradient_checkpointing:
+            _enable_checkpointing(self.model)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Holds the weights, and has the model's layers attend to packs."""
+        with self.weights.lock, contextlib.ExitStack() as stack:
+            if self.can_pack:
+                stack.enter_context(tree_attention(self.model))
+            stack.enter_context(_checkpointing_layers(self.model))
+            yield
+
+    def settle(self, sample: Sample) -> None:
+        """Finds out, once, whether the model can run packs: the sample, and one that leaves it half-way, both ways."""
+        if self.can_pack is not None:
+            return
+        probes = _probes(sample.token_ids)
+        [pack] = pack_samples(probes, budget=2 * len(sample.token_ids))
+        [rows] = pack_samples(probes, budget=2 * len(sample.token_ids), share=False)
+        with torch.no_grad(), self.weights.lock:
+            plain = _by_token(rows, self._run_plain(rows))
+            try:
+                with tree_attention(self.model):
+                    packed = _by_token(pack, self._run_packed(pack))
+            except (NotImplementedError, TypeError) as error:
+                self._give_up(str(error))
+                return
+        gap = float(np.mean([abs(packed[key] - plain[key]) for key in plain]))
+        tolerance = TOLERANCE[self.weights.dtype]
+        if gap <= tolerance:
+            self.can_pack = True
+        else:
+            self._give_up(f"packed and plain logprobs differ by {gap:.2g} nats on average, over {tolerance:.2g}")
+
+    def _give_up(self, reason: str) -> None:
+        self.can_pack = False
+        log.warning(
+            "%s cannot run packs (%s); training one sample at a time, slower", type(self.model).__name__, reason
+        )
+
+    def run(self, pack: Pack) -> TokenScores:
+        """[E] scores of the pack's edges. Where the model cannot run packs, the pack must have been made unshared."""
+        assert self.can_pack is not None, "settle() comes first"
+        return self._run_packed(pack) if self.can_pack else self._run_plain(pack)
+
+    def _run_packed(self, pack: Pack) -> TokenScores:
+        backbone = self.model.base_model
+        output = backbone(
+            input_ids=self._tensor(pack.token_ids)[None],
+            position_ids=self._tensor(pack.depths)[None],
+            tree=Tree.of(pack, self.weights.device),
+            use_cache=False,
+        )
+        hidden = output.last_hidden_state[0][self._tensor(pack.edges.positions)]  # [E, H]
+        return self._score(hidden, self.model.get_output_embeddings(), pack)
+
+    def _run_plain(self, pack: Pack) -> TokenScores:
+        starts, ends, _, parents = pack.segments
+        assert all(parent < 0 for parent in parents), "a shared pack cannot be run one sample at a time"
+        logits = [
+            self._row_logits(pack.token_ids[start:end], positions - start)
+            for start, end, positions in zip(starts, ends, _split(pack.edges.positions, starts[1:]), strict=True)
+        ]
+        return self._score(torch.cat(logits), torch.nn.Identity(), pack)
+
+    def _row_logits(self, token_ids: Ints, positions: Ints) -> Tensor:
+        """[len(positions), V] logits of one sequence, the whole model run as it is."""
+        first = int(positions.min())
+        output = self.model(
+            input_ids=self._tensor(token_ids)[None], use_cache=False, logits_to_keep=len(token_ids) - first
+        )
+        logits: Tensor = output.logits[0, self._tensor(positions - first)]
+        return logits
+
+    def _score(self, hidden: Tensor, head: Any, pack: Pack) -> TokenScores:
+        temperatures = self._tensor(pack.edges.temperatures).float()
+        return token_scores(hidden, head, self._tensor(pack.edges.targets), temperatures)
+
+    def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.weights.device)
+
+
+def _split(positions: Ints, bounds: list[int]) -> list[Ints]:
+    """Ascending positions of a pack, cut where each next row begins."""
+    return np.split(positions, np.searchsorted(positions, bounds))
+
+
+def _probes(token_ids: Ints) -> list[Sample]:
+    """The sequence, and one that goes another way from its middle; their last tokens as targets."""
+    half = len(token_ids) // 2
+    other = np.concatenate([token_ids[:half], token_ids[half:][::-1]])
+    targets = np.arange(max(1, len(token_ids) - TAIL), len(token_ids))
+    return [bare_sample(ids, targets, name) for ids, name in ((token_ids, "probe"), (other, "probe, turned"))]
+
+
+def _by_token(pack: Pack, scores: TokenScores) -> dict[tuple[str, int], float]:
+    """The logprob of each trained token by its sample and place."""
+    logprobs = scores.logprobs.double().numpy(force=True)[pack.terms.edges]
+    keys = [(sample.trajectory_id, int(target)) for sample in pack.samples for target in sample.targets]
+    return dict(zip(keys, logprobs.tolist(), strict=True))
+
+
+def _enable_checkpointing(model: Any) -> None:
+    # transformers 5.23 renamed it and warns under the old name; drop the fallback when 5.23 is the floor
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+@contextlib.contextmanager
+def _checkpointing_layers(model: Any) -> Iterator[None]:
+    """Layers that checkpoint do so only in training mode: puts them, and not the dropouts inside them, there."""
+    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False

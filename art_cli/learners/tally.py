@@ -1,0 +1,93 @@
+"""Adds up, pack by pack, what a step reports."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from art_cli.learners import StepMetrics
+from art_cli.learners.batch import Batch
+from art_cli.learners.logprobs import TokenScores
+from art_cli.learners.losses import PackLoss
+from art_cli.learners.packing import Pack, Terms
+
+
+class _Mean:
+    """A mean over what was added; NaN over nothing."""
+
+    def __init__(self) -> None:
+        self.sum, self.count, self.max = 0.0, 0, math.nan
+
+    def add(self, values: Tensor) -> None:
+        if len(values):
+            self.sum += float(values.double().sum())
+            self.count += len(values)
+            largest = float(values.max())
+            self.max = largest if math.isnan(self.max) else max(self.max, largest)
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.count if self.count else math.nan
+
+
+class Tally:
+    """The counts and means of one step, over its packs and optimizer steps."""
+
+    def __init__(self) -> None:
+        self.num_samples = self.tokens_trained = self.tokens_flat = self.tokens_computed = 0
+        self.losses: list[float] = []  # of each optimizer step, its packs' parts added up
+        self.grad_norms: list[float] = []
+        self.kl, self.entropy, self.clipped, self.gap = _Mean(), _Mean(), _Mean(), _Mean()
+
+    def add_gap(self, scores: TokenScores, terms: Terms) -> None:
+        """How far the learner's logprobs are from the engine's; call it at the weights that sampled."""
+        self.gap.add(logprob_gaps(scores, terms))
+
+    def add_pack(self, pack: Pack, scores: TokenScores, loss: PackLoss) -> None:
+        edges = torch.from_numpy(pack.terms.edges).to(scores.entropies.device)
+        self.num_samples += len(pack.samples)
+        self.tokens_trained += len(pack.terms.edges)
+        self.tokens_flat += sum(len(sample.token_ids) for sample in pack.samples)
+        self.tokens_computed += len(pack.token_ids)
+        self.losses[-1] += float(loss.loss.detach())
+        self.entropy.add(scores.entropies[edges])
+        self.clipped.add(loss.is_clipped)
+        if loss.kl is not None:
+            self.kl.add(loss.kl)
+
+    def metrics(self, batch: Batch, *, learning_rate: float, train_s: float) -> StepMetrics:
+        has_updates = bool(self.grad_norms)
+        return StepMetrics(
+            reward_mean=batch.reward_mean,
+            reward_std=batch.reward_std,
+            no_signal_share=batch.no_signal_share,
+            num_groups=batch.num_groups,
+            num_samples=self.num_samples,
+            num_trajectories=batch.num_trajectories,
+            num_failed=batch.num_failed,
+            num_updates=len(self.grad_norms),
+            tokens_trained=self.tokens_trained,
+            tokens_flat=self.tokens_flat,
+            tokens_computed=self.tokens_computed,
+            loss=sum(self.losses) / len(self.losses) if has_updates else math.nan,
+            kl=self.kl.mean,
+            entropy=self.entropy.mean,
+            clip_fraction=self.clipped.mean,
+            grad_norm=sum(self.grad_norms) / len(self.grad_norms) if has_updates else math.nan,
+            learning_rate=learning_rate if has_updates else math.nan,
+            logprob_gap=self.gap.mean,
+            logprob_gap_max=self.gap.max,
+            train_s=train_s,
+        )
+
+
+def logprob_gaps(scores: TokenScores, terms: Terms) -> Tensor:
+    """|engine - learner| in nats of each term that can be compared: where the engine sampled from a cut distribution,
+    by the raw logprobs, and not at all where it did not say those.
+    """
+    device = scores.logprobs.device
+    edges = torch.from_numpy(terms.edges).to(device)
+    engine, raw = (torch.from_numpy(array).to(device) for array in (terms.logprobs, terms.raw_logprobs))
+    learner = scores.logprobs.detach()[edges].double()
+    gaps = torch.where(engine.isnan(), raw - scores.raw_logprobs[edges], engine - learner).abs()
+    return gaps[~gaps.isnan()]

@@ -1,0 +1,158 @@
+"""Attention over a pack: every token sees its ancestors in the prefix tree, and itself. A function for transformers.
+
+Registered under NAME with transformers' attention interface, so that it serves any causal model that uses it. The
+tree comes as the keyword argument `tree` of the model's forward, through the layers, to `attend`.
+
+On a CPU no masked block is computed: a segment attends to itself causally, and all its descendants, which lie in one
+stretch behind it, attend to it without a mask. Each of these blocks is one call of torch's flash kernel; their partial
+results are merged by their log-sum-exp (as in ring attention, Liu et al. 2023, arXiv:2310.01889), and in the backward
+pass each block, given the merged result, yields its exact part of the gradient. Elsewhere, and for a sliding window,
+the same pairs are expressed as a mask.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from art_cli.learners.packing import Pack
+
+NAME = "art_tree"
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """A pack's prefix tree as attention needs it. S segments, T tokens; see `packing.Segments`."""
+
+    blocks: list[tuple[int, int, int]]  # [S] (start, end, reach)
+    depths: Tensor  # [T]
+    max_depth: int
+
+    @classmethod
+    def of(cls, pack: Pack, device: torch.device) -> "Tree":
+        starts, ends, reaches, _ = pack.segments
+        depths = torch.from_numpy(pack.depths).to(device)
+        return cls(list(zip(starts, ends, reaches, strict=True)), depths, int(pack.depths.max()))
+
+    def mask(self, window: int | None = None) -> Tensor:
+        """[T, T] bool: whether the row's token sees the column's; with `window`, only the nearest so many."""
+        device = self.depths.device
+        lengths = torch.tensor([end - start for start, end, _ in self.blocks], device=device)
+        reaches = torch.tensor([reach for _, _, reach in self.blocks], device=device).repeat_interleave(lengths)
+        index = torch.arange(len(self.depths), device=device)
+        visible = (index[None, :] <= index[:, None]) & (index[:, None] < reaches[None, :])
+        if window is not None:
+            visible &= self.depths[:, None] - self.depths[None, :] < window
+        return visible
+
+
+@contextlib.contextmanager
+def tree_attention(model: Any) -> Iterator[None]:
+    """While inside, the model's layers attend by the `tree` given to its forward, which then takes packs only."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    tree: Tree,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """[1, T, heads, D] from query [1, heads, T, D] and key, value [1, kv heads, T, D]: transformers' convention.
+
+    Raises NotImplementedError for attention that is not softmax(q k) v: soft caps, sinks, dropout.
+    """
+    if softcap is not None or s_aux is not None or dropout > 0:
+        raise NotImplementedError("tree attention has no soft cap, no sinks and no dropout")
+    window = sliding_window if sliding_window is not None and sliding_window <= tree.max_depth else None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if window is None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
+        out: Tensor = _BlockAttention.apply(query, key, value, tree.blocks, scale)  # type: ignore[no-untyped-call]
+    else:
+        out = masked_attention(query, key, value, tree.mask(window), scale)
+    return out.transpose(1, 2), None
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """[1, heads, T, D]: the plain form, all pairs computed, those outside `mask` [T, T] thrown away."""
+    is_grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
+
+
+class _BlockAttention(torch.autograd.Function):
+    """Exact attention of a prefix tree by blocks none of which holds a masked pair but the causal ones."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Any, scale: float) -> Tensor:
+        out = torch.empty(query.shape, dtype=torch.float32 if query.dtype.itemsize < 4 else query.dtype)
+        lse = torch.empty(query.shape[:-1], dtype=out.dtype)
+        for start, end, _ in blocks:
+            own = slice(start, end)
+            out[:, :, own], lse[:, :, own] = _flash(
+                query[:, :, own], key[:, :, own], value[:, :, own], 0.0, True, scale=scale
+            )
+        for start, end, reach in blocks:
+            if reach > end:
+                own, below = slice(start, end), slice(end, reach)
+                part, part_lse = _flash(query[:, :, below], key[:, :, own], value[:, :, own], 0.0, False, scale=scale)
+                _merge(out[:, :, below], lse[:, :, below], part, part_lse)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.blocks, ctx.scale = blocks, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        grads = [torch.zeros(tensor.shape, dtype=lse.dtype) for tensor in (query, key, value)]
+        for start, end, reach in ctx.blocks:
+            own = slice(start, end)
+            for rows, is_causal in ((own, True), (slice(end, reach), False)):
+                if rows.start == rows.stop:
+                    continue
+                # P = exp(scores - the whole row's log-sum-exp) and D = sum(grad * the whole row's out) make each
+                # block's gradient its exact part of the whole
+                parts = _flash_backward(
+                    grad[:, :, rows],
+                    query[:, :, rows],
+                    key[:, :, own],
+                    value[:, :, own],
+                    out[:, :, rows],
+                    lse[:, :, rows],
+                    0.0,
+                    is_causal,
+                    scale=ctx.scale,
+                )
+                for total, where, part in zip(grads, (rows, own, own), parts, strict=True):
+                    total[:, :, where] += part
+        return *(total.to(query.dtype) for total in grads), None, None
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Takes the keys of one more block into `out` and `lse`, in place: a softmax over the union of both."""
+    union = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - union).exp_().unsqueeze(-1)).add_(part * (part_lse - union).exp_().unsqueeze(-1))
+    lse.copy_(union)

@@ -1,0 +1,236 @@
+"""The learner as a whole. Contract 1: the gradient of a step is that of one sequence at a time."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny import tiny_weights
+from trees import logprobs_of, sampled, scored, turn
+
+from art_cli.config.schema import (
+    CispoConfig,
+    DapoConfig,
+    DrGrpoConfig,
+    GrpoConfig,
+    GspoConfig,
+    LossConfig,
+    TorchLearnerConfig,
+    TrainConfig,
+)
+from art_cli.learners.torch_learner import TorchLearner
+from art_cli.model import Weights
+from art_cli.trajectory import ScoredTrajectory, Turn, sequence
+
+LOSSES: dict[str, LossConfig] = {
+    "grpo": GrpoConfig(),
+    "grpo, kl and importance": GrpoConfig(kl=0.1, importance_cap=1.05, scale_advantages=False),
+    "dr_grpo": DrGrpoConfig(name="dr_grpo", kl=0.1),
+    "dapo": DapoConfig(name="dapo"),
+    "gspo": GspoConfig(name="gspo", kl=0.1, clip=0.02, clip_high=0.02),
+    "cispo": CispoConfig(name="cispo", clip_high=0.05),
+}
+MAX_TOKENS = 16
+
+
+def learner(weights: Weights, loss: LossConfig | None = None, **knobs: object) -> TorchLearner:
+    shape = {name: knobs.pop(name) for name in list(knobs) if name in TorchLearnerConfig.model_fields}
+    return TorchLearner(
+        weights,
+        train=TrainConfig(**{"learning_rate": 1e-3, "max_logprob_gap": 10.0, **knobs}),
+        loss=loss or GrpoConfig(),
+        learner=TorchLearnerConfig(**shape),
+        sampling_max_tokens=MAX_TOKENS,
+    )
+
+
+# --- contract 1 -------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def turn_trees(draw: st.DrawFn, num_turns: int) -> list[Turn]:
+    """Turns that go on from each other, whole or from anywhere inside, to depth 4; few tokens, much is shared."""
+    token = st.integers(0, 3)
+    turns: list[Turn] = []
+    depths: list[int] = []
+    for index in range(num_turns):
+        open_turns = [i for i in range(index) if depths[i] < 4]
+        parent = draw(st.sampled_from([None, *open_turns]))
+        kept = 0
+        if parent is not None:
+            length = len(sequence(turns, parent))
+            kept = draw(st.one_of(st.just(length), st.integers(1, length)))
+        prompt = draw(st.lists(token, min_size=1 if parent is None else 0, max_size=4))
+        made = draw(st.lists(token, min_size=0 if prompt else 1, max_size=4))
+        temperature = draw(st.sampled_from([1.0, 1.0, 0.7]))
+        turns.append(turn(prompt, made, parent=parent, kept=kept, temperature=temperature))
+        depths.append(1 if parent is None else depths[parent] + 1)
+    return turns
+
+
+@st.composite
+def groups_of(draw: st.DrawFn) -> list[list[ScoredTrajectory]]:
+    groups = []
+    for name in ("a", "b"):
+        size = draw(st.integers(2, 4))
+        rewards = draw(st.lists(st.floats(-2, 2), min_size=size, max_size=size))
+        groups.append(
+            [
+                scored(draw(turn_trees(draw(st.integers(1, 4)))), reward, index=index, group=name)
+                for index, reward in enumerate(rewards)
+            ]
+        )
+    return groups
+
+
+def reference_gradient(
+    weights: Weights, groups: list[list[ScoredTrajectory]], loss: LossConfig
+) -> dict[str, torch.Tensor]:
+    """One sequence at a time, written out plainly: no packing, no shared code but the model.
+
+    A sampled token is trained in the first leaf turn that holds it; a sequence is such a leaf.
+    """
+    sequences = []
+    for group in groups:
+        rewards = torch.tensor([t.reward for t in group], dtype=torch.float64)
+        if rewards.max() - rewards.min() <= 1e-8:
+            continue
+        for trajectory, reward in zip(group, rewards, strict=True):
+            advantage = reward - rewards.mean()
+            if not isinstance(loss, DrGrpoConfig) and loss.scale_advantages:
+                advantage = advantage / rewards.std()
+            sequences += [(trajectory.id, float(advantage), *leaf) for leaf in leaves(trajectory.turns)]
+    num_tokens = sum(len(places) for _, _, _, places in sequences)
+    num_trajectories = len({id for id, *_ in sequences})
+    weights.model.zero_grad()
+    for _, advantage, ids, places in sequences:
+        new = chosen_logprobs(weights, ids, places)
+        engine = torch.tensor([t.logprobs[offset] for _, t, offset in places])
+        old = new.detach() if loss.importance_cap else engine
+        ratio = (new - old).exp()
+        if isinstance(loss, GspoConfig):
+            ratio = (new - old).mean().exp().expand(len(new))
+        if isinstance(loss, CispoConfig):
+            terms = -ratio.detach().clamp(1 - loss.clip, 1 + loss.clip_high) * advantage * new
+        else:
+            high = loss.clip_high if isinstance(loss, DapoConfig | GspoConfig) else loss.clip
+            terms = -torch.minimum(ratio * advantage, ratio.clamp(1 - loss.clip, 1 + high) * advantage)
+        if loss.importance_cap:
+            terms = terms * (new.detach() - engine).exp().clamp(max=loss.importance_cap)
+        if loss.kl:
+            with torch.no_grad(), weights.adapter_off():
+                reference = chosen_logprobs(weights, ids, places)
+            terms = terms + loss.kl * ((reference - new).exp() - (reference - new) - 1)
+        if isinstance(loss, GspoConfig):
+            value = terms.mean() / len(sequences)
+        elif isinstance(loss, DrGrpoConfig):
+            value = terms.sum() / MAX_TOKENS / num_trajectories
+        else:
+            value = terms.sum() / num_tokens
+        value.backward()
+    gradient = {n: p.grad.clone() for n, p in weights.model.named_parameters() if p.grad is not None}
+    weights.model.zero_grad()
+    return gradient
+
+
+def chosen_logprobs(weights: Weights, ids: list[int], places: list[tuple[int, Turn, int]]) -> torch.Tensor:
+    """[N] the logprob of each place's token, at the temperature of the turn that sampled it."""
+    rows = {t.temperature: logprobs_of(weights, ids, t.temperature) for _, t, _ in places}
+    return torch.stack([rows[t.temperature][place - 1] for place, t, _ in places])
+
+
+def leaves(turns: list[Turn]) -> list[tuple[list[int], list[tuple[int, Turn, int]]]]:
+    """(token ids, [(place in them, the turn that sampled it, offset in that turn), ...]) of each leaf."""
+    whole = {t.parent for t in turns if t.parent is not None and t.kept == len(sequence(turns, t.parent))}
+    taken, found = set(), []
+    for index in range(len(turns)):
+        if index in whole:
+            continue
+        origin: list[tuple[int, int] | None] = origins(turns, index)
+        places = [(i, *o) for i, o in enumerate(origin) if o is not None and i > 0 and o not in taken]
+        taken |= {(t, offset) for _, t, offset in places}
+        if places:
+            found.append((sequence(turns, index), [(i, turns[t], offset) for i, t, offset in places]))
+    return found
+
+
+def origins(turns: list[Turn], index: int) -> list[tuple[int, int] | None]:
+    t = turns[index]
+    kept = origins(turns, t.parent)[: t.kept] if t.parent is not None else []
+    return [*kept, *[None] * len(t.prompt_ids), *[(index, offset) for offset in range(len(t.sampled_ids))]]
+
+
+class Caught:
+    """Stands in for the optimizer's update: keeps the gradient, changes nothing."""
+
+    def __init__(self, learner: TorchLearner) -> None:
+        self.learner, self.gradient = learner, {}
+        learner.optimizer.update = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self) -> None:
+        self.gradient = {n: p.grad.clone() for n, p in self.learner.parameters.items() if p.grad is not None}
+        self.learner.optimizer.clear()
+
+
+WEIGHTS = tiny_weights(seed=3)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(groups=groups_of(), budget=st.sampled_from([1, 12, 24, 4096]), packing=st.sampled_from(["tree", "rows"]))
+def test_gradient_is_that_of_one_sequence_at_a_time(
+    loss: LossConfig, groups: list[list[ScoredTrajectory]], budget: int, packing: str
+) -> None:
+    """Contract 1, for every loss, any packing and micro-batch size: equal to 1e-5 of the gradient's norm."""
+    for group in groups:
+        for trajectory in group:
+            trajectory.turns = sampled(WEIGHTS, trajectory.turns, noise=0.1, seed=trajectory.index)
+    expected = reference_gradient(WEIGHTS, groups, loss)
+    trained = learner(WEIGHTS, loss, micro_batch_tokens=budget, packing=packing, max_grad_norm=1e9)
+    caught = Caught(trained)
+    trained.step(groups)
+    assert caught.gradient.keys() == expected.keys()
+    norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
+    error = math.sqrt(sum(float((caught.gradient[n] - g).square().sum()) for n, g in expected.items()))
+    assert error <= 1e-5 * norm + 1e-9
+
+
+# --- what a step does -------------------------------------------------------------------------------------------------
+
+
+def two_answers(weights: Weights, *, good: float = 1.0, bad: float = 0.0, group: str = "g") -> list[ScoredTrajectory]:
+    """One prompt, two one-turn trajectories that answered it differently."""
+    answers = [[20, 21, 22], [20, 31, 32]]
+    return [
+        scored(sampled(weights, [turn([1, 2, 3], answer)]), reward, index=index, group=group)
+        for index, (answer, reward) in enumerate(zip(answers, (good, bad), strict=True))
+    ]
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_step_makes_the_better_sample_likelier_and_the_worse_one_less(loss: LossConfig) -> None:
+    """From ratio 1, every loss's first gradient is the plain policy gradient."""
+    weights = tiny_weights()
+    group = two_answers(weights)
+    before = [sum(t.turns[0].logprobs) for t in group]
+    learner(weights, loss).step([group])
+    after = [sum(logprobs_of(weights, sequence(t.turns, 0))[2:].tolist()) for t in group]
+    assert after[0] > before[0]
+    assert after[1] < before[1]
+
+
+def test_saved_and_loaded_the_next_step_is_bit_identical(tmp_path: Path) -> None:
+    weights, other = tiny_weights(), tiny_weights()
+    groups = [two_answers(weights, group="a"), two_answers(weights, bad=0.5, group="b")]
+    knobs = {"warmup_steps": 4, "weight_decay": 0.1, "updates_per_step": 2}
+    first, second = learner(weights, **knobs), learner(other, **knobs)
+    first.step(groups)
+    first.save(tmp_path)
+    first.step(groups)
+    second.load(tmp_path)
+    second.step(groups)
+    assert second.optimizer.counts == first.optimizer.counts
+    for name, parameter in first.parameters.items():
+        assert torch.equal(parameter, second.parameters[name]), name

@@ -1,0 +1,53 @@
+"""Makes trajectories for learner tests: whole prefix trees of turns, sampled (on paper) by given weights."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from art_cli.model import Weights
+from art_cli.trajectory import ScoredTrajectory, Trajectory, Turn, score_trajectory, sequence
+
+
+def logprobs_of(weights: Weights, token_ids: Sequence[int], temperature: float = 1.0) -> Tensor:
+    """[L - 1] the plain way: one sequence through the whole model, log-softmax over everything."""
+    logits = weights.model(torch.tensor([list(token_ids)])).logits[0, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[1:, None])[:, 0]
+
+
+@torch.no_grad()
+def sampled(weights: Weights, turns: Sequence[Turn], *, noise: float = 0.0, seed: int = 0) -> list[Turn]:
+    """The turns with the logprobs their tokens have under `weights`, plus noise: an older policy sampled them."""
+    generator = torch.Generator().manual_seed(seed)
+    done = []
+    for index, turn in enumerate(turns):
+        ids = sequence(turns, index)
+        count = len(turn.sampled_ids)
+        fields = {name: getattr(turn, name) for name in Turn.__struct_fields__}
+        for name, temperature in (("logprobs", turn.temperature or 1.0), ("raw_logprobs", 1.0)):
+            exact = logprobs_of(weights, ids, temperature)[len(ids) - 1 - count :]
+            fields[name] = (exact + noise * torch.randn(count, generator=generator)).tolist()
+        done.append(Turn(**fields))
+    return done
+
+
+def turn(
+    prompt: Sequence[int], sampled: Sequence[int], *, parent: int | None = None, kept: int = 0, **fields: object
+) -> Turn:
+    blank = [0.0] * len(sampled)
+    values = {"logprobs": blank, "raw_logprobs": blank, "step": 0, "temperature": 1.0, **fields}
+    return Turn(parent=parent, kept=kept, prompt_ids=list(prompt), sampled_ids=list(sampled), **values)  # type: ignore[arg-type]
+
+
+def scored(
+    turns: Sequence[Turn], reward: float | None, *, index: int = 0, group: str = "g", **fields: object
+) -> ScoredTrajectory:
+    trajectory = Trajectory(
+        id=f"{group}/{index}",
+        group_id=group,
+        group_size=8,
+        index=index,
+        turns=list(turns),
+        **fields,  # type: ignore[arg-type]
+    )
+    return score_trajectory(trajectory, reward)
