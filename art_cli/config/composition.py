@@ -22,7 +22,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from hydra.initialize import get_gh_backup, restore_gh_from_backup
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from art_cli.config.knobs import Schema, groups
@@ -32,7 +32,7 @@ from art_cli.config.places import COMMAND_LINE, Places, join, show
 from art_cli.config.problems import no_such_option
 from art_cli.errors import ConfigError, Problem
 
-PRIMARY = "art: the configuration file"  # its name in Hydra's ConfigStore; no file can be called this
+PRIMARY = "the configuration file"  # what Hydra knows it as, and calls it when it complains
 
 
 class Setting(NamedTuple):
@@ -61,7 +61,7 @@ class Composition:
         self.problems += refuse_sweeps(overrides)
         chosen, settings = self._split([override for override in overrides if not override.is_sweep_override()])
         with _hydra(self.directory):
-            config = self._merge_defaults(body, self._listed(body, chosen))
+            config = self._merge_defaults(body, self._listed(body, chosen), file=self.path)
             self._replace_sections(config, self._named_in(config), place=None)
             self._replace_sections(config, chosen, place=COMMAND_LINE)
         if self.places.has("hydra"):
@@ -87,12 +87,15 @@ class Composition:
             raise ConfigError([Problem("", show(self.path), f"not UTF-8 text: {error.reason}")]) from error
         if not isinstance(body, DictConfig):
             raise ConfigError([Problem("", f"{show(self.path)}:1", "expected 'key: value' lines, not a list")])
-        if isinstance(body.get("defaults"), Sequence) and "_self_" not in body.defaults:
+        if isinstance(body.get("defaults"), ListConfig) and "_self_" not in body.defaults:
             body.defaults.append("_self_")
+        body.pop("hydra", None)  # refused in `compose`; Hydra itself would obey it
         return body
 
-    def _merge_defaults(self, body: DictConfig, arguments: Sequence[str]) -> DictConfig:
-        """`body` over what its defaults list names, by Hydra; the places of all of it are noted."""
+    def _merge_defaults(
+        self, body: DictConfig, arguments: Sequence[str] = (), *, file: Path | None = None
+    ) -> DictConfig:
+        """`body`, which `file` holds, over what its defaults list names, by Hydra; the places of all are noted."""
         arguments = [*arguments, f"hydra.searchpath=[{_quote(packaged('configs'))}]"]
         store = ConfigStore.instance()
         store.store(name=PRIMARY, node=body)
@@ -104,13 +107,13 @@ class Composition:
         finally:
             del store.repo[f"{PRIMARY}.yaml"]
         for default in merged.defaults:
-            self._note_places(default.config_path, default.package or "")
+            self._note_places(default.config_path, default.package or "", primary=file)
         OmegaConf.set_struct(config, False)
         return config
 
-    def _note_places(self, name: str, package: str) -> None:
+    def _note_places(self, name: str, package: str, primary: Path | None) -> None:
         """Of a file that Hydra merged. The packaged ones are right and hold nothing to point at."""
-        file = self.path if name == PRIMARY else self.directory / f"{name}.yaml"
+        file = primary if name == PRIMARY else self.directory / f"{name}.yaml"
         if file is not None and file.is_file():
             self.places.add_file(file, package=package)
 
@@ -179,7 +182,7 @@ class Composition:
             self.places.put(group, place or self.places.of(group))
         if sections:
             defaults = [{group: option} for group, option in sections.items()]
-            config.merge_with(self._merge_defaults(OmegaConf.create({"defaults": defaults}), []))
+            config.merge_with(self._merge_defaults(OmegaConf.create({"defaults": defaults})))
 
     # --- values -------------------------------------------------------------------------------------------------------
 

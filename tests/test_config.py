@@ -1,0 +1,519 @@
+"""Configuration: what composes, what wins, and what each mistake is told as."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hypothesis import given
+from hypothesis import strategies as st
+
+from art_cli.config.checks import check_trainable
+from art_cli.config.compose import LoadedConfig, load_config, load_judge, load_sweep
+from art_cli.config.identity import NOT_TRAINING, config_difference, config_hash
+from art_cli.config.knobs import all_keys, groups, variants
+from art_cli.config.overrides import MAX_SUFFIX, expand, suffixes
+from art_cli.config.packaged import options, packaged
+from art_cli.config.schema import RunConfig
+from art_cli.errors import ConfigError, UsageError
+
+PLAIN = 'model: {base: m}\nrollout: {entry: "rollout.py:rollout", scenarios: scenarios.jsonl}\n'
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The test's own empty directory is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(text: str, name: str = "config.yaml") -> Path:
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def load(text: str, *overrides: str) -> RunConfig:
+    return load_config(write(text), overrides).config
+
+
+def mistakes(text: str, *overrides: str) -> list[str]:
+    """The lines of the ConfigError that loading raises."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(text), overrides)
+    assert caught.value.exit_code == 2
+    return str(caught.value).split("\n")
+
+
+# --- what composes ----------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_names_model_rollout_and_scenarios_is_a_whole_configuration() -> None:
+    config = load(PLAIN)
+    assert config == RunConfig.model_validate(
+        {
+            "name": Path.cwd().name,
+            "runs": Path.cwd() / "runs",
+            "model": {"base": "m"},
+            "rollout": {"entry": "rollout.py:rollout", "scenarios": "scenarios.jsonl"},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [("my/config.yaml", "my"), ("my/fast.yaml", "fast"), ("a b/config.yml", "a-b"), ("_x.yml", "x")]
+)
+def test_a_run_without_a_name_is_called_after_its_file_or_directory(file: str, name: str) -> None:
+    assert load_config(write(PLAIN, file)).config.name == name
+
+
+def test_the_file_with_a_defaults_list_is_composed_as_hydra_does() -> None:
+    """`_self_` is last where it is not written: the file's own train.steps (3) beats the one it inherits (2)."""
+    write(PLAIN + "train: {steps: 2, seed: 5}\n", "base.yaml")
+    config = load("defaults: [base, {loss: dapo}]\ntrain: {steps: 3}\nloss: {clip: 0.1}\n")
+    assert (config.train.steps, config.train.seed) == (3, 5)
+    assert (config.loss.name, config.loss.clip) == ("dapo", 0.1)
+
+
+def test_self_first_lets_the_inherited_file_win() -> None:
+    write(PLAIN + "train: {steps: 2}\n", "base.yaml")
+    assert load("defaults: [_self_, base]\ntrain: {steps: 3}\n").train.steps == 2
+
+
+def test_a_section_that_is_only_a_name_is_the_groups_choice() -> None:
+    config = load(PLAIN + "engine: embedded\nloss: gspo\n")
+    assert (config.engine.name, config.loss.name) == ("embedded", "gspo")
+
+
+def test_a_section_without_a_name_is_the_default_variant() -> None:
+    config = load(PLAIN + "loss: {kl: 0.1}\n")
+    assert (config.loss.name, config.loss.kl) == ("grpo", 0.1)
+
+
+def test_an_empty_section_is_as_good_as_none() -> None:
+    assert load(PLAIN + "train:\nengine:\neval:\n") == load(PLAIN)
+
+
+def test_groups_beside_the_file_are_found_and_come_before_the_packaged_ones() -> None:
+    write("name: openai\nurl: http://mine\nmodel: q\n", "engine/mine.yaml")
+    write("name: gspo\nclip: 0.5\n", "loss/grpo.yaml")
+    config = load(PLAIN, "engine=mine", "loss=grpo")
+    assert config.engine.model_dump()["url"] == "http://mine"
+    assert (config.loss.name, config.loss.clip) == ("gspo", 0.5)
+
+
+def test_a_group_that_is_no_section_is_composed_at_its_package() -> None:
+    write("# @package _global_\ntrain: {steps: 9}\n", "experiment/long.yaml")
+    assert load(PLAIN, "experiment=long").train.steps == 9
+    assert load(PLAIN, "+experiment=long", "train.steps=4").train.steps == 4
+
+
+def test_a_mandatory_choice_is_made_on_the_command_line() -> None:
+    text = "defaults:\n- loss: ???\n" + PLAIN
+    assert load(text, "loss=cispo").loss.name == "cispo"
+    assert "loss=<OPTION>" in mistakes(text)[0]
+
+
+def test_interpolations_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ART_TEST_BASE", "from-env")
+    config = load(
+        'model: {base: "${oc.env:ART_TEST_BASE}"}\n'
+        'rollout: {entry: "r.py:r", scenarios: s, group_size: "${train.steps}"}\ntrain: {steps: 4}\n',
+        "train.steps=6",
+    )
+    assert (config.model.base, config.rollout.group_size) == ("from-env", 6)
+
+
+def test_a_number_with_an_exponent_is_a_number_in_file_and_override() -> None:
+    assert load(PLAIN + "train: {learning_rate: 1e-6}\n").train.learning_rate == 1e-6
+    assert load(PLAIN, "train.learning_rate=3e-4").train.learning_rate == 3e-4
+
+
+def test_anchors_and_merge_keys_are_yaml_as_usual() -> None:
+    text = PLAIN + "train: &t {steps: 3}\nsft:\n  <<: {demos: d, epoch: 2}\n"
+    assert mistakes(text) == ["config.yaml:5: sft.epoch: no such key; did you mean 'epochs'?"]
+
+
+# --- what wins --------------------------------------------------------------------------------------------------------
+
+JUDGED = PLAIN + "judge: {name: ruler, model: openai/o3, votes: 3}\n"
+
+
+@pytest.mark.parametrize("override", ["judge=rollout", "judge.name=rollout", "judge={name: rollout}"])
+@pytest.mark.parametrize("inherited", [False, True])
+def test_a_group_chosen_on_the_command_line_leaves_nothing_of_the_files_section(override: str, inherited: bool) -> None:
+    write(JUDGED, "base.yaml")
+    text = "defaults: [base]\njudge: {votes: 5}\n" if inherited else JUDGED
+    assert load(text, override).judge.model_dump() == {"name": "rollout"}
+
+
+def test_the_same_group_chosen_again_forgets_the_files_knobs() -> None:
+    assert load(JUDGED, "judge=ruler").judge.model_dump()["votes"] == 1
+
+
+def test_values_win_over_file_and_chosen_group_in_any_order() -> None:
+    config = load(PLAIN + "loss: {name: dapo, clip: 0.1}\n", "loss.clip=0.3", "loss=gspo", "train.steps=7")
+    assert (config.loss.name, config.loss.clip, config.train.steps) == ("gspo", 0.3, 7)
+
+
+def test_a_group_in_the_defaults_list_gives_way_as_well() -> None:
+    text = "defaults: [{loss: dapo}]\n" + PLAIN + "loss: {overlong: mask}\n"
+    assert load(text, "loss=gspo").loss.name == "gspo"
+
+
+def test_a_dictionary_with_a_name_is_choice_and_values_at_once() -> None:
+    config = load(JUDGED, "loss={name: dapo, clip: 0.4}")
+    assert (config.loss.name, config.loss.clip) == ("dapo", 0.4)
+
+
+def test_a_dictionary_for_a_plain_section_is_merged() -> None:
+    config = load(PLAIN + "train: {steps: 3, seed: 4}\n", "train={seed: 9}")
+    assert (config.train.steps, config.train.seed) == (3, 9)
+
+
+def test_null_and_tilde_take_a_section_away() -> None:
+    text = JUDGED + "eval: {scenarios: e}\n"
+    for override in ("eval=null", "~eval"):
+        assert load(text, override).eval is None
+    for override in ("judge=null", "~judge"):
+        assert load(text, override).judge.name == "rollout"
+    assert load(PLAIN, "model.lora=null").model.lora is None
+
+
+def test_lists_and_quotes_are_hydras() -> None:
+    config = load(
+        "model: {base: m}\nrollout: {scenarios: s}\n", "rollout.command=[node, agent.js]", "model.base='a, b: c'"
+    )
+    assert (config.rollout.command, config.model.base) == (["node", "agent.js"], "a, b: c")
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def test_all_mistakes_are_told_at_once_in_reading_order_with_key_and_place() -> None:
+    text = """\
+name: my run
+model:
+  bas: x
+  lora: {rank: many, targets: 5}
+rollout: {entry: "r.py:r", scenarios: s, group_size: 0, temperature: 0.3}
+engine: embeded
+judge: {name: rulr}
+loss:
+  name: gspo
+  overlong: mask
+  clp: 3
+learning_rate: 1e-5
+train.steps: 3
+train: {updates_per_step: true, warmup_steps: "${train.nope}", seed: "???"}
+tracker: {name: wandb, mode: off}
+hydra: {run: {dir: x}}
+"""
+    lines = mistakes(text, "train.learning_rate=fast", "learner=tpu", "model.lora.alpha=1,2", "rollout.concurency=3")
+    assert lines == [
+        "config.yaml:1: name: \"my run\": only letters, digits, '.', '_' and '-', and a letter or digit first",
+        'config.yaml:2: model.base: missing: A hub id, a directory, or "file.py:function", '
+        "which writes a model and its tokenizer into a directory",
+        "config.yaml:3: model.bas: no such key; did you mean 'base'?",
+        'config.yaml:4: model.lora.rank: expected a whole number, not "many"',
+        "config.yaml:4: model.lora.targets: expected text or a list, not 5",
+        "config.yaml:5: rollout.group_size: expected a number greater than 0, not 0",
+        "config.yaml:5: rollout.temperature: no such key; did you mean 'rollout.sampling.temperature'?",
+        f"config.yaml:6: engine: no engine 'embeded'; did you mean 'embedded'? There are: {there_are('engine')}",
+        f"config.yaml:7: judge.name: no judge 'rulr'; did you mean 'ruler'? There are: {there_are('judge')}",
+        "config.yaml:10: loss.overlong: loss 'gspo' does not use 'overlong'; 'dapo' does",
+        "config.yaml:11: loss.clp: no such key; did you mean 'clip'?",
+        "config.yaml:12: learning_rate: no such key; did you mean 'train.learning_rate' or 'sft.learning_rate'?",
+        "config.yaml:13: train.steps: a key with dots is not read; nest it: train: {steps: ...}",
+        "config.yaml:14: train.seed: '???' is a place for a value; give one here or on the command line",
+        "config.yaml:14: train.updates_per_step: expected a number, not true",
+        "config.yaml:14: train.warmup_steps: Interpolation key 'train.nope' not found",
+        "config.yaml:15: tracker.mode: expected 'online' or 'offline', not false; "
+        "YAML takes a bare on, off, yes or no for true or false: quote it",
+        "config.yaml:16: hydra: Hydra's own settings have no effect here",
+        f"command line: learner: no learner 'tpu'; there are: {there_are('learner')}",
+        "command line: model.lora.alpha: several values: add --multirun for a run of each, or write one list as [a,b]",
+        "command line: rollout.concurency: no such key; did you mean 'concurrency'?",
+        'command line: train.learning_rate: expected a number, not "fast"',
+    ]
+
+
+def there_are(group: str) -> str:
+    return ", ".join(options(group, [packaged("configs")]))
+
+
+def test_a_value_still_to_be_given_is_a_mistake_until_it_is_given() -> None:
+    text = PLAIN + "train:\n  seed: ???\n"
+    assert mistakes(text)[0].startswith("config.yaml:4: train.seed: '???' is a place for a value")
+    assert load(text, "train.seed=4").train.seed == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a: [1,\nb: 2\n", "config.yaml:3: not valid YAML: expected ',' or ']', but got '<stream end>'"),
+        ("a: 1\na: 2\n", "config.yaml:2: not valid YAML: found duplicate key a"),
+        ("a: 1\n\tb: 2\n", "config.yaml:2: not valid YAML: found character '\\t' that cannot start any token"),
+        ("- a\n- b\n", "config.yaml:1: expected 'key: value' lines, not a list"),
+        (
+            "defaults: oops\n",
+            "config.yaml:1: defaults: Invalid defaults list in 'the configuration file', defaults must be a list",
+        ),
+        ("defaults: [{engine: vlm}]\n", "config.yaml:1: defaults: no engine 'vlm'; there are: "),
+        ("defaults: [nowhere]\n", "config.yaml:1: defaults: no nowhere.yaml in "),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line(text: str, line: str) -> None:
+    assert [line] == [found[: len(line)] for found in mistakes(text)]
+
+
+def test_a_syntax_error_in_an_inherited_file_names_that_file() -> None:
+    write("model: {base: m\n", "base.yaml")
+    assert mistakes("defaults: [base]\n") == [
+        "base.yaml:2: not valid YAML: expected ',' or '}', but got '<stream end>'"
+    ]
+
+
+def test_a_mistake_in_an_inherited_file_or_group_names_that_file() -> None:
+    write(PLAIN + "train:\n  step: 1\n", "base.yaml")
+    write("name: openai\nurl: u\nmodel: m\ntimeout: 1\n", "engine/mine.yaml")
+    assert mistakes("defaults: [base]\n", "engine=mine") == [
+        "base.yaml:4: train.step: no such key; did you mean 'steps'?",
+        "engine/mine.yaml:4: engine.timeout: no such key; did you mean 'timeout_s'?",
+    ]
+
+
+def test_what_a_group_chosen_on_the_command_line_lacks_is_the_command_lines_mistake() -> None:
+    assert mistakes(JUDGED, "judge=function") == ['command line: judge.entry: missing: "file.py:function"']
+
+
+def test_a_file_that_is_not_there_is_told_with_the_nearest_that_is(here: Path) -> None:
+    write(PLAIN, "my/config.yaml")
+    for path, line in {
+        "my/confg.yaml": "my/confg.yaml: no such file; did you mean 'my/config.yaml'?",
+        "my/config": "my/config: no such file; did you mean 'my/config.yaml'?",
+        "mi/config.yaml": "mi/config.yaml: no such file; there is no directory mi",
+        "my": "my: a directory; name the file in it, for example my/config.yaml",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            load_config(Path(path))
+        assert str(caught.value) == line
+
+
+def test_overrides_that_cannot_be_read_are_all_told() -> None:
+    assert mistakes(PLAIN, "train.steps", "model.base=a=b", "=3", "--x=1", "hydra.run.dir=x", "~nope") == [
+        "command line: train.steps: expected key=value, for example train.steps=10",
+        "command line: model.base: cannot read the value 'a=b'; quote it for the shell and for Hydra: "
+        "model.base='\"a=b\"'",
+        "command line: expected key=value, for example train.steps=10",
+        "command line: --x: expected key=value, for example train.steps=10",
+        "command line: hydra.run.dir: Hydra's own settings have no effect here",
+    ]
+    assert mistakes(PLAIN, "~nope") == ["command line: nope: nothing there to remove"]
+
+
+def test_the_advice_on_quoting_works() -> None:
+    """What the advice says arrives in art as `model.base="a=b"`, the shell's quotes gone."""
+    assert load(PLAIN, 'model.base="a=b"').model.base == "a=b"
+
+
+@pytest.mark.parametrize(
+    ("addition", "line"),
+    [
+        ("loss: {kl: 0.1}\n", "config.yaml:4: loss.kl: needs model.lora: the reference policy is the model"),
+        ("loss: {name: dapo, overlong_buffer: 9}\n", "config.yaml:4: loss.overlong_buffer: used with loss.overlong"),
+        ("train: {updates_per_step: 17}\n", "config.yaml:4: train.updates_per_step: at most rollout.groups_per_step"),
+    ],
+)
+def test_sections_that_contradict_each_other_are_refused(addition: str, line: str) -> None:
+    text = "model: {base: m, lora: null}\n\n" + PLAIN.splitlines(keepends=True)[1] + addition
+    assert [line] == [found[: len(line)] for found in mistakes(text)]
+
+
+def test_entry_and_command_exclude_each_other() -> None:
+    text = "model: {base: m}\nrollout: {entry: 'r.py:r', command: [x], scenarios: s}\n"
+    assert mistakes(text)[0].startswith("config.yaml:2: rollout: set exactly one of 'entry'")
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("engine={name: openai, url: u, model: m}", "engine"),
+        ("rollout.group_size=1", "rollout.group_size"),
+        ("rollout.sampling.temperature=0", "rollout.sampling.temperature"),
+    ],
+)
+def test_what_composes_but_cannot_be_trained_is_refused_by_the_training_commands(override: str, key: str) -> None:
+    check_trainable(load(PLAIN))
+    with pytest.raises(UsageError, match=f"^{key}: "):
+        check_trainable(load(PLAIN, override))
+
+
+# --- paths, and what is left alone ------------------------------------------------------------------------------------
+
+
+def test_paths_are_relative_to_the_file_wherever_art_is_started(here: Path) -> None:
+    write(PLAIN.replace("base: m", "base: m, chat_template: t.jinja") + "runs: out\n", "my/deep/config.yaml")
+    loaded = load_config(Path("my/deep/config.yaml"))
+    assert loaded.directory == here / "my/deep"
+    assert loaded.config.runs == here / "my/deep/out"
+    assert loaded.config.model.chat_template == here / "my/deep/t.jinja"
+
+
+@pytest.mark.parametrize("folder", ["a b", "it's", "a=b,c", "a[1]", "ünï", "50%", "${x}"])
+def test_a_directory_may_be_called_anything(folder: str) -> None:
+    write("name: dapo\n", f"{folder}/loss/mine.yaml")
+    loaded = load_config(write(PLAIN, f"{folder}/my.config.v2.yaml"), ["loss=mine", "tracker=none"])
+    assert (loaded.config.loss.name, loaded.config.name) == ("dapo", "my.config.v2")
+
+
+def test_composing_writes_nothing_and_changes_no_directory_and_no_logging(here: Path) -> None:
+    import logging
+
+    before = (logging.getLogger().handlers[:], logging.getLogger().level, os.getcwd())
+    load(PLAIN, "loss=dapo")
+    assert (logging.getLogger().handlers, logging.getLogger().level, os.getcwd()) == before
+    assert os.listdir(here) == ["config.yaml"]
+
+
+def test_an_application_of_hydras_around_it_is_left_as_it_was() -> None:
+    write("x: 1\n", "app/main.yaml")
+    with initialize_config_dir(str(Path("app").resolve()), version_base="1.3"):
+        load(PLAIN, "loss=dapo")
+        assert compose("main") == {"x": 1}
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def test_every_variant_of_the_schema_has_a_packaged_file_and_no_other_has() -> None:
+    for group in groups(RunConfig):
+        assert options(group, [packaged("configs")]) == sorted(variants(RunConfig, group)), group
+
+
+def test_packaged_groups_hold_no_default_and_say_what_they_choose() -> None:
+    """A default stands once, in the schema: a packaged file is comments and its `name`."""
+    for file in packaged("configs").rglob("*.yaml"):
+        lines = file.read_text().splitlines()
+        assert lines[0].startswith(f"# {file.parent.name}={file.stem}"), file
+        assert [line for line in lines if not line.startswith("#")] == [f"name: {file.stem}"], file
+
+
+# --- only a judge -----------------------------------------------------------------------------------------------------
+
+
+def test_a_judge_is_chosen_without_a_configuration(here: Path) -> None:
+    loaded = load_judge(None, ["judge=function", "judge.entry=j.py:judge"])
+    assert (loaded.config.model_dump()["entry"], loaded.directory) == ("j.py:judge", here)
+    assert load_judge(None).config.name == "rollout"
+    with pytest.raises(ConfigError, match="^command line: train: no such key"):
+        load_judge(None, ["train.steps=3"])
+
+
+def test_a_judge_is_taken_from_a_configuration() -> None:
+    assert load_judge(write(JUDGED)).config.model_dump()["votes"] == 3
+
+
+# --- identity ---------------------------------------------------------------------------------------------------------
+
+
+def dumped(loaded: RunConfig) -> dict[str, object]:
+    return json.loads(loaded.model_dump_json())
+
+
+def test_what_does_not_train_is_in_the_schema() -> None:
+    """A knob renamed in the schema must be renamed in the list as well."""
+    assert set(all_keys(RunConfig)) >= NOT_TRAINING
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["name=other", "runs=/x", "gateway.port=99", "tracker=wandb", "train.steps=9", "learner.micro_batch_tokens=9"],
+)
+def test_what_does_not_train_changes_no_hash(override: str) -> None:
+    one, other = load(PLAIN), load(PLAIN, override)
+    assert one != other
+    assert config_hash(one) == config_hash(other)
+    assert config_difference(dumped(one), dumped(other)) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "lines"),
+    [
+        ("train.learning_rate=1e-4", ["train.learning_rate: 1e-05 -> 0.0001"]),
+        ("loss=dapo", ["loss: grpo -> dapo"]),
+        ("model.lora=null", ['model.lora: {"rank": 16, "alpha": 32, "targets": "all-linear"} -> null']),
+        ("loss.kl=0.5", ["loss.kl: 0.0 -> 0.5"]),
+        ("rollout.scenarios=b.jsonl", ['rollout.scenarios: "scenarios.jsonl" -> "b.jsonl"']),
+    ],
+)
+def test_what_trains_changes_the_hash_and_is_named(override: str, lines: list[str]) -> None:
+    one, other = load(PLAIN), load(PLAIN, override)
+    assert config_hash(one) != config_hash(other)
+    assert config_difference(dumped(one), dumped(other)) == lines
+
+
+def test_a_project_that_is_moved_keeps_its_hash() -> None:
+    text = PLAIN.replace("base: m", "base: m, chat_template: t.jinja")
+    one, other = load_config(write(text, "a/config.yaml")), load_config(write(text, "b/config.yaml"))
+    assert one.config.model.chat_template != other.config.model.chat_template
+    assert config_hash(one.config) == config_hash(other.config)
+
+
+def test_a_knob_that_a_newer_version_adds_is_named() -> None:
+    old = dumped(load(PLAIN))
+    assert isinstance(train := old["train"], dict)
+    del train["seed"]
+    assert config_difference(old, dumped(load(PLAIN))) == ["train.seed: null -> 0"]
+
+
+# --- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_is_the_product_of_its_values_the_last_key_fastest() -> None:
+    """2 x 1 x 2 runs, in the order of Hydra's own basic sweeper."""
+    assert expand(["a=1,2", "b=x", "c=range(0,2)"]) == [
+        ["a=1", "b=x", "c=0"],
+        ["a=1", "b=x", "c=1"],
+        ["a=2", "b=x", "c=0"],
+        ["a=2", "b=x", "c=1"],
+    ]
+    assert expand(["a=choice(1,2)", "+b='x,y'"]) == [["a=1", "+b='x,y'"], ["a=2", "+b='x,y'"]]
+    assert expand(["a=[1,2],[3]"]) == [["a=[1,2]"], ["a=[3]"]]
+    assert expand(["loss=glob(d*)"]) == [["loss=dapo"], ["loss=dr_grpo"]]
+    assert expand([]) == [[]]
+
+
+def test_an_interval_cannot_be_swept() -> None:
+    with pytest.raises(ConfigError, match="^command line: a: an interval has no list of values"):
+        expand(["a=interval(0,1)"])
+
+
+def test_each_run_of_a_sweep_has_a_name_of_its_own() -> None:
+    runs = load_sweep(
+        write(PLAIN + "name: ttt\n"), ["train.learning_rate=1e-5,1e-4", "loss=dapo,gspo", "train.steps=3"]
+    )
+    assert [(run.config.name, run.config.train.learning_rate, run.config.loss.name) for run in runs] == [
+        ("ttt-learning_rate-1e-05-loss-dapo", 1e-5, "dapo"),
+        ("ttt-learning_rate-1e-05-loss-gspo", 1e-5, "gspo"),
+        ("ttt-learning_rate-0.0001-loss-dapo", 1e-4, "dapo"),
+        ("ttt-learning_rate-0.0001-loss-gspo", 1e-4, "gspo"),
+    ]
+    assert all(isinstance(run, LoadedConfig) and run.config.train.steps == 3 for run in runs)
+
+
+def test_a_sweep_over_nothing_is_the_one_run() -> None:
+    assert [run.config.name for run in load_sweep(write(PLAIN), ["name=x"])] == ["x"]
+
+
+@given(st.lists(st.text("ab /:,'=", min_size=1, max_size=60), min_size=2, max_size=4, unique=True))
+def test_suffixes_differ_and_fit_a_file_name(values: list[str]) -> None:
+    quoted = ",".join('"' + value + '"' for value in values)
+    found = suffixes([f"model.base={quoted}", "model.max_length=1,2"])
+    assert len(set(found)) == len(found) == 2 * len(values)
+    for suffix in found:
+        assert len(suffix) <= MAX_SUFFIX + 9
+        RunConfig.model_validate(
+            {"name": f"x-{suffix}", "model": {"base": "m"}, "rollout": {"entry": "e", "scenarios": "s"}}
+        )
