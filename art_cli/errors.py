@@ -7,6 +7,7 @@
   - RolloutError .......... the user's rollout cannot be loaded or run at all
   - EngineError ........... the engine did not start, died, or did not answer in time
   - JudgeError ............ a group could not be scored; it stays owed
+    . JudgeStopped ........ no group can be until the user acts: a refused key, a spent budget
   - LearnerError .......... a step cannot be computed (out of memory, a loss that is not finite)
   - DriftError ............ engine and learner do not hold the same weights (contracts 2 and 5 of the design)
   - CheckpointError ....... no checkpoint that verifies, or one that does not fit the model
@@ -71,6 +72,10 @@ class EngineError(ArtError):
 
 
 class JudgeError(ArtError):
+    pass
+
+
+class JudgeStopped(JudgeError):
     pass
 
 

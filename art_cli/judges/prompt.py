@@ -1,0 +1,208 @@
+"""Writes a group down for the judge: tools once, what is shared once, then each attempt's own part under a neutral id.
+
+Pure and seeded. Every mark line holds a code of digits that no text of the group contains, and every text stands on
+lines of its own between marks, so that no text can end its place or open another, whatever it holds:
+
+    The record. Lines that start with "<482913 " are its marks.
+    <482913 part 1>
+    <482913 system>
+    You play chess.
+    <482913 attempt k4b after part 1>
+    <482913 assistant>
+    e4
+    <482913 end>
+    Score each of these 1: k4b
+"""
+
+import itertools
+import json
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from art_cli.judges import tree
+from art_cli.judges.transcript import Attempt, Message, Piece, clean
+from art_cli.trajectory import Json
+
+PASSAGE_LENGTH = 200  # characters from which a repeated text is worth a reference (two marks of about 10 tokens)
+_CONSONANTS = "bcdfghjkmnpqrstvwxz"  # without vowels no id is a word, and none sounds better than another
+
+
+class Prompt(NamedTuple):
+    """What is sent, and how the answer is told apart. G attempts, in the order they were given (not as shown).
+
+    Example: Prompt(messages=[system, user], ids=["k4b", "w9c"], positions=[1, 0]): the second attempt is shown first.
+    """
+
+    messages: list[Json]
+    ids: list[str]  # [G]
+    positions: list[int]  # [G] place in the prompt, 0 first
+
+
+def write_prompt(
+    attempts: Sequence[Attempt], *, order: Sequence[int], tools: Sequence[Json], instructions: str, seed: str
+) -> Prompt:
+    """The prompt that shows `attempts[order[0]]` first. The same arguments give the same prompt.
+
+    `seed` chooses ids and code; `instructions` is the system prompt, rubric and all.
+    """
+    assert sorted(order) == list(range(len(attempts))), order
+    rng = random.Random(seed)
+    shown = [attempts[place] for place in order]
+    names = choose_ids(len(shown), rng)
+    record = _Record(shown, names, [_dump(tool) for tool in tools], rng)
+    ids, positions = [""] * len(shown), [0] * len(shown)
+    for position, place in enumerate(order):
+        ids[place], positions[place] = names[position], position
+    messages = [{"role": "system", "content": instructions}, {"role": "user", "content": record.write()}]
+    return Prompt(messages, ids, positions)
+
+
+def choose_ids(count: int, rng: random.Random) -> list[str]:
+    """Distinct ids that say nothing of order or worth, such as "k4b"."""
+    ids: dict[str, None] = {}
+    while len(ids) < count:
+        ids[rng.choice(_CONSONANTS) + rng.choice("23456789") + rng.choice(_CONSONANTS)] = None
+    return list(ids)
+
+
+def choose_code(texts: Sequence[str], rng: random.Random) -> str:
+    """Digits that stand in none of the texts; more of them when the texts hold very many."""
+    everything = "\n".join(texts)
+    for tries in itertools.count():
+        code = "".join(rng.choices("0123456789", k=6 + tries // 8))
+        if code not in everything:
+            return code
+    raise AssertionError("unreachable: some code is longer than the texts")
+
+
+def schema(ids: Sequence[str]) -> Json:
+    """The JSON schema of a verdict over these ids, for providers that hold the answer to one."""
+    entry = {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string", "enum": list(ids)},
+            "explanation": {"type": "string"},
+            "score": {"type": "number"},
+        },
+        "required": ["id", "explanation", "score"],
+        "additionalProperties": False,
+    }
+    return {
+        "type": "object",
+        "properties": {"scores": {"type": "array", "items": entry}},
+        "required": ["scores"],
+        "additionalProperties": False,
+    }
+
+
+def _dump(tool: Any) -> str:
+    """A tool definition on one line, without the wrapper that says it is a function."""
+    inner = tool.get("function", tool) if isinstance(tool, dict) else tool
+    return clean(json.dumps(inner, ensure_ascii=False, separators=(",", ":"), default=str))
+
+
+class _Record:
+    """The user message while it is written: marks and texts, a line each."""
+
+    def __init__(self, attempts: Sequence[Attempt], ids: Sequence[str], tools: Sequence[str], rng: random.Random):
+        self.tree = tree.build(attempts)
+        self.ids, self.tools = ids, tools
+        self.parts = self.tree.parts()
+        passages = tree.repeated_texts(self.parts, PASSAGE_LENGTH)
+        self.passages = {text: number for number, text in enumerate(passages, 1)}
+        self.code = choose_code([*tools, *_texts(self.parts)], rng)
+        self.numbers: dict[int, int] = {}  # id of a part -> its number in the record
+        self.lines: list[str] = []
+
+    def write(self) -> str:
+        self.lines = [f'The record. Lines that start with "<{self.code} " are its marks.']
+        if self.tools:
+            self.mark("tools")
+            self.lines += self.tools
+        for text, number in self.passages.items():
+            self.mark(f"passage {number}")
+            self.lines.append(text)
+        for part in self.parts:
+            if part.is_shared:
+                self.open_part(part)
+                self.write_messages(part.messages)
+        for place, name in enumerate(self.ids):
+            self.write_attempt(place, name)
+        self.mark("end")
+        self.lines.append(f"Score each of these {len(self.ids)}: {', '.join(self.ids)}")
+        return "\n".join(self.lines)
+
+    def mark(self, words: str) -> None:
+        self.lines.append(f"<{self.code} {words}>")
+
+    def open_part(self, part: tree.Part) -> None:
+        self.numbers[id(part)] = len(self.numbers) + 1
+        self.mark(f"part {self.numbers[id(part)]}{self.after(part)}")
+
+    def after(self, part: tree.Part) -> str:
+        """Where a part goes on from; nothing for one that begins a conversation."""
+        number = self.numbers.get(id(part.parent))
+        return f" after part {number}" if number else ""
+
+    def write_attempt(self, place: int, name: str) -> None:
+        """The attempt's own parts. With one conversation and no fork of its own, one mark says it all."""
+        ends = self.tree.ends[place]
+        if len(ends) == 1:
+            end = ends[0]
+            is_own = end is not self.tree.root and end.attempts == {place} and not end.is_shared
+            self.mark(f"attempt {name}{self.after(end)}" if is_own else f"attempt {name}{self.ending(end)}")
+            if is_own:
+                self.write_messages(end.messages)
+            return
+        self.mark(f"attempt {name}")
+        labels = {id(end): "side" for end in ends[:-1]} | {id(ends[-1]): "main"}
+        for end in dict.fromkeys(ends):
+            if end is self.tree.root or end.is_shared:
+                self.mark(f"{labels[id(end)]}{self.ending(end)}")
+        for part in self.parts:
+            if part.attempts == {place}:
+                self.write_own(part, labels.get(id(part)))
+
+    def ending(self, part: tree.Part) -> str:
+        return f" ends with part {self.numbers[id(part)]}" if id(part) in self.numbers else " is empty"
+
+    def write_own(self, part: tree.Part, label: str | None) -> None:
+        """A part of one attempt only: a whole end of a conversation, or one that several of its conversations share."""
+        if part.children:
+            self.open_part(part)
+            self.write_messages(part.messages)
+            if label:
+                self.mark(f"{label}{self.ending(part)}")
+        else:
+            self.mark(f"{label}{self.after(part)}")
+            self.write_messages(part.messages)
+
+    def write_messages(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if message.role == "cut":
+                self.mark(f"cut {message.omitted} messages")
+                continue
+            self.mark(f"{message.role} {message.answers}" if message.answers else message.role)
+            for place, piece in enumerate(message.pieces):
+                self.write_piece(piece, is_first=place == 0)
+
+    def write_piece(self, piece: Piece, *, is_first: bool) -> None:
+        kind = "" if piece.kind == "text" and is_first else piece.kind
+        if not piece.omitted and (number := self.passages.get(piece.text)):
+            self.mark(f"{kind} as passage {number}".lstrip())
+            return
+        if kind:
+            self.mark(kind)
+        self.lines.append(piece.text)
+        if piece.omitted:
+            self.mark(f"cut {piece.omitted} characters")
+            self.lines.append(piece.tail)
+
+
+def _texts(parts: Sequence[tree.Part]) -> Iterator[str]:
+    for part in parts:
+        for message in part.messages:
+            for piece in message.pieces:
+                yield piece.text
+                yield piece.tail

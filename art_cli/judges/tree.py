@@ -1,0 +1,103 @@
+"""Attempts laid over each other: a tree of parts, each a run of messages, in which nothing shared stands twice.
+
+Pure. The root is an empty part. A path from the root to where a conversation ends spells that conversation:
+
+    attempts   s u a1 x1    s u a1 x2    s u a2       (s u: the same system prompt and task)
+    tree       [s u] - [a1] - [x1]
+                     |      - [x2]
+                     - [a2]
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from art_cli.judges.transcript import Attempt, Message
+
+
+@dataclass(eq=False)
+class Part:
+    """A run of messages after those of `parent`. `attempts` are the places (0 ..) of those that pass through it."""
+
+    parent: "Part | None"
+    messages: list[Message] = field(default_factory=list)
+    attempts: set[int] = field(default_factory=set)
+    children: list["Part"] = field(default_factory=list)  # in order of first use
+
+    @property
+    def is_shared(self) -> bool:
+        return len(self.attempts) > 1
+
+    def walk(self) -> Iterator["Part"]:
+        """This part and all below it, parents first."""
+        waiting = [self]
+        while waiting:
+            part = waiting.pop()
+            yield part
+            waiting += reversed(part.children)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The parts, and per attempt where its conversations end: the sides first, the main one last."""
+
+    root: Part
+    ends: list[list[Part]]
+
+    def parts(self) -> list[Part]:
+        """All parts but the empty root, parents first."""
+        return list(self.root.walk())[1:]
+
+
+def build(attempts: Sequence[Attempt]) -> Tree:
+    """The attempts' tree. Order of children, and so of everything written from it, is that of `attempts`."""
+    root = Part(None)
+    steps: dict[tuple[int, Message], Part] = {}  # (id of the parent, message) -> the part of that one message
+    ends = []
+    for place, attempt in enumerate(attempts):
+        ends.append([_insert(conversation, place, root, steps) for conversation in attempt.conversations])
+    stops = {id(part) for of in ends for part in of}
+    merged: dict[int, Part] = {}  # id of a one-message part -> the run it became a piece of
+    _merge(root, stops, merged)
+    return Tree(root, [[merged.get(id(part), part) for part in of] for of in ends])
+
+
+def _insert(conversation: Sequence[Message], place: int, root: Part, steps: dict[tuple[int, Message], Part]) -> Part:
+    part = root
+    part.attempts.add(place)
+    for message in conversation:
+        step = steps.get((id(part), message))
+        if step is None:
+            step = steps[id(part), message] = Part(part, [message])
+            part.children.append(step)
+        step.attempts.add(place)
+        part = step
+    return part
+
+
+def _merge(root: Part, stops: set[int], merged: dict[int, Part]) -> None:
+    """Joins each part with its only child where nothing ends or forks between them."""
+    waiting = list(root.children)
+    while waiting:
+        part = waiting.pop()
+        last = part
+        while len(last.children) == 1 and id(last) not in stops and last.children[0].attempts == part.attempts:
+            last = last.children[0]
+            part.messages += last.messages
+            merged[id(last)] = part
+        part.children = last.children
+        for child in part.children:
+            child.parent = part
+        waiting += part.children
+
+
+def repeated_texts(parts: Sequence[Part], min_length: int) -> list[str]:
+    """Texts of at least `min_length` characters that stand in the tree more than once, in order of appearance."""
+    counts = Counter(
+        piece.text
+        for part in parts
+        for message in part.messages
+        for piece in message.pieces
+        if not piece.omitted and len(piece.text) >= min_length
+    )
+    return [text for text, count in counts.items() if count > 1]

@@ -1,0 +1,149 @@
+"""Reads a judge's answer: every attempt exactly once, by id, a finite number in [0, 1]. Anything else is refused.
+
+Pure. What is refused is never patched up: a missing score is not a zero, a 7 is not a 1, and order means nothing.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from art_cli.judges.transcript import clean
+
+_FENCE = re.compile(r"```[A-Za-z]*\s*\n(.*?)```", re.DOTALL)
+_THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)  # of models whose server leaves it in the answer
+MAX_ANSWER = 1_000_000  # characters; a longer answer is not one
+MAX_STARTS = 500  # opening braces tried in prose
+MAX_EXPLANATION = 2_000  # characters of it that are kept
+
+
+class Entry(NamedTuple):
+    """What the judge said of one attempt. Example: Entry(0.8, "reached the goal with one detour")"""
+
+    score: float
+    explanation: str | None
+
+
+class VerdictError(Exception):
+    """The answer cannot be used; `problems` says why, each in words that can be sent back to the judge."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        assert problems
+        self.problems = list(problems)
+        super().__init__("; ".join(problems))
+
+
+class _Unusable(ValueError):
+    """A JSON document with a key twice: it says two things."""
+
+
+def parse_verdict(text: str, ids: Sequence[str]) -> dict[str, Entry]:
+    """The entry of each id. The answer may stand in a code fence or among prose, but only one may stand there.
+
+    Raises VerdictError.
+    """
+    if not text.strip():
+        raise VerdictError(["the answer is empty"])
+    if len(text) > MAX_ANSWER:
+        raise VerdictError([f"the answer is {len(text)} characters long"])
+    documents = list(_documents(_THINKING.sub("", text)))
+    if not documents:
+        raise VerdictError(['no JSON object with a list "scores" was found; it may have been cut off'])
+    verdicts = [check_document(document, ids) for document in documents]
+    if any(_scores(verdict) != _scores(verdicts[0]) for verdict in verdicts[1:]):
+        raise VerdictError(["the answer holds several verdicts that differ"])
+    return verdicts[0]
+
+
+def check_document(document: Any, ids: Sequence[str]) -> dict[str, Entry]:
+    """The entries of a verdict's JSON. Raises VerdictError naming everything that is wrong with it."""
+    entries = document.get("scores") if isinstance(document, dict) else None
+    if not isinstance(entries, list):
+        raise VerdictError(['"scores" is not a list'])
+    problems: list[str] = []
+    found: dict[str, Entry] = {}
+    for place, entry in enumerate(entries, 1):
+        name = entry.get("id") if isinstance(entry, dict) else None
+        if not isinstance(name, str):
+            problems.append(f"entry {place} has no id")
+        elif name not in ids:
+            problems.append(f"there is no attempt {name[:20]!r}")
+        elif name in found:
+            problems.append(f"{name} is scored twice")
+        else:
+            score, explanation = entry.get("score"), entry.get("explanation")
+            if problem := _check_score(score):
+                problems.append(f"the score of {name} {problem}")
+                score = math.nan
+            is_text = isinstance(explanation, str) and explanation
+            found[name] = Entry(float(score), clean(explanation[:MAX_EXPLANATION]) if is_text else None)
+    problems += [f"{name} is missing" for name in ids if name not in found]
+    if problems:
+        raise VerdictError(problems)
+    return found
+
+
+def _check_score(score: Any) -> str | None:
+    """What is wrong with a score; None: nothing."""
+    if isinstance(score, bool) or not isinstance(score, int | float):
+        return f"is not a number: {str(score)[:20]!r}"
+    if not 0 <= score <= 1:  # NaN, too, is not
+        return f"is {str(score)[:20]}, not between 0 and 1"
+    return None
+
+
+def _scores(verdict: dict[str, Entry]) -> dict[str, float]:
+    return {name: entry.score for name, entry in verdict.items()}
+
+
+def _documents(text: str) -> Iterator[Any]:
+    """The JSON objects with "scores" in the text: the whole text, what stands in fences, or what stands in prose."""
+    if (whole := _load(text)) is not None:
+        yield whole
+        return
+    fenced = [found for block in _FENCE.findall(text) if (found := _load(block)) is not None]
+    if fenced:
+        yield from fenced
+        return
+    decoder = _decoder()
+    place = text.find("{")
+    for _ in range(MAX_STARTS):
+        if place < 0:
+            return
+        try:
+            document, end = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError) as error:
+            _refuse_twofold(error)
+            place = text.find("{", place + 1)
+            continue
+        if isinstance(document, dict) and "scores" in document:
+            yield document
+        place = text.find("{", end)
+
+
+def _load(text: str) -> Any:
+    """The object with "scores" that `text` is; None where it is none."""
+    try:
+        document = _decoder().decode(text.strip())
+    except (ValueError, RecursionError) as error:
+        _refuse_twofold(error)
+        return None
+    return document if isinstance(document, dict) and "scores" in document else None
+
+
+def _refuse_twofold(error: Exception) -> None:
+    if isinstance(error, _Unusable):
+        raise VerdictError([str(error)]) from None
+
+
+def _decoder() -> json.JSONDecoder:
+    """Python's, which reads NaN and Infinity as numbers (they are refused as scores); a key twice is an error."""
+    return json.JSONDecoder(object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        raise _Unusable("a JSON object has the same key twice")
+    return document
