@@ -3,8 +3,8 @@
     python benchmarks/demo.py                     # seeds 0 1 2, about 15 minutes on 2 cores
     python benchmarks/demo.py --seeds 0 --out x   # one seed, run directory kept under x
 
-For each seed: win rate over the fixed evaluation games at the start and at the end, the rise with its 95 % interval, the
-seconds of the whole `art train` and of its parts, and the win rate of the final checkpoint loaded afresh by `art eval`.
+For each seed: win rate over the fixed evaluation games at the start and at the end, the rise with its 95 % interval,
+the seconds of the whole `art train` and its parts, and the win rate of the final checkpoint loaded afresh by `art eval`.
 """
 
 import argparse
@@ -65,7 +65,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="art-demo-") as scratch:
         rows = [measure(seed, (options.out or Path(scratch)).resolve()) for seed in options.seeds]
     print(
-        "seed  games  wins at start  wins at end  rise [95 %]            served  steps  seconds (sampling, training)  gap"
+        "seed  games  wins at start  wins at end  rise [95 %]            served  "
+        "steps  seconds (sampling, training)  gap"
     )
     for row in rows:
         rise = row["rise"]

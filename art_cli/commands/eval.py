@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,7 +74,8 @@ def _policies(
         if not separator or not model or not url:
             raise UsageError(f"--endpoint {endpoint!r}: expected MODEL@URL, for example gpt-5@https://host/v1")
         engine = OpenAIEngineConfig(name="openai", url=url, model=model)
-        policies[model] = (loaded.replace(engine=engine), PolicySource(None, 0))
+        config = loaded.config.model_copy(update={"engine": engine})
+        policies[model] = (replace(loaded, config=config), PolicySource(None, 0))
     return policies
 
 

@@ -2,11 +2,12 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from art_cli.config.compose import load_config
 from art_cli.config.schema import SftConfig
-from art_cli.learners.demos import load_demos
+from art_cli.learners.transcripts import load_demos
 from art_cli.loop.policy import PolicySource, find_policy, open_learner, save_learner
 
 
@@ -15,7 +16,8 @@ def run(*, config: Path, overrides: Sequence[str], demos: Path, checkpoint: Path
     loaded = load_config(config, overrides)
     transcripts = load_demos(str(demos.resolve()), loaded.directory)
     if loaded.config.sft is None:
-        loaded = loaded.replace(sft=SftConfig(demos=str(demos)))
+        section = SftConfig(demos=str(demos))
+        loaded = replace(loaded, config=loaded.config.model_copy(update={"sft": section}))
     source = find_policy(loaded, checkpoint) if checkpoint else PolicySource(None, 0)
     with open_learner(loaded, source) as learner:
         metrics = learner.sft(transcripts)

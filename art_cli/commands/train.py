@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from art_cli.config.compose import expand, load_config
+from art_cli.config.compose import load_config, load_sweep
 from art_cli.loop.train import TrainResult, train
 
 
 def run(*, config: Path, overrides: Sequence[str], is_fresh: bool, is_multirun: bool, as_json: bool) -> None:
     """Trains and reports where each run stands."""
-    for choice in expand(overrides) if is_multirun else [list(overrides)]:
-        result = asyncio.run(train(load_config(config, choice), is_fresh=is_fresh))
+    runs = load_sweep(config, overrides) if is_multirun else [load_config(config, overrides)]
+    for loaded in runs:
+        result = asyncio.run(train(loaded, is_fresh=is_fresh))
         sys.stdout.write(_as_json(result) if as_json else _as_text(result, config))
 
 

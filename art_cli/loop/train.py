@@ -26,7 +26,7 @@ from art_cli.engines import describe_engine
 from art_cli.errors import Interrupted, RunError
 from art_cli.judges import Judge, make_judge
 from art_cli.learners import Learner, StepMetrics, make_learner
-from art_cli.learners.demos import load_demos
+from art_cli.learners.transcripts import load_demos
 from art_cli.loop import proof
 from art_cli.loop.evaluate import play_evaluation, values_by_scenario
 from art_cli.loop.generate import GroupScorer, group, owed, plan_groups

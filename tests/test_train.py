@@ -1,0 +1,187 @@
+"""A whole run of the smallest size, through the real gateway, engine, judge and learner."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from art_cli.config.compose import load_config
+from art_cli.engines.embedded.engine import EmbeddedEngine
+from art_cli.errors import DriftError, RunError
+from art_cli.loop.train import TrainResult, train
+from art_cli.run_dir import RunDir, verify_checkpoint
+from art_cli.trajectory import prompt
+
+PROJECT = Path(__file__).parent / "letters"
+ADAPTER = "adapter_model.safetensors"
+
+
+def run(runs: Path, *overrides: str, is_fresh: bool = False, project: Path = PROJECT) -> TrainResult:
+    loaded = load_config(project / "config.yaml", [f"runs={runs}", *overrides])
+    return asyncio.run(train(loaded, is_fresh=is_fresh))
+
+
+def adapter(root: Path, step: int) -> bytes:
+    return (RunDir(root).checkpoint_path(step) / ADAPTER).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("runs"), "train.keep_checkpoints=9").root
+
+
+def test_every_step_leaves_its_whole_record(finished: Path) -> None:
+    """4 steps of 3 groups of 4: 12 trajectories and 12 scored lines each, every place once, 2 turns each."""
+    files = RunDir(finished)
+    lines = [(line.step, line.split) for line in files.metrics()]
+    assert [step for step, split in lines if split == "train"] == [0, 1, 2, 3]
+    assert [step for step, split in lines if split == "eval"] == [0, 2, 4]
+    for step in range(4):
+        played, scored = files.trajectories(step), files.scored(step)
+        assert len({t.id for t in played}) == len(played) == 12
+        assert {t.id for t in scored} == {t.id for t in played}
+        assert all(t.reward == t.returned_reward for t in scored)
+        assert all(len(t.turns) == 2 and turn.step == step for t in played for turn in t.turns)
+    for step in range(5):
+        assert verify_checkpoint(files.checkpoint_path(step)).step == step
+
+
+def test_the_second_turn_continues_the_first_token_for_token(finished: Path) -> None:
+    for trajectory in RunDir(finished).trajectories(0):
+        first, second = trajectory.turns
+        assert second.parent == 0
+        if first.finish_reason == "stop":  # a reply cut off by its length lacks the end that the template then writes
+            assert second.kept == len(first.prompt_ids) + len(first.sampled_ids)
+        assert prompt(trajectory.turns, 1)[: len(first.prompt_ids)] == first.prompt_ids
+
+
+def test_engine_and_learner_agree_on_every_sampled_token(finished: Path) -> None:
+    """Contracts 2 and 5 in fp32: the gap of sampled tokens and of the probe stay at rounding."""
+    for line in RunDir(finished).metrics():
+        if line.split == "train":
+            assert line.metrics["logprob_gap_max"] < 1e-4
+            assert line.metrics["probe_gap"] < 1e-5
+
+
+def test_letters_become_likelier(tmp_path: Path) -> None:
+    """About 20 % of the bytes are letters at the start; the reward is their share."""
+    result = run(tmp_path, "train.steps=12", "train.learning_rate=3e-2", "rollout.group_size=8", "eval.every=99")
+    assert result.evaluations[12]["reward"] > result.evaluations[0]["reward"] + 0.3
+
+
+def test_a_finished_run_says_so_and_more_steps_go_on_from_it(finished: Path) -> None:
+    before = adapter(finished, 4)
+    assert run(finished.parent, "train.keep_checkpoints=9").was_finished
+    result = run(finished.parent, "train.keep_checkpoints=9", "train.steps=5")
+    assert (result.was_finished, result.step) == (False, 5)
+    assert adapter(finished, 4) == before
+
+
+def test_a_changed_configuration_is_refused_by_name_and_fresh_starts_beside(finished: Path) -> None:
+    with pytest.raises(RunError, match=r"train\.learning_rate: 0\.01 -> 0\.02"):
+        run(finished.parent, "train.learning_rate=0.02")
+    result = run(finished.parent, "train.learning_rate=0.02", "train.steps=1", is_fresh=True)
+    assert result.root == finished.with_name("letters-2")
+
+
+def test_the_newest_and_the_best_checkpoints_stay(tmp_path: Path) -> None:
+    files = RunDir(run(tmp_path, "train.keep_checkpoints=2", "train.steps=6").root)
+    rewards = {line.step: line.metrics["reward"] for line in files.metrics() if line.split == "eval"}
+    best = max(rewards, key=lambda step: (rewards[step], step))
+    assert set(files.checkpoint_steps()) == {5, 6, best}
+
+
+def test_steps_without_signal_change_no_weight_and_say_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Contract 4: every rollout returns 0.1, whose mean over 4 is off by 1e-17."""
+    project = tmp_path / "project"
+    shutil.copytree(PROJECT, project)
+    (project / "build.py").write_text(
+        (PROJECT / "build.py").read_text().replace("Path(__file__).parent.parent", f"Path({str(PROJECT.parent)!r})")
+    )
+    (project / "rollout.py").write_text(
+        (PROJECT / "rollout.py").read_text().replace("letters / max(len(said), 1)", "0.1")
+    )
+    root = run(tmp_path, "train.steps=2", "train.weight_decay=0.1", "eval=null", project=project).root
+    assert adapter(root, 0) == adapter(root, 1) == adapter(root, 2)
+    assert "no signal" in caplog.text
+    assert all(line.metrics["no_signal_share"] == 1.0 for line in RunDir(root).metrics())
+
+
+def test_an_engine_that_does_not_load_the_step_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract 5: the engine scores the probe with an adapter of its own that never changes."""
+    stale: dict[str, list[float]] = {}
+    honest = EmbeddedEngine.score
+
+    async def score(self: EmbeddedEngine, token_ids: list[int]) -> list[float]:
+        return stale.setdefault("first", await honest(self, token_ids))
+
+    monkeypatch.setattr(EmbeddedEngine, "score", score)
+    with pytest.raises(DriftError, match=r"does not sample from the learner's weights.*engine.*learner"):
+        run(tmp_path, "train.learning_rate=0.1")
+
+
+def test_a_step_taken_from_files_is_the_step_of_the_run_bit_for_bit(finished: Path, tmp_path: Path) -> None:
+    files = RunDir(finished)
+    output = tmp_path / "step_0003"
+    done = subprocess.run(
+        [sys.executable, "-m", "art_cli", "step", str(PROJECT / "config.yaml"), str(files.scored_path(2))]
+        + ["--checkpoint", str(files.checkpoint_path(2)), "-o", str(output), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (output / ADAPTER).read_bytes() == adapter(finished, 3)
+    assert json.loads(done.stdout)["step"] == 3
+    tensors = load_file(files.checkpoint_path(2) / ADAPTER)
+    assert any((tensors[name] != other).any() for name, other in load_file(output / ADAPTER).items())
+
+
+def test_ctrl_c_says_how_to_go_on_and_the_same_command_finishes(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "art_cli",
+        "train",
+        str(PROJECT / "config.yaml"),
+        f"runs={tmp_path}",
+        "train.steps=6",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("step 2/6"):
+                break
+        os.kill(process.pid, signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(timeout=60) == 130
+    assert "go on with: art train" in rest
+    assert "Traceback" not in rest
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "goes on from step" in done.stderr
+    assert [line.step for line in RunDir(tmp_path / "letters").metrics() if line.split == "train"] == list(range(6))
+
+
+def test_sft_comes_first_and_is_the_starting_policy(tmp_path: Path) -> None:
+    demos = tmp_path / "demos.jsonl"
+    talk = {"messages": [{"role": "user", "content": "say 1 letters"}, {"role": "assistant", "content": "aaaa"}]}
+    demos.write_text((json.dumps(talk) + "\n") * 16)
+    result = run(
+        tmp_path,
+        f"+sft.demos={demos}",
+        "+sft.epochs=6",
+        "+sft.learning_rate=3e-2",
+        "+sft.batch_size=4",
+        "train.steps=1",
+    )
+    assert result.evaluations[0]["reward"] > 0.5
+    first = [line for line in RunDir(result.root).metrics() if line.split == "sft"]
+    assert len(first) == 1
