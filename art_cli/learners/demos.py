@@ -1,14 +1,72 @@
-"""Chat transcripts made into samples for supervised training: assistant tokens only. No torch."""
+"""Demos: chat transcripts to learn from, read and made into samples, assistant tokens only. No torch."""
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from art_cli.errors import LearnerError
+from art_cli.errors import DataError, LearnerError
 from art_cli.learners.samples import Ints, Sample, bare_sample
+from art_cli.plugins import resolve
+from art_cli.run_dir import read_lines
+
+Json = dict[str, Any]
 
 
-def demo_samples(demo: dict[str, Any], tokenizer: Any, *, name: str, max_length: int) -> list[Sample]:
+class Demo(msgspec.Struct, frozen=True, kw_only=True):
+    """One transcript, in OpenAI's words; other keys are let be.
+
+    Example: Demo(messages=[{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}])
+    """
+
+    messages: list[Json]
+    tools: list[Json] = []
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(message.get("role"), str) for message in self.messages):
+            raise ValueError('every message needs a "role"')
+        if not any(message["role"] == "assistant" for message in self.messages):
+            raise ValueError("no assistant message to learn from")
+
+
+def load_demos(spec: str, directory: Path) -> list[Json]:
+    """The transcripts of a JSON-lines file, or of what "file.py:function" returns, in its order.
+
+    Paths are relative to `directory`. Raises DataError: no such file, a line or item that is not a transcript, none at
+    all; UsageError where the function cannot be loaded.
+    """
+    path = directory / spec
+    if path.is_file():
+        demos = list(read_lines(path, Demo))
+    elif ":" in spec:
+        demos = _call(spec, directory)
+    else:
+        raise DataError("no such file; `sft.demos` names a JSON-lines file or 'file.py:function'", path)
+    if not demos:
+        raise DataError("no transcripts; at least one is needed", spec)
+    return [{"messages": demo.messages, "tools": demo.tools} for demo in demos]
+
+
+def _call(spec: str, directory: Path) -> list[Demo]:
+    make = resolve(spec, base=directory)
+    try:
+        items = make() if callable(make) else make
+    except Exception as error:  # the boundary to the user's function
+        raise DataError(f"it raised {type(error).__name__}: {error}", spec) from error
+    if not isinstance(items, Iterable):
+        raise DataError(f"expected an iterable of transcripts, not {type(items).__name__}", spec)
+    demos = []
+    for number, item in enumerate(items, 1):
+        try:
+            demos.append(msgspec.convert(item, Demo))
+        except msgspec.ValidationError as error:
+            raise DataError(str(error), f"{spec}, item {number}") from None
+    return demos
+
+
+def demo_samples(demo: Json, tokenizer: Any, *, name: str, max_length: int) -> list[Sample]:
     """The samples of a transcript `{"messages": [...], "tools": [...]}`: each assistant message is trained once.
 
     A message is rendered as it will be sampled: the prompt is the conversation before it with the template's generation
@@ -37,9 +95,7 @@ def demo_samples(demo: dict[str, Any], tokenizer: Any, *, name: str, max_length:
     return samples
 
 
-def _render_turn(
-    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, tokenizer: Any, where: str
-) -> tuple[Ints, int]:
+def _render_turn(messages: list[Json], tools: list[Json] | None, tokenizer: Any, where: str) -> tuple[Ints, int]:
     """The tokens of the conversation up to the stop token of its last message, and where that message begins."""
     prompt = tokenizer.apply_chat_template(messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
