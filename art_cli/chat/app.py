@@ -188,7 +188,7 @@ class _EventStream(Response):
         renderer = StreamRenderer(self._request)
         is_open = False
         try:
-            async with _closing(self._backend.stream(self._request)) as chunks:
+            async with closing_stream(self._backend.stream(self._request)) as chunks:
                 async for chunk in chunks:
                     events = renderer.render(chunk)
                     if not is_open:
@@ -208,7 +208,7 @@ class _EventStream(Response):
 
 
 @contextlib.asynccontextmanager
-async def _closing(chunks: AsyncIterator[Chunk]) -> AsyncIterator[AsyncIterator[Chunk]]:
+async def closing_stream(chunks: AsyncIterator[Chunk]) -> AsyncIterator[AsyncIterator[Chunk]]:
     """Ends a stream that is left early here and now, not when it is collected as garbage."""
     try:
         yield chunks

@@ -2,7 +2,33 @@
 
 scenarios.py   reads scenarios, and says which ones a step plays
 policy.py      Policy and Outcome: what a rollout function gets and may return
+function.py    a Python function as a Rollout
+command.py     an external program as a Rollout
+attempt.py     what can go wrong in one attempt, and which of it is worth another
 runner.py      many rollouts at once: concurrency, timeouts, turn limits, retries; each becomes a Trajectory
+progress.py    the counts of a run of rollouts, and their progress bar
 gateway.py     the capturing OpenAI-compatible proxy; the per-rollout key says which trajectory a call belongs to
 recorder.py    one rollout's calls as a prefix tree of turns and a tree of messages
+
+The runner's unit of work is `Rollout.play`: (endpoint, key, scenario) -> outcome, plain data all of it, so that it can
+happen in another process or on another host. Policy is that endpoint and key.
 """
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from art_cli.rollouts.policy import Outcome, Policy
+
+
+class Rollout(Protocol):
+    """Plays attempts at scenarios, many at once. Cancelling a `play` frees what it holds."""
+
+    async def play(self, policy: "Policy", scenario: dict[str, Any]) -> "Outcome":
+        """Raises AttemptError: this attempt failed; RolloutError: every attempt would."""
+        ...
+
+    async def explain_timeout(self) -> str:
+        """A guess at why an attempt has not ended, for its message; empty for none."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,117 @@
+"""CommandRollout: an external program in any language as a rollout.
+
+It gets the scenario as one JSON line on standard input, and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its
+environment. The last line it writes to standard output is its outcome: a number, null, or
+`{"reward": 1.0, "metrics": {...}, "metadata": {...}}`. It runs in a process group of its own, which is killed when the
+rollout is over, however it ends: nothing it started stays behind.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from art_cli.errors import RolloutError
+from art_cli.rollouts.attempt import MAX_ERROR_LENGTH, AttemptError
+from art_cli.rollouts.policy import Json, Outcome, Policy, read_outcome
+
+KILL_TIMEOUT_S = 5.0  # for a killed process to be gone
+MAX_LINE_BYTES = 2**20  # of the outcome
+
+
+class CommandRollout:
+    """Runs one command line in `directory`. Raises RolloutError at once when there is no such program."""
+
+    def __init__(self, command: Sequence[str], *, directory: Path) -> None:
+        self._command = list(command)
+        self._directory = directory
+        self._entry = "rollout.command"
+        program = command[0]
+        is_path = os.sep in program
+        if shutil.which(directory / program if is_path else program) is None:
+            raise RolloutError(f"{self._entry}: no such program: {program!r}; install it or give its path")
+
+    async def play(self, policy: Policy, scenario: Json) -> Outcome:
+        """Raises AttemptError: it ended with an error or without an outcome; RolloutError: an outcome of a wrong type.
+
+        Files, not pipes, take its output: a background process that keeps a pipe open cannot hold up anybody.
+        """
+        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+            stdin.write(msgspec.json.encode(scenario) + b"\n")
+            stdin.seek(0)
+            status = await self._run(policy, stdin, stdout, stderr)
+            if status != 0:
+                raise AttemptError("exit", _describe(status, stderr))
+            return self._read(stdout)
+
+    async def explain_timeout(self) -> str:
+        return ""
+
+    async def close(self) -> None:
+        return None
+
+    async def _run(self, policy: Policy, stdin: IO[bytes], stdout: IO[bytes], stderr: IO[bytes]) -> int:
+        """The exit status; negative for the signal that ended it."""
+        environment = {
+            **os.environ,
+            "OPENAI_BASE_URL": policy.base_url,
+            "OPENAI_API_KEY": policy.api_key,
+            "OPENAI_MODEL": policy.model,
+        }
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=self._directory,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            return await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # everything of the group is gone already
+                os.killpg(process.pid, signal.SIGKILL)
+            if process.returncode is None:
+                await asyncio.wait_for(asyncio.shield(process.wait()), KILL_TIMEOUT_S)
+
+    def _read(self, stdout: IO[bytes]) -> Outcome:
+        line = _tail(stdout, MAX_LINE_BYTES).rstrip().rpartition(b"\n")[2]
+        try:
+            value = msgspec.json.decode(line)
+        except (ValueError, RecursionError) as error:
+            shown = line[:200].decode(errors="replace")
+            message = f"the last line of standard output must be a number or a JSON object, not {shown!r}"
+            raise AttemptError("output", message) from error
+        try:
+            return read_outcome(self._outcome(value), entry=self._entry)
+        except ValueError as error:
+            raise AttemptError("reward", str(error)) from error
+
+    def _outcome(self, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if unknown := value.keys() - set(Outcome.__struct_fields__):
+            known = ", ".join(Outcome.__struct_fields__)
+            raise RolloutError(f"{self._entry}: unknown key {sorted(unknown)[0]!r} in the outcome; it has {known}")
+        return Outcome(**value)
+
+
+def _describe(status: int, stderr: IO[bytes]) -> str:
+    """`status 1: <the end of what it wrote to standard error>`"""
+    ended = f"signal {-status}" if status < 0 else f"status {status}"
+    tail = _tail(stderr, MAX_ERROR_LENGTH // 2).decode(errors="replace").strip()
+    return f"{ended}: {tail}" if tail else ended
+
+
+def _tail(file: IO[bytes], size: int) -> bytes:
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(0, end - size))
+    return file.read()

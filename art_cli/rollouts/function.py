@@ -1,0 +1,98 @@
+"""FunctionRollout: the user's Python function, `async def rollout(policy, scenario)` or a plain `def`.
+
+Neither runs in the event loop of the gateway and the engine: async functions share a loop in a thread of its own, plain
+ones get a thread each. So a function that blocks holds up nothing but itself and its timeout still counts.
+"""
+
+import asyncio
+import copy
+import inspect
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from art_cli.errors import RolloutError
+from art_cli.plugins import resolve
+from art_cli.rollouts.attempt import AttemptError, from_exception
+from art_cli.rollouts.policy import Connections, Json, Outcome, Policy, read_outcome
+from art_cli.threads import LoopThread, call_in_thread
+
+CLOSE_TIMEOUT_S = 5.0  # for rollouts that were cancelled to let go
+PING_TIMEOUT_S = 2.0  # a loop that gets round to nothing for so long is blocked
+
+
+class FunctionRollout:
+    """Calls one function. `entry` is its name in messages, `root` the directory of the user's files."""
+
+    def __init__(self, function: Callable[[Policy, Json], Any], *, entry: str, root: Path) -> None:
+        _check_signature(function, entry)
+        self._function = function
+        self._entry = entry
+        self._root = root.resolve()
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004  (an object whose call is async)
+        )
+        self._loop = LoopThread("rollouts")
+        self._connections = Connections(has_one_loop=self._is_async)
+
+    async def play(self, policy: Policy, scenario: Json) -> Outcome:
+        """What the function returned. Raises AttemptError for what it raised, RolloutError for a wrong type."""
+        value = await self._run(policy, copy.deepcopy(scenario))  # the function may change its own
+        try:
+            return read_outcome(value, entry=self._entry)
+        except ValueError as error:
+            raise AttemptError("reward", str(error)) from error
+
+    async def _run(self, policy: Policy, scenario: Json) -> Any:
+        try:
+            if self._is_async:
+                return await self._loop.run(self._call_async(policy, scenario))
+            return await call_in_thread(self._call, policy, scenario)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise AttemptError("CancelledError", "the rollout cancelled itself") from error
+        except Exception as error:  # the boundary to the user's code
+            raise from_exception(error, self._root) from error
+
+    async def explain_timeout(self) -> str:
+        """What a timeout may be due to, for its message."""
+        if self._is_async and await self._loop.is_blocked(PING_TIMEOUT_S):
+            return "; it blocks the event loop: await what waits, or make it a plain `def`"
+        return ""
+
+    async def close(self) -> None:
+        if self._is_async:
+            await self._loop.close(self._connections.close, CLOSE_TIMEOUT_S)
+        else:
+            await self._connections.close()
+
+    async def _call_async(self, policy: Policy, scenario: Json) -> Any:
+        policy.share(self._connections)
+        return await self._function(policy, scenario)
+
+    def _call(self, policy: Policy, scenario: Json) -> Any:
+        policy.share(self._connections)
+        value = self._function(policy, scenario)
+        return asyncio.run(_await(value)) if inspect.isawaitable(value) else value
+
+
+async def _await(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _check_signature(function: object, entry: str) -> None:
+    if not callable(function):
+        raise RolloutError(f"{entry}: not a function but {type(function).__name__}")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise RolloutError(f"{entry}: must take (policy, scenario): {error}") from error
+    except ValueError:  # no signature to be had: a builtin
+        return
+
+
+def load_function(entry: str, directory: Path) -> FunctionRollout:
+    """Raises UsageError: cannot be loaded; RolloutError: does not take (policy, scenario)."""
+    return FunctionRollout(resolve(entry, base=directory), entry=entry, root=directory)

@@ -1,0 +1,191 @@
+"""The capturing OpenAI-compatible proxy: rollouts talk to it, an engine answers, a Recorder per rollout writes down.
+
+    open(trajectory_id) -> key      the rollout calls with it, over HTTP
+    close(key) -> Recorder          from here on the key gets 401, and calls still in flight are broken off
+
+Nothing is kept of a rollout that is closed. The keys are random, never logged, and known to nobody but their rollout.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from typing import Protocol
+
+import msgspec
+
+from art_cli.chat import Backend
+from art_cli.chat.app import build_app, closing_stream
+from art_cli.chat.errors import ChatError
+from art_cli.chat.replies import Chunk, Reply, ReplyBuilder
+from art_cli.chat.requests import Request, Sampling, with_defaults
+from art_cli.chat.server import serve
+from art_cli.rollouts.recorder import Recorder
+
+
+class _Endpoint(Protocol):
+    @property
+    def model(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+
+
+class Upstream(Protocol):
+    """What the gateway needs of an engine."""
+
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def endpoint(self) -> _Endpoint: ...
+
+
+class Gateway:
+    """Everything of one run or evaluation that stands between rollouts and the engine."""
+
+    def __init__(self, upstream: Upstream, *, defaults: Sampling, seed: int, max_turns: int) -> None:
+        self.upstream = upstream
+        self.max_turns = max_turns
+        self.seed = seed
+        self.base_url = ""  # set while it is served
+        self.num_sampled = 0  # tokens of all answered calls so far
+        self._defaults = defaults
+        self._backends: dict[str, RecordingBackend] = {}  # key -> open rollout
+        self.app = build_app(lambda key: self._backends.get(key or ""))
+
+    @property
+    def model(self) -> str:
+        return self.upstream.endpoint.model
+
+    @property
+    def step(self) -> int:
+        """The policy's step that answers now."""
+        return self.upstream.endpoint.step
+
+    @contextlib.asynccontextmanager
+    async def serve(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+        """Listens; yields the base URL for clients. Raises EngineError when the port cannot be had."""
+        async with serve(self.app, host, port) as root:
+            self.base_url = f"{root}/v1"
+            yield self.base_url
+
+    @contextlib.contextmanager
+    def temperature(self, value: float | None) -> Iterator[None]:
+        """Rollouts opened inside sample at this temperature where they do not say theirs; None changes nothing."""
+        before = self._defaults
+        if value is not None:
+            self._defaults = msgspec.structs.replace(before, temperature=value)
+        try:
+            yield
+        finally:
+            self._defaults = before
+
+    def open(self, trajectory_id: str) -> str:
+        """The key with which one attempt at one rollout may call."""
+        key = secrets.token_urlsafe(32)
+        self._backends[key] = RecordingBackend(self, trajectory_id, self._defaults)
+        return key
+
+    def close(self, key: str) -> Recorder:
+        """What the rollout's calls were. Raises KeyError: not open."""
+        backend = self._backends.pop(key)
+        backend.close()
+        return backend.recorder
+
+
+class RecordingBackend:
+    """Answers one open rollout from the engine; writes down every answer before the rollout sees the end of it."""
+
+    def __init__(self, gateway: Gateway, trajectory_id: str, defaults: Sampling) -> None:
+        self.recorder = Recorder()
+        self._gateway = gateway
+        self._trajectory_id = trajectory_id
+        self._defaults = defaults
+        self._num_admitted = 0
+        self._in_flight: set[asyncio.Task[object]] = set()
+        self._is_closed = False
+
+    def models(self) -> list[str]:
+        return [self._gateway.model]
+
+    async def reply(self, request: Request) -> Reply:
+        request = self._admit(request)
+        with self._calling():
+            reply = await self._gateway.upstream.backend.reply(request)
+            self._record(request, reply)
+        return reply
+
+    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        """The chunk that completes the answer is held back until the answer is written down."""
+        request = self._admit(request)
+        builder = ReplyBuilder(request)
+        is_recorded = False
+        with self._calling():
+            async with closing_stream(self._gateway.upstream.backend.stream(request)) as chunks:
+                async for chunk in chunks:
+                    builder.add(chunk)
+                    if builder.is_complete and not is_recorded:
+                        self._record(request, builder.reply())
+                        is_recorded = True
+                    yield chunk
+
+    def close(self) -> None:
+        """Breaks off what is in flight."""
+        self._is_closed = True
+        for task in self._in_flight:
+            task.cancel()
+
+    def _admit(self, request: Request) -> Request:
+        """The request as the engine gets it: the run's sampling defaults and a seed of its own where it gave none."""
+        if self._is_closed:
+            raise _finished()
+        if self.recorder.num_calls + len(self._in_flight) >= self._gateway.max_turns:
+            self.recorder.is_over_limit = True
+            message = f"this rollout has made its {self._gateway.max_turns} model calls (rollout.max_turns)"
+            raise ChatError(400, message, code="turn_limit")
+        number = self._num_admitted
+        self._num_admitted += 1
+        request = with_defaults(request, self._defaults)
+        if request.sampling.seed is not None:
+            return request
+        seed = call_seed(self._gateway.seed, self._trajectory_id, number)
+        return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, seed=seed))
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        """One call in flight. Its task is cancelled when the rollout ends first; the client is told so."""
+        task = asyncio.current_task()
+        assert task is not None, "calls run in tasks"
+        self._in_flight.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._is_closed and task.uncancel() == 0:  # it was close(), and not the client going away as well
+                raise _finished() from None
+            raise
+        except ChatError as error:
+            if error.status >= 500:
+                self.recorder.fail(error.message)
+            raise
+        except Exception as error:  # the boundary to the engine: the application makes it a 500
+            self.recorder.fail(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._in_flight.discard(task)
+
+    def _record(self, request: Request, reply: Reply) -> None:
+        if self._is_closed:
+            raise _finished()
+        self.recorder.record(request, reply)
+        num_sampled = sum(len(choice.token_ids) for choice in reply.choices)
+        self._gateway.num_sampled += num_sampled or (reply.usage[1] if reply.usage else 0)
+
+
+def _finished() -> ChatError:
+    return ChatError(401, "this rollout has finished", "authentication_error", None, "invalid_api_key")
+
+
+def call_seed(run_seed: int, trajectory_id: str, number: int) -> int:
+    """The same for the same call of the same rollout, whatever else runs; 31 bits, as some endpoints take no more."""
+    digest = hashlib.sha256(f"{run_seed}/{trajectory_id}/{number}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1

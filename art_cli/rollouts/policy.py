@@ -1,0 +1,141 @@
+"""Policy and Outcome: what a rollout gets, and what it may return."""
+
+import math
+import threading
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from art_cli.errors import RolloutError
+
+if TYPE_CHECKING:
+    import httpx
+    import openai
+
+Json = dict[str, Any]
+
+
+class Connections:
+    """The httpx clients that rollouts share, so that each call does not open a connection; made when first needed.
+
+    An async client belongs to one event loop: it is shared where `has_one_loop` (all rollouts run in the same), and
+    otherwise left to each policy.
+    """
+
+    def __init__(self, *, has_one_loop: bool) -> None:
+        self._has_one_loop = has_one_loop
+        self._lock = threading.Lock()
+        self._async_client: httpx.AsyncClient | None = None
+        self._client: httpx.Client | None = None
+
+    def async_client(self) -> "httpx.AsyncClient | None":
+        import openai
+
+        with self._lock:
+            if self._has_one_loop and self._async_client is None:
+                self._async_client = openai.DefaultAsyncHttpxClient()
+            return self._async_client
+
+    def client(self) -> "httpx.Client":
+        import openai
+
+        with self._lock:
+            if self._client is None:
+                self._client = openai.DefaultHttpxClient()
+            return self._client
+
+    async def close(self) -> None:
+        """To be awaited in the loop of the async client."""
+        if self._async_client is not None:
+            await self._async_client.aclose()
+        if self._client is not None:
+            self._client.close()
+
+
+class Policy:
+    """The model being trained, as one attempt at one rollout sees it.
+
+    `client` is the ordinary `openai.AsyncOpenAI` pointed at the gateway, `sync_client` the ordinary `openai.OpenAI`;
+    `base_url` and `api_key` serve any other framework. The key is this attempt's own: calls with it are recorded.
+    """
+
+    def __init__(self, *, base_url: str, api_key: str, model: str, step: int) -> None:
+        self.base_url = base_url
+        self.api_key = api_key
+        self.model = model
+        self.step = step
+        self._connections = Connections(has_one_loop=False)
+        self._client: openai.AsyncOpenAI | None = None
+        self._sync_client: openai.OpenAI | None = None
+
+    def share(self, connections: Connections) -> None:
+        """The clients use these connections from now on; for whoever runs the rollout."""
+        self._connections = connections
+
+    @property
+    def client(self) -> "openai.AsyncOpenAI":
+        """For `async def rollout`."""
+        if self._client is None:
+            import openai
+
+            self._client = openai.AsyncOpenAI(
+                base_url=self.base_url, api_key=self.api_key, http_client=self._connections.async_client()
+            )
+        return self._client
+
+    @property
+    def sync_client(self) -> "openai.OpenAI":
+        """For `def rollout`."""
+        if self._sync_client is None:
+            import openai
+
+            self._sync_client = openai.OpenAI(
+                base_url=self.base_url, api_key=self.api_key, http_client=self._connections.client()
+            )
+        return self._sync_client
+
+    def __repr__(self) -> str:  # never the key
+        return f"Policy({self.base_url}, {self.model}, step {self.step})"
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rollout says of itself, when it is more than a number.
+
+    Example: Outcome(reward=1.0, metrics={"moves": 5, "won": 1}, metadata={"final_board": "XOX..."})
+    """
+
+    reward: float | None = None  # None: a judge will score it
+    metrics: dict[str, float] = {}
+    metadata: dict[str, Any] = {}
+
+
+def read_outcome(value: Any, *, entry: str) -> Outcome:
+    """The Outcome that a rollout's return value stands for: None, a number, a bool, or an Outcome.
+
+    Raises RolloutError for anything else: every rollout would return it. A reward or metric that is not finite raises
+    ValueError: it may be this rollout's alone.
+    """
+    outcome = value if isinstance(value, Outcome) else Outcome(reward=value)
+    if not isinstance(outcome.metrics, dict) or not isinstance(outcome.metadata, dict):
+        raise RolloutError(f"{entry}: metrics and metadata of an Outcome must be dicts")
+    try:
+        msgspec.json.encode(outcome.metadata)
+    except (TypeError, ValueError) as error:
+        raise RolloutError(f"{entry}: metadata must be plain JSON data: {error}") from error
+    reward = None if outcome.reward is None else _number("reward", outcome.reward, entry)
+    metrics = {str(name): _number(f"metric {name!r}", number, entry) for name, number in outcome.metrics.items()}
+    return Outcome(reward=reward, metrics=metrics, metadata=outcome.metadata)
+
+
+def _number(name: str, value: Any, entry: str) -> float:
+    what = f"{entry}: {name} is {type(value).__name__} {value!r:.60}"
+    if not isinstance(value, Real) and not hasattr(type(value), "__float__"):  # a tensor or Decimal has the latter
+        raise RolloutError(f"{what}; a rollout returns a number, None or Outcome(reward=...)")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # a tensor of several elements, 10**400
+        raise RolloutError(f"{what}: {error}") from error
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {number}, not a finite number")
+    return number

@@ -1,0 +1,83 @@
+"""The counts of a run of rollouts, and showing them: a bar on a terminal, otherwise a log line every ten seconds."""
+
+import asyncio
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from art_cli.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
+
+REDRAW_S = 0.2
+LINE_S = 10.0  # between lines where there is no terminal
+
+
+@dataclass
+class Progress:
+    """How far a run of rollouts is. A trajectory is counted after it was handed over."""
+
+    title: str
+    total: int
+    sampled: Callable[[], int] = lambda: 0  # tokens sampled so far, those of unfinished rollouts included
+    done: int = 0  # failed ones included
+    failed: int = 0
+    reward_sum: float = 0.0
+    num_rewards: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    def count(self, trajectory: Trajectory) -> None:
+        self.done += 1
+        self.failed += trajectory.error is not None
+        if trajectory.error is None and trajectory.returned_reward is not None:
+            self.reward_sum += trajectory.returned_reward
+            self.num_rewards += 1
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Of the rollouts that returned one; None before the first."""
+        return self.reward_sum / self.num_rewards if self.num_rewards else None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.sampled() / max(time.monotonic() - self.started, 1e-9)
+
+    def facts(self) -> str:
+        """Example: "reward 0.412  2 failed  1,280 tok/s"."""
+        reward = [] if self.mean_reward is None else [f"reward {self.mean_reward:.3f}"]
+        failed = [f"{self.failed} failed"] if self.failed else []
+        return "  ".join([*reward, *failed, f"{self.tokens_per_s:,.0f} tok/s"])
+
+
+@contextlib.asynccontextmanager
+async def shown(progress: Progress) -> AsyncIterator[None]:
+    """Shows the counts on stderr for as long as the block runs."""
+    show = _draw if sys.stderr.isatty() else _report
+    task = asyncio.create_task(show(progress))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait((task,), timeout=LINE_S)
+
+
+async def _draw(progress: Progress) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[facts]}")
+    with Bar(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(progress.title, total=progress.total, facts="")
+        while True:
+            bar.update(task, completed=progress.done, facts=progress.facts())
+            await asyncio.sleep(REDRAW_S)
+
+
+async def _report(progress: Progress) -> None:
+    while True:
+        await asyncio.sleep(LINE_S)
+        log.info("%s: %d/%d rollouts  %s", progress.title, progress.done, progress.total, progress.facts())

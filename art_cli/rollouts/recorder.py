@@ -1,0 +1,172 @@
+"""One rollout's calls as a prefix tree of turns and a tree of messages, held in memory while the rollout lasts.
+
+Tokens are recorded as the engine was given them and as it sampled them, never rendered again from text. A turn goes on
+from the earlier turn whose sequence its prompt shares the most tokens with:
+
+    prompt continues a whole earlier sequence      kept = all of it, the conversation goes on
+    prompt leaves it somewhere                     kept = the tokens up to there, a branch
+    prompt shares nothing                          parent None, a tree of its own
+"""
+
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from art_cli.chat.replies import Choice, Reply
+from art_cli.chat.requests import Request, Sampling, text_of
+from art_cli.trajectory import Json, Turn
+
+_WIDTH = array("I").itemsize  # bytes per token id in a packed sequence
+
+
+class _Conversation(msgspec.Struct):
+    """Messages as the client sent them, the last reply included."""
+
+    messages: list[Json]
+    identity: list[tuple[object, ...]]  # of each message, whatever a client drops or adds when it sends one back
+    text: str | None = None  # plain completions: the last prompt and what was sampled after it
+
+
+class Recorder:
+    """Example: two calls, the second with the first one's reply in its prompt.
+
+    turns     [Turn(parent=None, kept=0, ...), Turn(parent=0, kept=<all of turn 0>, ...)]
+    messages  the second call's messages and its reply; branches is empty
+    """
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self.tools: list[Json] = []  # each once
+        self.num_calls = 0  # answered ones
+        self.is_over_limit = False  # a call was refused because the rollout had made all it may make
+        self.upstream_error: str | None = None  # why the latest call failed, where that was not the client's doing
+        self._sequences: list[bytes] = []  # [turn] packed token ids, prompt and sampled
+        self._conversations: list[_Conversation] = []  # the last one is the current one
+
+    @property
+    def messages(self) -> list[Json]:
+        """The conversation that the last call belongs to."""
+        return self._conversations[-1].messages if self._conversations else []
+
+    @property
+    def branches(self) -> list[list[Json]]:
+        """The other conversations, each whole."""
+        return [conversation.messages for conversation in self._conversations[:-1]]
+
+    def record(self, request: Request, reply: Reply) -> None:
+        """Adds one answered call: a turn and a conversation per choice.
+
+        A reply without token ids or logprobs (somebody else's endpoint) leaves messages and no turn.
+        """
+        self.num_calls += 1
+        self.upstream_error = None
+        self.tools += [tool for tool in request.tools if tool not in self.tools]
+        for choice in reply.choices:
+            if reply.prompt_ids and choice.token_ids and len(choice.logprobs) == len(choice.token_ids):
+                self._add_turn(request, reply, choice)
+        for choice in reversed(reply.choices):  # the first choice is the one that most clients go on with
+            self._add_conversation(request, choice)
+
+    def fail(self, error: str) -> None:
+        """Notes that a call was not answered, and not for the client's mistake."""
+        self.upstream_error = error
+
+    def metrics(self) -> dict[str, float]:
+        """Counts of the rollout: answered calls, branches, sampled tokens.
+
+        num_branches is the leaves of the token tree but one: 0 where every prompt continued what was there.
+        """
+        continued = {
+            turn.parent
+            for turn in self.turns
+            if turn.parent is not None and turn.kept * _WIDTH == len(self._sequences[turn.parent])
+        }
+        return {
+            "num_turns": self.num_calls,
+            "num_branches": max(0, len(self.turns) - len(continued) - 1),
+            "num_sampled": sum(len(turn.sampled_ids) for turn in self.turns),
+        }
+
+    # --- tokens -------------------------------------------------------------------------------------------------------
+
+    def _add_turn(self, request: Request, reply: Reply, choice: Choice) -> None:
+        sampling: Sampling = reply.sampling or request.sampling
+        prompt = array("I", reply.prompt_ids).tobytes()
+        parent, kept = self._find_parent(prompt)
+        self.turns.append(
+            Turn(
+                parent=parent,
+                kept=kept,
+                prompt_ids=reply.prompt_ids[kept:],
+                sampled_ids=choice.token_ids,
+                logprobs=choice.logprobs,
+                raw_logprobs=choice.raw_logprobs,
+                step=reply.step,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                finish_reason=choice.finish_reason,
+            )
+        )
+        self._sequences.append(prompt + array("I", choice.token_ids).tobytes())
+
+    def _find_parent(self, prompt: bytes) -> tuple[int | None, int]:
+        """The turn that shares the most tokens with `prompt`, the latest of equals, and how many; None for none."""
+        parent, kept = None, 0
+        for index in reversed(range(len(self._sequences))):
+            if len(self._sequences[index]) > kept * _WIDTH:
+                common = common_prefix(prompt, self._sequences[index])
+                if common > kept:
+                    parent, kept = index, common
+        return parent, kept
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def _add_conversation(self, request: Request, choice: Choice) -> None:
+        """Adds the call's conversation; it replaces the longest one that it goes on from."""
+        if request.messages is None:
+            self._add_text(request.prompt, choice.text)
+            return
+        message = choice.message or {"role": "assistant", "content": choice.text}
+        identity = [_identity(sent) for sent in request.messages]
+        extended = [c for c in self._conversations if c.text is None and _begins_with(identity, c.identity)]
+        self._replace(extended, _Conversation([*request.messages, message], [*identity, _identity(message)]))
+
+    def _add_text(self, prompt: str | list[int] | None, sampled: str) -> None:
+        """A plain completion as a conversation: what was not there before is the user's. Token ids have no text."""
+        text = prompt if isinstance(prompt, str) else ""
+        extended = [c for c in self._conversations if c.text and text.startswith(c.text)]
+        before = max(extended, key=lambda c: len(c.messages), default=_Conversation([], [], ""))
+        added = [{"role": "user", "content": text.removeprefix(before.text or "")}] if text != before.text else []
+        messages = [*before.messages, *added, {"role": "assistant", "content": sampled}]
+        self._replace(extended, _Conversation(messages, [], text + sampled))
+
+    def _replace(self, extended: Sequence[_Conversation], new: _Conversation) -> None:
+        if extended:
+            longest = max(extended, key=lambda c: len(c.messages))
+            self._conversations = [c for c in self._conversations if c is not longest]
+        self._conversations.append(new)
+
+
+def _identity(message: Json) -> tuple[object, ...]:
+    """What makes two messages the same one."""
+    functions = [call.get("function") or {} for call in message.get("tool_calls") or []]
+    calls = tuple((function.get("name"), function.get("arguments")) for function in functions)
+    return message.get("role"), text_of(message.get("content")), message.get("tool_call_id"), calls
+
+
+def _begins_with(whole: list[tuple[object, ...]], start: list[tuple[object, ...]]) -> bool:
+    return len(start) <= len(whole) and whole[: len(start)] == start
+
+
+def common_prefix(first: bytes, second: bytes) -> int:
+    """How many tokens two packed sequences begin with in common; bisection over slices, no loop over tokens."""
+    low, high = 0, min(len(first), len(second)) // _WIDTH
+    if first[: high * _WIDTH] == second[: high * _WIDTH]:
+        return high
+    while high - low > 1:  # the first `low` tokens agree, the first `high` do not
+        middle = (low + high) // 2
+        part = slice(low * _WIDTH, middle * _WIDTH)
+        low, high = (middle, high) if first[part] == second[part] else (low, middle)
+    return low

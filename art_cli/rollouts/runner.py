@@ -1,0 +1,217 @@
+"""Runs many rollouts at once and makes a Trajectory of each: concurrency, timeouts, turn limits, retries.
+
+It knows nothing of steps, judges or files: the caller plans, and writes what it is handed. A rollout that fails is a
+trajectory with `error`; only what would fail every rollout alike stops the run. Failed transport is tried again.
+"""
+
+import asyncio
+import inspect
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import msgspec
+
+from art_cli.config.schema import RolloutConfig
+from art_cli.errors import RolloutError
+from art_cli.rollouts import Rollout
+from art_cli.rollouts.attempt import AttemptError
+from art_cli.rollouts.command import CommandRollout
+from art_cli.rollouts.function import load_function
+from art_cli.rollouts.gateway import Gateway
+from art_cli.rollouts.policy import Outcome, Policy
+from art_cli.rollouts.progress import Progress, shown
+from art_cli.rollouts.recorder import Recorder
+from art_cli.trajectory import Trajectory
+
+Json = dict[str, Any]
+OnFinished = Callable[[Trajectory], Awaitable[None] | None]
+
+BACKOFF_S = 0.5  # before the second try; doubled for each further one
+NUM_ALIKE = 16  # so many failing alike from the very first: the agent is broken, not unlucky
+WRITE_TIMEOUT_S = 30.0  # for a trajectory on its way to the disk when the run is cancelled
+
+
+class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout to be played. Example: attempt 5 of 8 at scenario "easy-3", the third of step 2."""
+
+    trajectory_id: str
+    group_id: str
+    group_size: int
+    index: int  # its place in the group
+    scenario: Json
+    step: int  # the policy's step that plays it
+
+
+class _Attempt(NamedTuple):
+    """How one try went: what was recorded, what it returned, or why it failed."""
+
+    recorder: Recorder
+    outcome: Outcome
+    error: AttemptError | None
+
+
+def make_rollout(config: RolloutConfig, directory: Path) -> Rollout:
+    """The user's rollout, loaded. Raises UsageError or RolloutError: it cannot be."""
+    if config.command is not None:
+        return CommandRollout(config.command, directory=directory)
+    assert config.entry is not None, "a config has an entry or a command"
+    return load_function(config.entry, directory)
+
+
+class Runner:
+    """Plays rollouts against a gateway that is being served. Use it as `async with Runner(...) as runner`."""
+
+    def __init__(
+        self, config: RolloutConfig, directory: Path, gateway: Gateway, *, backoff_s: float = BACKOFF_S
+    ) -> None:
+        self._config = config
+        self._gateway = gateway
+        self._rollout = make_rollout(config, directory)
+        self._backoff_s = backoff_s
+        self._agent = _AgentWatch()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._rollout.close()
+
+    async def run(self, plans: Sequence[RolloutPlan], on_finished: OnFinished, *, title: str = "rollouts") -> Progress:
+        """Plays every plan, in order as places become free. Returns the counts.
+
+        Each trajectory is handed to `on_finished` and counted when that has returned. Cancelled, it lets what is being
+        written be written and drops what is being played. Raises RolloutError: every rollout would fail.
+        """
+        before = self._gateway.num_sampled
+        progress = Progress(title, len(plans), sampled=lambda: self._gateway.num_sampled - before)
+        waiting = iter(plans)
+        try:
+            async with shown(progress), asyncio.TaskGroup() as workers:
+                for _ in range(min(self._config.concurrency, len(plans))):
+                    workers.create_task(self._work(waiting, on_finished, progress))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return progress
+
+    async def _work(self, waiting: Iterator[RolloutPlan], on_finished: OnFinished, progress: Progress) -> None:
+        for plan in waiting:
+            trajectory = await self._play(plan)
+            await _hand_over(trajectory, on_finished)
+            progress.count(trajectory)
+            self._agent.check(trajectory)
+
+    async def _play(self, plan: RolloutPlan) -> Trajectory:
+        started_at, begin = time.time(), time.monotonic()
+        attempt, num_retries = await self._attempts(plan)
+        recorder, outcome, error = attempt
+        return Trajectory(
+            id=plan.trajectory_id,
+            group_id=plan.group_id,
+            group_size=plan.group_size,
+            index=plan.index,
+            step=plan.step,
+            scenario=plan.scenario,
+            messages=recorder.messages,
+            branches=recorder.branches,
+            tools=recorder.tools,
+            turns=recorder.turns,
+            metrics={**recorder.metrics(), "num_retries": num_retries, **outcome.metrics},
+            metadata=outcome.metadata,
+            returned_reward=outcome.reward,
+            error=None if error is None else str(error),
+            started_at=started_at,
+            duration_s=time.monotonic() - begin,
+        )
+
+    async def _attempts(self, plan: RolloutPlan) -> tuple[_Attempt, int]:
+        """The first attempt that did not fail by transport, or the last one there is time for; and how many retries."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.timeout_s
+        for number in range(self._config.retries + 1):
+            attempt = await self._attempt(plan, deadline)
+            pause = self._backoff_s * 2**number
+            if attempt.error is None or not attempt.error.is_transport or loop.time() + pause >= deadline:
+                break
+            if number < self._config.retries:
+                await asyncio.sleep(pause)
+        return attempt, number
+
+    async def _attempt(self, plan: RolloutPlan, deadline: float) -> _Attempt:
+        """One try, with a key and a recorder of its own."""
+        key = self._gateway.open(plan.trajectory_id)
+        policy = Policy(
+            base_url=self._gateway.base_url, api_key=key, model=self._gateway.model, step=self._gateway.step
+        )
+        outcome, error, is_late = Outcome(), None, False
+        try:
+            async with asyncio.timeout_at(deadline):
+                outcome = await self._rollout.play(policy, plan.scenario)
+        except AttemptError as failed:
+            error = failed
+        except TimeoutError:
+            is_late = True
+        finally:
+            recorder = self._gateway.close(key)
+        if is_late:
+            error = await self._timeout_error()
+        return _Attempt(recorder, outcome, self._judge_error(recorder, error, key))
+
+    async def _timeout_error(self) -> AttemptError:
+        guess = await self._rollout.explain_timeout()
+        return AttemptError("timeout", f"not finished after {self._config.timeout_s:g} s (rollout.timeout_s){guess}")
+
+    def _judge_error(self, recorder: Recorder, error: AttemptError | None, key: str) -> AttemptError | None:
+        """The error that counts. What the gateway saw of the calls says more than what the rollout made of it."""
+        if recorder.is_over_limit:
+            return AttemptError("turn_limit", f"more than {self._config.max_turns} model calls (rollout.max_turns)")
+        if error is None or error.kind == "timeout":
+            return error
+        is_transport = error.is_transport or recorder.upstream_error is not None
+        return AttemptError(error.kind, error.message.replace(key, "***"), is_transport=is_transport)
+
+
+async def _hand_over(trajectory: Trajectory, on_finished: OnFinished) -> None:
+    """Returns when the trajectory is where the caller wants it; a cancellation waits for that."""
+    result = on_finished(trajectory)
+    if not inspect.isawaitable(result):
+        return
+    writing = asyncio.ensure_future(result)
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait((writing,), timeout=WRITE_TIMEOUT_S)
+        raise
+
+
+class _AgentWatch:
+    """Notices that the very first rollouts all fail alike, so that a broken agent does not burn a whole run."""
+
+    def __init__(self) -> None:
+        self._alike: tuple[str, str] | None = None
+        self._num = 0
+        self._is_proven = False  # a rollout succeeded, or failed in another way
+
+    def check(self, trajectory: Trajectory) -> None:
+        """Raises RolloutError at the NUM_ALIKE-th."""
+        if self._is_proven:
+            return
+        alike = None if trajectory.error is None else _nature(trajectory.error)
+        if alike is None or self._alike not in (None, alike):
+            self._is_proven = True
+            return
+        self._alike = alike
+        self._num += 1
+        if self._num >= NUM_ALIKE:
+            raise RolloutError(f"the first {self._num} rollouts all failed alike, the last with {trajectory.error}")
+
+
+def _nature(error: str) -> tuple[str, str]:
+    """Kind and line of an error: what the same mistake has in common in all rollouts."""
+    place = re.search(r"\(([^()]+:\d+)\)$", error)
+    return error.partition(":")[0], place[1] if place else ""

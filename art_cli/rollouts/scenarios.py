@@ -1,0 +1,120 @@
+"""Reads scenarios, and says which ones a step plays. A scenario is a JSON object with an `id`."""
+
+import hashlib
+import inspect
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from art_cli.errors import DataError
+from art_cli.plugins import resolve
+
+Json = dict[str, Any]
+
+MAX_SCENARIOS = 1_000_000  # an iterable that goes past it never ends
+
+
+def load_scenarios(spec: str, directory: Path) -> list[Json]:
+    """The scenarios of a JSON-lines file, or of what "file.py:function" or "module:function" returns, in its order.
+
+    Paths are relative to `directory`. Raises DataError: no such file, a line or item that is not an object with an id,
+    an id twice, none at all; UsageError where the function cannot be loaded.
+    """
+    path = directory / spec
+    if path.is_file() or ":" not in spec:
+        scenarios, source = _read(path), str(path)
+    else:
+        scenarios, source = _call(spec, directory), spec
+    if not scenarios:
+        raise DataError("no scenarios; at least one is needed", source)
+    return scenarios
+
+
+def _read(path: Path) -> list[Json]:
+    if not path.is_file():
+        raise DataError("no such file; `rollout.scenarios` names a JSON-lines file or 'file.py:function'", path)
+    scenarios: list[Json] = []
+    lines: dict[str, int] = {}  # id -> line
+    for number, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            scenario = msgspec.json.decode(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"not a JSON object on one line: {error}", path, number) from None
+        scenarios.append(_check(scenario, path, number))
+        first = lines.setdefault(str(scenario["id"]), number)
+        if first != number:
+            raise DataError(f"the id {scenario['id']!r} is there already, in line {first}", path, number)
+    return scenarios
+
+
+def _call(spec: str, directory: Path) -> list[Json]:
+    made = resolve(spec, base=directory)
+    try:
+        items = made() if callable(made) else made
+        if inspect.isawaitable(items) or isinstance(items, str | bytes | dict) or not isinstance(items, Iterable):
+            raise DataError(f"expected an iterable of objects with an id, not {type(items).__name__}", spec)
+        scenarios = _collect(items, spec)
+    except DataError:
+        raise
+    except Exception as error:  # the boundary to the user's function
+        raise DataError(f"it raised {type(error).__name__}: {error}", spec) from error
+    return scenarios
+
+
+def _collect(items: Iterable[Any], spec: str) -> list[Json]:
+    scenarios: dict[str, Json] = {}
+    for number, item in enumerate(items, 1):
+        if number > MAX_SCENARIOS:
+            raise DataError(f"more than {MAX_SCENARIOS} scenarios; does the iterable end?", spec)
+        scenario = _check(item, f"{spec}, item {number}")
+        try:
+            msgspec.json.encode(scenario)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"a scenario is plain JSON data: {error}", f"{spec}, item {number}") from None
+        if str(scenario["id"]) in scenarios:
+            raise DataError(f"the id {scenario['id']!r} is there already", f"{spec}, item {number}")
+        scenarios[str(scenario["id"])] = scenario
+    return list(scenarios.values())
+
+
+def _check(value: Any, source: object, line: int | None = None) -> Json:
+    if not isinstance(value, dict):
+        raise DataError(f"a scenario is a JSON object, not {type(value).__name__}", source, line)
+    if "id" not in value:
+        raise DataError('the scenario has no "id"', source, line)
+    if not isinstance(value["id"], str | int) or isinstance(value["id"], bool) or value["id"] == "":
+        raise DataError(f'"id" is a string or a whole number, not {value["id"]!r}', source, line)
+    return value
+
+
+class ScenarioOrder:
+    """Which scenarios each step plays: epochs one after the other, each in a new seeded order.
+
+    A pure function of ids, seed and step, so that a resumed run needs to remember nothing. With `shuffle` it does not
+    depend on the order of the ids either.
+    """
+
+    def __init__(self, ids: Sequence[str | int], *, seed: int, shuffle: bool = True) -> None:
+        assert ids, "no scenarios to order"
+        self._ids = [str(id) for id in ids]
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = lru_cache(maxsize=2)(self._order)  # a step seldom spans more than two
+
+    def groups(self, step: int, groups_per_step: int) -> list[int]:
+        """Places in `ids` of the scenarios that step plays; one of them twice where a step is longer than an epoch."""
+        positions = range(step * groups_per_step, (step + 1) * groups_per_step)
+        return [self._epoch(position // len(self._ids))[position % len(self._ids)] for position in positions]
+
+    def _order(self, epoch: int) -> list[int]:
+        """The permutation of one epoch: by the hash of seed, epoch and id."""
+        places = list(range(len(self._ids)))
+        if not self._shuffle:
+            return places
+        keys = [hashlib.sha256(f"{self._seed}/{epoch}/{id}".encode()).digest() for id in self._ids]
+        return sorted(places, key=keys.__getitem__)

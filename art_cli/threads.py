@@ -1,0 +1,123 @@
+"""Runs other people's code where it cannot hold up this process's event loop.
+
+LoopThread      an event loop of its own in a thread, for async functions that may block
+call_in_thread  a blocking function in a thread of its own
+
+The threads are daemons and belong to no pool: a function that never returns is given up, takes no place that others
+wait for, and does not keep the process from ending.
+"""
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+async def call_in_thread(function: Callable[..., Result], *arguments: Any) -> Result:
+    """The result of `function(*arguments)`; cancelled, it returns at once and the thread is left to itself."""
+    future: Future[Result] = Future()
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            result = context.run(function, *arguments)
+        except BaseException as error:  # also SystemExit, which would end this thread and nobody would know
+            _settle(future, error=_contained(error))
+        else:
+            _settle(future, result=result)
+
+    threading.Thread(target=work, name=f"call {getattr(function, '__name__', function)}", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def _contained(error: BaseException) -> BaseException:
+    """The error in a form that can cross into an event loop without breaking it.
+
+    A SystemExit or KeyboardInterrupt would end the loop itself, and asyncio's futures refuse a StopIteration.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
+
+
+def _settle(future: Future[Any], *, result: Any = None, error: BaseException | None = None) -> None:
+    """Gives the future its end, unless nobody waits for it any more."""
+    if future.set_running_or_notify_cancel():
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+
+class LoopThread:
+    """An event loop in a daemon thread; it starts with the first `run`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """The coroutine's result, awaited from another loop; cancelling it cancels the coroutine over there."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_contain(coroutine), self._start()))
+
+    async def is_blocked(self, timeout_s: float) -> bool:
+        """Whether the loop does not get round to anything within that time: code in it blocks."""
+        if self._loop is None:
+            return False
+        turn: Future[None] = Future()
+        self._loop.call_soon_threadsafe(turn.set_result, None)
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(turn), timeout_s)
+        except TimeoutError:
+            return True
+        return False
+
+    async def close(self, last: Callable[[], Awaitable[None]], timeout_s: float) -> None:
+        """Cancels what runs there, awaits `last` and stops the loop; gives up on code that does not let go in time."""
+        if self._loop is None or self._thread is None:
+            return
+        loop, thread = self._loop, self._thread
+        self._loop = self._thread = None
+        stopping = asyncio.run_coroutine_threadsafe(_wind_up(last, timeout_s), loop)
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(stopping), 2 * timeout_s)
+        except TimeoutError:
+            return  # blocked: the thread is a daemon and ends with the process
+        loop.call_soon_threadsafe(loop.stop)
+        await asyncio.to_thread(thread.join, timeout_s)
+        if not thread.is_alive():
+            loop.close()
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=_run, args=(self._loop,), name=self._name, daemon=True)
+            self._thread.start()
+        return self._loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+
+
+async def _contain(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    try:
+        return await coroutine
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _contained(error) from error
+
+
+async def _wind_up(last: Callable[[], Awaitable[None]], timeout_s: float) -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=timeout_s)
+    await last()
+    await asyncio.get_running_loop().shutdown_asyncgens()
