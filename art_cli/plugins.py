@@ -69,3 +69,12 @@ def _where(error: BaseException, path: Path) -> str:
         return f"{error.filename}:{error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
     return f"{path}:{lines[-1]}" if lines else str(path)
+
+
+def place_of(error: BaseException, root: Path) -> str | None:
+    """`file:line` where a user's code raised: the innermost frame of a file under `root`, relative to it; or None."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_relative_to(root) and "site-packages" not in path.parts:
+            return f"{path.relative_to(root)}:{frame.lineno}"
+    return None

@@ -77,7 +77,7 @@ class LoopThread:
             return True
         return False
 
-    async def close(self, last: Callable[[], Awaitable[None]], timeout_s: float) -> None:
+    async def close(self, timeout_s: float, last: Callable[[], Awaitable[None]] | None = None) -> None:
         """Cancels what runs there, awaits `last` and stops the loop; gives up on code that does not let go in time."""
         if self._loop is None or self._thread is None:
             return
@@ -113,11 +113,12 @@ async def _contain(coroutine: Coroutine[Any, Any, Result]) -> Result:
         raise _contained(error) from error
 
 
-async def _wind_up(last: Callable[[], Awaitable[None]], timeout_s: float) -> None:
+async def _wind_up(last: Callable[[], Awaitable[None]] | None, timeout_s: float) -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
     if tasks:
         await asyncio.wait(tasks, timeout=timeout_s)
-    await last()
+    if last is not None:
+        await last()
     await asyncio.get_running_loop().shutdown_asyncgens()

@@ -5,11 +5,16 @@ score it does not invent: it raises JudgeError and the group stays owed.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from art_cli.plugins import resolve
 from art_cli.trajectory import Score, Trajectory
+
+if TYPE_CHECKING:
+    from art_cli.config.schema import JudgeConfig
 
 BUILT_INS = {
     "rollout": "art_cli.judges.rollout:RolloutJudge",
@@ -31,3 +36,12 @@ class Judge(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def make_judge(config: "JudgeConfig", directory: Path) -> Judge:
+    """The judge that a configuration names, made as `Class(config, directory)`; paths are relative to `directory`.
+
+    Raises UsageError: what the configuration names cannot be loaded.
+    """
+    judge: Judge = resolve(BUILT_INS[config.name], base=directory)(config, directory)
+    return judge

@@ -4,8 +4,9 @@
 rollout would fail with it. Only failures of transport are tried again.
 """
 
-import traceback
 from pathlib import Path
+
+from art_cli.plugins import place_of
 
 MAX_ERROR_LENGTH = 2000  # characters of an error kept in a trajectory
 
@@ -41,7 +42,7 @@ class AttemptError(Exception):
 
 def from_exception(error: BaseException, root: Path) -> AttemptError:
     """What a user's code raised, with the line of it: the innermost frame of a file under `root`."""
-    place = _place(error, root)
+    place = place_of(error, root)
     message = f"{error} ({place})" if place else str(error)
     return AttemptError(type(error).__name__, message.strip(), is_transport=is_transport_error(error))
 
@@ -50,12 +51,3 @@ def is_transport_error(error: BaseException) -> bool:
     """Whether a connection failed or the other side did, rather than the code that used it."""
     names = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(error).__mro__}
     return bool(names & _TRANSPORT)
-
-
-def _place(error: BaseException, root: Path) -> str | None:
-    """`file:line`, the file relative to `root`; None where no frame is the user's."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if path.is_relative_to(root) and "site-packages" not in path.parts:
-            return f"{path.relative_to(root)}:{frame.lineno}"
-    return None

@@ -64,7 +64,7 @@ class FunctionRollout:
 
     async def close(self) -> None:
         if self._is_async:
-            await self._loop.close(self._connections.close, CLOSE_TIMEOUT_S)
+            await self._loop.close(CLOSE_TIMEOUT_S, last=self._connections.close)
         else:
             await self._connections.close()
 
