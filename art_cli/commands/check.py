@@ -20,7 +20,7 @@ from art_cli.config.compose import LoadedConfig, check_trainable, load_config
 from art_cli.errors import ArtError
 from art_cli.judges import make_judge
 from art_cli.learners import Learner, make_learner
-from art_cli.learners.transcripts import load_demos
+from art_cli.learners.demos import load_demos
 from art_cli.loop.generate import plan_groups
 from art_cli.loop.sampler import open_sampler
 from art_cli.model import Weights, find_base, load_weights

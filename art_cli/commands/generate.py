@@ -14,6 +14,7 @@ from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.loop.generate import owed, plan_groups
 from art_cli.loop.policy import PolicySource, find_policy, open_policy
 from art_cli.loop.sampler import open_sampler
+from art_cli.model import Weights
 from art_cli.rollouts.scenarios import ScenarioOrder, load_scenarios
 from art_cli.run_dir import LineWriter, read_lines
 from art_cli.trajectory import Trajectory
@@ -33,7 +34,9 @@ def run(*, config: Path, overrides: Sequence[str], output: Path, checkpoint: Pat
     sys.stdout.write(f"{output}: {num} trajectories\n")
 
 
-async def _generate(loaded: LoadedConfig, weights, source: PolicySource, output: Path, step: int) -> int:
+async def _generate(
+    loaded: LoadedConfig, weights: Weights | None, source: PolicySource, output: Path, step: int
+) -> int:
     config = loaded.config.rollout
     scenarios = load_scenarios(config.scenarios, loaded.directory)
     order = ScenarioOrder([s["id"] for s in scenarios], seed=loaded.config.train.seed, shuffle=config.shuffle)

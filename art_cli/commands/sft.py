@@ -7,7 +7,7 @@ from pathlib import Path
 
 from art_cli.config.compose import load_config
 from art_cli.config.schema import SftConfig
-from art_cli.learners.transcripts import load_demos
+from art_cli.learners.demos import load_demos
 from art_cli.loop.policy import PolicySource, find_policy, open_learner, save_learner
 
 

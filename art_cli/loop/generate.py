@@ -9,6 +9,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from art_cli.errors import JudgeError
 from art_cli.judges import Judge, Verdict
@@ -17,6 +18,7 @@ from art_cli.run_dir import LineWriter
 from art_cli.trajectory import Json, ScoredTrajectory, Trajectory, score_trajectory
 
 log = logging.getLogger(__name__)
+AnyTrajectory = TypeVar("AnyTrajectory", bound=Trajectory)
 
 
 def plan_groups(scenarios: Sequence[Json], *, step: int, group_size: int, prefix: str = "s") -> list[RolloutPlan]:
@@ -47,12 +49,12 @@ def owed(plans: Sequence[RolloutPlan], done: Iterable[Trajectory]) -> list[Rollo
     return [plan for plan in plans if plan.trajectory_id not in finished]
 
 
-def group(trajectories: Iterable[Trajectory]) -> dict[str, list[Trajectory]]:
+def group(trajectories: Iterable[AnyTrajectory]) -> dict[str, list[AnyTrajectory]]:
     """The complete groups, each in order of place; of a place written twice the last line counts.
 
     (A group whose scored lines were torn by a kill is judged and written again, whole.)
     """
-    places: dict[str, dict[int, Trajectory]] = defaultdict(dict)
+    places: dict[str, dict[int, AnyTrajectory]] = defaultdict(dict)
     for trajectory in trajectories:
         places[trajectory.group_id][trajectory.index] = trajectory
     return {

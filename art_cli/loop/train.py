@@ -14,19 +14,18 @@ import math
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from art_cli.config.compose import LoadedConfig, check_trainable, config_difference, config_hash
-from art_cli.engines import describe_engine
 from art_cli.errors import Interrupted, RunError
 from art_cli.judges import Judge, make_judge
 from art_cli.learners import Learner, StepMetrics, make_learner
-from art_cli.learners.transcripts import load_demos
+from art_cli.learners.demos import load_demos
 from art_cli.loop import proof
 from art_cli.loop.evaluate import play_evaluation, values_by_scenario
 from art_cli.loop.generate import GroupScorer, group, owed, plan_groups
@@ -38,6 +37,7 @@ from art_cli.trackers import Tracker, make_tracker
 from art_cli.trajectory import ScoredTrajectory, Trajectory
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class TrainingRun:
         self.interrupts = 0
 
     async def train(self) -> TrainResult:
-        log.info("%s", describe_engine(self.config, self.weights))
+        log.info("%s", self._describe())
         with self._interruptible():
             try:
                 step = await self._find_start()
@@ -126,7 +126,7 @@ class TrainingRun:
                     while step < self.config.train.steps:
                         await self._take_step(sampler, step)
                         step += 1
-                        self._stop_if_interrupted(step)
+                        self._stop_if_interrupted()
                         await self._evaluate(sampler, step)
                         self._prune(step)
             except asyncio.CancelledError:
@@ -135,6 +135,15 @@ class TrainingRun:
                 await self.judge.close()
                 self.tracker.close()
         return TrainResult(self.run.root, step, False, _evaluations(self.run))
+
+    def _describe(self) -> str:
+        model, device = self.weights.model, self.weights.device
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        whole = sum(p.numel() for p in model.parameters())
+        return (
+            f"{self.config.name}: {self.config.model.base}, {whole / 1e6:.1f}M parameters, {trained / 1e6:.2f}M trained, "
+            f"engine {self.config.engine.name}, learner {self.config.learner.name} on {device}"
+        )
 
     # --- where to begin -----------------------------------------------------------------------------------------------
 
@@ -182,9 +191,7 @@ class TrainingRun:
         chosen = self.order.groups(step, self.config.rollout.groups_per_step)
         plans = plan_groups([self.scenarios[i] for i in chosen], step=step, group_size=self.config.rollout.group_size)
         done = self.run.trajectories(step)
-        scored = {
-            name: [t for t in g if isinstance(t, ScoredTrajectory)] for name, g in group(self.run.scored(step)).items()
-        }
+        scored = group(self.run.scored(step))
         with LineWriter(self.run.trajectories_path(step)) as played, LineWriter(self.run.scored_path(step)) as out:
             scorer = GroupScorer(self.judge, out, scored)
             for trajectory in done:
@@ -305,7 +312,7 @@ class TrainingRun:
             for number in signals:
                 loop.remove_signal_handler(number)
 
-    async def _off_loop(self, function: Any, *arguments: Any) -> Any:
+    async def _off_loop(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """`function` in a thread. An interrupt waits for it, since a thread cannot be stopped halfway."""
         self._is_updating = True
         try:
@@ -313,7 +320,7 @@ class TrainingRun:
         finally:
             self._is_updating = False
 
-    def _stop_if_interrupted(self, step: int) -> None:
+    def _stop_if_interrupted(self) -> None:
         if self.interrupts:
             raise self._interruption()
 
