@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_weights
-from trees import logprobs_of, sampled, scored, turn
+from trees import logprobs_of, sampled, scored, turn, turn_trees
 
 from art_cli.config.schema import (
     CispoConfig,
@@ -47,27 +47,6 @@ def learner(weights: Weights, loss: LossConfig | None = None, **knobs: object) -
 
 
 # --- contract 1 -------------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def turn_trees(draw: st.DrawFn, num_turns: int) -> list[Turn]:
-    """Turns that go on from each other, whole or from anywhere inside, to depth 4; few tokens, much is shared."""
-    token = st.integers(0, 3)
-    turns: list[Turn] = []
-    depths: list[int] = []
-    for index in range(num_turns):
-        open_turns = [i for i in range(index) if depths[i] < 4]
-        parent = draw(st.sampled_from([None, *open_turns]))
-        kept = 0
-        if parent is not None:
-            length = len(sequence(turns, parent))
-            kept = draw(st.one_of(st.just(length), st.integers(1, length)))
-        prompt = draw(st.lists(token, min_size=1 if parent is None else 0, max_size=4))
-        made = draw(st.lists(token, min_size=0 if prompt else 1, max_size=4))
-        temperature = draw(st.sampled_from([1.0, 1.0, 0.7]))
-        turns.append(turn(prompt, made, parent=parent, kept=kept, temperature=temperature))
-        depths.append(1 if parent is None else depths[parent] + 1)
-    return turns
 
 
 @st.composite

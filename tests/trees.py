@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from art_cli.model import Weights
@@ -51,3 +52,24 @@ def scored(
         **fields,  # type: ignore[arg-type]
     )
     return score_trajectory(trajectory, reward)
+
+
+@st.composite
+def turn_trees(draw: st.DrawFn, num_turns: int) -> list[Turn]:
+    """Turns that go on from each other, whole or from anywhere inside, to depth 4; few tokens, much is shared."""
+    token = st.integers(0, 3)
+    turns: list[Turn] = []
+    depths: list[int] = []
+    for index in range(num_turns):
+        open_turns = [i for i in range(index) if depths[i] < 4]
+        parent = draw(st.sampled_from([None, *open_turns]))
+        kept = 0
+        if parent is not None:
+            length = len(sequence(turns, parent))
+            kept = draw(st.one_of(st.just(length), st.integers(1, length)))
+        prompt = draw(st.lists(token, min_size=1 if parent is None else 0, max_size=4))
+        made = draw(st.lists(token, min_size=0 if prompt else 1, max_size=4))
+        temperature = draw(st.sampled_from([1.0, 1.0, 0.7]))
+        turns.append(turn(prompt, made, parent=parent, kept=kept, temperature=temperature))
+        depths.append(1 if parent is None else depths[parent] + 1)
+    return turns
