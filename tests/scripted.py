@@ -154,7 +154,7 @@ def _pieces(whole: Choice) -> list[Choice]:
         Choice(
             index=whole.index,
             message=delta if whole.message is not None else None,
-            text=delta.get("content", ""),
+            text="" if place == len(deltas) - 1 and whole.finish_reason != "length" else whole.tokens[place],
             token_ids=[whole.token_ids[place]],
             logprobs=[whole.logprobs[place]],
             raw_logprobs=[whole.raw_logprobs[place]] if whole.raw_logprobs is not None else None,

@@ -221,7 +221,7 @@ class StreamRenderer:
         """A choice's first event: in chat the role, in plain text the echo; the prompt's token ids go with it."""
         extra: Json = {}
         if self._request.wants_token_ids and chunk.prompt_ids is not None:
-            extra = {"prompt_token_ids": chunk.prompt_ids, "step": chunk.step}
+            extra = {"prompt_token_ids": chunk.prompt_ids}
         if not (self._is_chat or self._request.echo or extra):
             return b""
         echo = self._request.prompt if self._request.echo else ""
@@ -230,7 +230,7 @@ class StreamRenderer:
         return self._event(chunk, choice, extra)
 
     def _chat_delta(self, choice: Choice) -> Json:
-        delta = dict(choice.message or {"content": choice.text})
+        delta = {"content": choice.text} if choice.message is None else choice.message
         delta = {name: value for name, value in delta.items() if name != "role" and value}
         if "tool_calls" in delta:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
@@ -259,7 +259,8 @@ class StreamRenderer:
 
     def _head(self, chunk: Chunk) -> Json:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        return {"id": chunk.id, "object": kind, "created": chunk.created, "model": chunk.model}
+        step = {"step": chunk.step} if self._request.wants_token_ids else {}
+        return {"id": chunk.id, "object": kind, "created": chunk.created, "model": chunk.model, **step}
 
 
 # --- put together -----------------------------------------------------------------------------------------------------
@@ -316,12 +317,14 @@ def _extend(whole: Choice, piece: Choice) -> None:
 
 
 def _settle(choice: Choice) -> Choice:
-    """None for what the pieces did not carry."""
+    """None for what the pieces did not carry; content is null beside tool calls, and otherwise text, if empty."""
     num_tokens = len(choice.logprobs)
     if len(choice.raw_logprobs or ()) != num_tokens:
         choice.raw_logprobs = None
     if len(choice.top_logprobs or ()) != num_tokens:
         choice.top_logprobs = None
+    if choice.message is not None:
+        choice.message["content"] = choice.message["content"] or (None if "tool_calls" in choice.message else "")
     return choice
 
 
