@@ -71,9 +71,10 @@ def test_engine_and_learner_agree_on_every_sampled_token(finished: Path) -> None
 
 
 def test_letters_become_likelier(tmp_path: Path) -> None:
-    """About 20 % of the bytes are letters at the start; the reward is their share."""
-    result = run(tmp_path, "train.steps=12", "train.learning_rate=3e-2", "rollout.group_size=8", "eval.every=99")
-    assert result.evaluations[12]["reward"] > result.evaluations[0]["reward"] + 0.3
+    """A quarter of what a random model says is letters; their share is the reward. Seen: 0.24 -> 0.77 in 12 steps."""
+    root = run(tmp_path, "train.steps=12", "train.learning_rate=0.1", "rollout.group_size=8", "eval=null").root
+    rewards = [line.metrics["reward_mean"] for line in RunDir(root).metrics()]
+    assert rewards[-1] > rewards[0] + 0.3
 
 
 def test_a_finished_run_says_so_and_more_steps_go_on_from_it(finished: Path) -> None:
