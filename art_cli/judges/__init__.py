@@ -20,7 +20,10 @@ BUILT_INS = {
     "rollout": "art_cli.judges.rollout:RolloutJudge",
     "function": "art_cli.judges.function:FunctionJudge",
     "ruler": "art_cli.judges.ruler:RulerJudge",
+    "reward_model": "art_cli.judges.reward_model:RewardModelJudge",
+    "blend": "art_cli.judges.blend:BlendJudge",
 }
+SPENDING = frozenset({"ruler", "blend"})  # judges that cost money, and keep to a budget
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,10 +41,12 @@ class Judge(Protocol):
     async def close(self) -> None: ...
 
 
-def make_judge(config: "JudgeConfig", directory: Path) -> Judge:
+def make_judge(config: "JudgeConfig", directory: Path, *, job: str = "") -> Judge:
     """The judge that a configuration names, made as `Class(config, directory)`; paths are relative to `directory`.
 
-    Raises UsageError: what the configuration names cannot be loaded.
+    `job` names whose budget is spent: what it spent before, in other processes, counts. Raises UsageError: what the
+    configuration names cannot be loaded.
     """
-    judge: Judge = resolve(BUILT_INS[config.name], base=directory)(config, directory)
+    kind = resolve(BUILT_INS[config.name], base=directory)
+    judge: Judge = kind(config, directory, job=job) if config.name in SPENDING else kind(config, directory)
     return judge

@@ -1,0 +1,72 @@
+"""Judges many groups at once: as many in flight as keep the calls busy, each handed on the moment it is done.
+
+Groups are drawn from an iterator only when there is room, so that memory does not grow with their number. A group that
+cannot be scored is counted and stays owed; when no further group can be (`JudgeStopped`), what is in flight is finished
+and nothing new begun.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from art_cli.errors import JudgeError, JudgeStopped
+from art_cli.judges import Judge
+from art_cli.trajectory import ScoredTrajectory, Trajectory, score_trajectory
+
+log = logging.getLogger(__name__)
+
+Keep = Callable[[list[ScoredTrajectory]], None]
+
+
+@dataclass
+class Tally:
+    """What became of the groups. `owed` says why, by group id; `stopped` why no further group was begun."""
+
+    num_scored: int = 0
+    owed: dict[str, str] = field(default_factory=dict)
+    stopped: str | None = None
+
+
+async def judge_group(judge: Judge, group: Sequence[Trajectory]) -> list[ScoredTrajectory]:
+    """The group scored, in its order; the judge sees only what finished without error. Raises JudgeError."""
+    verdicts = await judge.judge([trajectory for trajectory in group if trajectory.error is None])
+    scored = []
+    for trajectory in group:
+        if trajectory.error is not None:
+            scored.append(score_trajectory(trajectory, None))
+        else:
+            verdict = verdicts[trajectory.id]
+            scored.append(score_trajectory(trajectory, verdict.reward, verdict.scores))
+    return scored
+
+
+async def judge_groups(
+    judge: Judge,
+    groups: Iterator[list[Trajectory]],
+    keep: Keep,
+    *,
+    in_flight: int,
+    progress: Callable[[Tally], None] | None = None,
+) -> Tally:
+    """Judges all groups and `keep`s each. Cancelled, it lets go of what is in flight; what was kept stays kept."""
+    tally = Tally()
+
+    async def work() -> None:
+        while tally.stopped is None and (group := next(groups, None)) is not None:
+            try:
+                keep(await judge_group(judge, group))
+                tally.num_scored += 1
+            except JudgeError as error:
+                tally.owed[group[0].group_id] = str(error)
+                if isinstance(error, JudgeStopped):
+                    tally.stopped = tally.stopped or str(error)
+                else:
+                    log.warning("%s: not scored, still owed: %s", group[0].group_id, error)
+            if progress is not None:
+                progress(tally)
+
+    async with asyncio.TaskGroup() as workers:
+        for _ in range(in_flight):
+            workers.create_task(work())
+    return tally

@@ -1,0 +1,106 @@
+"""RewardModelJudge: a local sequence-classification model scores each conversation by one of its outputs.
+
+The model sees an attempt's main conversation through its tokenizer's chat template. Loaded at the first group, run in a
+thread, in batches of like length. torch and transformers are imported inside functions only.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from art_cli.config.schema import RewardModelJudgeConfig
+from art_cli.errors import JudgeError, JudgeStopped
+from art_cli.judges import Verdict
+from art_cli.judges.transcript import clean
+from art_cli.trajectory import Json, Score, Trajectory
+
+
+class RewardModelJudge:
+    def __init__(self, config: RewardModelJudgeConfig, directory: Path) -> None:
+        self.config, self._directory = config, directory
+        self._lock = asyncio.Lock()  # one forward pass at a time
+        self._loaded: tuple[Any, Any] | None = None  # model, tokenizer
+
+    async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
+        """The chosen output of each attempt. Raises JudgeError: it is not a finite number; JudgeStopped: no model."""
+        if not group:
+            return {}
+        async with self._lock:
+            values = await asyncio.to_thread(self._score, [trajectory.messages for trajectory in group])
+        return {
+            trajectory.id: Verdict(
+                reward=value, scores=[Score(judge="reward_model", model=self.config.model, score=value)]
+            )
+            for trajectory, value in zip(group, values, strict=True)
+        }
+
+    def _score(self, conversations: Sequence[Sequence[Json]]) -> list[float]:
+        """[G] the score of each conversation."""
+        import torch
+
+        model, tokenizer = self._load()
+        rows = [self._tokenize(tokenizer, model, conversation) for conversation in conversations]
+        values = [0.0] * len(rows)
+        by_length = sorted(range(len(rows)), key=lambda place: len(rows[place]))
+        size = self.config.batch_size
+        for start in range(0, len(rows), size):
+            places = by_length[start : start + size]
+            batch = tokenizer.pad({"input_ids": [rows[place] for place in places]}, return_tensors="pt").to(
+                model.device
+            )
+            with torch.inference_mode():
+                logits = model(**batch).logits.float()  # [B, labels]
+            for place, value in zip(places, self._activate(logits).tolist(), strict=True):
+                values[place] = value
+        if not all(value == value and abs(value) != float("inf") for value in values):
+            raise JudgeError(f"{self.config.model}: a score is not a finite number")
+        return values
+
+    def _activate(self, logits: Any) -> Any:
+        """[B] the configured label's score."""
+        if self.config.label >= logits.shape[-1]:
+            raise JudgeStopped(
+                f"judge.label {self.config.label}: {self.config.model} has {logits.shape[-1]} outputs, counted from 0"
+            )
+        if self.config.activation == "softmax":
+            return logits.softmax(-1)[:, self.config.label]
+        chosen = logits[:, self.config.label]
+        return chosen.sigmoid() if self.config.activation == "sigmoid" else chosen
+
+    def _tokenize(self, tokenizer: Any, model: Any, conversation: Sequence[Json]) -> list[int]:
+        """The conversation's token ids; of one that is too long the end."""
+        if tokenizer.chat_template:
+            ids = tokenizer.apply_chat_template(list(conversation), tokenize=True, return_dict=False)
+        else:
+            text = "\n\n".join(f"{message.get('role')}: {clean(message.get('content'))}" for message in conversation)
+            ids = tokenizer(text)["input_ids"]
+        longest = self.config.max_length or getattr(model.config, "max_position_embeddings", None) or len(ids)
+        return list(ids)[-longest:] or [tokenizer.pad_token_id or 0]
+
+    def _load(self) -> tuple[Any, Any]:
+        """Loads the model at the first call. Raises JudgeStopped when it cannot be."""
+        if self._loaded is not None:
+            return self._loaded
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        beside = self._directory / self.config.model
+        name = str(beside) if beside.is_dir() else self.config.model
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            model = AutoModelForSequenceClassification.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            line = " ".join(str(error).split())[:300]
+            raise JudgeStopped(f"judge.model: {self.config.model} cannot be loaded: {line}") from error
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if model.config.pad_token_id is None:
+            model.config.pad_token_id = tokenizer.pad_token_id
+        wanted = self.config.device
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+        self._loaded = (model.to(device).eval(), tokenizer)
+        return self._loaded
+
+    async def close(self) -> None:
+        self._loaded = None

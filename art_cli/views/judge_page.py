@@ -1,0 +1,57 @@
+"""The judge's report as one self-contained HTML page: what it agreed with, what it favours, what it cost, in plots.
+
+Takes the report as plain data (what `art judge --report --json` prints) and the sample of points; returns text.
+"""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from art_cli.views.plots import Point, axis, histogram, scatter
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 920px; margin: 2em auto; padding: 0 1em; color: #1c2330; }
+table { border-collapse: collapse; margin: .5em 0 1.5em; }
+td, th { text-align: left; padding: .2em 1.2em .2em 0; border-bottom: 1px solid #e3e6ec; }
+td { font-variant-numeric: tabular-nums; }
+th { font-weight: 600; } svg { margin: 0 1em 1em 0; } svg text { font-size: 11px; fill: #4a5365; }
+svg .title { font-size: 12px; font-weight: 600; fill: #1c2330; } .axes { fill: none; stroke: #8b93a5; }
+.dots { fill: #2f6fdb; fill-opacity: .35; } .bars { fill: #2f6fdb; } .fit { stroke: #d1472f; stroke-width: 2; }
+"""
+
+
+def judge_page(report: Mapping[str, Any], sample: Mapping[str, Any], lines: Sequence[tuple[str, str]]) -> str:
+    """The page. `lines` are the report's lines as (name, value), the same that the terminal shows."""
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in lines)
+    title = f"Judge report: {report['path']}"
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>"
+        f"<table>{rows}</table>{''.join(_plots(report, sample))}</body></html>\n"
+    )
+
+
+def _plots(report: Mapping[str, Any], sample: Mapping[str, Any]) -> list[str]:
+    """The plots that the sample has points for."""
+    plots = []
+    if positions := [(float(x), float(y)) for x, y in sample["positions"]]:
+        plots.append(_order_plot(positions, report["judges"][0]["order_bias"]))
+    if gold := [(float(x), float(y)) for x, y in sample["gold"]]:
+        x = axis([point[0] for point in gold], str(report["gold"]))
+        plots.append(scatter("Reward against gold", gold, x, axis([], "reward", low=0.0, high=1.0)))
+    if rewards := sample["rewards"]:
+        x = axis(rewards, "reward", low=min(0.0, *rewards), high=max(1.0, *rewards))
+        plots.append(histogram("Rewards", rewards, x))
+    if spreads := sample["spreads"]:
+        plots.append(
+            histogram("Spread of the votes on one attempt", spreads, axis(spreads, "standard deviation", low=0.0))
+        )
+    return plots
+
+
+def _order_plot(points: Sequence[Point], bias: Mapping[str, Any] | None) -> str:
+    """Votes by place. The line falls by the order bias from the first place to the last."""
+    y = axis([point[1] for point in points], "vote less its mean")
+    value = float(bias["value"]) if bias else 0.0
+    line = ((0.0, value / 2), (1.0, -value / 2))
+    return scatter("Score by place in the prompt", points, axis([], "place: first to last", low=0.0, high=1.0), y, line)
