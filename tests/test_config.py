@@ -254,8 +254,14 @@ def test_a_value_still_to_be_given_is_a_mistake_until_it_is_given() -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("a: [1,\nb: 2\n", "config.yaml:3: not valid YAML: expected ',' or ']', but got '<stream end>'"),
-        ("a: 1\na: 2\n", "config.yaml:2: not valid YAML: found duplicate key a"),
+        (
+            "a: [1,\nb: 2\n",
+            "config.yaml:3: not valid YAML: while parsing a flow sequence from line 1: expected ',' or ']'",
+        ),
+        (
+            "a: 1\na: 2\n",
+            "config.yaml:2: not valid YAML: while constructing a mapping from line 1: found duplicate key a",
+        ),
         ("a: 1\n\tb: 2\n", "config.yaml:2: not valid YAML: found character '\\t' that cannot start any token"),
         ("- a\n- b\n", "config.yaml:1: expected 'key: value' lines, not a list"),
         (
@@ -273,7 +279,8 @@ def test_a_file_that_cannot_be_read_is_one_line(text: str, line: str) -> None:
 def test_a_syntax_error_in_an_inherited_file_names_that_file() -> None:
     write("model: {base: m\n", "base.yaml")
     assert mistakes("defaults: [base]\n") == [
-        "base.yaml:2: not valid YAML: expected ',' or '}', but got '<stream end>'"
+        "base.yaml:2: not valid YAML: while parsing a flow mapping from line 1: "
+        "expected ',' or '}', but got '<stream end>'"
     ]
 
 

@@ -240,9 +240,9 @@ def _no_such_file(path: Path) -> str:
         return "a directory; name the file in it" + (f", for example {show(found[0])}" if found else "")
     if not path.parent.is_dir():
         return f"no such file; there is no directory {show(path.parent)}"
-    names = [file.name for file in path.parent.iterdir() if file.is_file()]
-    near = get_close_matches(path.name, names, n=1, cutoff=0.5)
-    return "no such file" + "".join(f"; did you mean {show(path.parent / name)!r}?" for name in near)
+    stems = {file.stem: file for file in sorted(path.parent.iterdir()) if file.suffix in (".yaml", ".yml")}
+    near = get_close_matches(path.stem, list(stems), n=1)
+    return "no such file" + "".join(f"; did you mean {show(stems[stem])!r}?" for stem in near)
 
 
 def _bad_yaml(error: yaml.YAMLError, path: Path) -> Problem:
@@ -251,6 +251,9 @@ def _bad_yaml(error: yaml.YAMLError, path: Path) -> Problem:
     file = Path(mark.name) if mark is not None and Path(mark.name).is_file() else path
     place = f"{show(file)}:{mark.line + 1}" if mark is not None else show(file)
     what = getattr(error, "problem", None) or str(error).splitlines()[0]
+    begin = getattr(error, "context_mark", None)
+    if mark is not None and begin is not None and begin.line < mark.line:
+        what = f"{error.context} from line {begin.line + 1}: {what}"  # type: ignore[attr-defined]
     return Problem("", place, f"not valid YAML: {what}")
 
 

@@ -1,0 +1,58 @@
+"""Trains language-model agents by reinforcement learning, from a YAML file and one Python function.
+
+What a rollout's author or a notebook needs is here by name, and imported when it is first used:
+
+    from art_cli import Outcome                                        # in rollout.py
+    await art_cli.train(art_cli.load_config(Path("config.yaml")))      # in a notebook
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from art_cli.config.compose import LoadedConfig, load_config
+    from art_cli.config.schema import RunConfig
+    from art_cli.errors import ArtError
+    from art_cli.loop.train import TrainResult, train
+    from art_cli.rollouts.policy import Outcome, Policy
+    from art_cli.trajectory import Score, ScoredTrajectory, Trajectory, Turn
+
+_HOMES = {
+    "ArtError": "errors",
+    "LoadedConfig": "config.compose",
+    "Outcome": "rollouts.policy",
+    "Policy": "rollouts.policy",
+    "RunConfig": "config.schema",
+    "Score": "trajectory",
+    "ScoredTrajectory": "trajectory",
+    "TrainResult": "loop.train",
+    "Trajectory": "trajectory",
+    "Turn": "trajectory",
+    "load_config": "config.compose",
+    "train": "loop.train",
+}
+
+__all__ = [
+    "ArtError",
+    "LoadedConfig",
+    "Outcome",
+    "Policy",
+    "RunConfig",
+    "Score",
+    "ScoredTrajectory",
+    "TrainResult",
+    "Trajectory",
+    "Turn",
+    "load_config",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'art_cli' has no attribute {name!r}")
+    return getattr(import_module(f"art_cli.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,306 @@
+"""The command line: each command parses its arguments, then imports `commands/<name>` and calls its `run`.
+
+Nothing heavy is imported here, so that help answers at once. What goes wrong ends here as well: a mistake or failure
+that a user can act on is its line on standard error and its exit code; anything else is a bug, said in one line, with
+the traceback under --verbose.
+"""
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from art_cli import log
+from art_cli.errors import ArtError, Interrupted
+
+# What a module that is not installed belongs to: `pip install 'art-cli[EXTRA]'`.
+EXTRAS = {"torch": "train", "transformers": "train", "peft": "train", "safetensors": "train", "numpy": "train"} | {
+    name: name for name in ("wandb", "vllm", "unsloth")
+}
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Wins over the file: train.steps=10, loss=dapo.")
+]
+Json = Annotated[bool, typer.Option("--json", help="The result as JSON.")]
+Checkpoint = Annotated[
+    Path | None, typer.Option("--checkpoint", metavar="DIR", help="A checkpoint, or a run: its newest one.")
+]
+
+
+def main() -> NoReturn:
+    """The console script `art`."""
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has enough; the interpreter must not flush again when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code of a command line, its failure reported. `--verbose` may stand anywhere in it."""
+    is_verbose = "--verbose" in arguments
+    rest = [argument for argument in arguments if argument != "--verbose"]
+    log.set_up(verbose=is_verbose)
+    try:
+        code: Any = app(rest or ["--help"], prog_name="art", standalone_mode=False)
+    except Exception as error:
+        if is_verbose:
+            traceback.print_exc()
+        lines, failure = report(error)
+        sys.stderr.writelines(f"{line}\n" for line in lines)
+        return failure
+    if code == 130:  # Typer's answer to Ctrl-C
+        sys.stderr.write("interrupted\n")
+    return code if isinstance(code, int) else 0
+
+
+def report(error: Exception) -> tuple[list[str], int]:
+    """What to say of a failure, and the exit code."""
+    match error:
+        case Interrupted():
+            return [str(error)], error.exit_code
+        case ArtError():
+            return [f"error: {line}" for line in str(error).splitlines()], error.exit_code
+        case typer.TyperException():
+            path = getattr(getattr(error, "ctx", None), "command_path", "art")
+            return [f"error: {error.format_message()} (see {path} --help)"], error.exit_code
+        case ModuleNotFoundError(name=str(name)) if name.partition(".")[0] in EXTRAS:
+            package = name.partition(".")[0]
+            return [f"error: {package} is not installed; pip install 'art-cli[{EXTRAS[package]}]'"], 1
+        case OSError(errno=errno.ENOSPC):
+            what = f"{error.filename}: " if error.filename else ""
+            return [f"error: {what}no space left on the disk; free some and run the same command again"], 1
+        case OSError(strerror=str(reason)):
+            return [f"error: {error.filename or 'the system says'}: {reason}"], 1
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    bug = f"error: this is a bug in art: {type(error).__name__}: {text} ({Path(where.filename).name}:{where.lineno})"
+    return [f"{bug}; run it again with --verbose for the traceback"], 1
+
+
+def _help(context: typer.Context, is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+def _version(is_wanted: bool) -> None:
+    if is_wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"art {version('art-cli')}")
+        raise typer.Exit
+
+
+@app.callback(add_help_option=False)  # Typer's own imports pydantic, also for `art train --help`: half of the time
+def art(
+    verbose: Annotated[bool, typer.Option("--verbose", help="More log lines, and tracebacks; goes anywhere.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Which art it is.")
+    ] = False,
+    help: Annotated[bool, typer.Option("--help", callback=_help, is_eager=True, help="What you see.")] = False,
+) -> None:
+    """Trains language-model agents by reinforcement learning, from a YAML file and one Python function.
+
+    \b
+    art init mine && cd mine          a project to start from
+    art check config.yaml             everything a run needs, tried once
+    art train config.yaml             train; run again, it resumes
+    art eval config.yaml --checkpoint runs/mine --gate 'reward>=0.8'
+
+    Results go to standard output, progress and logs to standard error. Exit code 0: done; 1: failed, or below a gate;
+    2: a mistake in the command or the configuration.
+    """
+
+
+@app.command()
+def init(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="New, or empty.", show_default=False)],
+    recipe: Annotated[str, typer.Option("--recipe", metavar="NAME", help="Which one to copy.")] = "tictactoe",
+) -> None:
+    """Copy a recipe to a new directory.
+
+    It holds config.yaml, the rollout and what that needs.
+
+    \b
+    art init mine
+    art init mine --recipe tictactoe
+    """
+    from art_cli.commands import init as command
+
+    command.run(directory=directory, recipe=recipe)
+
+
+@app.command()
+def check(config: Config, overrides: Overrides = None, json: Json = False) -> None:
+    """Try everything a run needs, once.
+
+    Composes the configuration, loads the model, plays a rollout, takes an update; says of each finding what cures it.
+    Changes nothing.
+
+    \b
+    art check config.yaml
+    """
+    from art_cli.commands import check as command
+
+    command.run(config=config, overrides=overrides or [], as_json=json)
+
+
+@app.command()
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="A new run beside an existing one, never over it.")] = False,
+    multirun: Annotated[bool, typer.Option("-m", "--multirun", help="A run for each of a=1,2 b=x,y.")] = False,
+    json: Json = False,
+) -> None:
+    """Train; run again, it resumes.
+
+    It stops when train.steps are done. A run that was interrupted at any moment goes on where it stopped.
+
+    \b
+    art train config.yaml
+    art train config.yaml train.learning_rate=1e-5 judge=rollout
+    art train config.yaml -m train.learning_rate=1e-5,1e-4 loss=grpo,dapo
+    """
+    from art_cli.commands import train as command
+
+    command.run(config=config, overrides=overrides or [], is_fresh=fresh, is_multirun=multirun, as_json=json)
+
+
+@app.command()
+def generate(
+    config: Config,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Appended to.", show_default=False)],
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="Whose scenarios; its own, if not given.")] = None,
+) -> None:
+    """Play scenarios, write trajectories.
+
+    Those of one step. Run again, it goes on with what is missing.
+
+    \b
+    art generate config.yaml -o trajectories.jsonl
+    art generate config.yaml -o trajectories.jsonl --checkpoint runs/mine/checkpoints/step_0004
+    """
+    from art_cli.commands import generate as command
+
+    command.run(config=config, overrides=overrides or [], output=output, checkpoint=checkpoint, step=step)
+
+
+@app.command()
+def judge(
+    trajectories: Annotated[Path, typer.Argument(metavar="FILE", help="Trajectories.", show_default=False)],
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Scored trajectories.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", metavar="CONFIG", help="Whose judge to use.")] = None,
+    json: Json = False,
+) -> None:
+    """Score trajectories, group by group.
+
+    \b
+    art judge trajectories.jsonl -o scored.jsonl
+    art judge trajectories.jsonl judge=function judge.entry=judge.py:judge -o scored.jsonl
+    """
+    from art_cli.commands import judge as command
+
+    command.run(trajectories=trajectories, overrides=overrides or [], output=output, config=config, as_json=json)
+
+
+@app.command()
+def step(
+    config: Config,
+    scored: Annotated[Path, typer.Argument(metavar="SCORED", help="Scored trajectories.", show_default=False)],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="A checkpoint.", show_default=False)],
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = None,
+    json: Json = False,
+) -> None:
+    """Take one policy update from a file.
+
+    Writes the checkpoint that `art train` would have written after the same trajectories.
+
+    \b
+    art step config.yaml scored.jsonl -o step_0001
+    """
+    from art_cli.commands import step as command
+
+    command.run(
+        config=config, overrides=overrides or [], scored=scored, checkpoint=checkpoint, output=output, as_json=json
+    )
+
+
+@app.command()
+def sft(
+    config: Config,
+    demos: Annotated[Path, typer.Argument(metavar="DEMOS", help="Chat transcripts, JSON lines.", show_default=False)],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="A checkpoint.", show_default=False)],
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = None,
+) -> None:
+    """Warm-start from chat transcripts.
+
+    Trains on the assistant's tokens only, and writes a checkpoint.
+
+    \b
+    art sft config.yaml demos.jsonl -o warm
+    """
+    from art_cli.commands import sft as command
+
+    command.run(config=config, overrides=overrides or [], demos=demos, checkpoint=checkpoint, output=output)
+
+
+@app.command(name="eval")
+def evaluate(
+    config: Config,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        list[Path] | None, typer.Option("--checkpoint", metavar="DIR", help="A checkpoint or a run; repeat to compare.")
+    ] = None,
+    endpoint: Annotated[
+        list[str] | None, typer.Option("--endpoint", metavar="MODEL@URL", help="Any OpenAI-compatible one; repeat.")
+    ] = None,
+    gate: Annotated[
+        list[str] | None, typer.Option("--gate", metavar="METRIC>=X", help="Exit 1 where the last policy misses it.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="DIR", help="Keep the trajectories.")] = None,
+    json: Json = False,
+) -> None:
+    """Compare policies; gate on the result.
+
+    Plays the evaluation scenarios with each and compares it with the first, scenario by scenario.
+
+    \b
+    art eval config.yaml --checkpoint runs/mine --gate 'reward>=0.8'
+    art eval config.yaml --checkpoint runs/a --checkpoint runs/b --endpoint gpt-5@https://api.openai.com/v1
+    """
+    from art_cli.commands import eval as command
+
+    command.run(
+        config=config,
+        overrides=overrides or [],
+        checkpoints=checkpoint or [],
+        endpoints=endpoint or [],
+        gates=gate or [],
+        output=output,
+        as_json=json,
+    )
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Say what works here, and what to install."""
+    from art_cli.commands import doctor as command
+
+    command.run(as_json=json)

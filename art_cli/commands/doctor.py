@@ -1,0 +1,134 @@
+"""`art doctor`: what this machine has, what works on it, and what to install for the rest. Changes nothing.
+
+A part that is not installed is no fault: its line says for what it is and how to get it. A part that is installed and
+does not work is one, and the exit code is 1. Keys are looked for by name; their values are never read out.
+"""
+
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+from art_cli.config.knobs import groups
+from art_cli.config.packaged import options, packaged
+from art_cli.config.schema import RunConfig
+from art_cli.errors import ArtError
+
+BASE = ("typer", "pydantic", "hydra-core", "omegaconf", "openai", "litellm", "httpx", "msgspec", "starlette", "uvicorn")
+EXTRAS = {  # extra -> (what has to be importable, what it is for)
+    "train": (("torch", "transformers", "peft", "safetensors"), "training, and the embedded engine"),
+    "vllm": (("vllm",), "the vLLM engine, on a GPU"),
+    "unsloth": (("unsloth",), "the Unsloth learner, on a GPU"),
+    "wandb": (("wandb",), "the Weights & Biases tracker"),
+}
+KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY", "HF_TOKEN", "WANDB_API_KEY")
+GIB = 1024**3
+
+
+class Finding(NamedTuple):
+    """Example: Finding("wandb", "missing", "not installed: the Weights & Biases tracker", "pip install ...")."""
+
+    name: str
+    state: str  # "ok"; "missing": not there, and need not be; "broken": there, and does not work
+    message: str
+    cure: str = ""
+
+
+def run(*, as_json: bool) -> None:
+    """Prints every finding. Raises ArtError when something that is installed does not work."""
+    findings = list(examine())
+    if as_json:
+        sys.stdout.write(json.dumps([finding._asdict() for finding in findings]) + "\n")
+    else:
+        for finding in findings:
+            cure = f"\n{'':19s}-> {finding.cure}" if finding.cure else ""
+            sys.stdout.write(f"{finding.state:8s}{finding.name:10s} {finding.message}{cure}\n")
+    if broken := [finding.name for finding in findings if finding.state == "broken"]:
+        raise ArtError(f"does not work: {', '.join(broken)}; each line above says what to do")
+
+
+def examine() -> Iterator[Finding]:
+    yield _check_python()
+    yield _check_machine()
+    yield _check_base()
+    for extra, (modules, purpose) in EXTRAS.items():
+        yield _check_extra(extra, modules, purpose)
+    yield _check_configs()
+    yield _check_keys()
+
+
+def _check_python() -> Finding:
+    found = platform.python_version()
+    is_good = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    return Finding("python", "ok" if is_good else "broken", found, "" if is_good else "use Python 3.11, 3.12 or 3.13")
+
+
+def _check_machine() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    free = shutil.disk_usage(Path.cwd()).free / GIB
+    message = (
+        f"{platform.system()} {platform.machine()}, {cores} cores, {memory:.0f} GiB memory, {free:.0f} GiB disk free"
+    )
+    return Finding("machine", "ok", message, "free some: a base model takes gigabytes" if free < 2 else "")
+
+
+def _check_base() -> Finding:
+    missing = [name for name in BASE if _version(name) is None]
+    if missing:
+        return Finding("art", "broken", f"not installed: {', '.join(missing)}", "pip install art-cli")
+    return Finding("art", "ok", f"{_version('art-cli')}, {', '.join(f'{name} {_version(name)}' for name in BASE)}")
+
+
+def _check_extra(extra: str, modules: tuple[str, ...], purpose: str) -> Finding:
+    cure = f"pip install 'art-cli[{extra}]'"
+    missing = [name for name in modules if _version(name) is None]
+    if missing:
+        return Finding(extra, "missing", f"{', '.join(missing)} not installed; for {purpose}", cure)
+    versions = ", ".join(f"{name} {_version(name)}" for name in modules)
+    try:
+        detail = PROOFS[extra]() if extra in PROOFS else ""
+    except Exception as error:  # whatever an installed package throws when it is used is the finding
+        line = " ".join(str(error).split())[:200]
+        return Finding(extra, "broken", f"{versions}: {type(error).__name__}: {line}", f"{cure} with its constraints")
+    return Finding(extra, "ok", versions + detail)
+
+
+def _prove_train() -> str:
+    """Uses what training uses: a product on the device, and the classes that loading a model asks for."""
+    torch = import_module("torch")
+    import_module("peft")
+    assert import_module("transformers").AutoModelForCausalLM
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ones = torch.ones(4, 4, device=device)
+    assert float((ones @ ones).sum()) == 64.0, "4 x 4 ones times 4 x 4 ones is not 64 in sum"
+    if device == "cpu":
+        return f"; no GPU, {torch.get_num_threads()} threads"
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return "; " + ", ".join(f"{gpu.name} {gpu.total_memory / GIB:.0f} GiB" for gpu in found)
+
+
+PROOFS: dict[str, Callable[[], str]] = {"train": _prove_train}
+
+
+def _check_configs() -> Finding:
+    there_are = [f"{group} ({', '.join(options(group, [packaged('configs')]))})" for group in groups(RunConfig)]
+    return Finding("configs", "ok", "; ".join(there_are))
+
+
+def _check_keys() -> Finding:
+    found = [name for name in KEYS if os.environ.get(name)]
+    return Finding("keys", "ok", ", ".join(found) if found else f"none of {', '.join(KEYS)} is set")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

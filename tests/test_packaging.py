@@ -1,0 +1,77 @@
+"""The wheel: built, installed where nothing else is, it composes from its own copies of configs/ and recipes/."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return next(out.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that holds the package and nothing else; what it depends on comes from this environment."""
+    target = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return target
+
+
+def test_the_wheel_holds_every_config_and_recipe_and_no_tests(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for folder in ("configs", "recipes"):
+        files = git_files(folder)
+        assert {f"art_cli/{file}" for file in files} <= names
+    assert "art_cli/py.typed" in names
+    outside = {name.split("/")[0] for name in names}
+    assert {name for name in outside if not name.endswith(".dist-info")} == {"art_cli"}
+
+
+def git_files(folder: str) -> list[str]:
+    listed = subprocess.run(["git", "ls-files", folder], cwd=ROOT, check=True, capture_output=True, text=True)
+    return listed.stdout.split()
+
+
+def test_an_installed_wheel_composes_from_its_own_configs(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "defaults: [{tracker: wandb}]\n"
+        "model: {base: m}\nrollout: {entry: 'r.py:r', scenarios: s.jsonl}\njudge: {name: ruler, votes: 3}\n"
+    )
+    program = (
+        "import json; from pathlib import Path; import art_cli\n"
+        "from art_cli.config.packaged import packaged\n"
+        "config = art_cli.load_config(Path('config.yaml'), ['judge=rollout', 'loss=dapo', 'loss.clip=0.3']).config\n"
+        "print(json.dumps([art_cli.__file__, str(packaged('configs')),\n"
+        "    config.judge.name, config.loss.name, config.loss.clip, config.tracker.name]))\n"
+    )
+    found = python(installed, tmp_path, "-c", program)
+    home = installed / "art_cli"
+    assert json.loads(found) == [str(home / "__init__.py"), str(home / "configs"), "rollout", "dapo", 0.3, "wandb"]
+
+
+def test_an_installed_wheel_has_its_command_line(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {base: m}\nrollout: {entry: 'r.py:r', scenario: s}\n")
+    assert python(installed, tmp_path, "-m", "art_cli", "--help").startswith("Usage: art ")
+    assert (installed / "bin/art").is_file()
+
+
+def python(installed: Path, cwd: Path, *arguments: str) -> str:
+    """What this interpreter prints with the installed package first on its path."""
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
