@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -20,6 +21,7 @@ from art_cli.config.schema import (
     TorchLearnerConfig,
     TrainConfig,
 )
+from art_cli.errors import DriftError, LearnerError
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.model import Weights
 from art_cli.trajectory import ScoredTrajectory, Turn, sequence
@@ -213,3 +215,170 @@ def test_saved_and_loaded_the_next_step_is_bit_identical(tmp_path: Path) -> None
     assert second.optimizer.counts == first.optimizer.counts
     for name, parameter in first.parameters.items():
         assert torch.equal(parameter, second.parameters[name]), name
+
+
+def parameters_of(learner: TorchLearner) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in learner.parameters.items()}
+
+
+def assert_unchanged(learner: TorchLearner, before: dict[str, torch.Tensor]) -> None:
+    for name, parameter in learner.parameters.items():
+        assert torch.equal(parameter, before[name]), name
+
+
+@pytest.mark.parametrize("rewards", [(0.1, 0.1), (1.0, 1.0 + 1e-9)])
+def test_a_step_without_signal_changes_no_weight_and_says_so(rewards: tuple[float, float]) -> None:
+    """Contract 4, with momentum and weight decay at hand from a step before."""
+    weights = tiny_weights()
+    trained = learner(weights, weight_decay=0.1)
+    trained.step([two_answers(weights)])
+    before, version = parameters_of(trained), weights.version
+    counts = msgspec.structs.replace(trained.optimizer.counts)
+    metrics = trained.step([two_answers(weights, good=rewards[0], bad=rewards[1])])
+    assert_unchanged(trained, before)
+    assert (metrics.num_updates, metrics.no_signal_share, metrics.tokens_computed) == (0, 1.0, 0)
+    assert math.isnan(metrics.loss)
+    assert weights.version == version
+    assert trained.optimizer.counts == counts
+
+
+def test_a_group_without_signal_adds_nothing_to_one_that_has_some() -> None:
+    """Not even to the denominator: the gradient is that of the other group alone."""
+    weights = tiny_weights()
+    flat, group = two_answers(weights, good=0.3, bad=0.3, group="flat"), two_answers(weights)
+    alone, both = Caught(learner(weights)), Caught(learner(weights))
+    alone.learner.step([group])
+    metrics = both.learner.step([flat, group])
+    assert metrics.no_signal_share == 0.5
+    for name, gradient in alone.gradient.items():
+        assert torch.equal(both.gradient[name], gradient)
+
+
+def test_failed_trajectories_are_counted_and_not_trained_on() -> None:
+    weights = tiny_weights()
+    group = two_answers(weights)
+    failed = scored([turn([1], [2])], None, index=2, error="timeout: 600 s")
+    metrics = learner(weights).step([[*group, failed]])
+    assert (metrics.num_trajectories, metrics.num_failed, metrics.num_samples) == (3, 1, 2)
+    assert (metrics.reward_mean, metrics.reward_std) == (0.5, 0.5)
+
+
+def test_tokens_are_counted_flat_computed_and_trained() -> None:
+    """1 2 3 [20 21 22] and 1 2 3 [20 31 32]: 12 tokens flat, 8 in the tree (1 2 3 20 | 21 22 | 31 32), 6 trained."""
+    weights = tiny_weights()
+    metrics = learner(weights).step([two_answers(weights)])
+    assert (metrics.tokens_flat, metrics.tokens_computed, metrics.tokens_trained) == (12, 8, 6)
+
+
+def test_a_finished_trajectory_without_a_reward_is_refused() -> None:
+    with pytest.raises(LearnerError, match="trajectory g/1: its reward is None; judge it first"):
+        learner(WEIGHTS).step([[scored([turn([1], [2])], 1.0), scored([turn([1], [2])], None, index=1)]])
+
+
+# --- contract 2 -------------------------------------------------------------------------------------------------------
+
+
+def test_the_gap_between_engine_and_learner_is_measured() -> None:
+    """The engine's logprobs moved by 0.03 and -0.01: mean 0.02, largest 0.03."""
+    weights = tiny_weights()
+    group = two_answers(weights)
+    for trajectory, shift in zip(group, (0.03, -0.01), strict=True):
+        [only] = trajectory.turns
+        trajectory.turns = [turn(only.prompt_ids, only.sampled_ids, logprobs=[x + shift for x in only.logprobs])]
+    metrics = learner(weights).step([group])
+    assert metrics.logprob_gap == pytest.approx(0.02, abs=1e-5)
+    assert metrics.logprob_gap_max == pytest.approx(0.03, abs=1e-5)
+
+
+def test_past_the_bound_the_step_stops_and_changes_nothing() -> None:
+    trained = learner(tiny_weights(seed=0), max_logprob_gap=0.05)
+    before = parameters_of(trained)
+    with pytest.raises(DriftError, match=r"differ by \d.* nats per token .* over train.max_logprob_gap = 0.05"):
+        trained.step([two_answers(tiny_weights(seed=5))])
+    assert_unchanged(trained, before)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
+def test_truncated_sampling_is_compared_by_raw_logprobs_and_trained_from_ratio_1(temperature: float) -> None:
+    """top_k 2 and greedy renormalise: the engine's logprobs (here 0) are then no logprobs of the learner's."""
+    weights = tiny_weights()
+    group = two_answers(weights)
+    for trajectory in group:
+        [only] = trajectory.turns
+        fields = {"raw_logprobs": only.raw_logprobs, "top_k": 2, "temperature": temperature}
+        trajectory.turns = [turn(only.prompt_ids, only.sampled_ids, **fields)]
+    metrics = learner(weights, GrpoConfig(scale_advantages=False)).step([group])
+    assert metrics.logprob_gap < 1e-5
+    assert metrics.clip_fraction == 0
+    # ratio 1, advantages +-1/2 over three tokens each: the mean of -r A is 0
+    assert metrics.loss == pytest.approx(0, abs=1e-6)
+
+
+def test_what_the_engine_did_not_say_is_not_compared() -> None:
+    weights = tiny_weights()
+    group = [
+        scored([turn([1, 2], [answer], raw_logprobs=None, top_p=0.9)], float(answer), index=answer) for answer in (0, 1)
+    ]
+    assert math.isnan(learner(weights).step([group]).logprob_gap)
+
+
+def test_score_is_the_plain_logprob() -> None:
+    ids = [5, 9, 260, 3, 3, 17]
+    for temperature in (1.0, 0.7):
+        expected = logprobs_of(WEIGHTS, ids, temperature).tolist()
+        assert learner(WEIGHTS).score(ids, temperature=temperature) == pytest.approx(expected, abs=1e-5)
+    assert learner(WEIGHTS).score([5]) == []
+
+
+# --- several updates per step -----------------------------------------------------------------------------------------
+
+
+def test_a_batch_split_over_updates_is_that_many_steps_on_its_groups() -> None:
+    """Two updates on two groups change the weights as two steps on one group each do, from the same samples."""
+    one, two = tiny_weights(), tiny_weights()
+    groups = [two_answers(one, group="a"), two_answers(one, good=0.0, bad=1.0, group="b")]
+    whole, apart = learner(one, updates_per_step=2), learner(two)
+    metrics = whole.step(groups)
+    assert metrics.num_updates == 2
+    for group in groups:
+        apart.step([group])
+    for name, parameter in whole.parameters.items():
+        assert torch.equal(parameter, apart.parameters[name]), name
+
+
+def test_later_updates_are_corrected_against_the_weights_that_sampled() -> None:
+    """With importance_cap the old logprobs are the learner's at the step's start, not at the update's: after a first
+    update with a large rate the second's ratios are off 1, and some are clipped.
+    """
+    weights = tiny_weights()
+    groups = [two_answers(weights, group=name) for name in "ab"]
+    metrics = learner(weights, GrpoConfig(importance_cap=2.0), learning_rate=0.05, updates_per_step=2).step(groups)
+    assert metrics.clip_fraction > 0
+    assert metrics.logprob_gap < 1e-5  # of both updates' groups, measured before the first
+
+
+def test_when_a_later_update_fails_the_first_is_taken_back() -> None:
+    weights = tiny_weights()
+    trained = learner(weights, updates_per_step=2)
+    good, bad = two_answers(weights, group="good"), two_answers(weights, group="bad")
+    [only] = bad[1].turns
+    bad[1].turns = [turn(only.prompt_ids, only.sampled_ids, logprobs=[-1.0, -1000.0, -1.0])]
+    before = parameters_of(trained)
+    with pytest.raises(LearnerError, match="trajectory bad/1, turn 0: its loss is not finite; no weight was changed"):
+        trained.step([good, bad])
+    assert_unchanged(trained, before)
+    assert trained.optimizer.counts.num_updates == 0
+    assert trained.optimizer.tensors() == {}
+
+
+def test_a_gradient_that_is_not_finite_names_its_trajectory() -> None:
+    """Ratio exp(60) with A < 0: the loss, about 1e26, is finite; squared for the gradient's norm it is not."""
+    weights = tiny_weights()
+    trained = learner(weights, max_logprob_gap=100.0)
+    group = two_answers(weights)
+    [only] = group[1].turns
+    group[1].turns = [turn(only.prompt_ids, only.sampled_ids, logprobs=[only.logprobs[0] - 60.0, *only.logprobs[1:]])]
+    before = parameters_of(trained)
+    with pytest.raises(LearnerError, match="trajectory g/1, turn 0: its gradient is not finite"):
+        trained.step([group])
+    assert_unchanged(trained, before)
