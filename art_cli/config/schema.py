@@ -7,7 +7,7 @@ knob the chosen one does not have is an error and never a silent no-op. Defaults
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 
@@ -28,7 +28,13 @@ Share = Annotated[Float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,  # `name=7` on a command line is a name
+    )
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -129,7 +135,73 @@ class OpenAIEngineConfig(Section):
     timeout_s: PositiveFloat = 300.0
 
 
-EngineConfig = Annotated[EmbeddedEngineConfig | OpenAIEngineConfig, Field(discriminator="name")]
+# vLLM's own arguments and variables that the engine sets, and where to say it instead.
+VLLM_OWN_ARGS = {
+    "model": "model.base",
+    "dtype": "model.dtype",
+    "max-model-len": "model.max_length",
+    "chat-template": "model.chat_template",
+    "max-lora-rank": "model.lora.rank",
+    "enable-sleep-mode": "engine.sleep",
+    "hf-token": "the environment variable HF_TOKEN",
+    **dict.fromkeys(("host", "port", "uds", "root-path", "ssl-keyfile", "ssl-certfile", "api-key", "config")),
+    **dict.fromkeys(("enable-lora", "served-model-name", "logprobs-mode", "generation-config", "headless")),
+}
+VLLM_OWN_ENV = ("VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE")
+
+
+class VllmEngineConfig(Section):
+    """vLLM, started as a process of its own, or running already at `url`. It swaps LoRA adapters: model.lora is set."""
+
+    name: Literal["vllm"]
+    python: Path | None = None
+    """The Python of the environment that has vLLM. null: this one."""
+    args: dict[str, JsonValue] = {}
+    """Of vLLM, by their own names: {tensor-parallel-size: 2, enforce-eager: true}. null leaves a default out."""
+    env: dict[str, str] = {}
+    """Environment variables of the server; no secrets: they stand in config.json."""
+    sleep: Literal["auto", 0, 1, 2] = "auto"
+    """While the learner works: 1 moves the weights to the host's memory, 2 drops them, 0 keeps them on the GPU.
+    auto: 1 where engine and learner share a GPU, else 0."""
+    start_timeout_s: PositiveFloat = 600.0
+    """From the start of the process until it answers."""
+    url: str | None = None
+    """A vLLM server that runs already ("http://127.0.0.1:8000") and sees the run's files, instead of one of our own."""
+    api_key_env: str = "VLLM_API_KEY"
+    """The environment variable that holds the key of the server at `url`."""
+    timeout_s: PositiveFloat = 600.0
+    """Of one request."""
+
+    @field_validator("args")
+    @classmethod
+    def _not_our_args(cls, args: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for name in args:
+            plain = name.lstrip("-").replace("_", "-")
+            if plain in VLLM_OWN_ARGS:
+                where = VLLM_OWN_ARGS[plain]
+                raise ValueError(f"{name!r} is set by art itself" + (f"; use {where}" if where else "; remove it"))
+            if name.startswith("-"):
+                raise ValueError(f"{name!r}: write it without dashes in front: {plain!r}")
+        return args
+
+    @field_validator("env")
+    @classmethod
+    def _not_our_env(cls, env: dict[str, str]) -> dict[str, str]:
+        if ours := [name for name in VLLM_OWN_ENV if name in env]:
+            raise ValueError(f"{', '.join(ours)} is set by art itself; remove it")
+        return env
+
+    @model_validator(mode="after")
+    def _own_or_running(self) -> Self:
+        of_own = {"python", "args", "env", "sleep", "start_timeout_s"} & self.model_fields_set
+        if self.url is not None and of_own:
+            raise ValueError(f"with 'url' the server is somebody else's: remove {', '.join(sorted(of_own))}")
+        if self.url is None and "api_key_env" in self.model_fields_set:
+            raise ValueError("'api_key_env' is the key of a server at 'url'; a server of our own gets a random one")
+        return self
+
+
+EngineConfig = Annotated[EmbeddedEngineConfig | OpenAIEngineConfig | VllmEngineConfig, Field(discriminator="name")]
 
 
 # --- judge ------------------------------------------------------------------------------------------------------------
