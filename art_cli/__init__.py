@@ -3,7 +3,7 @@
 What a rollout's author or a notebook needs is here by name, and imported when it is first used:
 
     from art_cli import Outcome                                        # in rollout.py
-    await art_cli.train(art_cli.load_config(Path("config.yaml")))      # in a notebook
+    await art_cli.train(art_cli.load_config("config.yaml"))            # in a notebook
 """
 
 from importlib import import_module

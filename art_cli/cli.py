@@ -71,6 +71,8 @@ def report(error: Exception) -> tuple[list[str], int]:
             return [str(error)], error.exit_code
         case ArtError():
             return [f"error: {line}" for line in str(error).splitlines()], error.exit_code
+        case ExceptionGroup():
+            return report(error.exceptions[0])
         case typer.TyperException():
             path = getattr(getattr(error, "ctx", None), "command_path", "art")
             return [f"error: {error.format_message()} (see {path} --help)"], error.exit_code

@@ -122,7 +122,7 @@ def test_version_is_the_packages(art: Art) -> None:
         (["train", "syntax.yaml"], "error: syntax.yaml:3: not valid YAML: "),
         (["train", "key.yaml"], "error: key.yaml:3: train.step: no such key; did you mean 'steps'?\n"),
         (["train", "type.yaml"], 'error: type.yaml:3: train.steps: expected a whole number, not "many"\n'),
-        (["train", "config.yaml", "engine=vlm"], "error: command line: engine: no engine 'vlm'; there are: "),
+        (["train", "config.yaml", "engine=tpu"], "error: command line: engine: no engine 'tpu'; there are: "),
         (["train", "config.yaml", "train.steps"], "error: command line: train.steps: expected key=value"),
         (["train", "config.yaml", "-m", "train.steps=interval(1,2)"], "error: command line: train.steps: an interval"),
         (["train", "config.yaml", "rollout.group_size=1"], "error: rollout.group_size: 1 gives nothing to compare"),
@@ -173,6 +173,7 @@ def test_missing_data_is_exit_code_1(art: Art) -> None:
             ["error: f:1: a: x", "error: f:2: b: y"],
             2,
         ),
+        (ExceptionGroup("tasks", [ArtError("one"), ArtError("two")]), ["error: one"], 1),
         (Interrupted("go on with: art train c.yaml"), ["go on with: art train c.yaml"], 130),
         (
             OSError(errno.ENOSPC, "No space left on device", "runs/x"),

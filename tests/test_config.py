@@ -198,7 +198,7 @@ def test_all_mistakes_are_told_at_once_in_reading_order_with_key_and_place() -> 
 name: my run
 model:
   bas: x
-  lora: {rank: many, targets: 5}
+  lora: {rank: many, targets: {a: 1}}
 rollout: {entry: "r.py:r", scenarios: s, group_size: 0, temperature: 0.3}
 engine: embeded
 judge: {name: rulr}
@@ -219,7 +219,7 @@ hydra: {run: {dir: x}}
         "which writes a model and its tokenizer into a directory",
         "config.yaml:3: model.bas: no such key; did you mean 'base'?",
         'config.yaml:4: model.lora.rank: expected a whole number, not "many"',
-        "config.yaml:4: model.lora.targets: expected text or a list, not 5",
+        'config.yaml:4: model.lora.targets: expected text or a list, not {"a": 1}',
         "config.yaml:5: rollout.group_size: expected a number greater than 0, not 0",
         "config.yaml:5: rollout.temperature: no such key; did you mean 'rollout.sampling.temperature'?",
         f"config.yaml:6: engine: no engine 'embeded'; did you mean 'embedded'? There are: {there_are('engine')}",
@@ -251,6 +251,37 @@ def test_a_value_still_to_be_given_is_a_mistake_until_it_is_given() -> None:
     assert load(text, "train.seed=4").train.seed == 4
 
 
+def test_mistakes_inside_lists_and_named_sections_are_told_where_they_are() -> None:
+    text = """\
+model: {base: m}
+rollout:
+  scenarios: s
+  command: [a, "${nope}", "???", "${oc.env:ART_NOT_SET}"]
+judge:
+  name: ruler
+  panel:
+  - {model: a/b, wieght: 2}
+"""
+    assert mistakes(text) == [
+        "config.yaml:4: rollout.command.1: Interpolation key 'nope' not found",
+        "config.yaml:4: rollout.command.2: '???' is a place for a value; give one here or on the command line",
+        "config.yaml:4: rollout.command.3: Environment variable 'ART_NOT_SET' not found",
+        "config.yaml:8: judge.panel.0.wieght: no such key; did you mean 'weight'?",
+    ]
+    blend = "judge={name: blend, blend: {strict: 1.0}, judges: {strict: {name: ruler, modell: x}}}"
+    assert mistakes(PLAIN, blend) == ["command line: judge.judges.strict.modell: no such key; did you mean 'model'?"]
+
+
+def test_a_number_where_text_is_wanted_is_that_text() -> None:
+    config = load("model: {base: m}\nrollout: {command: [agent, 5], scenarios: s}\n", "name=7")
+    assert (config.rollout.command, config.name) == (["agent", "5"], "7")
+
+
+def test_a_secret_under_a_wrong_key_is_not_repeated() -> None:
+    text = PLAIN + "engine: {name: openai, url: u, model: m, api_key: sk-secret}\n"
+    assert mistakes(text) == ["config.yaml:3: engine.api_key: no such key; did you mean 'api_key_env'?"]
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -268,7 +299,7 @@ def test_a_value_still_to_be_given_is_a_mistake_until_it_is_given() -> None:
             "defaults: oops\n",
             "config.yaml:1: defaults: Invalid defaults list in 'the configuration file', defaults must be a list",
         ),
-        ("defaults: [{engine: vlm}]\n", "config.yaml:1: defaults: no engine 'vlm'; there are: "),
+        ("defaults: [{engine: tpu}]\n", "config.yaml:1: defaults: no engine 'tpu'; there are: "),
         ("defaults: [nowhere]\n", "config.yaml:1: defaults: no nowhere.yaml in "),
     ],
 )
@@ -311,13 +342,14 @@ def test_a_file_that_is_not_there_is_told_with_the_nearest_that_is(here: Path) -
 
 
 def test_overrides_that_cannot_be_read_are_all_told() -> None:
-    assert mistakes(PLAIN, "train.steps", "model.base=a=b", "=3", "--x=1", "hydra.run.dir=x", "~nope") == [
+    assert mistakes(PLAIN, "train.steps", "model.base=a=b", "=3", "--x=1", "hydra.run.dir=x", "judge@x=ruler") == [
         "command line: train.steps: expected key=value, for example train.steps=10",
         "command line: model.base: cannot read the value 'a=b'; quote it for the shell and for Hydra: "
         "model.base='\"a=b\"'",
         "command line: expected key=value, for example train.steps=10",
         "command line: --x: expected key=value, for example train.steps=10",
-        "command line: hydra.run.dir: Hydra's own settings have no effect here",
+        "command line: hydra.run.dir: Hydra's own settings and packages have no effect here",
+        "command line: judge@x: Hydra's own settings and packages have no effect here",
     ]
     assert mistakes(PLAIN, "~nope") == ["command line: nope: nothing there to remove"]
 

@@ -1,5 +1,13 @@
 """The configuration of a run: Hydra composes it, pydantic judges it. No torch anywhere below.
 
-schema.py    RunConfig and its sections: every knob, its default and what it means
-compose.py   a YAML file and command-line overrides -> one plain dict -> RunConfig, all mistakes at once
+schema.py        RunConfig and its sections: every knob, its default and what it means
+compose.py       the door: load_config, load_sweep, load_judge, LoadedConfig
+composition.py   one YAML file and the command line's overrides, put together by Hydra
+overrides.py     reads `key=value` arguments, and spreads sweeps out
+problems.py      pydantic's findings as lines, each with the nearest right thing to write
+knobs.py         the tree of keys that the schema allows
+places.py        where each key stands: file and line, or command line
+checks.py        sections that do not fit together; what cannot be trained
+identity.py      which training a configuration describes: its hash, and how two differ
+packaged.py      finds configs/ and recipes/ in a wheel or a checkout
 """

@@ -64,8 +64,9 @@ class _JudgeOnly(Section):
     judge: JudgeConfig = RolloutJudgeConfig()
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig:
     """The configuration of one run. Raises ConfigError with every mistake that can be found."""
+    path = Path(path)
     composition = Composition(path, RunConfig)
     config = _judged(composition, overrides, RunConfig)
     problems = [Problem(key, composition.places.of(key), message) for key, message in conflicts(config)]

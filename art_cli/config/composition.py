@@ -9,6 +9,7 @@ nothing, and leaves Hydra, logging and the working directory as they were.
 """
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -210,7 +211,7 @@ class Composition:
                 data = OmegaConf.to_container(config, resolve=True)
             except InterpolationResolutionError as error:
                 assert error.full_key, error
-                self._void(config, error.full_key, str(error).splitlines()[0])
+                self._void(config, error.full_key, _why(error))
             else:
                 assert isinstance(data, dict), data
                 return {str(name): value for name, value in data.items()}
@@ -231,6 +232,11 @@ def _hydra(directory: Path) -> Iterator[None]:
             yield
     finally:
         restore_gh_from_backup(outer)
+
+
+def _why(error: InterpolationResolutionError) -> str:
+    """Example: "Environment variable 'HOST' not found", out of what OmegaConf wraps around it."""
+    return re.sub(r'^\w+ raised while resolving interpolation: "?(.*?)"?$', r"\1", str(error).splitlines()[0])
 
 
 def _no_such_file(path: Path) -> str:

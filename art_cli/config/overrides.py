@@ -28,9 +28,11 @@ def parse(arguments: Sequence[str]) -> list[Override]:
         except HydraException:
             problems.append(Problem(argument.partition("=")[0], COMMAND_LINE, _advice(argument)))
             continue
-        if override.is_hydra_override() or not override.key_or_group:
-            advice = "Hydra's own settings have no effect here" if override.key_or_group else _advice(argument)
-            problems.append(Problem(override.key_or_group, COMMAND_LINE, advice))
+        if not override.key_or_group:
+            problems.append(Problem("", COMMAND_LINE, _advice(argument)))
+        elif override.is_hydra_override() or override.package is not None:
+            message = "Hydra's own settings and packages have no effect here"
+            problems.append(Problem(argument.partition("=")[0], COMMAND_LINE, message))
         overrides.append(override)
     if problems:
         raise ConfigError(problems)

@@ -4,9 +4,8 @@ Works on the plain dict and the schema; where a key stands it asks Places.
 """
 
 import json
-import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
@@ -53,11 +52,12 @@ def no_such_key(key: str, data: dict[str, Any], schema: Schema) -> str:
     """What to write instead of an unknown key: the variant that has the knob, or the nearest right names."""
     if key in all_keys(schema):
         return _of_another_variant(key, data, schema) or f"a key with dots is not read; nest it: {_nested(key)}"
-    near = _nearest(key, schema)
+    within, _, name = key.rpartition(".")
+    siblings = (section_at(schema, within, data) or schema).model_fields
+    near = _nearest(name, within, siblings, schema)
     if near:
         return f"no such key; did you mean {' or '.join(map(repr, near))}?"
-    section = section_at(schema, key.rpartition(".")[0], data) or schema
-    return f"no such key; there are: {', '.join(section.model_fields)}"
+    return f"no such key; there are: {', '.join(siblings)}"
 
 
 def _of_another_variant(key: str, data: dict[str, Any], schema: Schema) -> str | None:
@@ -76,23 +76,21 @@ def _nested(key: str) -> str:
     return section.replace(".", ": {") + f": {{{name}: ...}}" + "}" * section.count(".")
 
 
-def _nearest(key: str, schema: Schema) -> list[str]:
-    """The best few of all keys there are, by their last part; one in the same section is called by that part alone."""
-    section, _, name = re.sub(r"\.\d+(?=\.)", "", key).rpartition(".")
-    rated = [(_rate(name, other, section), other) for other in all_keys(schema)]
+def _nearest(name: str, section: str, siblings: Iterable[str], schema: Schema) -> list[str]:
+    """The few best of all names there are: a sibling by its name, one of another section by its dotted key."""
+    rated = [(_likeness(name, other) + SAME_SECTION, other) for other in siblings]
+    for key in all_keys(schema):
+        within, _, other = key.rpartition(".")
+        if within != section:
+            rated.append((_likeness(name, other) + (BELOW if key.startswith(f"{section}.") else 0), key))
     best = max(rate for rate, _ in rated)
-    if best < CLOSE:
-        return []
-    found = [other for rate, other in rated if rate > best - 1e-9][:3]
-    return [other.rpartition(".")[2] if other.rpartition(".")[0] == section else other for other in found]
+    return [other for rate, other in rated if best >= CLOSE and rate > best - 1e-9][:3]
 
 
-def _rate(name: str, other: str, section: str) -> float:
-    other_section, _, other_name = other.rpartition(".")
-    ratio = SequenceMatcher(None, name.lower(), other_name).ratio()
-    if ratio < CLOSE:
-        return ratio
-    return ratio + (SAME_SECTION if other_section == section else BELOW if other.startswith(f"{section}.") else 0)
+def _likeness(name: str, other: str) -> float:
+    """difflib's ratio, and far below everything where that is no close match."""
+    ratio = SequenceMatcher(None, name.lower(), other).ratio()
+    return ratio if ratio >= CLOSE else -1
 
 
 def _dotted(detail: ErrorDetails, data: Any) -> str:
