@@ -6,8 +6,9 @@ is cut as for the one that leaves most of it, so that it stays shared. Conversat
 middle.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from art_cli.judges import tree
 from art_cli.judges.transcript import Attempt, Conversation, Message, Piece
 
 BYTES_PER_TOKEN = 4  # of English and code in the tokenizers of 2023 and later; other scripts need fewer bytes a token
@@ -27,7 +28,7 @@ def shorten(attempts: Sequence[Attempt], max_tokens: int) -> list[Attempt]:
     trimmed = [_drop_middle(attempt, max_tokens) for attempt in attempts]
     limits: dict[Message, int] = {}
     for attempt in trimmed:
-        messages = {message for conversation in attempt.conversations for message in conversation}
+        messages = [message for part in tree.build([attempt]).parts() for message in part.messages]
         for message, limit in _limits(messages, max_tokens).items():
             limits[message] = max(limit, limits.get(message, 0))
     return [
@@ -37,7 +38,7 @@ def shorten(attempts: Sequence[Attempt], max_tokens: int) -> list[Attempt]:
 
 def _drop_middle(attempt: Attempt, max_tokens: int) -> Attempt:
     """Conversations of so many messages that their marks alone would take half the budget keep both ends."""
-    most = max(4, max_tokens // (2 * MARK_TOKENS * len(attempt.conversations)))
+    most = max(4, max_tokens // (4 * MARK_TOKENS * len(attempt.conversations)))  # a message has two marks or more
 
     def drop(conversation: Conversation) -> Conversation:
         omitted = len(conversation) - most
@@ -49,18 +50,18 @@ def _drop_middle(attempt: Attempt, max_tokens: int) -> Attempt:
     return Attempt(drop(attempt.main), tuple(map(drop, attempt.sides)))
 
 
-def _limits(messages: Iterable[Message], max_tokens: int) -> dict[Message, int]:
-    """The most tokens a text of each message may keep so that all of them fit together."""
-    sizes = {message: [count_tokens(piece.text) for piece in message.pieces] for message in messages}
-    room = max_tokens - MARK_TOKENS * sum(1 + len(of) for of in sizes.values())
-    tools = [size for message, of in sizes.items() if message.role == "tool" for size in of]
-    others = [size for message, of in sizes.items() if message.role != "tool" for size in of]
+def _limits(messages: Sequence[Message], max_tokens: int) -> dict[Message, int]:
+    """The most tokens a text of each message may keep so that all of them, as often as they stand, fit together."""
+    sizes = [(message.role == "tool", count_tokens(piece.text)) for message in messages for piece in message.pieces]
+    room = max_tokens - MARK_TOKENS * (len(messages) + len(sizes))
+    tools = [size for is_tool, size in sizes if is_tool]
+    others = [size for is_tool, size in sizes if not is_tool]
     tool_limit = _level(tools, room - sum(others))
-    if tool_limit >= TOOL_FLOOR or not others:
-        return {message: tool_limit if message.role == "tool" else max_tokens for message in sizes}
-    floored = [min(size, TOOL_FLOOR) for size in tools]
-    limit = _level([*floored, *others], room)
-    return {message: min(limit, TOOL_FLOOR) if message.role == "tool" else limit for message in sizes}
+    limit = max_tokens
+    if tool_limit < TOOL_FLOOR and others:
+        limit = _level([*(min(size, TOOL_FLOOR) for size in tools), *others], room)
+        tool_limit = min(limit, TOOL_FLOOR)
+    return {message: tool_limit if message.role == "tool" else limit for message in messages}
 
 
 def _level(sizes: Sequence[int], room: int) -> int:

@@ -107,7 +107,7 @@ def _read_pieces(message: Mapping[str, Any]) -> tuple[Piece, ...]:
     if refusal := message.get("refusal"):
         pieces.append(Piece("refusal", clean(refusal)))
     calls = message.get("tool_calls") or ([{"function": call}] if (call := message.get("function_call")) else [])
-    pieces += [_read_call(call) for call in (calls if isinstance(calls, Sequence) else [calls])]
+    pieces += [_read_call(call) for call in (calls if isinstance(calls, list | tuple) else [calls])]
     return tuple(pieces)
 
 
