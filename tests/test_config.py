@@ -363,6 +363,7 @@ def test_the_advice_on_quoting_works() -> None:
     ("addition", "line"),
     [
         ("loss: {kl: 0.1}\n", "config.yaml:4: loss.kl: needs model.lora: the reference policy is the model"),
+        ("engine: vllm\n", "config.yaml:4: engine: 'vllm' swaps LoRA adapters and cannot follow whole weights"),
         ("loss: {name: dapo, overlong_buffer: 9}\n", "config.yaml:4: loss.overlong_buffer: used with loss.overlong"),
         ("train: {updates_per_step: 17}\n", "config.yaml:4: train.updates_per_step: at most rollout.groups_per_step"),
     ],

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from art_cli.config.schema import DapoConfig, OpenAIEngineConfig, RunConfig
+from art_cli.config.schema import DapoConfig, OpenAIEngineConfig, RunConfig, VllmEngineConfig
 from art_cli.errors import UsageError
 
 
@@ -10,6 +10,8 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(dotted key, message) for each pair of settings that contradict each other."""
     if config.loss.kl > 0 and config.model.lora is None:
         yield "loss.kl", "needs model.lora: the reference policy is the model with its adapter off; set it to 0"
+    if isinstance(config.engine, VllmEngineConfig) and config.model.lora is None:
+        yield "engine", "'vllm' swaps LoRA adapters and cannot follow whole weights; set model.lora, or engine=embedded"
     if isinstance(config.loss, DapoConfig):
         is_set = "overlong_buffer" in config.loss.model_fields_set
         if is_set and config.loss.overlong != "penalty":
@@ -23,7 +25,7 @@ def check_trainable(config: RunConfig) -> None:
     """Raises UsageError for what can be sampled from or evaluated, and can never be trained."""
     lines = []
     if isinstance(config.engine, OpenAIEngineConfig):
-        lines.append("engine: 'openai' is somebody else's endpoint and cannot be trained; choose engine=embedded")
+        lines.append("engine: 'openai' is somebody else's endpoint and cannot be trained; choose embedded or vllm")
     if config.rollout.group_size == 1:
         lines.append("rollout.group_size: 1 gives nothing to compare an attempt with; set it to 2 or more")
     if config.rollout.sampling.temperature == 0:

@@ -22,9 +22,11 @@ NOT_TRAINING = frozenset(
         # what it may cost
         *("judge.budget_usd", "judge.budget_tokens", "judge.price"),
         # speed and memory; the gradient is the same for every packing and micro-batch size
-        *("rollout.concurrency", "engine.max_batch", "engine.prefill_tokens", "engine.api_key_env"),
-        *("judge.concurrency", "judge.retries", "judge.timeout_s", "judge.cache"),
+        *("rollout.concurrency", "judge.concurrency", "judge.retries", "judge.timeout_s", "judge.cache"),
         *("learner.device", "learner.micro_batch_tokens", "learner.gradient_checkpointing", "learner.packing"),
+        # how the engine runs; that it samples from the learner's weights is proved after each step
+        *("engine.max_batch", "engine.prefill_tokens", "engine.python", "engine.args", "engine.env", "engine.sleep"),
+        *("engine.url", "engine.api_key_env", "engine.start_timeout_s", "engine.timeout_s"),
     }
 )
 
