@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from art_cli.config.compose import LoadedConfig, load_config
     from art_cli.config.schema import RunConfig
     from art_cli.errors import ArtError
+    from art_cli.judges.call import ruler_score_group
     from art_cli.loop.train import TrainResult, train
     from art_cli.rollouts.policy import Outcome, Policy
     from art_cli.trajectory import Score, ScoredTrajectory, Trajectory, Turn
@@ -29,6 +30,7 @@ _HOMES = {
     "Trajectory": "trajectory",
     "Turn": "trajectory",
     "load_config": "config.compose",
+    "ruler_score_group": "judges.call",
     "train": "loop.train",
 }
 
@@ -44,6 +46,7 @@ __all__ = [
     "Trajectory",
     "Turn",
     "load_config",
+    "ruler_score_group",
     "train",
 ]
 

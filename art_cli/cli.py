@@ -206,18 +206,45 @@ def judge(
     trajectories: Annotated[Path, typer.Argument(metavar="FILE", help="Trajectories.", show_default=False)],
     overrides: Overrides = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Scored trajectories.")] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Which model judges: openai/o3.")] = None,
+    rubric: Annotated[Path | None, typer.Option("--rubric", metavar="FILE", help="What it judges by.")] = None,
     config: Annotated[Path | None, typer.Option("--config", metavar="CONFIG", help="Whose judge to use.")] = None,
+    group_by: Annotated[str | None, typer.Option("--group-by", metavar="KEY", help="Of plain conversations.")] = None,
+    partial: Annotated[bool, typer.Option("--partial", help="Judge incomplete groups as they are.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin the output anew.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would cost, and do nothing.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Say how far the judge can be trusted.")] = False,
+    gold: Annotated[str | None, typer.Option("--gold", metavar="KEY", help="metrics.win or returned_reward.")] = None,
+    gate: Annotated[list[str] | None, typer.Option("--gate", metavar="BOUND", help="Exit 1 below it.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="The report as a page.")] = None,
     json: Json = False,
 ) -> None:
-    """Score trajectories, group by group.
+    """Score trajectories, group by group, with RULER or another judge; measure the judge.
 
     \b
-    art judge trajectories.jsonl -o scored.jsonl
+    art judge trajectories.jsonl -o scored.jsonl --model openai/o3
     art judge trajectories.jsonl judge=function judge.entry=judge.py:judge -o scored.jsonl
+    art judge scored.jsonl --gold metrics.win --gate 'pairwise_accuracy>=0.8'
     """
     from art_cli.commands import judge as command
 
-    command.run(trajectories=trajectories, overrides=overrides or [], output=output, config=config, as_json=json)
+    command.run(
+        trajectories=trajectories,
+        overrides=overrides or [],
+        output=output,
+        model=model,
+        rubric=rubric,
+        config=config,
+        group_by=group_by,
+        is_partial=partial,
+        is_fresh=fresh,
+        is_dry_run=dry_run,
+        is_report=report,
+        gold=gold,
+        gates=gate or [],
+        html=html,
+        as_json=json,
+    )
 
 
 @app.command()

@@ -8,14 +8,17 @@ from art_cli.errors import UsageError
 PLACE = "{rubric}"
 
 
-def read_instructions(config: RulerJudgeConfig, directory: Path) -> str:
-    """The system prompt. Raises UsageError: a file that cannot be read or is empty, a rubric without a place."""
+def read_instructions(config: RulerJudgeConfig, directory: Path, *, rubric: str | None = None) -> str:
+    """The system prompt; `rubric` is one as text, in place of any file.
+
+    Raises UsageError: a file that cannot be read or is empty, a rubric without a place.
+    """
     instructions = _read_text("instructions", config.instructions, directory)
     if PLACE not in instructions:
-        if config.rubric is not None:
+        if config.rubric is not None or rubric is not None:
             raise UsageError(f"judge.rubric: {config.instructions} has no {PLACE} to put it in; add one")
         return instructions
-    return instructions.replace(PLACE, _read_text("rubric", config.rubric, directory))
+    return instructions.replace(PLACE, rubric or _read_text("rubric", config.rubric, directory))
 
 
 def _read_text(what: str, path: Path | None, directory: Path) -> str:

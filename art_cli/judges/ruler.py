@@ -45,20 +45,27 @@ class Marks:
 
 
 class RulerJudge:
-    """The Judge. `directory` is what paths in the configuration are relative to; `job` names whose budget it spends.
+    """The Judge. `directory` is what paths in the configuration are relative to; `job` names whose budget it spends;
+    `rubric` is a rubric as text, in place of the configuration's file.
 
     `settings` is a digest of what the judge is told; `usage` and `num_cached` count what this process paid and did not.
     Raises UsageError when it is made: an unreadable rubric or cache, a budget in dollars for a model without a price.
     """
 
     def __init__(
-        self, config: RulerJudgeConfig, directory: Path, *, job: str = "", first_delay_s: float = FIRST_DELAY_S
+        self,
+        config: RulerJudgeConfig,
+        directory: Path,
+        *,
+        job: str = "",
+        rubric: str | None = None,
+        first_delay_s: float = FIRST_DELAY_S,
     ) -> None:
         self.config = config
         self.panel = config.panel or [_lone(config)]
         _check_prices(config, self.panel)
         load_environment(directory)
-        instructions = read_instructions(config, directory)
+        instructions = read_instructions(config, directory, rubric=rubric)
         self.settings = _settings(config, self.panel, instructions)
         self.cache = VerdictCache(_cache_path(config, directory))
         self.budget = Budget(
