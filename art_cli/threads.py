@@ -69,13 +69,9 @@ class LoopThread:
         """Whether the loop does not get round to anything within that time: code in it blocks."""
         if self._loop is None:
             return False
-        turn: Future[None] = Future()
-        self._loop.call_soon_threadsafe(turn.set_result, None)
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(turn), timeout_s)
-        except TimeoutError:
-            return True
-        return False
+        turn = threading.Event()
+        self._loop.call_soon_threadsafe(turn.set)
+        return not await asyncio.to_thread(turn.wait, timeout_s)
 
     async def close(self, timeout_s: float, last: Callable[[], Awaitable[None]] | None = None) -> None:
         """Cancels what runs there, awaits `last` and stops the loop; gives up on code that does not let go in time."""
@@ -83,15 +79,9 @@ class LoopThread:
             return
         loop, thread = self._loop, self._thread
         self._loop = self._thread = None
-        stopping = asyncio.run_coroutine_threadsafe(_wind_up(last, timeout_s), loop)
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(stopping), 2 * timeout_s)
-        except TimeoutError:
-            return  # blocked: the thread is a daemon and ends with the process
-        loop.call_soon_threadsafe(loop.stop)
-        await asyncio.to_thread(thread.join, timeout_s)
-        if not thread.is_alive():
-            loop.close()
+        endings = []
+        loop.call_soon_threadsafe(lambda: endings.append(loop.create_task(_wind_up(last, timeout_s))))
+        await asyncio.to_thread(thread.join, 2 * timeout_s)  # blocked: it ends when it comes to itself, or never
 
     def _start(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -103,7 +93,10 @@ class LoopThread:
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
-    loop.run_forever()
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
 
 
 async def _contain(coroutine: Coroutine[Any, Any, Result]) -> Result:
@@ -121,4 +114,6 @@ async def _wind_up(last: Callable[[], Awaitable[None]] | None, timeout_s: float)
         await asyncio.wait(tasks, timeout=timeout_s)
     if last is not None:
         await last()
-    await asyncio.get_running_loop().shutdown_asyncgens()
+    loop = asyncio.get_running_loop()
+    await loop.shutdown_asyncgens()
+    loop.stop()
