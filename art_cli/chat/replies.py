@@ -83,16 +83,17 @@ class _TokenLogprob(msgspec.Struct):
     token: str
     logprob: float
     bytes: list[int]
-    top_logprobs: list[_TopLogprob]
+    top_logprobs: list[_TopLogprob] = []
 
 
 def _chat_logprobs(choice: Choice) -> Json:
     """`{"content": [{token, logprob, bytes, top_logprobs}], "refusal": null}`"""
-    tops: Sequence[list[tuple[str, float]]] = choice.top_logprobs or [[]] * len(choice.logprobs)
     content = [
-        _TokenLogprob(token, max(logprob, _LOWEST_LOGPROB), list(token.encode()), _top(top))
-        for token, logprob, top in zip(_tokens(choice), choice.logprobs, tops, strict=True)
+        _TokenLogprob(token, max(logprob, _LOWEST_LOGPROB), list(token.encode()))
+        for token, logprob in zip(_tokens(choice), choice.logprobs, strict=True)
     ]
+    for entry, top in zip(content, choice.top_logprobs or (), strict=False):
+        entry.top_logprobs = _top(top)
     return {"content": content, "refusal": None}
 
 
@@ -230,7 +231,7 @@ class StreamRenderer:
         return self._event(chunk, choice, extra)
 
     def _chat_delta(self, choice: Choice) -> Json:
-        delta = {"content": choice.text} if choice.message is None else choice.message
+        delta: Json = {"content": choice.text} if choice.message is None else choice.message
         delta = {name: value for name, value in delta.items() if name != "role" and value}
         if "tool_calls" in delta:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
