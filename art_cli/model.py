@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from art_cli.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     import torch
 
+HUB_TIMEOUT_S = 10.0
 ADAPTER_FILE, MODEL_FILE = "adapter_model.safetensors", "model.safetensors"
 
 
@@ -61,6 +63,7 @@ def find_base(base: str, *, directory: Path, built: Path) -> str:
         return base
     if not built.exists():
         build = plugins.resolve(base, base=directory)
+        _hide_progress_bars()
         try:
             with run_dir.new_directory(built) as empty:
                 build(empty)
@@ -139,7 +142,9 @@ def _pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def _load_pretrained(base: str, dtype: torch.dtype) -> tuple[Any, Any]:
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    _hide_progress_bars()
+    if not Path(base).is_dir():
+        _find_on_hub(base)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
         return model, transformers.AutoTokenizer.from_pretrained(base)
@@ -150,6 +155,28 @@ def _load_pretrained(base: str, dtype: torch.dtype) -> tuple[Any, Any]:
         ) from error
 
 
+def _find_on_hub(base: str) -> None:
+    """Asks once whether the hub has it, unless it is in the cache: loading asks for minutes before it gives up."""
+    import huggingface_hub
+
+    try:
+        if isinstance(huggingface_hub.try_to_load_from_cache(base, "config.json"), str):
+            return
+        huggingface_hub.HfApi().model_info(base, timeout=HUB_TIMEOUT_S)
+    except Exception as error:  # the boundary to the hub's client: a bad id, no such model, no network, no permission
+        summary = " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"model.base: {base!r} is no directory here, no file.py:function, and not on the hub: {summary}"
+        ) from error
+
+
+def _hide_progress_bars() -> None:
+    """Those of transformers, which draw over ours."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
 def _add_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
     import peft
     import torch
@@ -157,7 +184,9 @@ def _add_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets, lora_dropout=0.0, task_type="CAUSAL_LM"
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # peft 0.21 asks for a property by the name that transformers 5.23 deprecates; to be removed when it does not
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         torch.manual_seed(seed)
         try:
             return peft.get_peft_model(model, config)
