@@ -6,17 +6,19 @@ samples from. It speaks in plain data (paths, numbers, token ids), so that it ca
 
 import pkgutil
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import msgspec
 
 from art_cli.chat import Backend
-from art_cli.config.schema import EmbeddedEngineConfig, EngineConfig
+from art_cli.config.schema import EmbeddedEngineConfig, EngineConfig, VllmEngineConfig
+from art_cli.engines.vllm.arguments import served_model
 from art_cli.model import Weights
 
 BUILT_INS = {
     "embedded": "art_cli.engines.embedded.engine:EmbeddedEngine",
     "openai": "art_cli.engines.openai:OpenAIEngine",
+    "vllm": "art_cli.engines.vllm.engine:VllmEngine",
 }
 
 
@@ -53,19 +55,35 @@ class Engine(Protocol):
         """[L - 1] logprobs in nats of each token after the first, temperature 1: the probe of contract 5."""
         ...
 
+    async def rest(self) -> None:
+        """Lets go of the memory that a learner on the same device needs; nothing is sampled until `wake`."""
+        ...
+
+    async def wake(self) -> None:
+        """Samples again."""
+        ...
+
+    async def watch(self) -> NoReturn:
+        """Returns never: raises EngineError once the engine can answer no more. For whoever waits for answers."""
+        ...
+
     async def close(self) -> None: ...
 
 
 def make_engine(config: EngineConfig, weights: Weights | None, *, name: str, step: int = 0, logs: Path) -> Engine:
     """The engine of a configuration, not started yet. Raises EngineError: it cannot be made here.
 
-    `weights` are those that an engine inside this process samples from, and a learner there may change; None for an
-    engine that brings its own. `name` is what its policy is called, `logs` where a process of its own would write.
+    `weights` are those that an engine inside this process samples from, and a learner there may change; vLLM serves
+    their base model and the adapters it is told to load. None: for an engine that brings its own. `name` is what its
+    policy is called, `logs` where a process of its own writes.
     """
     make = pkgutil.resolve_name(BUILT_INS[config.name])
     if isinstance(config, EmbeddedEngineConfig):
         assert weights is not None, "the embedded engine samples from weights in this process"
         engine: Engine = make(weights, name=name, config=config, step=step)
+    elif isinstance(config, VllmEngineConfig):
+        assert weights is not None, "vLLM serves the base model of weights in this process"
+        engine = make(config, served_model(weights), name=name, step=step, logs=logs)
     else:
         engine = make(config)
     return engine

@@ -6,6 +6,7 @@ The key is read from the environment variable that the configuration names, and 
 import asyncio
 import os
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 from art_cli.chat import Backend
@@ -51,6 +52,17 @@ class OpenAIEngine:
 
     async def score(self, token_ids: list[int]) -> list[float]:
         raise EngineError(f"{self.endpoint.model}: an endpoint of engine 'openai' cannot score given tokens")
+
+    async def rest(self) -> None:
+        """Its memory is somebody else's."""
+
+    async def wake(self) -> None:
+        """It never rests."""
+
+    async def watch(self) -> NoReturn:
+        """Raises nothing: what fails there fails call by call."""
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
 
     async def close(self) -> None:
         await self._http.close()

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
@@ -41,6 +41,7 @@ Result = TypeVar("Result")
 LOCK_DEADLINE_S = 600.0  # for the weights: as long as a learner's longest step may hold them
 REPLY_DEADLINE_S = 3600.0
 CLOSE_DEADLINE_S = 60.0
+WATCH_EVERY_S = 1.0
 CONTEXT_TOKENS = 8  # of the prompt that the text of the first sampled tokens may depend on
 
 
@@ -103,6 +104,17 @@ class EmbeddedEngine:
         self._running_worker()
         assert self._runner is not None
         return await self._with_weights(partial(self._runner.score, token_ids))
+
+    async def rest(self) -> None:
+        """Nothing to let go of: the weights are the learner's."""
+
+    async def wake(self) -> None:
+        """It never rests."""
+
+    async def watch(self) -> NoReturn:
+        while True:
+            self._running_worker()
+            await asyncio.sleep(WATCH_EVERY_S)
 
     async def close(self) -> None:
         if self._worker is not None and not await asyncio.to_thread(self._worker.close, CLOSE_DEADLINE_S):

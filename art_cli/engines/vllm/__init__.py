@@ -1,0 +1,12 @@
+"""The vLLM engine: a server in a process and an environment of its own, spoken to over HTTP alone. No vLLM import here.
+
+    arguments.py  the server's command line and environment, from the configuration and the model: pure
+    keeper.py     a program between this process and the server: when this one dies, however, the server goes too
+    process.py    ServerProcess: one server from its start to its end; its log
+    control.py    the calls that steer a server: health, adapters, sleep, scores
+    adapters.py   Adapters: each step's adapter under a name of its own, unloaded when no request uses it
+    engine.py     VllmEngine: all of it as an Engine; notices a death and starts the server once more
+    probe.py      what a Python has of vLLM and GPUs, for `art doctor` and for choosing an engine
+
+A server's prefix cache is never stale because no two adapters ever have the same name in it.
+"""

@@ -1,0 +1,187 @@
+"""How a server is started: its command line and environment, worked out from the configuration and the model. Pure.
+
+What the user gives by vLLM's own names (`engine.args`, `engine.env`) comes last and wins; what the engine depends on
+cannot be given there (VLLM_OWN_ARGS and VLLM_OWN_ENV of the schema).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import JsonValue
+
+from art_cli.config.schema import VllmEngineConfig
+from art_cli.errors import EngineError
+from art_cli.model import Weights
+
+MODULE = "vllm.entrypoints.openai.api_server"  # `python -m`: the `vllm` command is missing from community builds
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank may be
+MAX_LORAS = 2  # the step that samples, and the one before while its last requests end
+SHARED_GPU_MEMORY = 0.7  # share of a GPU for a server that takes turns on it: the learner's weights stay where they are
+
+# What must not reach a server of another environment, or make it believe that it is one of torchrun's workers.
+NOT_INHERITED = frozenset(
+    {
+        *("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"),
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+        "TORCHELASTIC_RUN_ID",
+    }
+)
+
+
+class ServedModel(NamedTuple):
+    """What a server is to serve. Example: ServedModel("Qwen/Qwen3-0.6B", "bfloat16", 40960, 16, "{%...", "cuda:0")."""
+
+    base: str  # hub id or directory
+    dtype: str  # of the base weights
+    max_length: int  # tokens of prompt and reply together
+    lora_rank: int  # the largest of its adapters
+    chat_template: str | None  # Jinja; None: the tokenizer's own
+    learner_device: str  # where the learner holds its copy: "cpu", "cuda:0"
+
+
+def served_model(weights: Weights) -> ServedModel:
+    """What of the weights in this process a server has to know. Raises EngineError: they have no adapter."""
+    if not weights.has_adapter:
+        raise EngineError("model.lora: null trains all weights, and vLLM swaps adapters only; use engine=embedded")
+    ranks = [max([lora.r, *lora.rank_pattern.values()]) for lora in weights.model.peft_config.values()]
+    template = weights.tokenizer.chat_template
+    return ServedModel(
+        base=weights.base,
+        dtype=str(weights.dtype).removeprefix("torch."),
+        max_length=weights.max_length,
+        lora_rank=max(ranks),
+        chat_template=template if isinstance(template, str) else None,
+        learner_device=str(weights.device),
+    )
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def command(
+    config: VllmEngineConfig,
+    model: ServedModel,
+    *,
+    python: Path,
+    port: int,
+    name: str,
+    template: Path | None,
+    sleep: int,
+) -> list[str]:
+    """The server's argv; `name` is what the base model is called there. No secret stands in it."""
+    arguments: dict[str, JsonValue] = {
+        "model": model.base,
+        "served-model-name": name,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": model.dtype,
+        "max-model-len": model.max_length,
+        "enable-lora": True,
+        "max-loras": MAX_LORAS,
+        "max-lora-rank": _lora_rank(model.lora_rank),
+        "logprobs-mode": "processed_logprobs",  # of the distribution really sampled from
+        "generation-config": "vllm",  # no sampling parameter that nobody asked for
+        "enable-auto-tool-choice": True,
+        "tool-call-parser": "hermes",
+        "seed": 0,
+        "disable-uvicorn-access-log": True,
+        "chat-template": None if template is None else str(template),
+    }
+    if sleep:
+        arguments |= {"enable-sleep-mode": True, "gpu-memory-utilization": SHARED_GPU_MEMORY}
+    arguments |= {name.replace("_", "-"): value for name, value in config.args.items()}
+    return [str(python), "-m", MODULE, *_flags(arguments)]
+
+
+def _lora_rank(rank: int) -> int:
+    for allowed in LORA_RANKS:
+        if rank <= allowed:
+            return allowed
+    raise EngineError(f"model.lora.rank: {rank} is more than vLLM can serve ({LORA_RANKS[-1]}); use engine=embedded")
+
+
+def _flags(arguments: Mapping[str, JsonValue]) -> list[str]:
+    """{"a": 1, "b": true, "c": false, "d": null, "e": [1, 2]} -> --a 1 --b --no-c --e 1 2"""
+    flags: list[str] = []
+    for name, value in arguments.items():
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            flags += [f"--{name}", *map(_text, value if isinstance(value, list) else [value])]
+    return flags
+
+
+def _text(value: JsonValue) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+# --- the environment --------------------------------------------------------------------------------------------------
+
+
+def environment(
+    config: VllmEngineConfig, model: ServedModel, *, inherited: Mapping[str, str], key: str, sleep: int, has_gpu: bool
+) -> dict[str, str]:
+    """The server's environment; the key goes in here and nowhere else."""
+    variables = {name: value for name, value in inherited.items() if name not in NOT_INHERITED}
+    defaults = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+    if not has_gpu:
+        # nobind: pinned threads stall for seconds where CPUs are shared or limited by cgroups
+        defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2"}
+    if Path(model.base).is_dir():
+        defaults["HF_HUB_OFFLINE"] = "1"
+    variables = {**defaults, **variables, **config.env}
+    variables |= {"VLLM_API_KEY": key, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    if sleep:
+        variables["VLLM_SERVER_DEV_MODE"] = "1"  # the routes to sleep and wake
+    return variables
+
+
+# --- one GPU for both -------------------------------------------------------------------------------------------------
+
+
+def sleep_level(config: VllmEngineConfig, model: ServedModel, *, inherited: Mapping[str, str], has_gpu: bool) -> int:
+    """0: the server keeps its memory; 1 and 2 are vLLM's levels. Raises EngineError: asked for without a GPU."""
+    if not has_gpu:
+        if config.sleep not in ("auto", 0):
+            raise EngineError(f"engine.sleep: {config.sleep} needs a GPU; vLLM does not sleep on a CPU: leave it auto")
+        return 0
+    if config.sleep != "auto":
+        return config.sleep
+    return 1 if _shares_gpu(config, model.learner_device, inherited) else 0
+
+
+def _shares_gpu(config: VllmEngineConfig, learner_device: str, inherited: Mapping[str, str]) -> bool:
+    """Whether the server's first GPUs include the learner's, both named as the system names them."""
+    if not learner_device.startswith("cuda"):
+        return False
+    ours = _visible(inherited)
+    theirs = _visible({**inherited, **config.env})
+    index = int(learner_device.partition(":")[2] or 0)
+    own = ours[index] if ours and index < len(ours) else str(index)
+    num = num_gpus(config.args)
+    return own in (theirs[:num] if theirs else [str(number) for number in range(num)])
+
+
+def _visible(variables: Mapping[str, str]) -> Sequence[str]:
+    """CUDA_VISIBLE_DEVICES as a list; empty: all of them."""
+    return [name.strip() for name in variables.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+
+
+def num_gpus(arguments: Mapping[str, Any]) -> int:
+    """How many GPUs the server spreads over: tensor, pipeline and data parallel sizes multiplied."""
+    sizes = {name.replace("_", "-"): value for name, value in arguments.items()}
+    total = 1
+    for kind in ("tensor", "pipeline", "data"):
+        total *= int(sizes.get(f"{kind}-parallel-size") or 1)
+    return total
+
+
+def has_gpu(inherited: Mapping[str, str]) -> bool:
+    """Whether this machine shows a GPU: an NVIDIA or AMD device file, not hidden by the environment."""
+    if inherited.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return False
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))

@@ -1,0 +1,160 @@
+"""The calls that steer a server, apart from the requests it answers: health, adapters, scores, sleep. HTTP and JSON.
+
+Each has a deadline. What the server refuses is an EngineError; that it cannot be reached is `Unreachable`, after which
+a server that was started anew may be asked again.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from art_cli.errors import EngineError
+
+Json = dict[str, Any]
+
+CALL_DEADLINE_S = 60.0
+ADAPTER_DEADLINE_S = 300.0  # an adapter of a large model, read from a slow disk
+SLEEP_DEADLINE_S = 300.0  # all weights to the host's memory and back
+NUM_TOP = 20  # vLLM's own limit where nobody raised it (--max-logprobs)
+
+
+class Unreachable(EngineError):
+    """The server did not answer: it is gone, or hangs."""
+
+
+class Refused(EngineError):
+    """The server answered with an error."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Scored(msgspec.Struct, frozen=True):
+    """What the server makes of L given tokens, in nats.
+
+    Example: Scored(logprobs=[-3.6, -5.8], next={7: -0.2, 9: -1.9})
+    """
+
+    logprobs: list[float]  # [L - 1] of each token after the first, temperature 1; empty: not asked for
+    next: dict[int, float]  # token id -> logprob at the temperature asked for: the likeliest to come after the last
+
+
+class Control:
+    """One server at `root` (`http://127.0.0.1:8000`)."""
+
+    def __init__(self, root: str, key: str) -> None:
+        self.root = root.rstrip("/")
+        self._key = key
+        self._session: aiohttp.ClientSession | None = None
+
+    async def is_healthy(self, *, timeout_s: float) -> bool:
+        """False: it says itself that it cannot answer any more. Raises Unreachable."""
+        try:
+            await self._call("GET", "/health", timeout_s=timeout_s)
+        except Refused as refusal:
+            if refusal.status == 503:
+                return False
+            raise
+        return True
+
+    async def models(self) -> list[str]:
+        """The names it serves, adapters too; the base model's is first."""
+        answer = await self._call("GET", "/v1/models", timeout_s=CALL_DEADLINE_S)
+        return [model["id"] for model in answer["data"]]
+
+    async def load_adapter(self, name: str, path: Path) -> None:
+        body = {"lora_name": name, "lora_path": str(path)}
+        await self._call("POST", "/v1/load_lora_adapter", body, timeout_s=ADAPTER_DEADLINE_S)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=CALL_DEADLINE_S)
+
+    async def score(
+        self, model: str, token_ids: list[int], *, is_cached: bool, timeout_s: float, temperature: float = 1.0
+    ) -> Scored:
+        """What `model` makes of the tokens; `is_cached`: through whatever keys and values the server already has.
+
+        vLLM computes a prompt anew whenever its logprobs are asked for, and only then.
+        """
+        body: Json = {
+            "model": model,
+            "prompt": token_ids,
+            "max_tokens": 1,
+            "temperature": temperature,
+            "top_p": 1.0,
+            "top_k": 0,
+            "logprobs": NUM_TOP,
+            "return_tokens_as_token_ids": True,
+        }
+        if not is_cached:
+            body["prompt_logprobs"] = 0
+        answer = await self._call("POST", "/v1/completions", body, timeout_s=timeout_s)
+        try:
+            return _scored(answer["choices"][0], token_ids)
+        except (LookupError, TypeError, ValueError) as error:
+            raise EngineError(f"{self.root}: no logprobs in its reply ({type(error).__name__}: {error})") from error
+
+    async def sleep(self, level: int) -> None:
+        """Gives the GPU's memory back once the requests in flight are answered; the prefix cache goes with it."""
+        await self._call("POST", f"/sleep?level={level}&mode=wait", timeout_s=SLEEP_DEADLINE_S)
+
+    async def wake(self, *, reload_base: bool) -> None:
+        """Takes the memory again; `reload_base`: reads the base weights from the disk (after a sleep of level 2)."""
+        if not reload_base:
+            await self._call("POST", "/wake_up", timeout_s=SLEEP_DEADLINE_S)
+            return
+        await self._call("POST", "/wake_up?tags=weights", timeout_s=SLEEP_DEADLINE_S)
+        await self._call("POST", "/collective_rpc", {"method": "reload_weights"}, timeout_s=SLEEP_DEADLINE_S)
+        await self._call("POST", "/wake_up?tags=kv_cache", timeout_s=SLEEP_DEADLINE_S)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _call(self, method: str, path: str, body: Json | None = None, *, timeout_s: float) -> Json:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(force_close=True),  # an idle connection closes when it likes
+                headers={"Authorization": f"Bearer {self._key}"},
+                trust_env=False,
+            )
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(method, self.root + path, json=body, timeout=timeout) as response:
+                answer = await response.read()
+        except TimeoutError as error:
+            raise Unreachable(f"{self.root}{path}: no answer within {timeout_s:.0f} s") from error
+        except aiohttp.ClientError as error:
+            raise Unreachable(f"{self.root}{path}: {type(error).__name__}: {error}") from error
+        if response.status != 200:
+            raise Refused(f"{self.root}{path}: {response.status}: {self._message(answer)}", response.status)
+        return _json(answer)
+
+    def _message(self, answer: bytes) -> str:
+        error = _json(answer).get("error", _json(answer).get("detail"))
+        message = error.get("message") if isinstance(error, dict) else error
+        text = str(message or answer[:300].decode(errors="replace")).strip()
+        return (text.replace(self._key, "***") if self._key else text) or "no reason given"
+
+
+def _json(answer: bytes) -> Json:
+    """The answer as JSON; empty where it is something else (vLLM says "Success" in plain text)."""
+    try:
+        fields = msgspec.json.decode(answer)
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _scored(choice: Json, token_ids: list[int]) -> Scored:
+    top = choice["logprobs"]["top_logprobs"][0]
+    given = choice.get("prompt_logprobs") or [None]
+    after_first = zip(token_ids[1:], given[1:], strict=False)
+    return Scored(
+        logprobs=[float(found[str(token_id)]["logprob"]) for token_id, found in after_first],
+        next={int(token.removeprefix("token_id:")): float(logprob) for token, logprob in top.items()},
+    )

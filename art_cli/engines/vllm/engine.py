@@ -1,0 +1,336 @@
+"""VllmEngine: samples from a vLLM server, one that it starts and owns, or one that runs already.
+
+    request -> waits while the server restarts or sleeps -> HttpBackend of the step's adapter -> the server
+
+A watcher sees the server's end at once, starts it one more time and loads the current adapter again. Requests in flight
+fail as failures of transport, so that their rollouts are played again; new ones wait. At the second end the engine has
+failed: `watch` raises, and so does whatever else is asked of it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import msgspec
+
+from art_cli.chat import Backend
+from art_cli.chat.app import closing_stream
+from art_cli.chat.client import HttpBackend
+from art_cli.chat.errors import ChatError
+from art_cli.chat.replies import Choice, Chunk, Reply
+from art_cli.chat.requests import Request
+from art_cli.config.schema import VllmEngineConfig
+from art_cli.engines import Endpoint
+from art_cli.engines.vllm.adapters import Adapters
+from art_cli.engines.vllm.arguments import ServedModel
+from art_cli.engines.vllm.control import Scored, Unreachable
+from art_cli.engines.vllm.server import OwnServer, RunningServer
+from art_cli.errors import DriftError, EngineError
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+MAX_RESTARTS = 1
+NOTICE_S = 10.0  # from a connection that breaks to the watcher's knowing why
+DRAIN_S = 600.0  # for requests in flight to end before a sleep
+POLL_S = 0.05
+# Mean |difference| in nats of the likeliest next tokens, prefix cache against none. float32: rounding of other kernels.
+# bfloat16: 8 bits of mantissa give about 0.01 nats a token, more in the tail.
+STALE_BOUNDS = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
+
+
+class VllmEngine:
+    """Engine and Backend in one. Before the first `load` it samples from the base model."""
+
+    def __init__(self, config: VllmEngineConfig, model: ServedModel, *, name: str, step: int = 0, logs: Path) -> None:
+        """Raises EngineError: no such Python, or a setting that cannot be had here."""
+        self.endpoint = Endpoint(base_url=None, api_key="", model=name, step=step)
+        self._config, self._dtype = config, model.dtype
+        self._server: OwnServer | RunningServer
+        if config.url is None:
+            self._server, self._prefix = OwnServer(config, model, name=name, log=logs / "vllm.log"), name
+        else:  # what others, or an earlier run of this name, left in it is never taken for ours
+            self._server, self._prefix = RunningServer(config), f"{name}-{secrets.token_hex(4)}"
+        self._adapters: Adapters | None = None  # of the server as it was started last
+        self._loaded: tuple[Path, int] | None = None  # checkpoint and step
+        self._ready = _Ready(config.start_timeout_s)
+        self._awake, self._may_restart = asyncio.Event(), asyncio.Event()
+        self._steering = asyncio.Lock()
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def backend(self) -> Backend:
+        return self
+
+    @property
+    def pid(self) -> int:
+        """Of the server's process; 0: not ours, or not started."""
+        return self._server.pid
+
+    # --- Engine -------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        assert self._watcher is None, "started twice"
+        self._awake.set()
+        self._may_restart.set()
+        try:
+            await self._bring_up()
+        except BaseException:
+            await self._server.stop()
+            raise
+        self._watcher = asyncio.create_task(self._watch_server())
+
+    async def load(self, checkpoint: Path, step: int) -> None:
+        """Raises CheckpointError: no adapter there; EngineError: the server refuses it, or is gone for good."""
+
+        async def load(adapters: Adapters) -> None:
+            await adapters.load(checkpoint, step)
+            self._loaded = checkpoint, step
+
+        await self._steer(load)
+        self.endpoint = msgspec.structs.replace(self.endpoint, step=step)
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """Raises DriftError: what the prefix cache holds was computed with other weights."""
+
+        async def score(adapters: Adapters) -> tuple[Scored, Scored]:
+            with adapters.lease() as backend:
+                timeout_s = self._config.timeout_s
+                cached = await adapters.control.score(backend.model, token_ids, is_cached=True, timeout_s=timeout_s)
+                anew = await adapters.control.score(backend.model, token_ids, is_cached=False, timeout_s=timeout_s)
+            return cached, anew
+
+        cached, anew = await self._steer(score)
+        self._check_cache(cached, anew)
+        return anew.logprobs
+
+    async def rest(self) -> None:
+        """Requests in flight are answered, then the GPU's memory is the learner's; nothing where they share none."""
+        if self._server.sleep_level == 0:
+            return
+        self._awake.clear()
+
+        async def sleep(adapters: Adapters) -> None:
+            await _until(lambda: adapters.num_requests == 0, DRAIN_S, "requests in flight did not end before its sleep")
+            await adapters.control.sleep(self._server.sleep_level)
+
+        await self._steer(sleep)
+        self._may_restart.clear()  # a server that dies now comes back when there is memory for it
+
+    async def wake(self) -> None:
+        """Answers again; the learner has let go of the memory that it does not hold on to."""
+        if self._server.sleep_level == 0:
+            return
+        slept = self._adapters
+        self._may_restart.set()
+        drops_base = self._server.sleep_level == 2
+
+        async def wake(adapters: Adapters) -> None:
+            if adapters is not slept:  # it was started anew meanwhile
+                return
+            await adapters.control.wake(reload_base=drops_base)
+            if drops_base and self._loaded is not None:  # adapters went with the base weights
+                await adapters.load(*self._loaded)
+
+        await self._steer(wake)
+        self._awake.set()
+
+    async def watch(self) -> NoReturn:
+        """Returns never; raises EngineError once the engine has failed for good."""
+        await self._ready.failure()
+
+    async def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.wait((self._watcher,))
+        self._ready.fail("the engine is closed")
+        if self._adapters is not None:
+            await self._adapters.close(unload=isinstance(self._server, RunningServer))
+        await self._server.stop()
+
+    # --- Backend ------------------------------------------------------------------------------------------------------
+
+    def models(self) -> list[str]:
+        return [self.endpoint.model]
+
+    async def reply(self, request: Request) -> Reply:
+        adapters = await self._admit(request)
+        with adapters.lease() as backend, _openai_words():
+            reply = await backend.reply(request)
+        for choice in reply.choices:
+            _settle_logprobs(request, choice)
+        return reply
+
+    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        adapters = await self._admit(request)
+        with adapters.lease() as backend, _openai_words():
+            async with closing_stream(backend.stream(request)) as chunks:
+                async for chunk in chunks:
+                    _settle_logprobs(request, chunk.choice)
+                    yield chunk
+
+    async def _admit(self, request: Request) -> Adapters:
+        """The server's adapters as soon as it answers. Raises ChatError: no such model, or it will not answer again."""
+        if request.model != self.endpoint.model:
+            raise ChatError(404, f"the model {request.model!r} does not exist", param="model", code="model_not_found")
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                await self._awake.wait()
+            return await self._ready_adapters()
+        except TimeoutError:
+            raise ChatError(503, "the engine sleeps, and was not woken in time", code="engine_asleep") from None
+        except EngineError as error:
+            raise ChatError(503, str(error).partition("\n")[0], code="engine_failed") from error
+
+    # --- the server ---------------------------------------------------------------------------------------------------
+
+    async def _bring_up(self) -> None:
+        """A server that answers, with the adapter loaded that it is to have."""
+        await self._server.start()
+        adapters = Adapters(
+            self._server.control,
+            self._make_backend,
+            base=self._server.base_name,
+            prefix=self._prefix,
+            step=self.endpoint.step,
+        )
+        self._adapters = adapters
+        if self._loaded is not None:
+            await adapters.load(*self._loaded)
+        self._ready.set()
+
+    def _make_backend(self, name: str, step: int) -> HttpBackend:
+        url = f"{self._server.control.root}/v1"
+        return HttpBackend(url, self._server.key, name, step=step, timeout_s=self._config.timeout_s)
+
+    async def _watch_server(self) -> None:
+        """Starts the server anew when it ends, MAX_RESTARTS times."""
+        try:
+            for number in range(MAX_RESTARTS + 1):
+                reason = await self._server.ended()
+                self._ready.clear()
+                message = f"vllm: the server ended ({reason}); {self._server.last_lines()}"
+                await self._clear_away()
+                if number == MAX_RESTARTS:
+                    raise EngineError(message)
+                log.warning("%s\nit is started once more", message)
+                await self._may_restart.wait()
+                await self._bring_up()
+                log.warning("vllm: the server answers again")
+        except Exception as error:  # the boundary of this task: whoever waits for the server must hear of it
+            self._ready.fail(str(error) if isinstance(error, EngineError) else f"vllm: {type(error).__name__}: {error}")
+
+    async def _clear_away(self) -> None:
+        assert self._adapters is not None
+        await self._adapters.close(unload=False)
+        await self._server.stop()
+
+    async def _steer(self, work: Callable[[Adapters], Awaitable[Result]]) -> Result:
+        """What `work` gives; done again when the server ends in the middle of it and comes back."""
+        async with self._steering:
+            for _ in range(MAX_RESTARTS):
+                adapters = await self._ready_adapters()
+                try:
+                    return await work(adapters)
+                except Unreachable as error:
+                    await _until(partial(self._is_lost, adapters), NOTICE_S, str(error))
+            return await work(await self._ready_adapters())
+
+    def _is_lost(self, adapters: Adapters) -> bool:
+        return self._adapters is not adapters or not self._ready.is_set
+
+    async def _ready_adapters(self) -> Adapters:
+        await self._ready.wait()
+        assert self._adapters is not None, "ready without a server"
+        return self._adapters
+
+    def _check_cache(self, cached: Scored, anew: Scored) -> None:
+        common = cached.next.keys() & anew.next.keys()
+        gaps = [abs(cached.next[token] - anew.next[token]) for token in common] or [float("inf")]
+        gap, bound = sum(gaps) / len(gaps), STALE_BOUNDS.get(self._dtype, STALE_BOUNDS["bfloat16"])
+        if not gap <= bound:
+            raise DriftError(
+                f"step {self.endpoint.step}: vLLM's prefix cache holds what other weights computed: the likeliest next "
+                f"tokens of the probe differ by {gap:.2e} nats with it and without, bound {bound:.0e}"
+            )
+
+
+class _Ready:
+    """Whether the server answers: not yet or not now, yes, or never again."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._settled = asyncio.Event()
+        self._failed = asyncio.Event()
+        self._failure = ""
+
+    @property
+    def is_set(self) -> bool:
+        return self._settled.is_set() and not self._failed.is_set()
+
+    def set(self) -> None:
+        self._settled.set()
+
+    def clear(self) -> None:
+        self._settled.clear()
+
+    def fail(self, message: str) -> None:
+        """The first failure is the one that is told."""
+        self._failure = self._failure or message
+        self._failed.set()
+        self._settled.set()
+
+    async def wait(self) -> None:
+        """Raises EngineError: it never will again, or not in time."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._settled.wait()
+        except TimeoutError:
+            raise EngineError(f"vllm: not back within {self._timeout_s:g} s (engine.start_timeout_s)") from None
+        if self._failed.is_set():
+            raise EngineError(self._failure)
+
+    async def failure(self) -> NoReturn:
+        await self._failed.wait()
+        raise EngineError(self._failure)
+
+
+async def _until(is_so: Callable[[], bool], timeout_s: float, otherwise: str) -> None:
+    """Raises EngineError: `otherwise`, when it is not so in time."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not is_so():
+        if asyncio.get_running_loop().time() > deadline:
+            raise EngineError(f"vllm: {otherwise}")
+        await asyncio.sleep(POLL_S)
+
+
+def _settle_logprobs(request: Request, choice: Choice) -> None:
+    """The two logprobs of our records from the one that vLLM reports, that of its processed logits.
+
+    Greedy: those are the logits themselves, and the token was certain. Temperature 1 and nothing cut or masked: they
+    are the same. Otherwise the raw ones stay unknown.
+    """
+    sampling = request.sampling
+    is_masked = request.response_format is not None or request.tool_choice not in ("auto", "none")
+    if is_masked or choice.raw_logprobs is not None:
+        return
+    if sampling.temperature == 0:
+        choice.raw_logprobs, choice.logprobs = choice.logprobs, [0.0] * len(choice.logprobs)
+    elif sampling.temperature == 1 and sampling.top_p == 1 and sampling.top_k == 0:
+        choice.raw_logprobs = list(choice.logprobs)
+
+
+@contextlib.contextmanager
+def _openai_words() -> Iterator[None]:
+    """vLLM's refusal of a prompt that is too long, with the code that OpenAI's clients know it by."""
+    try:
+        yield
+    except ChatError as error:
+        if error.status == 400 and "maximum context length" in error.message:
+            error.code = "context_length_exceeded"
+        raise

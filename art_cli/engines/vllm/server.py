@@ -1,0 +1,209 @@
+"""A vLLM server that answers: OwnServer starts one and sees it die, RunningServer finds one at an address.
+
+start()     it answers when this returns
+control     where it is steered; a new one after every start
+base_name   what the base model is called there
+ended()     why it can no longer be used, as soon as that is so
+stop()      an own one is gone, a running one left as it is
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import sys
+from pathlib import Path
+
+from art_cli.config.schema import VllmEngineConfig
+from art_cli.engines.vllm import arguments
+from art_cli.engines.vllm.arguments import ServedModel
+from art_cli.engines.vllm.control import Control, Refused, Unreachable
+from art_cli.engines.vllm.process import ServerProcess, free_port
+from art_cli.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+MAX_PORTS = 3  # tried, when somebody else is quicker to take one
+POLL_S = 0.25  # while it starts
+HEALTH_EVERY_S = 1.0
+HEALTH_TIMEOUT_S = 10.0
+HANG_S = 120.0  # without any answer it is as good as dead; long prefills on a CPU keep a server silent for seconds
+PROMPT = [1, 2, 3, 4]  # any tokens
+SAME = 1e-6  # nats
+
+
+class OwnServer:
+    """A child process; its port and key are new at every start."""
+
+    def __init__(self, config: VllmEngineConfig, model: ServedModel, *, name: str, log: Path) -> None:
+        """Raises EngineError: no such Python, or a setting that cannot be had here."""
+        self.base_name = f"{name}@base"
+        self.log = log
+        self._has_gpu = arguments.has_gpu({**os.environ, **config.env})
+        self.sleep_level = arguments.sleep_level(config, model, inherited=os.environ, has_gpu=self._has_gpu)
+        self._python = config.python or Path(sys.executable)
+        if not self._python.is_file():
+            raise EngineError(f"engine.python: no such file: {self._python}")
+        self._config, self._model = config, model
+        self._process: ServerProcess | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    async def start(self) -> None:
+        """Raises EngineError with the log's last lines: it ended, or did not answer in time."""
+        log.info("vllm: starting %s for %s; its log: %s", self._python, self._model.base, self.log)
+        for _ in range(MAX_PORTS):
+            if await self._start_at(free_port()):
+                return
+        raise EngineError(f"vllm: {MAX_PORTS} ports in a row were taken by others while it started; see {self.log}")
+
+    async def _start_at(self, port: int) -> bool:
+        """False: somebody else answers at that port."""
+        self.key = secrets.token_urlsafe(32)
+        self.control = Control(f"http://127.0.0.1:{port}", self.key)
+        self._process = ServerProcess(self._command(port), self._environment(), self.log, secrets=[self.key])
+        try:
+            await self._process.start()
+            await self._until_healthy()
+            with contextlib.suppress(Refused):  # another's server, which does not know our key
+                if self.base_name in await self.control.models():
+                    return True
+        except BaseException:
+            await self.stop()
+            raise
+        await self.stop()
+        return False
+
+    def _command(self, port: int) -> list[str]:
+        template = None
+        if self._model.chat_template is not None:
+            template = self.log.with_name("vllm_chat_template.jinja").resolve()
+            template.parent.mkdir(parents=True, exist_ok=True)
+            template.write_text(self._model.chat_template, encoding="utf-8")
+        return arguments.command(
+            self._config,
+            self._model,
+            python=self._python,
+            port=port,
+            name=self.base_name,
+            template=template,
+            sleep=self.sleep_level,
+        )
+
+    def _environment(self) -> dict[str, str]:
+        return arguments.environment(
+            self._config,
+            self._model,
+            inherited=os.environ,
+            key=self.key,
+            sleep=self.sleep_level,
+            has_gpu=self._has_gpu,
+        )
+
+    async def _until_healthy(self) -> None:
+        assert self._process is not None
+        ended = asyncio.ensure_future(self._process.wait())
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                while not ended.done():
+                    with contextlib.suppress(Unreachable):
+                        if await self.control.is_healthy(timeout_s=HEALTH_TIMEOUT_S):
+                            return
+                    await asyncio.wait({ended}, timeout=POLL_S)
+        except TimeoutError as error:
+            limit = f"{self._config.start_timeout_s:g} s (engine.start_timeout_s)"
+            raise EngineError(f"vllm: no answer within {limit}; {self.last_lines()}") from error
+        finally:
+            ended.cancel()
+        lines = self.last_lines()
+        if "No module named 'vllm'" in lines or "No module named vllm" in lines:
+            raise EngineError(f"engine.python: {self._python} has no vLLM; `pip install vllm` there, or name another")
+        raise EngineError(f"vllm: the server ended while it started ({ended.result()}); {lines}")
+
+    async def ended(self) -> str:
+        assert self._process is not None, "not started"
+        died = asyncio.ensure_future(self._process.wait())
+        hung = asyncio.ensure_future(self._unhealthy())
+        try:
+            done, _ = await asyncio.wait({died, hung}, return_when=asyncio.FIRST_COMPLETED)
+            return died.result() if died in done else hung.result()
+        finally:
+            died.cancel()
+            hung.cancel()
+
+    async def _unhealthy(self) -> str:
+        """What is wrong with a server whose process lives."""
+        loop = asyncio.get_running_loop()
+        answered = loop.time()
+        while loop.time() - answered < HANG_S:
+            try:
+                if not await self.control.is_healthy(timeout_s=HEALTH_TIMEOUT_S):
+                    return "its engine core died"
+                answered = loop.time()
+            except Unreachable:
+                pass  # until HANG_S have gone by
+            except Refused as refusal:
+                return f"its health check says {refusal}"
+            await asyncio.sleep(HEALTH_EVERY_S)
+        return f"no answer for {HANG_S:.0f} s"
+
+    def last_lines(self) -> str:
+        assert self._process is not None, "not started"
+        return f"the last lines of {self.log}:\n{self._process.tail()}"
+
+    async def stop(self) -> None:
+        if self._process is not None:
+            await self.control.close()
+            await self._process.stop()
+
+
+class RunningServer:
+    """Somebody else's process at `engine.url`, on a machine that sees the run's files under the same paths."""
+
+    pid = 0
+    sleep_level = 0
+
+    def __init__(self, config: VllmEngineConfig) -> None:
+        assert config.url is not None, "a server of our own is an OwnServer"
+        self._key_variable = config.api_key_env
+        self.key = os.environ.get(config.api_key_env, "")
+        self.control = Control(config.url.rstrip("/").removesuffix("/v1"), self.key)
+        self.base_name = ""
+
+    async def start(self) -> None:
+        """Raises EngineError: it does not answer, refuses the key, or reports logprobs of another distribution."""
+        try:
+            self.base_name = (await self.control.models())[0]
+            await self._check_logprobs()
+        except Unreachable as error:
+            raise EngineError(f"engine.url: {error}; start the server first") from error
+        except Refused as error:
+            if error.status in (401, 403):
+                raise EngineError(f"engine.api_key_env: {error} (the key is read from {self._key_variable})") from error
+            raise
+
+    async def _check_logprobs(self) -> None:
+        """Logprobs of the distribution sampled from change with the temperature; raw ones do not."""
+        warm, hot = [
+            await self.control.score(self.base_name, PROMPT, is_cached=True, temperature=temperature, timeout_s=60.0)
+            for temperature in (1.0, 4.0)
+        ]
+        if all(abs(logprob - hot.next.get(token, 0.0)) < SAME for token, logprob in warm.next.items()):
+            raise EngineError(
+                f"engine.url: {self.control.root} reports logprobs of another distribution than it samples from; "
+                "start it with --logprobs-mode processed_logprobs"
+            )
+
+    async def ended(self) -> str:
+        """Never: it is not ours to watch; requests fail while it is away."""
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    def last_lines(self) -> str:
+        return f"the log of {self.control.root} says more"
+
+    async def stop(self) -> None:
+        await self.control.close()
