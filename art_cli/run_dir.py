@@ -259,6 +259,7 @@ class RunDir:
         self.root = root
         self.config_path = root / "config.json"
         self.metrics_path = root / "metrics.jsonl"
+        self.curve_path = root / "curve.svg"  # drawn from metrics.jsonl, for people
         self.checkpoints = root / "checkpoints"
         self.logs = root / "logs"
         self.base = root / "base"  # a base model built by code, when the config names a builder

@@ -28,6 +28,10 @@ def _as_text(result: TrainResult, config: Path) -> str:
     if result.was_finished:
         lines[0] += "; nothing left to do (more train.steps go on from here, --fresh starts anew beside it)"
     for step, metrics in sorted(result.evaluations.items()):
-        lines.append(f"  eval at step {step}: " + "  ".join(f"{k} {v:.3f}" for k, v in sorted(metrics.items())))
+        lines.append(f"  eval at step {step}: " + _shown(metrics))
     lines.append(f"  newest checkpoint: {result.root}/checkpoints/step_{result.step:04d}")
     return "\n".join(lines) + "\n"
+
+
+def _shown(metrics: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.3f}" for name, value in sorted(metrics.items()) if not name.startswith("num_"))

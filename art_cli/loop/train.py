@@ -27,6 +27,7 @@ from art_cli.judges import Judge, make_judge
 from art_cli.learners import Learner, StepMetrics, make_learner
 from art_cli.learners.demos import load_demos
 from art_cli.loop import proof
+from art_cli.loop.bar import shown_updates
 from art_cli.loop.evaluate import play_evaluation, values_by_scenario
 from art_cli.loop.generate import GroupScorer, group, owed, plan_groups
 from art_cli.loop.sampler import Sampler, open_sampler
@@ -35,6 +36,7 @@ from art_cli.rollouts.scenarios import ScenarioOrder, load_scenarios
 from art_cli.run_dir import LineWriter, Manifest, MetricsLine, RunDir, new_checkpoint, write_file
 from art_cli.trackers import Tracker, make_tracker
 from art_cli.trajectory import ScoredTrajectory, Trajectory
+from art_cli.views.curve import curve, run_series
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -134,16 +136,25 @@ class TrainingRun:
             finally:
                 await self.judge.close()
                 self.tracker.close()
+        self._draw()
         return TrainResult(self.run.root, step, False, _evaluations(self.run))
+
+    def _draw(self) -> None:
+        """The learning curve, for people: reward, and what the rollouts themselves measured in evaluations."""
+        lines = self.run.metrics()
+        names = {name for line in lines if line.split == "eval" for name in line.metrics}
+        own = sorted(name for name in names if name not in ("reward", "failed") and not name.startswith("num_"))
+        shares = [n for n in own if all(0 <= line.metrics.get(n, 0) <= 1 for line in lines if line.split == "eval")]
+        picture = curve(self.config.name, run_series(lines, metrics=["reward", *shares][:4]))
+        write_file(self.run.curve_path, picture.encode())
 
     def _describe(self) -> str:
         model, device = self.weights.model, self.weights.device
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         whole = sum(p.numel() for p in model.parameters())
-        return (
-            f"{self.config.name}: {self.config.model.base}, {whole / 1e6:.1f}M parameters, {trained / 1e6:.2f}M trained, "
-            f"engine {self.config.engine.name}, learner {self.config.learner.name} on {device}"
-        )
+        sizes = f"{whole / 1e6:.1f}M parameters, {trained / 1e6:.2f}M trained"
+        names = f"engine {self.config.engine.name}, learner {self.config.learner.name} on {device}"
+        return f"{self.config.name}: {self.config.model.base}, {sizes}; {names}"
 
     # --- where to begin -----------------------------------------------------------------------------------------------
 
@@ -166,7 +177,8 @@ class TrainingRun:
         assert self.config.sft is not None
         demos = load_demos(self.config.sft.demos, self.loaded.directory)
         log.info("sft: %d transcripts, %d epochs", len(demos), self.config.sft.epochs)
-        return await self._off_loop(self.learner.sft, demos)
+        with shown_updates("sft: updates") as progress:
+            return await self._off_loop(self.learner.sft, demos, progress=progress)
 
     def _backfill(self, manifest: Manifest) -> None:
         """Writes the metrics line that a kill right after the checkpoint left out."""
@@ -178,7 +190,8 @@ class TrainingRun:
 
     async def _take_step(self, sampler: Sampler, step: int) -> None:
         groups, metrics = await self._generate(sampler, step)
-        trained = await self._off_loop(self.learner.step, groups)
+        with shown_updates(f"step {step + 1}/{self.config.train.steps}: packs") as progress:
+            trained = await self._off_loop(self.learner.step, groups, progress=progress)
         metrics |= _numbers(trained)
         if trained.num_updates == 0:
             log.warning("step %d: no signal: every group's rewards are equal; no weight was changed", step)
@@ -250,7 +263,8 @@ class TrainingRun:
         )
         means = {name: sum(v.values()) / len(v) for name, v in values_by_scenario(trajectories).items() if v}
         self._record(step, "eval", means)
-        log.info("eval at step %d: %s", step, "  ".join(f"{name} {value:.3f}" for name, value in sorted(means.items())))
+        shown = sorted(name for name in means if not name.startswith("num_"))
+        log.info("eval at step %d: %s", step, "  ".join(f"{name} {means[name]:.3f}" for name in shown))
 
     # --- what stays ---------------------------------------------------------------------------------------------------
 
@@ -312,11 +326,11 @@ class TrainingRun:
             for number in signals:
                 loop.remove_signal_handler(number)
 
-    async def _off_loop(self, function: Callable[..., Result], *arguments: Any) -> Result:
+    async def _off_loop(self, function: Callable[..., Result], *arguments: Any, **knobs: Any) -> Result:
         """`function` in a thread. An interrupt waits for it, since a thread cannot be stopped halfway."""
         self._is_updating = True
         try:
-            return await asyncio.to_thread(function, *arguments)
+            return await asyncio.to_thread(function, *arguments, **knobs)
         finally:
             self._is_updating = False
 

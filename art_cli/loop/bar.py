@@ -1,0 +1,23 @@
+"""A progress bar for the learner's work on a terminal; nothing where there is none (the step's own line says it)."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from art_cli.learners import Progress
+
+
+@contextlib.contextmanager
+def shown_updates(title: str) -> Iterator[Progress | None]:
+    """Yields what the learner calls with (done, of); None where nobody looks."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

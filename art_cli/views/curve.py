@@ -1,0 +1,84 @@
+"""A run's learning curve as one standalone SVG picture: training reward by step, and what evaluations measured.
+
+Takes metrics lines as plain data; returns text. Written by `art train` when it ends, shown in the README for the demo.
+"""
+
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import NamedTuple
+
+from art_cli.run_dir import MetricsLine
+
+WIDTH, HEIGHT = 760, 320
+LEFT, RIGHT, TOP, BOTTOM = 48, 150, 34, 40
+COLOURS = ("#2f6fdb", "#d1472f", "#2b8a57", "#8250c4", "#b07d12")
+
+Point = tuple[float, float]
+Place = Callable[[Point], str]  # a point of the data -> "x,y" in the picture
+
+
+class Series(NamedTuple):
+    """One line of the picture. Example: Series("eval win", [(0, 0.41), (10, 0.63)], has_dots=True)"""
+
+    name: str
+    points: list[Point]
+    has_dots: bool
+
+
+def run_series(lines: Sequence[MetricsLine], *, metrics: Sequence[str]) -> list[Series]:
+    """Training reward, and each of the named metrics of the evaluations; those without a point are left out."""
+    train = [(float(line.step), line.metrics["reward_mean"]) for line in lines if line.split == "train"]
+    series = [Series("training reward", train, has_dots=False)]
+    for name in metrics:
+        points = [(float(s.step), s.metrics[name]) for s in lines if s.split == "eval" and name in s.metrics]
+        series.append(Series(f"evaluation: {name}", points, has_dots=True))
+    return [one for one in series if one.points]
+
+
+def curve(title: str, series: Sequence[Series]) -> str:
+    """The picture. The vertical axis goes from 0 to 1, or as far as the values do; no series: an empty frame."""
+    points = [point for one in series for point in one.points]
+    right = max((x for x, _ in points), default=1.0) or 1.0
+    low, high = min([0.0, *(y for _, y in points)]), max([1.0, *(y for _, y in points)])
+
+    def place(point: Point) -> str:
+        x = LEFT + point[0] / right * (WIDTH - LEFT - RIGHT)
+        y = HEIGHT - BOTTOM - (point[1] - low) / (high - low) * (HEIGHT - BOTTOM - TOP)
+        return f"{x:.1f},{y:.1f}"
+
+    ticks = "".join(_tick(low + (high - low) * part / 4, place, right) for part in range(5))
+    drawn = "".join(_line(one, COLOURS[i % len(COLOURS)], place, i) for i, one in enumerate(series))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{escape(title)}" font-family="system-ui, sans-serif" font-size="12" fill="#4a5365">'
+        f'<rect width="100%" height="100%" fill="#fff"/>'
+        f'<text x="{LEFT}" y="20" font-size="14" font-weight="600" fill="#1c2330">{escape(title)}</text>{ticks}{drawn}'
+        f'<text x="{LEFT}" y="{HEIGHT - 12}">step 0</text>'
+        f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 12}" text-anchor="end">step {right:g}</text></svg>\n'
+    )
+
+
+def _tick(value: float, place: Place, right: float) -> str:
+    (x, y), (end, _) = (place((at, value)).split(",") for at in (0.0, right))
+    return (
+        f'<line x1="{x}" y1="{y}" x2="{end}" y2="{y}" stroke="#e3e6ec"/>'
+        f'<text x="{LEFT - 6}" y="{y}" dy="4" text-anchor="end">{value:.2g}</text>'
+    )
+
+
+def _line(series: Series, colour: str, place: Place, row: int) -> str:
+    """The line itself and its entry in the legend."""
+    placed = [place(point) for point in series.points]
+    width = "2" if series.has_dots else "1.2"
+    dots = "".join(
+        '<circle cx="{}" cy="{}" r="3" fill="{}"/>'.format(*point.split(","), colour)
+        for point in placed
+        if series.has_dots
+    )
+    y = TOP + 14 + 20 * row
+    legend = (
+        f'<rect x="{WIDTH - RIGHT + 12}" y="{y - 8}" width="10" height="10" fill="{colour}"/>'
+        f'<text x="{WIDTH - RIGHT + 28}" y="{y + 1}">{escape(series.name)}</text>'
+    )
+    path = f'<polyline points="{" ".join(placed)}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
+    return path + dots + legend
