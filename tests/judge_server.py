@@ -138,9 +138,11 @@ class Conduct:
     delay_s: float = 0.0
     misbehaviour: str = ""  # a name of MISBEHAVIOURS, or of an HTTP one below
     times: int = 10**9  # how many calls are still answered so
+    only: str = ""  # the misbehaviour is for prompts that hold this text
     retry_after: str = "0.05"
     seed: int = 0
     takes_schema: bool = True
+    says: str = ""  # the explanation of every entry; "": the place it was shown at
     key: str | None = None  # the key it wants; a wrong one is answered with 401 that quotes it
     log: Path | None = None  # a line per answered call: digest of its prompt
 
@@ -200,7 +202,7 @@ def judge_record(record: Record, conduct: Conduct, rng: random.Random) -> list[E
     if conduct.relative and max(scores) > min(scores):
         scores = [(score - min(scores)) / (max(scores) - min(scores)) for score in scores]
     return [
-        {"id": name, "explanation": f"place {place}", "score": round(min(1.0, max(0.0, score)), 6)}
+        {"id": name, "explanation": conduct.says or f"place {place}", "score": round(min(1.0, max(0.0, score)), 6)}
         for place, (name, score) in enumerate(zip(names, scores, strict=True))
     ]
 
@@ -268,15 +270,16 @@ class JudgeServer:
             return await _respond(writer, 401, {"error": {"message": message}})
         if not conduct.takes_schema and "response_format" in body:
             return await _respond(writer, 400, {"error": {"message": "response_format is not supported"}})
-        misbehaviour = self._choose_misbehaviour()
+        misbehaviour = self._choose_misbehaviour(body)
         if misbehaviour in HTTP_MISBEHAVIOURS:
             return await self._misbehave(writer, misbehaviour)
         if conduct.delay_s:
             await asyncio.sleep(conduct.delay_s)
         return await self._complete(writer, body, misbehaviour)
 
-    def _choose_misbehaviour(self) -> str:
-        if not self.conduct.misbehaviour or self.conduct.times <= 0:
+    def _choose_misbehaviour(self, body: dict[str, Any]) -> str:
+        is_meant = any(self.conduct.only in message["content"] for message in body["messages"])
+        if not self.conduct.misbehaviour or self.conduct.times <= 0 or not is_meant:
             return ""
         self.conduct.times -= 1
         return self.conduct.misbehaviour

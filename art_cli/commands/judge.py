@@ -73,7 +73,7 @@ def run(
     if chosen.is_fresh:
         chosen.output.unlink(missing_ok=True)
     summary = Session(chosen, loaded, source, groups).run()
-    if _wants_report(chosen):
+    if _wants_report(chosen) and summary["groups"] + summary["groups_before"]:
         _report(chosen, chosen.output, summary, is_partial=bool(summary["owed"]))
     else:
         sys.stdout.write(json.dumps(summary) + "\n" if chosen.as_json else _as_text(summary))
@@ -87,14 +87,15 @@ def choose_judge(
     is_named = any(override.partition("=")[0] in ("judge", "judge.name") for override in overrides)
     if config is None and not is_named:
         overrides = ["judge=ruler", *overrides]
+    if (model is not None or rubric is not None) and not is_named:
+        others = [override for override in overrides if not override.startswith("judge.")]
+        if not isinstance(load_judge(config, others).config, RulerJudgeConfig):
+            overrides = ["judge=ruler", *overrides]
     loaded = load_judge(config, overrides)
     if model is None and rubric is None:
         return loaded
     if not isinstance(loaded.config, RulerJudgeConfig):
-        if is_named:
-            raise UsageError(f"--model and --rubric are for judge=ruler, not judge={loaded.config.name}")
-        loaded = load_judge(config, ["judge=ruler", *overrides])
-    assert isinstance(loaded.config, RulerJudgeConfig)
+        raise UsageError(f"--model and --rubric are for judge=ruler, not judge={loaded.config.name}")
     if model is not None and loaded.config.panel:
         raise UsageError("--model: the judge is a panel of several models; change judge.panel instead")
     chosen: dict[str, Any] = {} if model is None else {"model": model}
@@ -241,7 +242,8 @@ def _as_text(summary: dict[str, Any]) -> str:
             f"  {summary['calls']} calls, {tokens:,} tokens, {_dollars(summary['cost_usd'])}; "
             f"{summary['cached_votes']} votes from the cache"
         )
-    for group_id, reason in list(summary["owed_because"].items())[:SHOWN]:
+    owed = [item for item in summary["owed_because"].items() if item[1] != summary["stopped"]]
+    for group_id, reason in owed[:SHOWN]:
         lines.append(f"  owed: {group_id}: {reason}")
     for group_id, reason in list(summary["incomplete"].items())[:SHOWN]:
         lines.append(f"  incomplete: {group_id}: {reason} (--partial judges them as they are)")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from art_cli.config.schema import JudgeModelConfig
 from art_cli.errors import JudgeError, JudgeStopped
 from art_cli.judges.budget import Budget
+from art_cli.judges.cache import Spent
 from art_cli.judges.prices import find_price, takes_schema
 from art_cli.judges.provider import Answer, CallFailed, Provider
 from art_cli.judges.shorten import count_tokens
@@ -89,7 +90,7 @@ class Caller:
             await self._wait_for_quiet()
             tokens = self.expected_tokens(messages, num_attempts)
             usd = self._price.cost(*tokens) if self._price else 0.0
-            with self._budget.hold(usd=usd, tokens=sum(tokens)):
+            async with self._budget.hold(Spent(usd, sum(tokens))):
                 answer = await self._send(messages, schema)
                 self._budget.settle(answer.usage)
         self._answered_at = time.monotonic()
