@@ -1,6 +1,7 @@
 """The OpenAI protocol, on both sides: what the gateway, the embedded engine's server and `art serve` share.
 
-    requests.py   what a client asks: ChatRequest, TextRequest, Sampling; validation with OpenAI-style errors
+    errors.py     ChatError: an HTTP status with an OpenAI error body
+    requests.py   what a client asks: Request, Sampling; validation with OpenAI-style errors
     replies.py    what comes back: Reply, Choice, Chunk; rendered to the wire format, plain or as server-sent events
     app.py        the ASGI application over any Backend
     client.py     HttpBackend: any OpenAI-compatible endpoint as a Backend

@@ -44,7 +44,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     wants_logprobs: bool = False
     top_logprobs: int = 0
     wants_token_ids: bool = False  # vLLM's return_token_ids
-    echo: bool = False
+    echo: bool = False  # the application puts the prompt before the text; backends leave it aside
     user_set: frozenset[str] = frozenset()  # the sampling fields that the client itself gave
 
 

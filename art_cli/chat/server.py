@@ -39,6 +39,8 @@ async def serve(app: ASGIApp, host: str = "127.0.0.1", port: int = 0) -> AsyncIt
             task.cancel()
             await asyncio.wait((task,), timeout=GRACE_S)
         listener.close()
+        if task.done() and not task.cancelled() and (error := task.exception()):
+            raise EngineError(f"the server failed: {type(error).__name__}: {error}") from error
 
 
 def _listen(host: str, port: int) -> socket.socket:
