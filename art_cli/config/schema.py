@@ -414,8 +414,9 @@ class TorchLearnerConfig(Section):
     name: Literal["torch"] = "torch"
     device: str = "auto"
     """auto: the GPU where there is one."""
-    micro_batch_tokens: PositiveInt = 8192
-    """Tokens of one forward pass; a memory knob, it does not change the gradient."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Tokens of one forward pass; a memory knob, it does not change the gradient. null: 2048 on a CPU, where more runs
+    slower, 8192 on a GPU."""
     gradient_checkpointing: bool = False
     packing: Literal["tree", "rows"] = "tree"
     """tree: every token that samples of a group share is computed once. rows: one row per sample."""

@@ -40,26 +40,28 @@ class _TokenScores(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, head: Head, targets: Tensor, temperatures: Tensor, chunk_logits: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        scores = torch.empty(4, len(hidden), device=hidden.device)  # logprob, entropy, raw logprob, log-sum-exp
+        logprobs, entropies, raw_logprobs, log_sums = torch.empty(4, len(hidden), device=hidden.device)
         is_tempered = bool((temperatures != 1).any())
         rows = _rows_per_chunk(hidden, head, chunk_logits)
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
             logits = head(hidden[chunk]).float()
             if is_tempered:
-                scores[2, chunk] = _pick(logits, targets[chunk]) - logits.logsumexp(-1)
-                logits = logits / temperatures[chunk, None]
+                raw_logprobs[chunk] = _pick(logits, targets[chunk]) - logits.logsumexp(-1)
+                logits.div_(temperatures[chunk, None])
+            largest = logits.amax(-1)
+            logits.sub_(largest[:, None])  # shifted: the largest is 0
             chosen = _pick(logits, targets[chunk])
-            log_sum = logits.logsumexp(-1)
-            probabilities = (logits - log_sum[:, None]).exp_()
-            scores[0, chunk] = chosen - log_sum
-            scores[1, chunk] = log_sum - torch.linalg.vecdot(probabilities, logits)
-            scores[3, chunk] = log_sum
-        logprobs, entropies, raw_logprobs, log_sums = scores
+            exponentials = logits.exp()
+            sums = exponentials.sum(-1)
+            log_sum = sums.log()
+            logprobs[chunk] = chosen - log_sum
+            entropies[chunk] = log_sum - _row_dots(exponentials, logits) / sums
+            log_sums[chunk] = log_sum + largest
         if not is_tempered:
-            raw_logprobs = logprobs.clone()
+            raw_logprobs.copy_(logprobs)
         ctx.save_for_backward(hidden, targets, temperatures, log_sums)
-        ctx.head, ctx.rows = head, rows
+        ctx.head, ctx.rows, ctx.is_tempered = head, rows, is_tempered
         ctx.mark_non_differentiable(entropies, raw_logprobs)
         return logprobs, entropies, raw_logprobs
 
@@ -74,7 +76,9 @@ class _TokenScores(torch.autograd.Function):
                 leaf = hidden[chunk].detach().requires_grad_()
                 logits = ctx.head(leaf)
             # in place: -p, then + 1 at the target, both times grad / temperature
-            slope = logits.detach().float() / temperatures[chunk, None]
+            slope = logits.detach().float()
+            if ctx.is_tempered:
+                slope.div_(temperatures[chunk, None])
             slope.sub_(log_sums[chunk, None]).exp_().mul_(-scaled[chunk, None])
             slope.scatter_add_(1, targets[chunk, None], scaled[chunk, None])
             logits.backward(slope.to(logits.dtype))
@@ -84,6 +88,11 @@ class _TokenScores(torch.autograd.Function):
 
 def _pick(logits: Tensor, targets: Tensor) -> Tensor:
     return logits.gather(1, targets[:, None])[:, 0]
+
+
+def _row_dots(left: Tensor, right: Tensor) -> Tensor:
+    """[n] the dot product of each row with its counterpart, without a product matrix of their size."""
+    return torch.bmm(left[:, None, :], right[:, :, None])[:, 0, 0]
 
 
 def _rows_per_chunk(hidden: Tensor, head: Head, chunk_logits: int) -> int:

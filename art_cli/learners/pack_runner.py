@@ -98,7 +98,7 @@ class PackRunner:
             self._row_logits(pack.token_ids[start:end], positions - start)
             for start, end, positions in zip(starts, ends, _split(pack.edges.positions, starts[1:]), strict=True)
         ]
-        return self._score(torch.cat(logits), torch.nn.Identity(), pack)
+        return self._score(torch.cat(logits), torch.clone, pack)  # the logits are there: the head only copies them
 
     def _row_logits(self, token_ids: Ints, positions: Ints) -> Tensor:
         """[len(positions), V] logits of one sequence, the whole model run as it is."""
