@@ -71,7 +71,11 @@ class RewardModelJudge:
     def _tokenize(self, tokenizer: Any, model: Any, conversation: Sequence[Json]) -> list[int]:
         """The conversation's token ids; of one that is too long the end."""
         if tokenizer.chat_template:
-            ids = tokenizer.apply_chat_template(list(conversation), tokenize=True, return_dict=False)
+            try:
+                ids = tokenizer.apply_chat_template(list(conversation), tokenize=True, return_dict=False)
+            except Exception as error:  # the boundary to the model's own template, which raises what it likes
+                line = " ".join(str(error).split())[:300]
+                raise JudgeError(f"{self.config.model}: its chat template refuses a conversation: {line}") from error
         else:
             text = "\n\n".join(f"{message.get('role')}: {clean(message.get('content'))}" for message in conversation)
             ids = tokenizer(text)["input_ids"]
@@ -95,8 +99,7 @@ class RewardModelJudge:
             raise JudgeStopped(f"judge.model: {self.config.model} cannot be loaded: {line}") from error
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
-        if model.config.pad_token_id is None:
-            model.config.pad_token_id = tokenizer.pad_token_id
+        model.config.pad_token_id = tokenizer.pad_token_id  # it finds each row's last token by it
         wanted = self.config.device
         device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
         self._loaded = (model.to(device).eval(), tokenizer)
