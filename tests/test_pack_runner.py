@@ -11,6 +11,7 @@ from test_learner import Caught, learner, two_answers
 from tiny import tiny_tokenizer, tiny_weights
 from trees import logprobs_of
 
+from art_cli.config.schema import TorchLearnerConfig
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing import pack_samples
 from art_cli.learners.samples import Sample, bare_sample
@@ -89,7 +90,7 @@ def assert_runs_exactly(runner: PackRunner, *, share: bool, tolerance: float = 2
 
 @pytest.mark.parametrize("config", PACKED.values(), ids=PACKED)
 def test_packs_give_the_models_own_logprobs(config: Any) -> None:
-    runner = PackRunner(weights_of(config))
+    runner = PackRunner(weights_of(config), TorchLearnerConfig())
     runner.settle(samples()[0])
     assert runner.can_pack
     assert_runs_exactly(runner, share=True)
@@ -98,7 +99,7 @@ def test_packs_give_the_models_own_logprobs(config: Any) -> None:
 @pytest.mark.parametrize("config", PLAIN.values(), ids=PLAIN)
 def test_models_that_packs_do_not_fit_run_sample_by_sample(config: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Found out by comparing, said once, and then right."""
-    runner = PackRunner(weights_of(config))
+    runner = PackRunner(weights_of(config), TorchLearnerConfig())
     with caplog.at_level(logging.WARNING):
         runner.settle(samples()[0])
         runner.settle(samples()[1])
@@ -141,7 +142,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 
 
 def test_bfloat16_models_run_packs_within_their_rounding() -> None:
-    runner = PackRunner(weights_of(transformers.LlamaConfig(**SHAPE), torch.bfloat16))
+    runner = PackRunner(weights_of(transformers.LlamaConfig(**SHAPE), torch.bfloat16), TorchLearnerConfig())
     runner.settle(samples()[0])
     assert runner.can_pack
     assert_runs_exactly(runner, share=True, tolerance=0.3)

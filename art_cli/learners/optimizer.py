@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from art_cli.config.schema import SftConfig, TrainConfig
 from art_cli.errors import CheckpointError
 
 STATE_FILE = "optimizer.safetensors"
@@ -37,6 +38,17 @@ class Optimizer:
         self.learning_rate, self.warmup_steps, self.max_grad_norm = learning_rate, warmup_steps, max_grad_norm
         self.counts = Counts()
         self._adamw = torch.optim.AdamW(self.parameters.values(), lr=learning_rate, weight_decay=weight_decay)
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, torch.nn.Parameter], config: TrainConfig | SftConfig) -> "Optimizer":
+        """A new one with the knobs of that section."""
+        return cls(
+            parameters,
+            learning_rate=config.learning_rate,
+            warmup_steps=config.warmup_steps,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+        )
 
     def current_rate(self) -> float:
         """The learning rate of the current step: it grows evenly over `warmup_steps`, the first step's is not zero."""
@@ -79,6 +91,10 @@ class Optimizer:
             # the step count stays on the CPU, where AdamW reads it without waiting for the device
             place = tensor.device if which == "step" else parameter.device
             self._adamw.state[parameter][which] = tensor.to(place)
+
+    def reset(self) -> None:
+        self._adamw.state.clear()
+        self.counts = Counts()
 
     def snapshot(self) -> "Snapshot":
         """Everything an update changes, copied."""

@@ -98,23 +98,25 @@ def _cut(lengths: Ints, shared: Ints, budget: int) -> list[int]:
 
     A run costs its distinct tokens and PACK_COST; its first sample shares nothing. Shortest path over the samples.
     """
+    num_samples = len(lengths)
     total = np.concatenate([[0], np.cumsum(lengths - shared)])  # distinct tokens of the samples before each
     if total[-1] <= budget:
-        return [0, len(lengths)] if len(lengths) else [0]
-    repeated = np.append(shared, 0)  # what a cut before each sample lays out again
-    cost = np.zeros(len(lengths) + 1)
-    previous = np.zeros(len(lengths) + 1, dtype=np.int64)
-    for end in range(1, len(lengths) + 1):
-        first = min(int(np.searchsorted(total, total[end] - budget)), end - 1)
-        starts = np.arange(first, end)
-        sizes = total[end] - total[starts] + repeated[starts]
-        costs = cost[starts] + repeated[starts] + PACK_COST
-        costs[(sizes > budget) & (starts < end - 1)] = np.inf
-        best = int(costs.argmin())
-        previous[end], cost[end] = starts[best], costs[best]
-    bounds = [len(lengths)]
+        return [0, num_samples] if num_samples else [0]
+    floor = total[:-1] - shared  # a run from a sample up to `end` has total[end] - floor tokens
+    firsts = np.searchsorted(total, total - budget)  # no run up to `end` may start before
+    entry = np.zeros(num_samples)  # the least cost of all runs before a sample, and of starting another there
+    best = np.zeros(num_samples + 1, dtype=np.int64)  # where the run that ends there starts
+    for end in range(1, num_samples + 1):
+        first = min(int(firsts[end]), end - 1)
+        fits = floor[first:end] >= total[end] - budget
+        fits[-1] = True
+        start = first + int(np.where(fits, entry[first:end], np.inf).argmin())
+        best[end] = start
+        if end < num_samples:
+            entry[end] = entry[start] + PACK_COST + shared[end]
+    bounds = [num_samples]
     while bounds[-1]:
-        bounds.append(int(previous[bounds[-1]]))
+        bounds.append(int(best[bounds[-1]]))
     return bounds[::-1]
 
 
@@ -129,7 +131,7 @@ def _lay_out(samples: list[Sample], shared: list[int]) -> Pack:
     """The pack of sorted samples, each of which has `shared` leading tokens in common with the one before it."""
     path: list[_Run] = []  # from the root to the current sample's end
     starts, parents = [], []  # of each run: its first position, the position it grows from (-1: none)
-    ids, depths, predicting, predicted = [], [], [], []
+    ids, depths, predicted = [], [], []
     size = 0
     for sample, depth in zip(samples, shared, strict=True):
         while path and path[-1].depth >= depth:
@@ -143,12 +145,13 @@ def _lay_out(samples: list[Sample], shared: list[int]) -> Pack:
             path.append(_Run(depth, size - depth))
             size += length - depth
         predicted.append(_positions(path, sample.targets))
-        predicting.append(_positions(path, sample.targets - 1))
     token_ids = np.concatenate(ids)
+    before = np.arange(-1, size - 1)  # the position that predicts each
+    before[starts] = parents
     terms_of = [len(sample.targets) for sample in samples]
     edges, edge_of = _merge_edges(
         token_ids,
-        np.concatenate(predicting),
+        before,
         np.concatenate(predicted),
         np.concatenate([sample.temperatures for sample in samples]),
     )
@@ -170,8 +173,8 @@ def _lay_out(samples: list[Sample], shared: list[int]) -> Pack:
 
 def _positions(path: list[_Run], depths: Ints) -> Ints:
     """Where the tokens at `depths` of the sample that ends `path` stand in the pack."""
-    if len(path) == 1:
-        return depths + path[0].shift
+    if not len(depths) or depths[0] >= path[-1].depth:  # all in the sample's own suffix
+        return depths + path[-1].shift
     runs = np.searchsorted([run.depth for run in path], depths, side="right") - 1
     shifts: Ints = np.array([run.shift for run in path])[runs]
     return depths + shifts
@@ -196,8 +199,9 @@ def _segments(starts: list[int], parents: list[int], size: int) -> Segments:
     return Segments(bounds, ends, reaches, segment_parents)
 
 
-def _merge_edges(token_ids: Ints, predicting: Ints, predicted: Ints, temperatures: Floats) -> tuple[Edges, Ints]:
+def _merge_edges(token_ids: Ints, before: Ints, predicted: Ints, temperatures: Floats) -> tuple[Edges, Ints]:
     """The distinct edges, and which of them each term is. An edge is known by where it ends and its temperature."""
     kinds, kind_of = np.unique(temperatures, return_inverse=True)
     _, first, edge_of = np.unique(predicted * len(kinds) + kind_of, return_index=True, return_inverse=True)
-    return Edges(predicting[first], token_ids[predicted[first]], temperatures[first]), edge_of
+    ends = predicted[first]
+    return Edges(before[ends], token_ids[ends], temperatures[first]), edge_of

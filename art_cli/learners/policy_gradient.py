@@ -1,0 +1,135 @@
+"""The gradient of one optimizer step of the policy: samples in, `.grad` out. Changes no weight.
+
+samples -> packs -> per pack: scores -> loss terms -> loss -> backward
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from art_cli.config.schema import LossConfig
+from art_cli.errors import LearnerError
+from art_cli.learners.batch import count
+from art_cli.learners.logprobs import TokenScores
+from art_cli.learners.losses import LossTerms, PackLoss, build_loss, pack_loss
+from art_cli.learners.losses.importance import truncated_weights
+from art_cli.learners.losses.means import Counts
+from art_cli.learners.optimizer import Optimizer
+from art_cli.learners.pack_runner import PackRunner
+from art_cli.learners.packing import Pack
+from art_cli.learners.samples import Sample
+from art_cli.learners.tally import Tally
+
+
+class Update(NamedTuple):
+    """One optimizer step to come: its packs, its counts, and what the weights before the step say of each pack."""
+
+    packs: list[Pack]
+    counts: Counts
+    before: list[Tensor | None]  # [N] logprobs of each pack's terms at the step's first weights; None: at its own pass
+
+
+class PolicyGradient:
+    """The gradient of a configured loss, pack by pack, with whatever of it the loss needs: old, reference, weights."""
+
+    def __init__(self, runner: PackRunner, config: LossConfig, *, max_tokens: int) -> None:
+        self.runner, self.config = runner, config
+        self.loss = build_loss(config, max_tokens=max_tokens)
+
+    def plan(self, samples: Sequence[Sample]) -> Update:
+        packs = self.runner.pack(samples)
+        return Update(packs, count(samples), [None] * len(packs))
+
+    def look_ahead(self, update: Update, tally: Tally) -> Update:
+        """The update with its packs' logprobs at the current weights, where its loss will need them once they moved."""
+        if self.config.importance_cap is None and not any(np.isnan(p.terms.logprobs).any() for p in update.packs):
+            return update
+        before: list[Tensor | None] = []
+        with torch.no_grad():
+            for pack in update.packs:
+                scores = self.runner.run(pack)
+                tally.add_gap(scores, pack.terms)
+                before.append(scores.logprobs[self._tensor(pack.terms.edges)])
+        return update._replace(before=before)
+
+    def accumulate(
+        self, update: Update, tally: Tally, *, is_first: bool, done: Callable[[], None] = lambda: None
+    ) -> None:
+        """Adds the update's gradient to the parameters' `.grad`; `is_first`: of its step, at the weights that sampled.
+
+        Raises LearnerError with the trajectory whose loss is not finite.
+        """
+        tally.losses.append(0.0)
+        for pack, before in zip(update.packs, update.before, strict=True):
+            reference = self._reference(pack)
+            scores = self.runner.run(pack)
+            if is_first:
+                tally.add_gap(scores, pack.terms)
+            loss = self._loss(pack, scores, update.counts, before, reference)
+            loss.loss.backward()  # type: ignore[no-untyped-call]
+            tally.add_pack(pack, scores, loss)
+            done()
+
+    def blame(self, update: Update, optimizer: Optimizer) -> str:
+        """Which sample's gradient is not finite, found by taking each alone."""
+        for pack, before in zip(update.packs, update.before, strict=True):
+            for index, sample in enumerate(pack.samples):
+                own = None if before is None else before[self._tensor(pack.terms.samples) == index]
+                alone = Update(self.runner.pack([sample]), update.counts, [own])
+                self.accumulate(alone, Tally(), is_first=False)
+                norm = optimizer.clip()
+                optimizer.clear()
+                if not math.isfinite(norm):
+                    return _not_finite("gradient", sample)
+        return "the gradient of the step is not finite, though each sample's alone is; no weight was changed"
+
+    def _reference(self, pack: Pack) -> Tensor | None:
+        """[N] logprobs of the pack's terms under the model without its adapter; None where there is no KL term."""
+        if self.config.kl == 0:
+            return None
+        with torch.no_grad(), self.runner.weights.adapter_off():
+            return self.runner.run(pack).logprobs[self._tensor(pack.terms.edges)]
+
+    def _loss(
+        self, pack: Pack, scores: TokenScores, counts: Counts, before: Tensor | None, reference: Tensor | None
+    ) -> PackLoss:
+        terms = self._terms(pack, scores, counts, before, reference)
+        loss = pack_loss(self.loss.objective, terms, kl=self.config.kl)
+        is_bad = ~loss.parts.isfinite()
+        if is_bad.any():
+            raise LearnerError(_not_finite("loss", pack.samples[int(terms.samples[is_bad][0])]))
+        return loss
+
+    def _terms(
+        self, pack: Pack, scores: TokenScores, counts: Counts, before: Tensor | None, reference: Tensor | None
+    ) -> LossTerms:
+        new = scores.logprobs[self._tensor(pack.terms.edges)]
+        before = new.detach() if before is None else before
+        engine = self._tensor(pack.terms.logprobs).float()
+        cap = self.config.importance_cap
+        shares = np.array([self.loss.share(len(sample.targets), counts) for sample in pack.samples])
+        return LossTerms(
+            new=new,
+            # what sampled, as the engine said it; as the learner sees it where the engine's is not comparable, or
+            # where the difference between the two is corrected for
+            old=torch.where(engine.isnan(), before, engine) if cap is None else before,
+            advantages=self._tensor(pack.terms.advantages).float(),
+            samples=self._tensor(pack.terms.samples),
+            shares=self._tensor(shares[pack.terms.samples]).float(),
+            importance=None if cap is None else truncated_weights(before, engine, cap=cap),
+            reference=reference,
+        )
+
+    def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.runner.weights.device)
+
+
+def _not_finite(what: str, sample: Sample) -> str:
+    return (
+        f"trajectory {sample.trajectory_id}, turn {sample.turn}: its {what} is not finite; no weight was changed. "
+        "Lower train.learning_rate, or look at that trajectory's logprobs"
+    )
