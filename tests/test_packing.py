@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art_cli.learners.packing import Pack, pack_samples
+from art_cli.learners.packing import PACK_COST, Pack, pack_samples
 from art_cli.learners.samples import Sample, bare_sample
 
 
@@ -108,6 +108,25 @@ def test_a_tree_is_cut_where_that_repeats_least() -> None:
     """Two prompts of 10 with 4 answers of 5 each are 2 * (10 + 20) = 60 tokens; 30 fit: cut between the prompts."""
     samples = [sample([prompt] * 10 + [answer] * 5) for prompt in (1, 2) for answer in (3, 4, 5, 6)]
     assert [len(pack.token_ids) for pack in pack_samples(samples, budget=30)] == [30, 30]
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=7), st.integers(6, 12))
+def test_no_other_cut_of_the_sorted_samples_costs_less(token_lists: list[list[int]], budget: int) -> None:
+    """Against all ways to cut at most 7 samples; the cost is tokens, and PACK_COST for each pack."""
+    packs = pack_samples([sample(ids) for ids in token_lists], budget=budget)
+    ordered = [each.token_ids.tolist() for pack in packs for each in pack.samples]
+
+    def tokens(run: list[list[int]]) -> int:
+        return len({tuple(ids[:length]) for ids in run for length in range(1, len(ids) + 1)})
+
+    def least(start: int) -> float:
+        if start == len(ordered):
+            return 0
+        ends = range(start + 1, len(ordered) + 1)
+        sizes = {end: tokens(ordered[start:end]) for end in ends}
+        return min(sizes[end] + PACK_COST + least(end) for end in ends if sizes[end] <= budget)
+
+    assert sum(len(pack.token_ids) + PACK_COST for pack in packs) == least(0)
 
 
 def test_rows_share_nothing() -> None:
