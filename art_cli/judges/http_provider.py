@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -28,7 +30,7 @@ class HttpProvider:
         self._url = f"{base}/chat/completions"
         self._name = member.model.removeprefix("openai/")  # litellm's way of saying "as OpenAI does it"
         self._price = find_price(member)
-        self._client: httpx.AsyncClient | None = None
+        self._clients = _Clients()
 
     async def ask(self, messages: Sequence[Json], schema: Json | None, *, timeout_s: float) -> Answer:
         body: Json = {"model": self._name, "messages": list(messages), **self._member.params}
@@ -48,15 +50,11 @@ class HttpProvider:
 
     async def _post(self, body: Json, timeout_s: float) -> httpx.Response:
         """The response, read whole before the deadline. A lost connection or a missed deadline can be tried again."""
-        if self._client is None:
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-            is_encrypted = not self._url.startswith("http://")  # loading certificates takes a while
-            self._client = httpx.AsyncClient(timeout=None, limits=limits, verify=is_encrypted)  # deadline: below
         key = os.environ.get(self._member.api_key_env or DEFAULT_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            async with asyncio.timeout(timeout_s):
-                return await self._client.post(self._url, json=body, headers=headers)
+            async with asyncio.timeout(timeout_s), self._clients.borrow() as client:
+                return await client.post(self._url, json=body, headers=headers)
         except TimeoutError as error:
             raise CallFailed(f"{self._where()} did not answer within {timeout_s:g} s", "late") from error
         except httpx.ConnectError as error:
@@ -98,9 +96,38 @@ class HttpProvider:
         return one_line(str(error) or type(error).__name__, self._secrets)
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.aclose()
-            self._client = None
+        await self._clients.close()
+
+
+class _Clients:
+    """A client, and so a connection, for each call at once.
+
+    One client for all would search its whole pool at every step of every call: at 64 calls at once that takes longer
+    than everything else together (httpcore 1.0, `_assign_requests_to_connections`).
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[httpx.AsyncClient] = []
+        self._ssl: ssl.SSLContext | None = None  # made once: it reads a file of certificates
+
+    @asynccontextmanager
+    async def borrow(self) -> AsyncIterator[httpx.AsyncClient]:
+        """A client that no other call has; where the call fails, its connection is closed."""
+        client = self._idle.pop() if self._idle else self._make()
+        try:
+            yield client
+        except BaseException:
+            await client.aclose()
+            raise
+        self._idle.append(client)
+
+    def _make(self) -> httpx.AsyncClient:
+        self._ssl = self._ssl or httpx.create_ssl_context()
+        return httpx.AsyncClient(timeout=None, verify=self._ssl)  # the caller's deadline covers every wait
+
+    async def close(self) -> None:
+        while self._idle:
+            await self._idle.pop().aclose()
 
 
 def _content_text(content: Any) -> str:

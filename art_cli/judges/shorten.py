@@ -25,7 +25,9 @@ def count_tokens(text: str) -> int:
 
 def shorten(attempts: Sequence[Attempt], max_tokens: int) -> list[Attempt]:
     """The attempts with every text cut to what `max_tokens` for each attempt allows."""
-    trimmed = [_drop_middle(attempt, max_tokens) for attempt in attempts]
+    if all(_surely_fits(attempt, max_tokens) for attempt in attempts):
+        return list(attempts)
+    trimmed = [each if _surely_fits(each, max_tokens) else _drop_middle(each, max_tokens) for each in attempts]
     limits: dict[Message, int] = {}
     for attempt in trimmed:
         messages = [message for part in tree.build([attempt]).parts() for message in part.messages]
@@ -34,6 +36,15 @@ def shorten(attempts: Sequence[Attempt], max_tokens: int) -> list[Attempt]:
     return [
         Attempt(_cut(attempt.main, limits), tuple(_cut(side, limits) for side in attempt.sides)) for attempt in trimmed
     ]
+
+
+def _surely_fits(attempt: Attempt, max_tokens: int) -> bool:
+    """Whether the attempt fits even if its conversations share nothing: then there is nothing to work out."""
+    total = 0
+    for conversation in attempt.conversations:
+        for message in conversation:
+            total += MARK_TOKENS + sum(MARK_TOKENS + count_tokens(piece.text) for piece in message.pieces)
+    return total <= max_tokens
 
 
 def _drop_middle(attempt: Attempt, max_tokens: int) -> Attempt:

@@ -7,12 +7,12 @@ down for the judge is `prompt`'s business; what is left out for length is `short
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from art_cli.trajectory import Trajectory
+from art_cli.trajectory import Json, Trajectory
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
@@ -74,7 +74,7 @@ def read_conversation(messages: Sequence[Any]) -> Conversation:
     conversation = []
     places: dict[str, int] = {}
     for raw in messages:
-        message = raw if isinstance(raw, Mapping) else {"content": raw}
+        message = raw if isinstance(raw, dict) else {"content": raw}
         if calls := message.get("tool_calls"):
             places = _call_places(calls)
         role = message.get("role")
@@ -91,13 +91,13 @@ def read_conversation(messages: Sequence[Any]) -> Conversation:
 
 def _call_places(calls: Any) -> dict[str, int]:
     """The place of each call by its id, from 1; nothing where there is only one call."""
-    if not isinstance(calls, Sequence) or isinstance(calls, str) or len(calls) < 2:
+    if not isinstance(calls, list) or len(calls) < 2:
         return {}
-    ids = [call.get("id") if isinstance(call, Mapping) else None for call in calls]
+    ids = [call.get("id") if isinstance(call, dict) else None for call in calls]
     return {name: place for place, name in enumerate(ids, 1) if isinstance(name, str)}
 
 
-def _read_pieces(message: Mapping[str, Any]) -> tuple[Piece, ...]:
+def _read_pieces(message: Json) -> tuple[Piece, ...]:
     pieces = []
     for key in ("reasoning_content", "reasoning"):
         if thought := message.get(key):
@@ -107,21 +107,21 @@ def _read_pieces(message: Mapping[str, Any]) -> tuple[Piece, ...]:
     if refusal := message.get("refusal"):
         pieces.append(Piece("refusal", clean(refusal)))
     calls = message.get("tool_calls") or ([{"function": call}] if (call := message.get("function_call")) else [])
-    pieces += [_read_call(call) for call in (calls if isinstance(calls, list | tuple) else [calls])]
+    pieces += [_read_call(call) for call in (calls if isinstance(calls, list) else [calls])]
     return tuple(pieces)
 
 
 def _read_content(content: Any) -> list[Piece]:
     if content is None or content == "":
         return []
-    if not isinstance(content, Sequence) or isinstance(content, str):
+    if not isinstance(content, list):
         return [Piece("text", clean(content))]
     return [_read_part(part) for part in content]
 
 
 def _read_part(part: Any) -> Piece:
     """One element of a content list."""
-    if not isinstance(part, Mapping):
+    if not isinstance(part, dict):
         return Piece("text", clean(part))
     kind = part.get("type")
     if kind in _TEXT_PARTS:
@@ -139,14 +139,14 @@ def _read_part(part: Any) -> Piece:
     return Piece("other", clean(part))
 
 
-def _describe(part: Mapping[str, Any]) -> str:
+def _describe(part: Json) -> str:
     """Bytes that a text cannot show, by size and digest: equal ones are seen to be equal.
 
     Example: {"image_url": {"url": "data:image/png;base64,AAAA"}} -> "image/png, 4 characters, sha256 63c1dd95".
     A link is shown as it is.
     """
     source = next((part[key] for key in ("image_url", "input_audio", "file", "source", "image") if key in part), part)
-    data = source.get("url") or source.get("data") or source if isinstance(source, Mapping) else source
+    data = source.get("url") or source.get("data") or source if isinstance(source, dict) else source
     text = clean(data)
     if text.startswith(("http://", "https://")):
         return text
@@ -158,8 +158,8 @@ def _describe(part: Mapping[str, Any]) -> str:
 
 def _read_call(call: Any) -> Piece:
     """A tool call as `name(arguments)`."""
-    function = call.get("function", call.get("custom")) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
+    function = call.get("function", call.get("custom")) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
         return Piece("call", clean(call))
     arguments = function.get("arguments", function.get("input"))
     return Piece("call", f"{clean(function.get('name'))}({clean(arguments)})")
