@@ -12,7 +12,7 @@ the same pairs are expressed as a mask.
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Tree:
     blocks: list[tuple[int, int, int]]  # [S] (start, end, reach)
     depths: Tensor  # [T]
     max_depth: int
+    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window, made once for all layers
 
     @classmethod
     def of(cls, pack: Pack, device: torch.device) -> "Tree":
@@ -42,6 +43,11 @@ class Tree:
 
     def mask(self, window: int | None = None) -> Tensor:
         """[T, T] bool: whether the row's token sees the column's; with `window`, only the nearest so many."""
+        if window not in self.masks:
+            self.masks[window] = self._make_mask(window)
+        return self.masks[window]
+
+    def _make_mask(self, window: int | None) -> Tensor:
         device = self.depths.device
         lengths = torch.tensor([end - start for start, end, _ in self.blocks], device=device)
         reaches = torch.tensor([reach for _, _, reach in self.blocks], device=device).repeat_interleave(lengths)
@@ -98,8 +104,10 @@ def attend(
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """[1, heads, T, D]: the plain form, all pairs computed, those outside `mask` [T, T] thrown away."""
-    is_grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:  # no kernel takes a mask and grouped heads both, but the one that holds all scores at once
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
 class _BlockAttention(torch.autograd.Function):
