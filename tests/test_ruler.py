@@ -17,6 +17,7 @@ from art_cli.judges import agreement
 from art_cli.judges.budget import BudgetSpent
 from art_cli.judges.cache import Usage
 from art_cli.judges.estimate import Estimate, estimate
+from art_cli.judges.provider import quiet_time, retry_after
 from art_cli.judges.ruler import RulerJudge
 from art_cli.trajectory import Trajectory
 from tests.judge_server import HTTP_MISBEHAVIOURS, MISBEHAVIOURS, VALID, Conduct, JudgeServer, read_record
@@ -240,6 +241,29 @@ async def test_the_schema_names_every_id_and_parameters_are_passed_on(server: Ju
     assert asked["temperature"] == 0 and asked["reasoning_effort"] == "low" and asked["model"] == "rule"
     entry = asked["response_format"]["json_schema"]["schema"]["properties"]["scores"]["items"]
     assert sorted(entry["properties"]["id"]["enum"]) == sorted(read_record(asked["messages"][1]["content"]).asked)
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, 0.0),
+        ({"x-ratelimit-remaining-requests": "3", "x-ratelimit-reset-requests": "9s"}, 0.0),
+        ({"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "1m3s"}, 63.0),
+        ({"x-ratelimit-remaining-tokens": "0", "x-ratelimit-reset-tokens": "120ms"}, 0.12),
+        ({"x-ratelimit-remaining-tokens": "0", "x-ratelimit-reset-tokens": "soon"}, 0.0),
+    ],
+)
+def test_a_used_up_limit_asks_for_quiet_until_it_is_reset(headers: dict[str, str], seconds: float) -> None:
+    assert quiet_time(headers) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [({}, None), ({"retry-after": "2"}, 2.0), ({"retry-after-ms": "250", "retry-after": "9"}, 0.25),
+     ({"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}, None), ({"retry-after": "inf"}, None)],
+)  # fmt: skip
+def test_a_retry_after_is_read_in_seconds_or_milliseconds(headers: dict[str, str], seconds: float | None) -> None:
+    assert retry_after(headers) == seconds
 
 
 # --- cost -------------------------------------------------------------------------------------------------------------

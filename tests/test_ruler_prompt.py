@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from art_cli.config.schema import RulerJudgeConfig
 from art_cli.judges import votes
+from art_cli.judges.docket import read_docket
 from art_cli.judges.prompt import PASSAGE_LENGTH, Prompt, choose_code, choose_ids, write_prompt
 from art_cli.judges.shorten import MARK_TOKENS, _level, count_tokens, shorten
 from art_cli.judges.transcript import Attempt, Conversation, digest, read_attempt
@@ -140,6 +142,18 @@ def test_sub_agents_and_edited_histories_are_shown_whole_and_sent_once() -> None
 def test_a_branch_that_only_begins_another_conversation_is_left_out() -> None:
     messages = [SYSTEM, TASK, {"role": "assistant", "content": "booked"}]
     assert read_attempt(attempt(0, messages, branches=[messages[:2], messages])).sides == ()
+
+
+def test_each_tool_is_shown_once_and_without_its_wrapper() -> None:
+    """Three attempts, two of which have the same tool and one another: two lines under the mark."""
+    tools = [{"type": "function", "function": {"name": name, "description": "d"}} for name in ("search", "book")]
+    group = [attempt(index, [SYSTEM, {"role": "user", "content": str(index)}]) for index in range(3)]
+    for trajectory, has in zip(group, ([tools[0]], [tools[0]], tools), strict=True):
+        trajectory.tools = has
+    docket = read_docket(group, RulerJudgeConfig(name="ruler"))
+    prompt = write_prompt(docket.attempts, order=[0, 1, 2], tools=docket.tools, instructions="", seed="s")
+    shown = read_back(prompt).tools.splitlines()
+    assert sorted(shown) == ['{"name":"book","description":"d"}', '{"name":"search","description":"d"}']
 
 
 def test_an_attempt_without_messages_is_shown_as_empty() -> None:

@@ -327,7 +327,7 @@ def _report(options: Options, path: Path, summary: dict[str, Any], *, is_partial
         sys.stdout.write(json.dumps({**summary, "report": plain, "values": values}) + "\n")
     else:
         sys.stdout.write(_as_text(summary) if summary else "")
-        sys.stdout.writelines(f"{name:34s} {value}\n" for name, value in lines)
+        sys.stdout.writelines(f"{name:26s} {value}\n" for name, value in lines)
     for gate in gates:
         if gate.metric not in values:
             raise UsageError(

@@ -1,39 +1,49 @@
 """The judge's report in words: (name, value) lines for a terminal or a page."""
 
+import msgspec
+
 from art_cli.judges.agreement import Measure
 from art_cli.judges.report import Agreement, JudgeReport, Report
 
+Lines = list[tuple[str, str]]
 
-def report_lines(report: Report) -> list[tuple[str, str]]:
+NAMES = {
+    "pairwise_accuracy": "pairwise accuracy",
+    "kendall_tau": "Kendall's tau-b",
+    "best_of_group": "best-of-group hits",
+}
+
+
+def report_lines(report: Report) -> Lines:
     share = f" ({report.num_without_signal / report.num_groups:.1%})" if report.num_groups else ""
     lines = [
         ("groups", f"{report.num_groups}"),
         ("trajectories", f"{report.num_trajectories}, {report.num_failed} of them failed and not judged"),
         ("groups without signal", f"{report.num_without_signal}{share}"),
         ("reward", f"mean {_number(report.reward_mean)}, spread within a group {_number(report.reward_std)}"),
-        *_agreement_lines(report.agreement, f"reward against {report.gold}: "),
     ]
+    if len(report.judges) != 1 and report.agreement is not None:
+        lines += [(f"  against {report.gold}", ""), *_agreement_lines(report.agreement)]
     for judge in report.judges:
         lines += _judge_lines(judge, report.gold)
     return lines
 
 
-def _judge_lines(judge: JudgeReport, gold: str | None) -> list[tuple[str, str]]:
-    lines = [("judge", f"{judge.judge} {judge.model or ''}".rstrip() + f", {max(judge.num_votes, 1)} votes an attempt")]
+def _judge_lines(judge: JudgeReport, gold: str | None) -> Lines:
+    votes = f"{judge.num_votes} votes" if judge.num_votes > 1 else "1 vote"
+    lines = [("judge", f"{judge.judge} {judge.model or ''}".rstrip() + f", {votes} an attempt")]
     if judge.order_bias is not None:
         lines.append(("  order bias", _bias_words(judge.order_bias)))
     if judge.spread is not None:
         lines.append(("  spread of a vote", f"{judge.spread:.4f} (standard deviation about its attempt's mean)"))
-    lines += _agreement_lines(judge.agreement, "  score: ")
-    lines += _agreement_lines(judge.one_vote, "  one vote alone: ")
+    if judge.agreement is not None:
+        lines += [(f"  against {gold}", ""), *_agreement_lines(judge.agreement, judge.one_vote)]
     if judge.prompt_tokens is not None and judge.completion_tokens is not None:
         lines.append(("  tokens", f"{judge.prompt_tokens:,.0f} in, {judge.completion_tokens:,.0f} out"))
-        cost = "unknown" if judge.cost_usd is None else f"${judge.cost_usd:.4f}"
-        lines.append(("  cost", cost))
+        lines.append(("  cost", "unknown" if judge.cost_usd is None else f"${judge.cost_usd:.4f}"))
     if judge.latency_s is not None and judge.latency_p95_s is not None:
-        lines.append(
-            ("  latency of a vote", f"median {judge.latency_s:.2f} s, 95th percentile {judge.latency_p95_s:.2f} s")
-        )
+        median, slow = f"median {judge.latency_s:.2f} s", f"95th percentile {judge.latency_p95_s:.2f} s"
+        lines.append(("  latency of a vote", f"{median}, {slow}"))
     return lines
 
 
@@ -46,21 +56,19 @@ def _bias_words(bias: Measure) -> str:
     return f"{number}: the {favoured} place gets more than the {other}"
 
 
-def _agreement_lines(found: Agreement | None, prefix: str) -> list[tuple[str, str]]:
-    if found is None:
-        return []
-    named = [
-        ("pairwise accuracy", found.pairwise_accuracy),
-        ("Kendall's tau-b", found.kendall_tau),
-        ("best-of-group hit rate", found.best_of_group),
-    ]
-    return [(f"{prefix}{name}", _interval(each)) for name, each in named]
+def _agreement_lines(found: Agreement, one_vote: Agreement | None = None) -> Lines:
+    """A line a measure, each with its 95 % interval; beside it what one vote alone comes to."""
+    alone = {} if one_vote is None else msgspec.structs.asdict(one_vote)
+    lines = []
+    for name, each in msgspec.structs.asdict(found).items():
+        beside = f"   one vote alone {_interval(alone[name])}" if alone else ""
+        groups = f"   {each.num} groups" if each else ""
+        lines.append((f"    {NAMES[name]}", f"{_interval(each)}{beside}{groups}"))
+    return lines
 
 
 def _interval(each: Measure | None) -> str:
-    return (
-        "no group tells" if each is None else f"{each.value:.3f} [{each.low:.3f}, {each.high:.3f}], {each.num} groups"
-    )
+    return "no group tells" if each is None else f"{each.value:.3f} [{each.low:.3f}, {each.high:.3f}]"
 
 
 def _number(value: float | None) -> str:
