@@ -237,7 +237,7 @@ class JudgeModelConfig(Section):
     api_base: str | None = None
     """Any OpenAI-compatible endpoint ("http://127.0.0.1:8000/v1"). null: the provider that `model` names."""
     api_key_env: str | None = None
-    """The environment variable (or line of .env) that holds the key. null: the provider's; OPENAI_API_KEY for api_base."""
+    """The variable of the environment or .env with the key. null: the provider's; OPENAI_API_KEY for an api_base."""
     params: dict[str, JsonValue] = {}
     """Passed on with each call: {temperature: 0}, {reasoning_effort: low}."""
     response_format: Literal["auto", "json_schema", "text"] = "auto"
