@@ -153,7 +153,7 @@ class Preflight:
     async def _play_one(self) -> Trajectory:
         played: list[Trajectory] = []
         plans = plan_groups(self.scenarios[:1], step=0, group_size=1)
-        async with open_sampler(self.loaded, self.weights, step=0, logs=self.scratch) as sampler:
+        async with open_sampler(self.loaded, self.weights, checkpoint=None, step=0, logs=self.scratch) as sampler:
             await sampler.play(plans, played.append, title="check")
         return played[0]
 

@@ -81,7 +81,7 @@ def _policies(
 
 def _play(loaded: LoadedConfig, source: PolicySource, place: Path, name: str) -> Values:
     async def play() -> Values:
-        async with open_sampler(loaded, weights, step=source.step, logs=place) as sampler:
+        async with open_sampler(loaded, weights, checkpoint=source.checkpoint, step=source.step, logs=place) as sampler:
             path = place / f"{name.strip('/').replace('/', '_')}.jsonl"
             return values(await play_evaluation(sampler, loaded, step=source.step, path=path, title=name))
 

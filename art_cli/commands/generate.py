@@ -45,6 +45,8 @@ async def _generate(
     done = list(read_lines(output, Trajectory))
     missing = owed(plans, done)
     with LineWriter(output) as writer:
-        async with open_sampler(loaded, weights, step=source.step, logs=output.parent) as sampler:
+        async with open_sampler(
+            loaded, weights, checkpoint=source.checkpoint, step=source.step, logs=output.parent
+        ) as sampler:
             await sampler.play(missing, writer.append, title="generate")
     return len(done) + len(missing)

@@ -1,5 +1,6 @@
 """Sampler: an engine, the gateway in front of it and the runner, opened together; plays scenarios with one policy."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -31,23 +32,36 @@ class Sampler:
         title: str,
         temperature: float | None = None,
     ) -> Progress:
-        """Runs every plan; each trajectory is handed over as it finishes. Returns the counts."""
-        with self.gateway.temperature(temperature):
-            return await self.runner.run(plans, on_finished, title=title)
+        """Runs every plan; each trajectory is handed over as it finishes. Returns the counts.
+
+        Raises EngineError: the engine has failed for good; what was being played is dropped, and stays owed.
+        """
+        try:
+            with self.gateway.temperature(temperature):
+                async with asyncio.TaskGroup() as group:
+                    watch = group.create_task(self.engine.watch())
+                    progress = await self.runner.run(plans, on_finished, title=title)
+                    watch.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return progress
 
 
 @contextlib.asynccontextmanager
 async def open_sampler(
-    loaded: LoadedConfig, weights: Weights | None, *, step: int, logs: Path
+    loaded: LoadedConfig, weights: Weights | None, *, checkpoint: Path | None, step: int, logs: Path
 ) -> AsyncIterator[Sampler]:
     """Engine started, gateway listening; all of it closed on the way out.
 
-    `weights` are those that an embedded engine samples from; None for an engine that brings its own.
+    `weights` are those in this process, `checkpoint` what an engine of its own loads; both are the policy at `step`.
+    None for an engine that brings its own, and for the starting policy that no checkpoint holds.
     """
     config = loaded.config
     engine = make_engine(config.engine, weights, name=config.name, step=step, logs=logs)
     await engine.start()
     try:
+        if checkpoint is not None:
+            await engine.load(checkpoint, step)
         settings = config.rollout.sampling
         defaults = Sampling(
             temperature=settings.temperature,

@@ -123,7 +123,14 @@ class TrainingRun:
         with self._interruptible():
             try:
                 step = await self._find_start()
-                async with open_sampler(self.loaded, self.weights, step=step, logs=self.run.logs) as sampler:
+                async with open_sampler(
+                    self.loaded,
+                    self.weights,
+                    checkpoint=self.run.checkpoint_path(step),
+                    step=step,
+                    logs=self.run.logs,
+                ) as sampler:
+                    await self._prove(sampler, step)
                     await self._evaluate(sampler, step)
                     while step < self.config.train.steps:
                         await self._take_step(sampler, step)
@@ -190,8 +197,10 @@ class TrainingRun:
 
     async def _take_step(self, sampler: Sampler, step: int) -> None:
         groups, metrics = await self._generate(sampler, step)
+        await sampler.engine.rest()
         with shown_updates(f"step {step + 1}/{self.config.train.steps}: packs") as progress:
             trained = await self._off_loop(self.learner.step, groups, progress=progress)
+        await sampler.engine.wake()
         metrics |= _numbers(trained)
         if trained.num_updates == 0:
             log.warning("step %d: no signal: every group's rewards are equal; no weight was changed", step)
@@ -242,6 +251,10 @@ class TrainingRun:
         """Checkpoints the learner's weights as `step` and has the engine sample from them; the proof's gap in nats."""
         checkpoint = self._save(step, metrics)
         await sampler.engine.load(checkpoint, step)
+        return await self._prove(sampler, step)
+
+    async def _prove(self, sampler: Sampler, step: int) -> float:
+        """Contract 5: engine and learner score the same probe. Returns the gap in nats; raises DriftError."""
         probe = proof.make_probe(self.weights.model.config.vocab_size)
         engine = await sampler.engine.score(probe)
         learner = await self._off_loop(self.learner.score, probe)
