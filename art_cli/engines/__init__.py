@@ -12,7 +12,7 @@ import msgspec
 
 from art_cli.chat import Backend
 from art_cli.config.schema import EmbeddedEngineConfig, EngineConfig, VllmEngineConfig
-from art_cli.engines.vllm.arguments import served_model
+from art_cli.engines.vllm.arguments import ServedModel, served_model
 from art_cli.model import Weights
 
 BUILT_INS = {
@@ -70,20 +70,24 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
-def make_engine(config: EngineConfig, weights: Weights | None, *, name: str, step: int = 0, logs: Path) -> Engine:
+def make_engine(
+    config: EngineConfig, weights: Weights | ServedModel | None, *, name: str, step: int = 0, logs: Path
+) -> Engine:
     """The engine of a configuration, not started yet. Raises EngineError: it cannot be made here.
 
     `weights` are those that an engine inside this process samples from, and a learner there may change; vLLM serves
-    their base model and the adapters it is told to load. None: for an engine that brings its own. `name` is what its
-    policy is called, `logs` where a process of its own writes.
+    their base model and the adapters it is told to load, and needs no weights here where it is told what to serve.
+    None: for an engine that brings its own. `name` is what its policy is called, `logs` where a process of its own
+    writes.
     """
     make = pkgutil.resolve_name(BUILT_INS[config.name])
     if isinstance(config, EmbeddedEngineConfig):
-        assert weights is not None, "the embedded engine samples from weights in this process"
+        assert isinstance(weights, Weights), "the embedded engine samples from weights in this process"
         engine: Engine = make(weights, name=name, config=config, step=step)
     elif isinstance(config, VllmEngineConfig):
-        assert weights is not None, "vLLM serves the base model of weights in this process"
-        engine = make(config, served_model(weights), name=name, step=step, logs=logs)
+        assert weights is not None, "vLLM serves the base model of weights in this process, or what it is told to"
+        model = weights if isinstance(weights, ServedModel) else served_model(weights)
+        engine = make(config, model, name=name, step=step, logs=logs)
     else:
         engine = make(config)
     return engine

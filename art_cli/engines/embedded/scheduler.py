@@ -379,13 +379,9 @@ class Scheduler:
         self._set_shape(Shape(min(self.shape.slots, self._num_slots(length)), length))
 
     def _preempt(self, sequence: Sequence) -> None:
-        slot = sequence.slot
         self._release(sequence)
         self.waiting.appendleft(sequence)
         self.num_preempted += 1
-        for parked in [parked for parked, (source, _) in self._parked.items() if source == slot]:
-            del self._parked[parked]  # computes its prompt itself
-        self._order = None
 
     def _reserve(self, needed: int) -> bool:
         """Slots of at least `needed` tokens without preempting anyone; a too long shape shrinks if that gives slots."""
@@ -411,11 +407,9 @@ class Scheduler:
         return max(_round_up(needed, MIN_LENGTH), min(roomy, _round_up(self.max_length, MIN_LENGTH)))
 
     def _set_shape(self, shape: Shape) -> None:
+        """Slots get shorter only when every one left is running and needs less."""
         for slot in range(shape.slots, self.shape.slots):
             self._empty(slot)
-        idle = [slot for slot in range(shape.slots) if slot not in self.running]
-        self._computed[idle] = np.minimum(self._computed[idle], shape.length)
-        self._length[idle] = self._computed[idle]
         self._tokens = _resized(self._tokens, shape)
         self._logprobs = _resized(self._logprobs, shape)
         self._raw_logprobs = _resized(self._raw_logprobs, shape)
