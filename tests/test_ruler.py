@@ -279,6 +279,15 @@ async def test_a_verdict_paid_for_is_not_paid_for_again(server: JudgeServer, tmp
     assert len(server.asked) == 3  # the third vote only
 
 
+async def test_groups_of_the_same_content_at_once_are_paid_for_once(server: JudgeServer) -> None:
+    server.conduct = Conduct(delay_s=0.02)
+    judge = make(server)
+    same = [rated(QUALITIES) for _ in range(5)]
+    verdicts = await asyncio.gather(*map(judge.judge, same))
+    await judge.close()
+    assert all(each == verdicts[0] for each in verdicts) and len(server.asked) == 1
+
+
 @pytest.mark.parametrize(
     "changed", [{"model": "other"}, {"params": {"temperature": 0}}, {"seed": 1}, {"rubric": Path("r.txt")}]
 )

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +18,15 @@ import msgspec
 
 from art_cli.config.compose import LoadedJudge, load_judge
 from art_cli.config.schema import RulerJudgeConfig
-from art_cli.errors import GateError, Interrupted, JudgeError, UsageError
+from art_cli.errors import Interrupted, JudgeError, UsageError
 from art_cli.judges import Judge, make_judge
-from art_cli.judges.files import Group, TrajectoryFile
-from art_cli.judges.output import ScoredFile
-from art_cli.judges.pipeline import Tally, judge_groups
-from art_cli.judges.spending import settings_of, usage_of
-from art_cli.trajectory import Trajectory
+from art_cli.judges.files import TrajectoryFile
+from art_cli.judges.pipeline import Tally
+from art_cli.judges.session import Progress, Session, Summary, judgeable
+from art_cli.judges.spending import usage_of
 
 IN_FLIGHT = 16  # groups at once for a judge that makes no calls
 SHOWN = 5  # owed groups that are named
-
-
-@dataclass(frozen=True)
-class Options:
-    """The command line's, but for what decides the judge."""
-
-    trajectories: Path
-    output: Path
-    group_by: str | None = None
-    is_partial: bool = False
-    is_fresh: bool = False
-    is_dry_run: bool = False
-    as_json: bool = False
-    is_report: bool = False
-    gold: str | None = None
-    gates: Sequence[str] = ()
-    html: Path | None = None
 
 
 def run(
@@ -55,28 +37,40 @@ def run(
     config: Path | None = None,
     model: str | None = None,
     rubric: Path | None = None,
-    **options: Any,
+    group_by: str | None = None,
+    is_partial: bool = False,
+    is_fresh: bool = False,
+    is_dry_run: bool = False,
+    is_report: bool = False,
+    gold: str | None = None,
+    gates: Sequence[str] = (),
+    html: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Writes `output` (scored.jsonl beside the trajectories). Raises JudgeError when groups stay owed, GateError."""
-    chosen = Options(trajectories, output or trajectories.with_name("scored.jsonl"), **options)
-    if _wants_report(chosen) and _is_scored(trajectories):
-        _report(chosen, trajectories, {})
+    from art_cli.commands.judge_report import is_scored, report
+
+    wants_report = bool(is_report or gold or gates or html)
+    if wants_report and is_scored(trajectories):
+        report(trajectories, gold=gold, gates=gates, html=html, as_json=as_json)
         return
-    if chosen.output.resolve() == trajectories.resolve():
+    output = output or trajectories.with_name("scored.jsonl")
+    if output.resolve() == trajectories.resolve():
         raise UsageError(f"{trajectories}: input and output are the same file; name another one with -o")
     loaded = choose_judge(config, overrides, model=model, rubric=rubric)
-    source = TrajectoryFile(trajectories, group_by=chosen.group_by)
-    groups = [group for group in source if group.is_complete or chosen.is_partial]
-    if chosen.is_dry_run:
-        _dry_run(chosen, loaded, source, groups)
+    source = TrajectoryFile(trajectories, group_by=group_by)
+    if is_dry_run:
+        _dry_run(loaded, source, None if is_fresh else output, is_partial=is_partial, as_json=as_json)
         return
-    if chosen.is_fresh:
-        chosen.output.unlink(missing_ok=True)
-    summary = Session(chosen, loaded, source, groups).run()
-    if _wants_report(chosen) and summary["groups"] + summary["groups_before"]:
-        _report(chosen, chosen.output, summary, is_partial=bool(summary["owed"]))
+    if is_fresh:
+        output.unlink(missing_ok=True)
+    summary = _judge(loaded, source, output, is_partial=is_partial)
+    if wants_report and summary.groups + summary.groups_before:
+        before = msgspec.to_builtins(summary) if as_json else as_text(summary)
+        is_whole = not summary.owed
+        report(output, gold=gold, gates=gates, html=html, as_json=as_json, before=before, is_whole=is_whole)
     else:
-        sys.stdout.write(json.dumps(summary) + "\n" if chosen.as_json else _as_text(summary))
+        sys.stdout.write(json.dumps(msgspec.to_builtins(summary)) + "\n" if as_json else as_text(summary))
     _refuse_owed(summary)
 
 
@@ -104,76 +98,23 @@ def choose_judge(
     return LoadedJudge(loaded.config.model_copy(update=chosen), loaded.directory)
 
 
-class Session:
-    """One run of the judge over the groups that the output does not hold yet."""
+def _judge(loaded: LoadedJudge, source: TrajectoryFile, output: Path, *, is_partial: bool) -> Summary:
+    """What came of it. Raises Interrupted, with everything complete on disk."""
 
-    def __init__(self, options: Options, loaded: LoadedJudge, source: TrajectoryFile, groups: Sequence[Group]) -> None:
-        self.options, self.loaded, self.source, self.groups = options, loaded, source, groups
-        self.num_before = self.num_trajectories = 0
-        self.reward_sum, self.num_rewards = 0.0, 0
-
-    def run(self) -> dict[str, Any]:
-        """What came of it, in numbers. Raises Interrupted, with everything complete on disk."""
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(self._run())
-
-    async def _run(self) -> dict[str, Any]:
-        judge = make_judge(self.loaded.config, self.loaded.directory, job=str(self.options.output.resolve()))
+    async def judge() -> Summary:
+        made = make_judge(loaded.config, loaded.directory, job=str(output.resolve()))
         try:
-            output = ScoredFile(self.options.output, self.source, settings_of(judge))
-            try:
-                tally = await self._judge(judge, output)
-            finally:
-                output.close()
-            return self._summary(judge, tally)
+            with _interruptible(), _progress(made) as progress:
+                session = Session(made, source, output, is_partial=is_partial)
+                return await session.run(in_flight=_in_flight(loaded), progress=progress)
+        except asyncio.CancelledError:
+            message = f"interrupted; what is scored is in {output}; the same command goes on with the rest"
+            raise Interrupted(message) from None
         finally:
-            await judge.close()
+            await made.close()
 
-    async def _judge(self, judge: Judge, output: ScoredFile) -> Tally:
-        owed = [group for group in self.groups if group.group_id not in output.done]
-        self.num_before = len(self.groups) - len(owed)
-
-        def keep(scored: Sequence[Any]) -> None:
-            output.append(scored)
-            rewards = [trajectory.reward for trajectory in scored if trajectory.reward is not None]
-            self.num_trajectories += len(scored)
-            self.num_rewards += len(rewards)
-            self.reward_sum += sum(rewards)
-
-        with _interruptible(), _progress(len(owed), judge) as progress:
-            try:
-                return await judge_groups(
-                    judge, self._load(owed), keep, in_flight=_in_flight(self.loaded), progress=progress
-                )
-            except asyncio.CancelledError:
-                raise Interrupted(
-                    f"interrupted; what is scored is in {self.options.output}; the same command goes on with the rest"
-                ) from None
-
-    def _load(self, groups: Sequence[Group]) -> Iterator[list[Trajectory]]:
-        for group in groups:
-            yield self.source.load(group)
-
-    def _summary(self, judge: Judge, tally: Tally) -> dict[str, Any]:
-        usage, num_cached = usage_of(judge)
-        incomplete = [group for group in self.source if not group.is_complete and not self.options.is_partial]
-        num_owed = len(self.groups) - self.num_before - tally.num_scored
-        return {
-            "scored": str(self.options.output),
-            "groups": tally.num_scored,
-            "groups_before": self.num_before,
-            "trajectories": self.num_trajectories,
-            "mean": self.reward_sum / self.num_rewards if self.num_rewards else None,
-            "calls": usage.calls,
-            "cached_votes": num_cached,
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "cost_usd": usage.cost_usd,
-            "owed": num_owed,
-            "owed_because": tally.owed,
-            "incomplete": {group.group_id: f"{group.count} of {group.size} attempts" for group in incomplete},
-            "stopped": tally.stopped,
-        }
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(judge())
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -204,48 +145,41 @@ def _interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def _progress(total: int, judge: Judge) -> Iterator[Callable[[Tally], None] | None]:
+def _progress(judge: Judge) -> Iterator[Progress | None]:
     """A bar with what was spent, on a terminal; nothing elsewhere."""
-    if not sys.stderr.isatty() or not total:
+    if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn("judging"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[spent]}"),
-    )
+    spent = TextColumn("{task.fields[spent]}")
+    columns = TextColumn("judging"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), spent
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total, spent="")
+        task = bar.add_task("", total=None, spent="")
 
-        def update(tally: Tally) -> None:
+        def update(total: int, tally: Tally) -> None:
             usage, num_cached = usage_of(judge)
             words = [_dollars(usage.cost_usd), f"{usage.tokens:,} tokens"]
             words += [f"{num_cached} cached"] if num_cached else []
             words += [f"{len(tally.owed)} owed"] if tally.owed else []
-            bar.update(task, completed=tally.num_scored + len(tally.owed), spent=", ".join(words))
+            bar.update(task, total=total, completed=tally.num_scored + len(tally.owed), spent=", ".join(words))
 
         yield update
 
 
-def _as_text(summary: dict[str, Any]) -> str:
-    mean = "no reward" if summary["mean"] is None else f"mean reward {summary['mean']:.3f}"
-    before = f" ({summary['groups_before']} were before)" if summary["groups_before"] else ""
-    lines = [f"{summary['scored']}: {summary['groups']} groups scored{before}, {mean}"]
-    if summary["calls"] or summary["cached_votes"]:
-        tokens = summary["prompt_tokens"] + summary["completion_tokens"]
-        lines.append(
-            f"  {summary['calls']} calls, {tokens:,} tokens, {_dollars(summary['cost_usd'])}; "
-            f"{summary['cached_votes']} votes from the cache"
-        )
-    owed = [item for item in summary["owed_because"].items() if item[1] != summary["stopped"]]
+def as_text(summary: Summary) -> str:
+    mean = "no reward" if summary.mean is None else f"mean reward {summary.mean:.3f}"
+    before = f" ({summary.groups_before} were before)" if summary.groups_before else ""
+    lines = [f"{summary.scored}: {summary.groups} groups scored{before}, {mean}"]
+    if summary.calls or summary.cached_votes:
+        tokens = summary.prompt_tokens + summary.completion_tokens
+        paid = f"{summary.calls} calls, {tokens:,} tokens, {_dollars(summary.cost_usd)}"
+        lines.append(f"  {paid}; {summary.cached_votes} votes from the cache")
+    owed = [item for item in summary.owed_because.items() if item[1] != summary.stopped]
     for group_id, reason in owed[:SHOWN]:
         lines.append(f"  owed: {group_id}: {reason}")
-    for group_id, reason in list(summary["incomplete"].items())[:SHOWN]:
+    for group_id, reason in list(summary.incomplete.items())[:SHOWN]:
         lines.append(f"  incomplete: {group_id}: {reason} (--partial judges them as they are)")
     return "\n".join(lines) + "\n"
 
@@ -254,17 +188,19 @@ def _dollars(usd: float | None) -> str:
     return "price unknown" if usd is None else f"${usd:.4f}"
 
 
-def _refuse_owed(summary: dict[str, Any]) -> None:
+def _refuse_owed(summary: Summary) -> None:
     """Raises JudgeError when something in the file was not scored."""
-    reasons = [f"{summary['owed']} groups were not scored and stay owed"] if summary["owed"] else []
-    reasons += [f"{len(summary['incomplete'])} groups are incomplete"] if summary["incomplete"] else []
+    reasons = [f"{summary.owed} groups were not scored and stay owed"] if summary.owed else []
+    reasons += [f"{len(summary.incomplete)} groups are incomplete"] if summary.incomplete else []
     if not reasons:
         return
-    why = summary["stopped"] or next(iter(summary["owed_because"].values()), None)
+    why = summary.stopped or next(iter(summary.owed_because.values()), None)
     raise JudgeError(f"{'; '.join(reasons)}{f' ({why})' if why else ''}; the same command goes on with them")
 
 
-def _dry_run(options: Options, loaded: LoadedJudge, source: TrajectoryFile, groups: Sequence[Group]) -> None:
+def _dry_run(
+    loaded: LoadedJudge, source: TrajectoryFile, output: Path | None, *, is_partial: bool, as_json: bool
+) -> None:
     """Prints what judging would take; no call is made and nothing is written."""
     from art_cli.judges.estimate import Estimate, estimate
     from art_cli.judges.ruler import RulerJudge
@@ -272,13 +208,13 @@ def _dry_run(options: Options, loaded: LoadedJudge, source: TrajectoryFile, grou
     judge = make_judge(loaded.config, loaded.directory)
     if not isinstance(judge, RulerJudge):
         raise UsageError(f"--dry-run: judge={loaded.config.name} makes no calls that could be counted beforehand")
-    done = TrajectoryFile(options.output).groups if options.output.exists() and not options.is_fresh else {}
-    owed = [group for group in groups if group.group_id not in done]
+    done = TrajectoryFile(output).groups if output is not None and output.exists() else {}
+    owed = [group for group in judgeable(source, is_partial=is_partial) if group.group_id not in done]
     total = Estimate()
     for group in owed:
         total += estimate(judge, [trajectory for trajectory in source.load(group) if trajectory.error is None])
     asyncio.run(judge.close())
-    if options.as_json:
+    if as_json:
         sys.stdout.write(json.dumps({"groups": len(owed), **asdict(total)}) + "\n")
         return
     price = "price unknown" if total.usd is None else f"about ${total.usd:.4f} and what the model thinks besides"
@@ -286,53 +222,3 @@ def _dry_run(options: Options, loaded: LoadedJudge, source: TrajectoryFile, grou
         f"{len(owed)} groups to judge: {total.calls} calls ({total.cached} votes are in the cache), "
         f"about {total.prompt_tokens:,} tokens in and {total.completion_tokens:,} out, {price}\n"
     )
-
-
-# --- the report -------------------------------------------------------------------------------------------------------
-
-
-def _wants_report(options: Options) -> bool:
-    return bool(options.is_report or options.gold or options.gates or options.html)
-
-
-def _is_scored(path: Path) -> bool:
-    """Whether the first line is a scored trajectory."""
-    if not path.is_file():
-        raise UsageError(f"{path}: no such file")
-    with path.open("rb") as file:
-        try:
-            first = json.loads(file.readline() or b"{}")
-        except ValueError:
-            return False
-    return isinstance(first, dict) and "reward" in first and "group_size" in first
-
-
-def _report(options: Options, path: Path, summary: dict[str, Any], *, is_partial: bool = False) -> None:
-    """Prints the report, writes the page, and raises GateError where a gate is missed."""
-    from art_cli.judges.report import make_report
-    from art_cli.judges.report_text import report_lines
-    from art_cli.loop.evaluate import parse_gate
-
-    gates = [parse_gate(gate) for gate in options.gates]
-    report, sample = make_report(path, gold=options.gold)
-    lines = report_lines(report)
-    plain = msgspec.to_builtins(report)
-    if options.html is not None:
-        from art_cli.run_dir import write_file
-        from art_cli.views.judge_page import judge_page
-
-        write_file(options.html, judge_page(plain, asdict(sample), lines).encode())
-    values = report.values()
-    if options.as_json:
-        sys.stdout.write(json.dumps({**summary, "report": plain, "values": values}) + "\n")
-    else:
-        sys.stdout.write(_as_text(summary) if summary else "")
-        sys.stdout.writelines(f"{name:26s} {value}\n" for name, value in lines)
-    for gate in gates:
-        if gate.metric not in values:
-            raise UsageError(
-                f"--gate: no value {gate.metric!r} (is --gold set?); there are {', '.join(sorted(values))}"
-            )
-        if not gate.holds(values[gate.metric]) or is_partial:
-            value = f"{gate.metric} is {values[gate.metric]:.4f}, not {gate.operator} {gate.bound:g}"
-            raise GateError(f"gate missed: {'groups stay owed' if is_partial else value}")

@@ -66,7 +66,10 @@ async def judge_groups(
             if progress is not None:
                 progress(tally)
 
-    async with asyncio.TaskGroup() as workers:
-        for _ in range(in_flight):
-            workers.create_task(work())
+    try:
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(in_flight):
+                workers.create_task(work())
+    except BaseExceptionGroup as failures:  # a line that cannot be read, a full disk: the first one says it all
+        raise failures.exceptions[0] from None
     return tally

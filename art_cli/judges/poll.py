@@ -5,8 +5,10 @@ other ids, `judge.attempts` times in all. Every usable answer is in the cache be
 call is in the ledger, the useless ones too.
 """
 
+import asyncio
 import logging
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 from art_cli.config.schema import JudgeModelConfig, RulerJudgeConfig
 from art_cli.errors import JudgeError
@@ -34,6 +36,7 @@ class Poll:
         self._cache, self._instructions, self._job = cache, instructions, job
         self.total = Usage()
         self.num_cached = 0
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def prompt(self, attempts: Sequence[Attempt], tools: Sequence[Json], *, seed: str, vote: int, ask: int) -> Prompt:
         """What vote number `vote` shows; asked anew, the order stays and the ids change."""
@@ -51,9 +54,25 @@ class Poll:
     ) -> StoredVote:
         """One usable answer on all the attempts. Raises JudgeError when none came."""
         first = self.prompt(attempts, tools, seed=seed, vote=vote, ask=0)
-        if stored := self.stored(first):
-            self.num_cached += 1
-            return stored
+        key = vote_key(self.member, first)
+        async with self._locks.setdefault(key, asyncio.Lock()):  # a group with the same content waits for this one
+            if stored := self._cache.get(key):
+                self.num_cached += 1
+                return stored
+            fresh = await self._ask_until_usable(first, attempts, tools, seed=seed, vote=vote, group_id=group_id)
+            self._cache.put(key, fresh)
+            return fresh
+
+    async def _ask_until_usable(
+        self,
+        first: Prompt,
+        attempts: Sequence[Attempt],
+        tools: Sequence[Json],
+        *,
+        seed: str,
+        vote: int,
+        group_id: str,
+    ) -> StoredVote:
         usage = Usage()
         problem = ""
         for ask in range(self.config.attempts):
@@ -61,9 +80,7 @@ class Poll:
             entries, took, problem = await self._ask(prompt, group_id)
             usage += took
             if entries is not None:
-                fresh = StoredVote(entries, prompt.positions, usage)
-                self._cache.put(vote_key(self.member, first), fresh)
-                return fresh
+                return StoredVote(entries, prompt.positions, usage)
         raise JudgeError(
             f"{self.member.model}: no usable verdict, asked {self.config.attempts} times; the last: {problem}"
         )

@@ -1,0 +1,68 @@
+"""`art judge --report`: prints what a scored file says of its judge, writes the page, holds it against gates."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from art_cli.errors import GateError, UsageError
+
+
+def is_scored(path: Path) -> bool:
+    """Whether the first line is a scored trajectory."""
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file")
+    with path.open("rb") as file:
+        try:
+            first = json.loads(file.readline() or b"{}")
+        except ValueError:
+            return False
+    return isinstance(first, dict) and "reward" in first and "group_size" in first
+
+
+def report(
+    path: Path,
+    *,
+    gold: str | None,
+    gates: Sequence[str],
+    html: Path | None,
+    as_json: bool,
+    before: str | dict[str, Any] = "",
+    is_whole: bool = True,
+) -> None:
+    """`before` is what the session that wrote the file has to say, as text or for JSON. Raises GateError.
+
+    While groups stay owed no gate is passed: the hardest ones may be missing.
+    """
+    from art_cli.judges.report import make_report
+    from art_cli.judges.report_text import report_lines
+    from art_cli.loop.evaluate import parse_gate
+
+    parsed = [parse_gate(gate) for gate in gates]
+    found, sample = make_report(path, gold=gold)
+    lines, plain, values = report_lines(found), msgspec.to_builtins(found), found.values()
+    if html is not None:
+        from art_cli.run_dir import write_file
+        from art_cli.views.judge_page import judge_page
+
+        write_file(html, judge_page(plain, asdict(sample), lines).encode())
+    if as_json:
+        summary = before if isinstance(before, dict) else {}
+        sys.stdout.write(json.dumps({**summary, "report": plain, "values": values}) + "\n")
+    else:
+        sys.stdout.write(f"{before}")
+        sys.stdout.writelines(f"{name:26s} {value}".rstrip() + "\n" for name, value in lines)
+    for gate in parsed:
+        if gate.metric not in values:
+            raise UsageError(
+                f"--gate: no value {gate.metric!r} (is --gold set?); there are {', '.join(sorted(values))}"
+            )
+        if not is_whole:
+            raise GateError(f"gate missed: {path}: groups stay owed")
+        if not gate.holds(values[gate.metric]):
+            value = f"{gate.metric} is {values[gate.metric]:.4f}, not {gate.operator} {gate.bound:g}"
+            raise GateError(f"gate missed: {value}")

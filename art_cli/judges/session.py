@@ -1,0 +1,102 @@
+"""Judges a file into another: what is owed is worked out from both, judged, and appended as it finishes.
+
+Reads a TrajectoryFile, appends to a ScoredFile. Nothing else remembers anything: run again, it goes on.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from art_cli.judges import Judge
+from art_cli.judges.files import Group, TrajectoryFile
+from art_cli.judges.output import ScoredFile
+from art_cli.judges.pipeline import Tally, judge_groups
+from art_cli.judges.spending import settings_of, usage_of
+from art_cli.trajectory import ScoredTrajectory, Trajectory
+
+Progress = Callable[[int, Tally], None]  # (groups owed at the start, what became of them so far)
+
+
+class Summary(msgspec.Struct, kw_only=True):
+    """What one session did. Counts of groups but where they say otherwise; the cost is what this session paid."""
+
+    scored: str  # the file
+    groups: int  # scored now
+    groups_before: int
+    trajectories: int
+    mean: float | None  # reward of what was scored now
+    calls: int
+    cached_votes: int
+    prompt_tokens: int
+    completion_tokens: int
+    cost_usd: float | None  # None: a price is unknown
+    owed: int
+    owed_because: dict[str, str]  # by group id
+    incomplete: dict[str, str]  # groups that wait for attempts, and how many are there
+    stopped: str | None  # why no further group was begun
+
+
+class Session:
+    """One run of a judge over a file."""
+
+    def __init__(self, judge: Judge, source: TrajectoryFile, path: Path, *, is_partial: bool = False) -> None:
+        self.judge, self.source, self.path, self.is_partial = judge, source, path, is_partial
+        self.groups = judgeable(source, is_partial=is_partial)
+        self.num_before = self.num_trajectories = self.num_rewards = 0
+        self.reward_sum = 0.0
+
+    async def run(self, *, in_flight: int, progress: Progress | None = None) -> Summary:
+        """Judges what is owed. Raises RunError: the output is in use or another judge's. Cancelled, it lets go."""
+        output = ScoredFile(self.path, self.source, settings_of(self.judge))
+        try:
+            owed = [group for group in self.groups if group.group_id not in output.done]
+            self.num_before = len(self.groups) - len(owed)
+
+            def keep(scored: Sequence[ScoredTrajectory]) -> None:
+                output.append(scored)
+                self._count(scored)
+
+            def report(tally: Tally) -> None:
+                if progress is not None:
+                    progress(len(owed), tally)
+
+            tally = await judge_groups(self.judge, self._load(owed), keep, in_flight=in_flight, progress=report)
+        finally:
+            output.close()
+        return self._summary(tally)
+
+    def _load(self, groups: Sequence[Group]) -> Iterator[list[Trajectory]]:
+        for group in groups:
+            yield self.source.load(group)
+
+    def _count(self, scored: Sequence[ScoredTrajectory]) -> None:
+        rewards = [trajectory.reward for trajectory in scored if trajectory.reward is not None]
+        self.num_trajectories += len(scored)
+        self.num_rewards += len(rewards)
+        self.reward_sum += sum(rewards)
+
+    def _summary(self, tally: Tally) -> Summary:
+        usage, num_cached = usage_of(self.judge)
+        waiting = [group for group in self.source if not group.is_complete and not self.is_partial]
+        return Summary(
+            scored=str(self.path),
+            groups=tally.num_scored,
+            groups_before=self.num_before,
+            trajectories=self.num_trajectories,
+            mean=self.reward_sum / self.num_rewards if self.num_rewards else None,
+            calls=usage.calls,
+            cached_votes=num_cached,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cost_usd=usage.cost_usd,
+            owed=len(self.groups) - self.num_before - tally.num_scored,
+            owed_because=tally.owed,
+            incomplete={group.group_id: f"{group.count} of {group.size} attempts" for group in waiting},
+            stopped=tally.stopped,
+        )
+
+
+def judgeable(source: TrajectoryFile, *, is_partial: bool) -> list[Group]:
+    """The groups that are judged: the complete ones, or with `is_partial` all, as they are."""
+    return [group for group in source if group.is_complete or is_partial]
