@@ -2,6 +2,18 @@
 
 A judge sees the trajectories of one group that finished without error, and answers by trajectory id. What it cannot
 score it does not invent: it raises JudgeError and the group stays owed.
+
+    rollout.py function.py reward_model.py blend.py    the small judges
+    ruler.py          RULER: docket -> poll -> votes -> panel mean
+      docket.py         a group's different attempts: transcript.py (messages), shorten.py (what is left out)
+      prompt.py         the record the judge reads: tree.py (what is shared once), instructions.py (rubric)
+      poll.py           one model's votes: verdict.py (reads an answer or refuses it), cache.py (what was paid for)
+      caller.py         patience around one provider: provider.py, http_provider.py, litellm_provider.py,
+                        budget.py, prices.py, keys.py
+      votes.py scale.py orders and means; groups too large for one call
+    files.py output.py pipeline.py session.py          a file judged into another, resumed
+    report.py report_text.py agreement.py              how far a judge can be trusted
+    estimate.py spending.py call.py                    --dry-run; what was spent; ruler_score_group
 """
 
 from collections.abc import Mapping, Sequence
