@@ -34,7 +34,7 @@ class Connections:
 
         with self._lock:
             if self._has_one_loop and self._async_client is None:
-                self._async_client = openai.DefaultAsyncHttpxClient()
+                self._async_client = openai.DefaultAioHttpClient()
             return self._async_client
 
     def client(self) -> "httpx.Client":

@@ -342,8 +342,9 @@ def _limit(request: Request, prompt: Prompt, weights: Weights) -> int:
     num_prompt, most = len(prompt.ids), weights.max_length
     if num_prompt == 0:
         raise invalid("prompt: it has no tokens", "prompt")
-    if wrong := [id for id in prompt.ids if not 0 <= id < weights.model.config.vocab_size]:
-        raise invalid(f"prompt: the model has no token {wrong[0]}", "prompt")
+    for id in (min(prompt.ids), max(prompt.ids)):
+        if not 0 <= id < weights.model.config.vocab_size:
+            raise invalid(f"prompt: the model has no token {id}", "prompt")
     asked = request.sampling.max_tokens
     num_wanted = asked if asked is not None and "max_tokens" in request.user_set else 1
     if num_prompt + num_wanted > most:
