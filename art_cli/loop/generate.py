@@ -7,15 +7,16 @@ groups without a trajectory, and groups with all their trajectories and no score
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from art_cli.errors import JudgeError
-from art_cli.judges import Judge, Verdict
+from art_cli.errors import JudgeError, JudgeStopped
+from art_cli.judges import Judge
+from art_cli.judges.pipeline import judge_group
 from art_cli.rollouts.runner import RolloutPlan
 from art_cli.run_dir import LineWriter
-from art_cli.trajectory import Json, ScoredTrajectory, Trajectory, score_trajectory
+from art_cli.trajectory import Json, ScoredTrajectory, Trajectory
 
 log = logging.getLogger(__name__)
 AnyTrajectory = TypeVar("AnyTrajectory", bound=Trajectory)
@@ -76,7 +77,7 @@ class GroupScorer:
     writer: LineWriter
     scored: dict[str, list[ScoredTrajectory]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)  # group id -> why
-    judge_s: float = 0.0
+    stopped: str | None = None  # why no further group can be scored
     _waiting: dict[str, dict[int, Trajectory]] = field(default_factory=lambda: defaultdict(dict))
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -90,16 +91,15 @@ class GroupScorer:
 
     async def _score(self, whole: list[Trajectory]) -> None:
         group_id = whole[0].group_id
-        begin = asyncio.get_running_loop().time()
         try:
-            verdicts = await self.judge.judge([t for t in whole if t.error is None])
+            scored = await judge_group(self.judge, whole)
         except JudgeError as error:
             self.failures[group_id] = str(error)
-            log.warning("%s: not scored, still owed: %s", group_id, error)
+            if isinstance(error, JudgeStopped):  # no group can be scored until the user acts
+                self.stopped = str(error)
+            else:
+                log.warning("%s: not scored, still owed: %s", group_id, error)
             return
-        finally:
-            self.judge_s += asyncio.get_running_loop().time() - begin
-        scored = [_apply(verdicts, trajectory) for trajectory in whole]
         self.writer.append_all(scored)
         self.scored[group_id] = scored
 
@@ -114,10 +114,3 @@ class GroupScorer:
         """Lets go of the verdicts still out; their groups stay owed."""
         for task in self._tasks:
             task.cancel()
-
-
-def _apply(verdicts: Mapping[str, Verdict], trajectory: Trajectory) -> ScoredTrajectory:
-    if trajectory.error is not None:
-        return score_trajectory(trajectory, None)
-    verdict = verdicts[trajectory.id]
-    return score_trajectory(trajectory, verdict.reward, verdict.scores)

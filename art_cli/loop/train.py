@@ -240,10 +240,10 @@ class TrainingRun:
 
     def _check_scored(self, scorer: GroupScorer, step: int) -> None:
         """A step goes on without groups the judge gave up on, but not without most of them. Raises RunError."""
-        if len(scorer.failures) > len(scorer.scored):
-            example = next(iter(scorer.failures.values()))
+        if scorer.stopped or len(scorer.failures) > len(scorer.scored):
+            reason = scorer.stopped or next(iter(scorer.failures.values()))
             raise RunError(
-                f"step {step}: {len(scorer.failures)} groups could not be judged ({example}); "
+                f"step {step}: {len(scorer.failures)} groups could not be judged ({reason}); "
                 "nothing is lost: mend the judge and run the same command again"
             )
 
