@@ -40,8 +40,10 @@ class Drawn(NamedTuple):
 
 
 def draw(logits: Tensor, knobs: Knobs) -> Drawn:
-    """One token for each row of float32 `logits` [n, V]."""
+    """One token for each row of float32 `logits` [n, V]. Raises FloatingPointError: they are not finite."""
     raw = logits.logsumexp(-1)
+    if not raw.isfinite().all():
+        raise FloatingPointError("the model's logits are not finite")
     temperature = torch.from_numpy(knobs.temperature).to(logits.device)
     greedy = knobs.temperature == 0
     uniform = torch.from_numpy(uniforms(knobs.seeds, knobs.num_sampled)).to(logits.device)
