@@ -35,7 +35,7 @@ $(VLLM_READY):
 	touch $(VLLM_READY)
 
 test-vllm: $(READY) $(VLLM_READY)  ## the vLLM engine against a real vLLM on the CPU
-	$(BIN)/pytest -m vllm tests/test_vllm.py
+	$(BIN)/pytest -m vllm
 
 clean:
 	rm -rf .venv .venv-vllm runs dist

@@ -1,13 +1,13 @@
 """The vLLM engine: its server as a process, adapters by step, what happens when something dies.
 
-Most of it against a fake server (fake_vllm.py) that is a real process with vLLM's routes; what needs the real one has
-the marker `vllm` and runs where .venv-vllm is there or ART_VLLM_PYTHON names a Python that has it (`make test-vllm`).
+Against a fake server (fake_vllm.py), which is a real process with vLLM's routes; test_vllm_real.py has the real one.
 """
 
 import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,10 +23,12 @@ from pydantic import ValidationError
 from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import ReplyBuilder
 from art_cli.chat.requests import Request, Sampling
+from art_cli.config.compose import load_config
 from art_cli.config.schema import VllmEngineConfig
 from art_cli.engines.vllm import arguments
 from art_cli.engines.vllm.arguments import ServedModel
 from art_cli.engines.vllm.engine import VllmEngine
+from art_cli.engines.vllm.process import free_port
 from art_cli.errors import CheckpointError, DriftError, EngineError
 
 Json = dict[str, Any]
@@ -42,7 +44,9 @@ class Fake:
         self.directory = directory
         self.logs = directory / "logs"
         self.python = directory / "python"
-        self.python.write_text(f'#!/bin/sh\nshift 2\necho $$ > {directory}/pid\nexec "{sys.executable}" "{fake_vllm.__file__}" "$@"\n')
+        self.python.write_text(
+            f'#!/bin/sh\nshift 2\necho $$ > {directory}/pid\nexec "{sys.executable}" "{fake_vllm.__file__}" "$@"\n'
+        )
         self.python.chmod(0o755)
 
     def config(self, manner: str = "", **changes: Any) -> VllmEngineConfig:
@@ -226,6 +230,16 @@ async def test_the_key_is_in_the_environment_and_nowhere_else(fake: Fake) -> Non
         assert key not in engine._server.last_lines() and "***" in engine._server.last_lines()
         assert key not in repr(engine.endpoint)
     assert (fake.logs / "vllm_chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_the_python_is_relative_to_the_file_and_its_link_is_kept(tmp_path: Path) -> None:
+    """A venv's python is a link to the system's; followed, it would be another environment."""
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "python").symlink_to(sys.executable)
+    text = "model: {base: m}\nrollout: {entry: 'r.py:r', scenarios: s}\nengine: {name: vllm, python: venv/python}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    engine = load_config(tmp_path / "config.yaml").config.engine
+    assert isinstance(engine, VllmEngineConfig) and engine.python == tmp_path / "venv" / "python"
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -521,7 +535,7 @@ async def foreign(fake: Fake, monkeypatch: pytest.MonkeyPatch, manner: str = "")
     monkeypatch.setenv("THEIR_KEY", "theirs")
     env = {**os.environ, "VLLM_API_KEY": "theirs", "FAKE_VLLM": manner}
     env["FAKE_VLLM_CALLS"] = str(fake.directory / "calls.jsonl")
-    port = arguments_port()
+    port = free_port()
     argv = [sys.executable, fake_vllm.__file__, "--served-model-name", "base", "--port", str(port)]
     process = await asyncio.create_subprocess_exec(*argv, env=env, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
@@ -532,15 +546,7 @@ async def foreign(fake: Fake, monkeypatch: pytest.MonkeyPatch, manner: str = "")
         await process.wait()
 
 
-def arguments_port() -> int:
-    from art_cli.engines.vllm.process import free_port
-
-    return free_port()
-
-
 def answers(port: int) -> bool:
-    import socket
-
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 

@@ -20,7 +20,7 @@ from art_cli.config.knobs import Schema, groups, sections
 from art_cli.config.overrides import expand, suffixes
 from art_cli.config.places import COMMAND_LINE, Places
 from art_cli.config.problems import explain
-from art_cli.config.schema import JudgeConfig, RolloutJudgeConfig, RunConfig, Section
+from art_cli.config.schema import JudgeConfig, RolloutJudgeConfig, RunConfig, Section, VllmEngineConfig
 from art_cli.errors import ConfigError, Problem
 
 __all__ = [
@@ -43,7 +43,8 @@ class LoadedConfig:
     """A configuration and where it came from.
 
     Plug-in entries, scenarios, demos and a base directory stay as written: they are resolved against `directory` where
-    they are used, so that a project can be moved between two starts of a run. `runs` and the template are absolute.
+    they are used, so that a project can be moved between two starts of a run. `runs`, the template and the engine's
+    Python are absolute.
     """
 
     config: RunConfig
@@ -139,4 +140,8 @@ def _with_paths(config: RunConfig, directory: Path) -> RunConfig:
     if template is not None:
         template = directory / template.expanduser()
     model = config.model.model_copy(update={"chat_template": template})
-    return config.model_copy(update={"runs": directory / config.runs.expanduser(), "model": model})
+    engine = config.engine
+    if isinstance(engine, VllmEngineConfig) and engine.python is not None:  # not resolved: a venv's python is a link
+        engine = engine.model_copy(update={"python": directory / engine.python.expanduser()})
+    runs = directory / config.runs.expanduser()
+    return config.model_copy(update={"runs": runs, "model": model, "engine": engine})
