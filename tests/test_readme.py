@@ -1,0 +1,39 @@
+"""The README tells the truth: its tree is the tree, its commands exist."""
+
+import re
+from pathlib import Path
+
+from typer.main import get_command
+
+from art_cli.cli import app
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def listed() -> set[str]:
+    """The .py files in the README's tree, as paths."""
+    tree = README.split("## The tree")[1].split("```")[1]
+    found, folders = set(), list[str]()
+    for line in tree.strip("\n").splitlines():
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders = [*folders[:depth], name.rstrip("/")]
+        if name.endswith(".py"):
+            found.add("/".join(folders))
+    return found
+
+
+def test_the_tree_lists_every_module_once() -> None:
+    modules = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "art_cli").rglob("*.py")
+        if path.name not in ("__init__.py", "__main__.py")
+    }
+    assert listed() == modules
+
+
+def test_every_command_is_in_the_table_and_every_one_there_exists() -> None:
+    table = README.split("## Commands")[1].split("##")[0]
+    named = set(re.findall(r"^\| `art (\w+)", table, flags=re.MULTILINE))
+    assert named == set(get_command(app).commands)  # type: ignore[attr-defined]
