@@ -9,11 +9,12 @@ Whatever a client sends, it gets an OpenAI reply or an OpenAI error body; only a
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -36,10 +37,18 @@ CANCEL_TIMEOUT_S = 10.0  # for a backend to let go of a request
 
 
 def build_app(
-    backend_for: BackendFor, *, defaults: Sampling | None = None, max_body_bytes: int = MAX_BODY_BYTES
+    backend_for: BackendFor,
+    *,
+    defaults: Sampling | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    body_timeout_s: float = BODY_TIMEOUT_S,
+    more: Sequence[Route] = (),
 ) -> Starlette:
-    """The application. `defaults` fill what a client's sampling leaves out; a backend may fill it its own way."""
-    routes = _Routes(backend_for, defaults or Sampling(), max_body_bytes)
+    """The application. `defaults` fill what a client's sampling leaves out; a backend may fill it its own way.
+
+    `more` are routes beside these, for whoever serves more than the protocol.
+    """
+    routes = _Routes(backend_for, defaults or Sampling(), max_body_bytes, body_timeout_s)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", routes.chat, methods=["POST"]),
@@ -47,6 +56,7 @@ def build_app(
             Route("/v1/models", routes.models, methods=["GET"]),
             Route("/v1/models/{name:path}", routes.model, methods=["GET"]),
             Route("/health", _health, methods=["GET"]),
+            *more,
         ],
         exception_handlers={
             ChatError: _refuse,
@@ -62,10 +72,11 @@ def build_app(
 class _Routes:
     """One method per path."""
 
-    def __init__(self, backend_for: BackendFor, defaults: Sampling, max_body_bytes: int) -> None:
+    def __init__(self, backend_for: BackendFor, defaults: Sampling, max_body_bytes: int, body_timeout_s: float) -> None:
         self._backend_for = backend_for
         self._defaults = defaults
         self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
 
     async def chat(self, http: HttpRequest) -> Response:
         return await self._complete(http, "chat")
@@ -84,7 +95,7 @@ class _Routes:
 
     async def _complete(self, http: HttpRequest, kind: Kind) -> Response:
         backend = self._authenticate(http)
-        body = await _read_body(http, self._max_body_bytes)
+        body = await _read_body(http, self._max_body_bytes, self._body_timeout_s)
         request = parse_request(body, kind, self._defaults)
         _check_model(backend, request.model)
         if request.is_stream:
@@ -93,12 +104,10 @@ class _Routes:
         return _json(render_reply(request, reply))
 
     def _authenticate(self, http: HttpRequest) -> Backend:
-        scheme, _, key = http.headers.get("authorization", "").partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else ""
-        backend = self._backend_for(key or None)
+        key = key_of(http.headers)
+        backend = self._backend_for(key)
         if backend is None:
-            message = "this API key is not, or no longer, valid here" if key else "no API key in the request"
-            raise ChatError(401, message, "authentication_error", None, "invalid_api_key")
+            raise wrong_key(key)
         return backend
 
 
@@ -112,18 +121,18 @@ def _model_card(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "art"}
 
 
-async def _read_body(http: HttpRequest, max_bytes: int) -> bytes:
+async def _read_body(http: HttpRequest, max_bytes: int, timeout_s: float) -> bytes:
     """The whole body. Raises ChatError: too large (413), too slow (408)."""
     pieces, size = [], 0
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             async for piece in http.stream():
                 size += len(piece)
                 if size > max_bytes:
                     raise ChatError(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
                 pieces.append(piece)
     except TimeoutError:
-        raise ChatError(408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+        raise ChatError(408, f"the body did not arrive within {timeout_s:g} s", code="request_timeout") from None
     return b"".join(pieces)
 
 
@@ -201,7 +210,7 @@ class _EventStream(Response):
         except Exception as error:  # the boundary to the backend, as in _guard
             failure = error if isinstance(error, ChatError) else _internal(error)
             if not is_open:
-                await _error_response(failure)(scope, receive, send)
+                await error_response(failure)(scope, receive, send)
                 return
             ending = error_event(failure)
         await _send_piece(send, ending, is_last=True)
@@ -228,25 +237,42 @@ async def _health(http: HttpRequest) -> Response:
     return _json(b'{"status":"ok"}')
 
 
+def key_of(headers: Headers) -> str | None:
+    """The key that a client sent as `Authorization: Bearer KEY`; None: no such header."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return (key.strip() or None) if scheme.lower() == "bearer" else None
+
+
 def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(body, status, headers, media_type="application/json")
 
 
-def _error_response(error: ChatError) -> Response:
-    headers = {"retry-after": error.retry_after} if error.retry_after else None
+def wrong_key(key: str | None) -> ChatError:
+    """The refusal of a key, or of none. It never says which."""
+    message = "no API key in the request" if key is None else "this API key is not, or no longer, valid here"
+    return ChatError(401, message, "authentication_error", None, "invalid_api_key")
+
+
+def error_response(error: ChatError) -> Response:
+    """The error as HTTP. After a 408 the connection closes: the body may never end."""
+    headers = {"retry-after": error.retry_after} if error.retry_after else {}
+    if error.status == 408:
+        headers["connection"] = "close"
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
     return _json(error.body(), error.status, headers)
 
 
 async def _refuse(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ChatError), error
-    return _error_response(error)
+    return error_response(error)
 
 
 async def _refuse_route(http: HttpRequest, error: Exception) -> Response:
     """No such path, or not with this method."""
     assert isinstance(error, HTTPException), error
     message = f"{http.method} {http.scope['path']}: {error.detail.lower()}"
-    response = _error_response(ChatError(error.status_code, message))
+    response = error_response(ChatError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response
 
@@ -257,4 +283,4 @@ async def _gone(http: HttpRequest, error: Exception) -> Response:
 
 
 async def _fail(http: HttpRequest, error: Exception) -> Response:
-    return _error_response(ChatError(500, "internal error; the server's log has the details"))
+    return error_response(ChatError(500, "internal error; the server's log has the details"))

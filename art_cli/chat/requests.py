@@ -5,6 +5,7 @@ ChatError of status 400 what it does not understand: a parameter is honoured, ha
 """
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
@@ -183,6 +184,27 @@ class _TextWire(_Wire, kw_only=True):
 
 
 _AnyWire = TypeVar("_AnyWire", bound=_Wire)
+
+
+def body_schemas(models: Sequence[str]) -> dict[str, Json]:
+    """JSON Schemas by name: "chat" and "text" are the bodies that `parse_request` takes, the others parts of them.
+
+    What a schema cannot say of two fields together (`top_logprobs` needs `logprobs`) is left to the parser.
+    """
+    bodies: dict[Kind, type[_Wire]] = {"chat": _ChatWire, "text": _TextWire}
+    _, schemas = msgspec.json.schema_components(bodies.values(), ref_template="#/components/schemas/{name}")
+    named: dict[str, Json] = {name.strip("_"): schema for name, schema in schemas.items()}
+    for kind, wire in bodies.items():
+        body = named.pop(wire.__name__.strip("_"))
+        fields = body["properties"]
+        fields |= {name: {"enum": [None, *neutral]} for name, neutral in NEUTRAL.items()}
+        fields |= {name: {} for name in HARMLESS}
+        fields["model"] = {"type": "string", "enum": list(models)}
+        fields["temperature"] = {"anyOf": [{"enum": [0, None]}, {"type": "number", "minimum": 1e-6, "maximum": 100}]}
+        named[kind] = {**body, "title": kind, "additionalProperties": False}
+    text = msgspec.json.encode(named).replace(b"#/components/schemas/_", b"#/components/schemas/")
+    decoded: dict[str, Json] = msgspec.json.decode(text)
+    return decoded
 
 
 # --- parsing ----------------------------------------------------------------------------------------------------------
