@@ -8,12 +8,13 @@ imported inside functions only, so that importing this module costs nothing.
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from art_cli import plugins, run_dir
 from art_cli.config.schema import LoraConfig, ModelConfig
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 HUB_TIMEOUT_S = 10.0
+DEFAULT_LENGTH = 4096  # tokens, for a model that does not say
 ADAPTER_FILE, MODEL_FILE = "adapter_model.safetensors", "model.safetensors"
 
 
@@ -50,6 +52,36 @@ class Weights:
         assert self.has_adapter, "a model without an adapter has no reference"
         with self.model.disable_adapter():
             yield
+
+
+class Outline(NamedTuple):
+    """What is known of a policy without its weights. Example: Outline(40960, 16, "{% for message in ...")."""
+
+    max_length: int  # tokens of prompt and reply together
+    lora_rank: int  # the largest of its adapter; 1 without one
+    chat_template: str | None
+
+
+def outline(base: str, adapter: Path | None) -> Outline:
+    """Reads configurations and tokenizer only. Raises UsageError: nothing loadable at `base`."""
+    import peft
+    import transformers
+
+    if not Path(base).is_dir():
+        _find_on_hub(base)
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(base)
+        has_tokenizer = adapter is not None and (adapter / "tokenizer_config.json").is_file()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(adapter if has_tokenizer else base)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot load {base!r}: {str(error).strip().splitlines()[0]}") from error
+    rank = 1
+    if adapter is not None:
+        lora: Any = peft.PeftConfig.from_pretrained(str(adapter))
+        rank = max([lora.r, *lora.rank_pattern.values()])
+    template = tokenizer.chat_template
+    max_length = getattr(config, "max_position_embeddings", None) or DEFAULT_LENGTH
+    return Outline(max_length, rank, template if isinstance(template, str) else None)
 
 
 def find_base(base: str, *, directory: Path, built: Path) -> str:
@@ -89,7 +121,7 @@ def load_weights(config: ModelConfig, base: str, *, device: str = "auto", seed: 
         raise UsageError(f"{base}: its tokenizer has no chat template; name a Jinja file in model.chat_template")
     if config.lora is not None:
         model = _add_adapter(model, config.lora, seed)
-    max_length = config.max_length or getattr(model.config, "max_position_embeddings", None) or 4096
+    max_length = config.max_length or getattr(model.config, "max_position_embeddings", None) or DEFAULT_LENGTH
     model.to(place).eval()
     return Weights(model, tokenizer, place, dtype, max_length, base, has_adapter=config.lora is not None)
 
@@ -114,12 +146,65 @@ def load_checkpoint(weights: Weights, checkpoint: Path) -> None:
         raise CheckpointError(f"{path}: does not fit this model: {summary}") from error
 
 
+def on_base(base: Weights, adapter: Path | None) -> Weights:
+    """A policy made of a bare base model and a saved adapter (None: none); the base's tensors are shared, not copied.
+
+    The adapter says itself what it is (adapter_config.json); its tokenizer wins over the base's. Any number of policies
+    may stand on one base, and none sees the others. Raises CheckpointError: no LoRA adapter there, or of another model.
+    """
+    import transformers
+
+    assert not base.has_adapter, "adapters are put on a bare base model"
+    memo = {id(tensor): tensor for tensor in [*base.model.parameters(), *base.model.buffers()]}
+    model = copy.deepcopy(base.model, memo)
+    if adapter is None:
+        return replace(base, model=model, version=0, lock=threading.RLock())
+    model = _wrap(model, adapter)
+    tokenizer = base.tokenizer
+    if (adapter / "tokenizer_config.json").is_file():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(adapter)
+    weights = replace(base, model=model, tokenizer=tokenizer, has_adapter=True, version=0, lock=threading.RLock())
+    load_checkpoint(weights, adapter)
+    return weights
+
+
 def save_weights(weights: Weights, directory: Path) -> None:
     """Writes a plain PEFT directory (or a transformers one, where there is no adapter), tokenizer included."""
     with weights.lock:
         weights.model.save_pretrained(directory)
         weights.tokenizer.save_pretrained(directory)
     (directory / "README.md").unlink(missing_ok=True)  # peft's model card template, filled with nothing
+
+
+def merge(weights: Weights) -> Weights:
+    """The same policy without an adapter: W + alpha / rank * B A takes the place of W. Consumes `weights`."""
+    if not weights.has_adapter:
+        return weights
+    with weights.lock:
+        return replace(weights, model=weights.model.merge_and_unload(safe_merge=True), has_adapter=False)
+
+
+def save_merged(weights: Weights, directory: Path, dtype: str) -> None:
+    """Writes a transformers directory in that dtype, which transformers, vLLM and `art` load. Changes `weights`."""
+    import torch
+
+    assert not weights.has_adapter, "an adapter is merged first"
+    _hide_progress_bars()
+    with weights.lock:
+        weights.model.to(getattr(torch, dtype))
+        weights.model.save_pretrained(directory)
+        weights.tokenizer.save_pretrained(directory)
+
+
+def token_logprobs(weights: Weights, token_ids: Sequence[int]) -> list[float]:
+    """[L - 1] logprobs in nats of each token after the first, by transformers' own forward; float32 log-softmax."""
+    import torch
+
+    ids = torch.tensor(list(token_ids), device=weights.device)
+    with weights.lock, torch.no_grad():
+        logits = weights.model(ids[None], use_cache=False).logits[0, :-1].float()
+        found: list[float] = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].tolist()
+    return found
 
 
 def _pick_device(device: str) -> str:
@@ -184,14 +269,36 @@ def _add_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets, lora_dropout=0.0, task_type="CAUSAL_LM"
     )
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # peft 0.21 asks for a property by the name that transformers 5.23 deprecates; to be removed when it does not
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+    with torch.random.fork_rng(devices=[]), _deprecations_hidden():
         torch.manual_seed(seed)
         try:
             return peft.get_peft_model(model, config)
         except ValueError as error:
             raise UsageError(f"model.lora.targets: {str(error).strip().splitlines()[0]}") from error
+
+
+def _wrap(model: Any, adapter: Path) -> Any:
+    """The model with an adapter of the saved one's shape; its tensors are still to be loaded."""
+    import peft
+    import torch
+
+    try:
+        config = peft.PeftConfig.from_pretrained(str(adapter))
+        config.base_model_name_or_path = None  # where the base lay when it was trained
+        config.inference_mode = True
+        with torch.random.fork_rng(devices=[]), _deprecations_hidden():
+            return peft.get_peft_model(model, config).eval()
+    except (ValueError, TypeError, OSError) as error:
+        summary = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"{adapter}: does not fit this model: {summary}") from error
+
+
+@contextlib.contextmanager
+def _deprecations_hidden() -> Iterator[None]:
+    """peft 0.21 asks for a property by the name that transformers 5.23 deprecates; to be removed when it does not."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        yield
 
 
 def _set_tensors(weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
