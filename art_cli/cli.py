@@ -328,6 +328,145 @@ def evaluate(
 
 
 @app.command()
+def serve(
+    checkpoints: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[NAME=]CHECKPOINT...", help="A checkpoint, a run, an adapter, a base model.", show_default=False
+        ),
+    ],
+    best: Annotated[bool, typer.Option("--best", help="A run's best evaluated checkpoint, not its newest.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Change to each new checkpoint of a run.")] = False,
+    base: Annotated[
+        str | None, typer.Option("--base", metavar="MODEL", help="Where the base model is, if it was moved.")
+    ] = None,
+    engine: Annotated[
+        str, typer.Option("--engine", metavar="NAME", help="auto, embedded or vllm; auto: what the machine has.")
+    ] = "auto",
+    knobs: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the engine: max_batch=256; repeat.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Of the base: float32, bfloat16; its run's.")] = None,
+    host: Annotated[str, typer.Option("--host", help="Any but this machine's own needs a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key", metavar="KEY", envvar="ART_API_KEY", help="Who calls must have it.", show_envvar=True
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="One key a line; any of them will do.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests answered at once.")] = 256,
+    queue: Annotated[int, typer.Option("--queue", min=0, help="Waiting besides; more get 429.")] = 1024,
+    max_body: Annotated[float, typer.Option("--max-body", metavar="MIB", min=0.001, help="Larger get 413.")] = 32.0,
+    drain: Annotated[
+        float, typer.Option("--drain", metavar="SECONDS", min=0, help="For what runs to end, when told to stop.")
+    ] = 30.0,
+    log_content: Annotated[bool, typer.Option("--log-content", help="Log what is asked and answered.")] = False,
+    json: Json = False,
+) -> None:
+    """Put checkpoints behind an OpenAI-compatible API.
+
+    \b
+    art serve runs/mine                           its newest checkpoint, as model `mine`
+    art serve runs/mine --follow                  and each new one as training writes it
+    art serve small=runs/a large=runs/b/checkpoints/step_0040
+    ART_API_KEY=... art serve runs/mine --host 0.0.0.0
+
+    SIGTERM and Ctrl-C let what runs end, and refuse what is new with 503.
+    """
+    from art_cli.commands import serve as command
+
+    command.run(
+        checkpoints=checkpoints,
+        is_best=best,
+        is_following=follow,
+        base=base,
+        engine=engine,
+        knobs=knobs or [],
+        dtype=dtype,
+        host=host,
+        port=port,
+        api_key=api_key,
+        api_key_file=api_key_file,
+        concurrency=concurrency,
+        queue=queue,
+        max_body_mib=max_body,
+        drain_s=drain,
+        logs_content=log_content,
+        as_json=json,
+    )
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Or a run.", show_default=False)],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="A new one.", show_default=False)],
+    best: Annotated[bool, typer.Option("--best", help="A run's best evaluated checkpoint, not its newest.")] = False,
+    base: Annotated[
+        str | None, typer.Option("--base", metavar="MODEL", help="Where the base model is, if it was moved.")
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of the weights: float32, bfloat16.")] = "float32",
+    max_gap: Annotated[
+        float | None, typer.Option("--max-gap", metavar="NATS", help="Of any token's logprob; by the dtype.")
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="REPO", help="To the hub as well, with the token HF_TOKEN.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Merge a checkpoint into weights that stand alone.
+
+    Writes what transformers and vLLM load, with a model card, and proves it: the run's saved prompts get the same
+    logprobs from the merged weights as from the adapter, or it fails.
+
+    \b
+    art export runs/mine -o mine-merged --dtype bfloat16
+    """
+    from art_cli.commands import export as command
+
+    command.run(
+        checkpoint=checkpoint,
+        output=output,
+        is_best=best,
+        base=base,
+        dtype=dtype,
+        max_gap=max_gap,
+        push=push,
+        as_json=json,
+    )
+
+
+@app.command()
+def checkpoints(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
+    prune: Annotated[bool, typer.Option("--prune", help="Remove all but the newest ones and the best.")] = False,
+    keep: Annotated[int | None, typer.Option("--keep", min=1, help="With --prune: how many newest.")] = None,
+    fork: Annotated[
+        str | None, typer.Option("--fork", metavar="NEW_RUN", help="A new run that begins at a checkpoint of this one.")
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="With --fork: which; its newest.")] = None,
+    adapter: Annotated[
+        Path | None, typer.Option("--import", metavar="DIR", help="Make RUN, with a PEFT adapter as its step 0.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List a run's checkpoints; prune, fork, import.
+
+    \b
+    art checkpoints runs/mine
+    art checkpoints runs/mine --prune --keep 2
+    art checkpoints runs/mine --fork mine-again --step 40     then: art train config.yaml name=mine-again
+    art checkpoints runs/new --import adapter                 then: art train config.yaml name=new
+    """
+    from art_cli.commands import checkpoints as command
+
+    command.run(run=run, is_pruning=prune, keep=keep, fork=fork, step=step, adapter=adapter, as_json=json)
+
+
+@app.command()
 def doctor(json: Json = False) -> None:
     """Say what works here, and what to install."""
     from art_cli.commands import doctor as command

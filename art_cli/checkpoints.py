@@ -1,0 +1,260 @@
+"""The checkpoints of a run as things to find, list, prune, fork and bring in. Files only: no model is loaded.
+
+find              what a user means by a path: a checkpoint, a run's newest or best, a plain adapter, a base model
+listed, prune     a run's checkpoints with what is known of each; removing those that training would not keep
+fork              a new run that begins where one checkpoint stands
+import_adapter    a new run that begins with somebody's PEFT adapter
+
+A checkpoint is what `run_dir` wrote: a manifest with a hash for every file. A plain adapter is a PEFT directory without
+one; it becomes step 0 of a run when it is imported, and is taken as it is where it is served.
+"""
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from art_cli.errors import CheckpointError, RunError, UsageError
+from art_cli.run_dir import Manifest, RunDir, new_checkpoint, new_directory, verify_checkpoint, write_lines
+
+log = logging.getLogger(__name__)
+
+ADAPTER_CONFIG, ADAPTER_FILE, TEMPLATE_FILE = "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"
+KEEP = 3  # newest ones, for a run that does not say
+
+
+class Found(NamedTuple):
+    """What a path means. Example: Found(Path("runs/ttt/checkpoints/step_0040"), Manifest(step=40, ...), RunDir(...))"""
+
+    path: Path
+    manifest: Manifest | None  # None: a plain adapter, or a base model
+    run: RunDir | None  # the run it lies in
+    is_adapter: bool
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step if self.manifest is not None else 0
+
+
+class Listed(NamedTuple):
+    """One checkpoint of a run."""
+
+    step: int
+    path: Path
+    problem: str | None  # why it cannot be used; None: it verifies
+    evaluation: dict[str, float]  # the means of the evaluation at this step; empty: not evaluated
+    metrics: dict[str, float]  # of the step that made it
+    num_bytes: int
+    is_best: bool = False
+
+
+def find(path: Path, *, best: bool = False) -> Found | None:
+    """What `path` means; None: there is no such directory (it may be a hub id).
+
+    `best` picks a run's best evaluated checkpoint instead of its newest. Raises CheckpointError: nothing there that can
+    be used, or a checkpoint that does not verify; UsageError: `best` of something that is no run.
+    """
+    if not path.is_dir():
+        return None
+    run = RunDir(path)
+    if run.checkpoints.is_dir():
+        return newest(run, best=best)
+    if best:
+        raise UsageError(f"{path}: not a run; --best picks among the checkpoints of one")
+    if (path / "manifest.json").exists():
+        home = path.resolve().parent
+        return _found(path, RunDir(home.parent) if home.name == "checkpoints" else None)
+    if (path / ADAPTER_CONFIG).exists():
+        return Found(path, None, None, True)
+    if "model_type" in _read_json(path / "config.json"):
+        return Found(path, None, None, False)
+    raise CheckpointError(
+        f"{path}: no checkpoint (manifest.json), run (checkpoints/), PEFT adapter ({ADAPTER_CONFIG}) or model "
+        "(config.json) there"
+    )
+
+
+def newest(run: RunDir, *, best: bool) -> Found:
+    """The newest checkpoint of a run, or the best evaluated one; those that do not verify are passed over.
+
+    Raises CheckpointError: there is none.
+    """
+    there = run.checkpoint_steps()
+    for step in _by_reward(run) if best else reversed(there):
+        if step not in there:
+            continue
+        try:
+            return _found(run.checkpoint_path(step), run)
+        except CheckpointError as error:
+            log.warning("passed over a checkpoint: %s", error)
+    if best:
+        raise CheckpointError(f"{run.root}: no checkpoint here was evaluated; leave out --best, or name one")
+    raise CheckpointError(f"{run.root}: a run without a valid checkpoint")
+
+
+def _found(path: Path, run: RunDir | None) -> Found:
+    """Raises CheckpointError: it does not verify."""
+    return Found(path, verify_checkpoint(path), run, (path / ADAPTER_CONFIG).exists())
+
+
+def base_of(found: Found) -> str:
+    """The hub id or directory of the base model that a checkpoint or adapter belongs to.
+
+    Raises CheckpointError: it does not say, or what it names is not there.
+    """
+    name: str = found.manifest.base if found.manifest is not None else ""
+    name = name or str(_read_json(found.path / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
+    if not name:
+        raise CheckpointError(f"{found.path}: it does not say which base model it belongs to; give --base")
+    for place in (found.path / name, Path(name)):
+        if place.is_dir():
+            return str(place.resolve())
+    if ":" in name or name.startswith((".", "/")):
+        raise CheckpointError(f"{found.path}: its base model {name} is not there; give --base")
+    return name
+
+
+def run_config(run: RunDir | None) -> dict[str, Any]:
+    """A run's resolved configuration; empty where it has none."""
+    return _read_json(run.config_path) if run is not None else {}
+
+
+# --- listing and pruning ----------------------------------------------------------------------------------------------
+
+
+def listed(run: RunDir) -> list[Listed]:
+    """Every checkpoint of the run, oldest first. Raises RunError: no run there."""
+    if not run.checkpoints.is_dir():
+        raise RunError(f"{run.root}: not a run (no checkpoints/)")
+    evaluations = _evaluations(run)
+    entries = [_entry(run, step, evaluations.get(step, {})) for step in run.checkpoint_steps()]
+    best = _best(entries)
+    return [entry._replace(is_best=entry is best) for entry in entries]
+
+
+def _entry(run: RunDir, step: int, evaluation: dict[str, float]) -> Listed:
+    path = run.checkpoint_path(step)
+    num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    try:
+        manifest = verify_checkpoint(path)
+    except CheckpointError as error:
+        return Listed(step, path, str(error).removeprefix(f"{path}: "), evaluation, {}, num_bytes)
+    return Listed(step, path, None, evaluation, manifest.metrics, num_bytes)
+
+
+def _best(entries: list[Listed]) -> Listed | None:
+    """The valid one with the highest evaluated reward, the latest of equals; None where none was evaluated."""
+    evaluated = [entry for entry in entries if entry.problem is None and "reward" in entry.evaluation]
+    return max(evaluated, key=lambda entry: (entry.evaluation["reward"], entry.step), default=None)
+
+
+def prune(run: RunDir, *, keep: int | None) -> list[Listed]:
+    """Removes, and returns, what is neither among the `keep` newest valid checkpoints nor the best evaluated one.
+
+    None: as many as the run's own configuration keeps. Raises RunError: a training process holds the run, or no
+    checkpoint of it is valid (then nothing is removed).
+    """
+    if keep is None:
+        keep = int(run_config(run).get("train", {}).get("keep_checkpoints", KEEP))
+    listed(run)  # it is a run: nothing is made by locking
+    with run.lock():
+        entries = listed(run)
+        valid = [entry for entry in entries if entry.problem is None]
+        if entries and not valid:
+            raise RunError(f"{run.root}: no checkpoint here is valid; none was removed")
+        kept = {entry.step for entry in valid[-keep:]} | {entry.step for entry in entries if entry.is_best}
+        removed = [entry for entry in entries if entry.step not in kept]
+        for entry in removed:
+            shutil.rmtree(entry.path)
+    return removed
+
+
+def _evaluations(run: RunDir) -> dict[int, dict[str, float]]:
+    return {line.step: line.metrics for line in run.metrics() if line.split == "eval"}
+
+
+def best_step(run: RunDir) -> int | None:
+    """The best evaluated step that has a checkpoint, by name alone; None: none was evaluated."""
+    there = run.checkpoint_steps()
+    return next((step for step in _by_reward(run) if step in there), None)
+
+
+def _by_reward(run: RunDir) -> Iterator[int]:
+    """The evaluated steps, highest reward first, the latest of equals first."""
+    rewards = {step: metrics.get("reward", -math.inf) for step, metrics in _evaluations(run).items()}
+    yield from sorted(rewards, key=lambda step: (rewards[step], step), reverse=True)
+
+
+# --- new runs from old ------------------------------------------------------------------------------------------------
+
+
+def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
+    """A new run at `root` whose only checkpoint is that of `step` (None: the newest valid one), optimizer and all.
+
+    The metrics up to there and a built base model come along; the configuration does not: the new run takes that of its
+    first `art train`. Raises RunError: something is at `root`, or no such step; CheckpointError: it does not verify.
+    """
+    if root.exists():
+        raise RunError(f"{root}: there is something already; choose another name")
+    if step is not None and step not in run.checkpoint_steps():
+        there = ", ".join(map(str, run.checkpoint_steps())) or "none"
+        raise RunError(f"{run.root}: no checkpoint of step {step}; there are: {there}")
+    found = newest(run, best=False) if step is None else _found(run.checkpoint_path(step), run)
+    lines = [line for line in run.metrics() if line.step < found.step + (line.split != "train")]
+    with new_directory(root) as directory:
+        new = RunDir(directory)
+        shutil.copytree(found.path, new.checkpoint_path(found.step))
+        if run.base.is_dir():
+            shutil.copytree(run.base, new.base)
+        write_lines(new.metrics_path, lines)
+    return _found(RunDir(root).checkpoint_path(found.step), RunDir(root))
+
+
+def import_adapter(adapter: Path, root: Path) -> Found:
+    """A new run at `root` whose step 0 is a plain PEFT adapter; training goes on from it with a new optimizer.
+
+    Raises RunError: there are checkpoints at `root`; CheckpointError: no LoRA adapter with safetensors there.
+    """
+    run = RunDir(root)
+    if run.checkpoint_steps():
+        raise RunError(f"{root}: a run with checkpoints; an adapter is imported into a new one")
+    check_adapter(adapter)
+    base = base_of(Found(adapter, None, None, True))
+    with new_checkpoint(run.checkpoint_path(0), Manifest(step=0, base=base, config_hash="")) as directory:
+        for file in adapter.iterdir():
+            if file.is_file() and not file.name.startswith(".") and file.suffix in (".json", ".safetensors", ".jinja"):
+                shutil.copy(file, directory / file.name)
+    return _found(run.checkpoint_path(0), run)
+
+
+def check_adapter(adapter: Path) -> None:
+    """Raises CheckpointError: not a LoRA adapter, or not saved as safetensors."""
+    kind = _read_json(adapter / ADAPTER_CONFIG).get("peft_type")
+    if kind is None:
+        raise CheckpointError(f"{adapter}: no PEFT adapter there ({ADAPTER_CONFIG})")
+    if kind != "LORA":
+        raise CheckpointError(f"{adapter}: a {kind} adapter; only LoRA is supported")
+    if not (adapter / ADAPTER_FILE).is_file():
+        raise CheckpointError(f"{adapter}: no {ADAPTER_FILE}; save the adapter as safetensors (pickles are not read)")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no such file. Raises CheckpointError: it is none."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return value
+
+
+def as_json(entry: Listed) -> dict[str, Any]:
+    return {**msgspec.to_builtins(entry._asdict(), enc_hook=str), "is_valid": entry.problem is None}

@@ -1,0 +1,69 @@
+"""`art checkpoints`: what a run's checkpoints are and whether they can be used; prunes, forks and brings in."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from art_cli import checkpoints
+from art_cli.checkpoints import Listed
+from art_cli.errors import UsageError
+from art_cli.run_dir import RunDir
+
+MIB = 2**20
+
+
+def run(
+    *,
+    run: Path,
+    is_pruning: bool,
+    keep: int | None,
+    fork: str | None,
+    step: int | None,
+    adapter: Path | None,
+    as_json: bool,
+) -> None:
+    """Does one of: list, prune, fork, import."""
+    if sum((is_pruning, fork is not None, adapter is not None)) > 1:
+        raise UsageError("--prune, --fork and --import: one at a time")
+    if keep is not None and not is_pruning:
+        raise UsageError("--keep goes with --prune")
+    if step is not None and fork is None:
+        raise UsageError("--step goes with --fork")
+    if adapter is not None:
+        made = checkpoints.import_adapter(adapter, run)
+        _say(as_json, {"checkpoint": str(made.path)}, f"{made.path}: step 0, from {adapter}")
+    elif fork is not None:
+        made = checkpoints.fork(RunDir(run), _place(run, fork), step=step)
+        assert made.run is not None, made
+        text = f"{made.run.root}: forked from step {made.step}; train it under the name {made.run.root.name}"
+        _say(as_json, {"checkpoint": str(made.path), "step": made.step}, text)
+    elif is_pruning:
+        removed = checkpoints.prune(RunDir(run), keep=keep)
+        freed = sum(entry.num_bytes for entry in removed)
+        text = f"{run}: removed {len(removed)} checkpoints, {freed / MIB:.1f} MiB"
+        _say(as_json, {"removed": [entry.step for entry in removed], "num_bytes": freed}, text)
+    else:
+        entries = checkpoints.listed(RunDir(run))
+        _say(as_json, [checkpoints.as_json(entry) for entry in entries], _as_table(entries))
+
+
+def _place(run: Path, name: str) -> Path:
+    """A bare name is a run beside the old one; anything else is a path."""
+    return run.resolve().parent / name if Path(name).name == name else Path(name)
+
+
+def _say(as_json: bool, value: object, text: str) -> None:
+    sys.stdout.write((json.dumps(value) if as_json else text) + "\n")
+
+
+def _as_table(entries: Sequence[Listed]) -> str:
+    lines = [f"{'step':>6s}  {'valid':5s}  {'MiB':>8s}  evaluation"]
+    for entry in entries:
+        shown = [
+            f"{name} {value:.3f}" for name, value in sorted(entry.evaluation.items()) if not name.startswith("num_")
+        ]
+        notes = [*shown, *(["best"] if entry.is_best else []), *([entry.problem] if entry.problem else [])]
+        is_valid = "no" if entry.problem else "yes"
+        lines.append(f"{entry.step:6d}  {is_valid:5s}  {entry.num_bytes / MIB:8.1f}  {'  '.join(notes)}".rstrip())
+    return "\n".join(lines) if entries else "no checkpoints yet"

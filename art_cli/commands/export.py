@@ -1,0 +1,70 @@
+"""`art export`: a checkpoint as merged weights that stand alone, checked; to the hub as well, if asked."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from art_cli.errors import ArtError, UsageError
+from art_cli.loop.proof import make_probe
+from art_cli.model import find_base
+from art_cli.serving.export import Exported, export
+from art_cli.serving.source import find_source
+
+
+def run(
+    *,
+    checkpoint: Path,
+    output: Path,
+    is_best: bool,
+    base: str | None,
+    dtype: str,
+    max_gap: float | None,
+    push: str | None,
+    as_json: bool,
+) -> None:
+    """Writes `output` and says how near it is to the checkpoint."""
+    token = _find_token() if push is not None else None
+    with tempfile.TemporaryDirectory(prefix="art-export-") as scratch:
+        if base is not None:
+            base = find_base(base, directory=Path.cwd(), built=Path(scratch) / "base")
+        source = find_source(str(checkpoint), best=is_best, base=base)
+        exported = export(source, output, dtype=dtype, bound=max_gap, probe=make_probe)
+    url = _push(exported.path, push, token) if push is not None and token is not None else None
+    if as_json:
+        result = {**exported._asdict(), "path": str(exported.path), "dtype": dtype, "url": url}
+        sys.stdout.write(json.dumps(result) + "\n")
+    else:
+        sys.stdout.write(_as_text(exported, dtype) + (f"  pushed to {url}\n" if url else ""))
+
+
+def _as_text(exported: Exported, dtype: str) -> str:
+    return (
+        f"{exported.path}: {dtype}, stands alone: art serve {exported.path}\n"
+        f"  {exported.num_prompts} prompts replayed, {exported.num_tokens} tokens: logprobs differ by at most "
+        f"{exported.max_gap:.2e} nats, {exported.mean_gap:.2e} in the mean\n"
+    )
+
+
+def _find_token() -> str:
+    """The hub's token. Asked for before any work is done. Raises UsageError: there is none."""
+    import huggingface_hub
+
+    token = huggingface_hub.get_token()
+    if not token:
+        raise UsageError("--push: no token for the hub; set HF_TOKEN, or log in with `hf auth login`")
+    return token
+
+
+def _push(directory: Path, repo: str, token: str) -> str:
+    """The address of the repository; a new one is private. Raises ArtError: what the hub says."""
+    import huggingface_hub
+
+    hub = huggingface_hub.HfApi(token=token)
+    try:
+        url = hub.create_repo(repo, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=repo, folder_path=directory, commit_message="art export")
+    except Exception as error:  # the boundary to the hub's client, which raises what its transport raises
+        summary = " ".join(str(error).replace(token, "***").split())[:200]
+        raise ArtError(f"--push {repo}: {summary}; {directory} is written, push it again by hand") from error
+    return str(url)

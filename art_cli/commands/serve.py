@@ -1,0 +1,116 @@
+"""`art serve`: checkpoints behind an OpenAI-compatible API. Prints how to call it, as lines that work as they stand."""
+
+import asyncio
+import json
+import logging
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from art_cli import checkpoints as files
+from art_cli.errors import UsageError
+from art_cli.model import find_base
+from art_cli.serving.keys import check_exposure, read_keys
+from art_cli.serving.loader import Loader, choose_engine
+from art_cli.serving.policies import Policies, ServedPolicy
+from art_cli.serving.service import Limits, Service
+from art_cli.serving.source import Source, find_source
+
+log = logging.getLogger(__name__)
+
+KEY_VARIABLE = "ART_API_KEY"
+
+
+def run(
+    *,
+    checkpoints: Sequence[str],
+    is_best: bool,
+    is_following: bool,
+    base: str | None,
+    engine: str,
+    knobs: Sequence[str],
+    dtype: str | None,
+    host: str,
+    port: int,
+    api_key: str | None,
+    api_key_file: Path | None,
+    concurrency: int,
+    queue: int,
+    max_body_mib: float,
+    drain_s: float,
+    logs_content: bool,
+    as_json: bool,
+) -> None:
+    """Serves until SIGTERM or Ctrl-C."""
+    keys = read_keys(api_key, api_key_file)
+    check_exposure(host, keys)
+    with tempfile.TemporaryDirectory(prefix="art-serve-") as scratch:
+        if base is not None:
+            base = find_base(base, directory=Path.cwd(), built=Path(scratch) / "base")
+        sources = [find_source(text, best=is_best, base=base, dtype=dtype) for text in checkpoints]
+        if is_following and not all(source.run is not None for source in sources):
+            raise UsageError("--follow: name a run (or a checkpoint in one); nothing else has new checkpoints")
+        loader = Loader(choose_engine(engine, knobs, _trained_engine(sources)), logs=Path(scratch))
+        if loader.swaps_adapters and len(sources) > 1:
+            raise UsageError("--engine vllm serves one checkpoint; start one server for each, or --engine embedded")
+        log.info("engine %s; loading %s", loader.config.name, ", ".join(map(str, sources)))
+        service = Service(
+            Policies([ServedPolicy(source, loader) for source in sources]),
+            keys=keys,
+            limits=Limits(concurrency, queue, int(max_body_mib * 2**20), drain_s=drain_s),
+            follows_best=is_best if is_following else None,
+            logs_content=logs_content,
+        )
+        key = _how_to_get_key(bool(keys), api_key_file)
+        asyncio.run(service.run(host, port, lambda root: _greet(root, sources, key, as_json)))
+
+
+def _trained_engine(sources: Sequence[Source]) -> dict[str, object]:
+    """The engine section of the run that the first source lies in."""
+    section = files.run_config(sources[0].run).get("engine")
+    return section if isinstance(section, dict) else {}
+
+
+class _Key(NamedTuple):
+    """How a shell and Python get at the key; it is never printed itself."""
+
+    in_shell: str
+    in_python: str
+
+
+def _how_to_get_key(has_keys: bool, file: Path | None) -> _Key | None:
+    if not has_keys:
+        return None
+    if file is None:
+        return _Key(f"${KEY_VARIABLE}", f'os.environ["{KEY_VARIABLE}"]')
+    in_python = f'next(k.strip() for k in open({json.dumps(str(file))}) if k.strip() and k.strip()[0] != "#")'
+    return _Key(f"$(grep -v -e '^ *#' -e '^ *$' {shlex.quote(str(file))} | head -n 1 | tr -d ' ')", in_python)
+
+
+def _greet(root: str, sources: Sequence[Source], key: _Key | None, as_json: bool) -> None:
+    """Says where it answers, and how to ask."""
+    if as_json:
+        models = [{"id": source.name, "step": source.step, "base": source.base} for source in sources]
+        _write(json.dumps({"url": f"{root}/v1", "models": models}))
+        return
+    model, messages = json.dumps(sources[0].name), '[{"role": "user", "content": "Hello"}]'
+    header = f'-H "Authorization: Bearer {key.in_shell}" ' if key else ""
+    body = shlex.quote(f'{{"model": {model}, "messages": {messages}}}')
+    program = (
+        f"import openai, os; client = openai.OpenAI(base_url={json.dumps(root + '/v1')}, "
+        f"api_key={key.in_python if key else json.dumps('none')}); "
+        f"print(client.chat.completions.create(model={model}, messages={messages}).choices[0].message.content)"
+    )
+    _write(
+        f"serving {', '.join(map(str, sources))} at {root}/v1\n\n"
+        f"curl {root}/v1/chat/completions -H 'Content-Type: application/json' {header}-d {body}\n\n"
+        f"python -c {shlex.quote(program)}\n"
+    )
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

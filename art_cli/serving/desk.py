@@ -1,0 +1,67 @@
+"""Desk: takes a request from the application to its policy: waits for a place, counts tokens, logs content if asked."""
+
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from art_cli.chat.app import closing_stream
+from art_cli.chat.replies import Chunk, Reply, ReplyBuilder
+from art_cli.chat.requests import Request
+from art_cli.serving.admission import Admission
+from art_cli.serving.meter import Meter
+from art_cli.serving.policies import Policies
+
+log = logging.getLogger(__name__)
+
+
+class Desk:
+    """Backend in front of the policies."""
+
+    def __init__(self, policies: Policies, admission: Admission, meter: Meter, *, logs_content: bool) -> None:
+        self._policies, self._admission, self._meter = policies, admission, meter
+        self._logs_content = logs_content
+
+    def models(self) -> list[str]:
+        return self._policies.models()
+
+    async def reply(self, request: Request) -> Reply:
+        async with self._admission.placed():
+            reply = await self._policies.reply(request)
+        num_sampled = sum(len(choice.token_ids) for choice in reply.choices)
+        self._count(request, len(reply.prompt_ids), num_sampled)
+        if self._logs_content:
+            _log_content(request, reply)
+        return reply
+
+    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        begin = time.perf_counter()
+        builder = ReplyBuilder(request) if self._logs_content else None
+        num_prompt = num_sampled = 0
+        try:
+            async with self._admission.placed(), closing_stream(self._policies.stream(request)) as chunks:
+                async for chunk in chunks:
+                    if chunk.choice.token_ids and not num_sampled:
+                        self._meter.first_token_s.add(time.perf_counter() - begin)
+                    num_prompt += len(chunk.prompt_ids or ())
+                    num_sampled += len(chunk.choice.token_ids)
+                    if builder is not None:
+                        builder.add(chunk)
+                    yield chunk
+        finally:  # also what a client that went away has cost
+            self._count(request, num_prompt, num_sampled)
+        if builder is not None:
+            _log_content(request, builder.reply())
+
+    def _count(self, request: Request, num_prompt: int, num_sampled: int) -> None:
+        label = (("model", request.model),)
+        self._meter.prompt_tokens[label] += num_prompt
+        self._meter.sampled_tokens[label] += num_sampled
+
+
+def _log_content(request: Request, reply: Reply) -> None:
+    asked = request.prompt if request.messages is None else request.messages
+    answered = [choice.message or choice.text for choice in reply.choices]
+    content = {"model": request.model, "step": reply.step, "asked": asked, "answered": answered}
+    log.info("content %s", msgspec.json.encode(content).decode())

@@ -1,0 +1,76 @@
+"""Door: stands before the application. Checks keys, lets requests in or refuses them, writes the access log.
+
+Everything but /health needs a key where there are keys, also what does not exist here: whoever has none learns nothing.
+The log has method, path, status and seconds, never headers, query strings or content.
+"""
+
+import logging
+import time
+from contextlib import ExitStack
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from art_cli.chat.app import error_response, key_of, wrong_key
+from art_cli.chat.errors import ChatError
+from art_cli.serving.admission import Admission
+from art_cli.serving.keys import Keys
+from art_cli.serving.meter import Meter
+
+log = logging.getLogger(__name__)
+
+OPEN = "/health"
+COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
+WATCHED = ("/ready", "/metrics", "/health")  # by machines, every few seconds: not worth a line each
+KNOWN = (*COMPLETIONS, *WATCHED, "/v1/models", "/openapi.json")
+GONE = 499  # nginx's status for a client that went away
+
+
+class Door:
+    """An ASGI application around another."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, admission: Admission, meter: Meter) -> None:
+        self._app, self._keys, self._admission, self._meter = app, keys, admission, meter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", scope["type"]
+        begin, status = time.perf_counter(), GONE
+
+        async def send_noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._pass(scope, receive, send_noting)
+        finally:
+            self._note(scope, status, time.perf_counter() - begin)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        is_completion = path in COMPLETIONS and scope["method"] == "POST"
+        with ExitStack() as stack:
+            try:
+                self._check_key(scope)
+                if is_completion:
+                    stack.enter_context(self._admission.entered())
+            except ChatError as error:
+                await error_response(error)(scope, receive, send)
+                return
+            await self._app(scope, receive, send)
+
+    def _check_key(self, scope: Scope) -> None:
+        key = key_of(Headers(scope=scope))
+        if scope["path"] != OPEN and not self._keys.admits(key):
+            raise wrong_key(key)
+
+    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+        path = scope["path"]
+        route = path if path in KNOWN else "other"
+        self._meter.requests[(("route", route), ("code", str(status)))] += 1
+        if path in COMPLETIONS:
+            self._meter.request_s.add(seconds)
+        level = logging.DEBUG if path in WATCHED else logging.INFO
+        shown = scope.get("raw_path", b"").decode("ascii", "replace")[:120]
+        log.log(level, "%s %s %d %.3f s", scope["method"], shown, status, seconds)

@@ -1,0 +1,111 @@
+"""Merged weights: a policy that stands alone, and the proof that it is the policy.
+
+The base is loaded in float32, the adapter merged, the sum rounded once to the dtype asked for. Then what was written is
+read back, and the policy's saved prompts get their tokens' logprobs from it and from base plus adapter in that dtype:
+past a bound, nothing is left of the export.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from art_cli import model
+from art_cli.chat.requests import Sampling
+from art_cli.config.schema import ModelConfig
+from art_cli.errors import DriftError, RunError, UsageError
+from art_cli.model import Weights
+from art_cli.run_dir import RunDir, new_directory, read_lines
+from art_cli.serving.card import model_card
+from art_cli.serving.source import Source
+from art_cli.trajectory import Trajectory, sequence
+
+# Of one token's logprob, in nats. float32: the order of sums. bfloat16: weights of 8 bits, rounded once merged and once
+# apart.
+BOUNDS: dict[str, float] = {"float32": 1e-4, "bfloat16": 5e-1}
+MAX_PROMPTS = 32
+MAX_TOKENS = 1024  # of each
+
+
+class Exported(NamedTuple):
+    """What was written, and how near it is to the policy."""
+
+    path: Path
+    num_prompts: int
+    num_tokens: int  # whose logprobs were compared
+    max_gap: float  # nats
+    mean_gap: float
+
+
+def export(
+    source: Source, output: Path, *, dtype: str, bound: float | None, probe: Callable[[int], list[int]]
+) -> Exported:
+    """Writes `output`; `probe(vocabulary)` stands in for prompts where none were saved.
+
+    Raises UsageError: no such dtype; RunError: something is at `output`; DriftError: the merged weights are not the
+    policy.
+    """
+    if dtype not in BOUNDS:
+        raise UsageError(f"--dtype {dtype}: one of {', '.join(BOUNDS)}")
+    if output.exists():
+        raise RunError(f"{output}: there is something already; choose another name")
+    policy = _load(source, "float32")
+    prompts = saved_prompts(source.run) or [probe(policy.model.config.vocab_size)]
+    wanted = [model.token_logprobs(policy if dtype == "float32" else _load(source, dtype), ids) for ids in prompts]
+    with new_directory(output) as directory:
+        model.save_merged(model.merge(policy), directory, dtype)
+        written = Source(source.name, str(directory), None, 0, dtype, source.max_length, Sampling())
+        merged = _load(written, dtype)
+        exported = compare(output, wanted, [model.token_logprobs(merged, ids) for ids in prompts])
+        _check(exported, BOUNDS[dtype] if bound is None else bound)
+        (directory / "README.md").write_text(_card(source, exported, dtype))
+    return exported
+
+
+def saved_prompts(run: RunDir | None) -> list[list[int]]:
+    """The last turns of the run's newest trajectories, prompt and what was sampled; empty where there are none."""
+    if run is None:
+        return []
+    for path in sorted(run.root.glob("step_*/trajectories.jsonl"), reverse=True):
+        played = (trajectory.turns for trajectory in read_lines(path, Trajectory) if trajectory.turns)
+        sequences = (sequence(turns, len(turns) - 1)[:MAX_TOKENS] for turns in played)
+        if found := list(islice((ids for ids in sequences if len(ids) > 1), MAX_PROMPTS)):
+            return found
+    return []
+
+
+def compare(output: Path, wanted: Sequence[list[float]], found: Sequence[list[float]]) -> Exported:
+    """The gaps between two scorings of the same tokens."""
+    gaps = [abs(a - b) for ours, theirs in zip(wanted, found, strict=True) for a, b in zip(ours, theirs, strict=True)]
+    return Exported(output, len(wanted), len(gaps), max(gaps), sum(gaps) / len(gaps))
+
+
+def _check(exported: Exported, bound: float) -> None:
+    if not exported.max_gap <= bound:
+        raise DriftError(
+            f"{exported.path}: not written: the merged weights are not the policy: a token's logprob differs by "
+            f"{exported.max_gap:.2e} nats, bound {bound:.0e}, over {exported.num_tokens} tokens"
+        )
+
+
+def _load(source: Source, dtype: str) -> Weights:
+    settings = {"base": source.base, "lora": None, "dtype": dtype, "max_length": source.max_length}
+    config = ModelConfig.model_validate(settings)
+    base = model.load_weights(config, source.base)
+    return base if source.adapter is None else model.on_base(base, source.adapter)
+
+
+def _card(source: Source, exported: Exported, dtype: str) -> str:
+    evaluation = {}
+    if source.run is not None and source.manifest is not None:
+        lines = [line for line in source.run.metrics() if line.split == "eval" and line.step == source.step]
+        means = lines[-1].metrics if lines else {}
+        evaluation = {name: value for name, value in means.items() if not name.startswith("num_")}
+    checks = {
+        "dtype": dtype,
+        "prompts replayed": exported.num_prompts,
+        "tokens compared": exported.num_tokens,
+        "largest logprob difference, nats": exported.max_gap,
+        "mean logprob difference, nats": exported.mean_gap,
+    }
+    return model_card(source, evaluation=evaluation, checks=checks)

@@ -1,0 +1,124 @@
+"""Loader: makes the engine of a source. A base model is loaded once, whatever number of policies stands on it.
+
+Memory: for the embedded engine one base per (base, dtype, context), an adapter and a cache of keys and values per
+policy; while a policy changes to another checkpoint it has two of these. vLLM has all of it in a process of its own.
+"""
+
+import importlib.util
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import yaml
+
+from art_cli import checkpoints, model
+from art_cli.config.schema import EmbeddedEngineConfig, EngineConfig, ModelConfig, VllmEngineConfig
+from art_cli.engines import Engine, make_engine
+from art_cli.engines.vllm.arguments import ServedModel, has_gpu
+from art_cli.errors import UsageError
+from art_cli.serving.source import Source
+from art_cli.threads import call_in_thread
+
+log = logging.getLogger(__name__)
+
+ENGINES: dict[str, type[EmbeddedEngineConfig] | type[VllmEngineConfig]] = {
+    "embedded": EmbeddedEngineConfig,
+    "vllm": VllmEngineConfig,
+}
+SOMEBODY_ELSES = ("url", "api_key_env")  # a run's vLLM server that was not its own: not taken over unasked
+
+
+@dataclass
+class Loader:
+    """Makes engines by one configuration. Example: Loader(EmbeddedEngineConfig(max_batch=256), logs=Path("logs"))"""
+
+    config: EngineConfig
+    logs: Path  # where a process of the engine's own writes
+    _bases: dict[tuple[str, str, int | None], model.Weights] = field(default_factory=dict)
+
+    @property
+    def swaps_adapters(self) -> bool:
+        """Whether its engines load another adapter while requests on the old one are being answered."""
+        return isinstance(self.config, VllmEngineConfig)
+
+    async def make(self, source: Source) -> Engine:
+        """An engine that samples from the source. Raises ArtError: it cannot be loaded, or not run here."""
+        weights: model.Weights | ServedModel
+        if self.swaps_adapters:
+            weights = await call_in_thread(self._outline, source)
+        else:
+            weights = await call_in_thread(self._weights, source)
+        engine = make_engine(self.config, weights, name=source.name, step=source.step, logs=self.logs)
+        await engine.start()
+        try:
+            if self.swaps_adapters and source.adapter is not None:
+                await engine.load(source.adapter.resolve(), source.step)
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    def _weights(self, source: Source) -> model.Weights:
+        if source.adapter is None and source.run is not None:  # a checkpoint of all weights: nothing else stands on it
+            return self._load(source)
+        key = (source.base, source.dtype, source.max_length)
+        if key not in self._bases:
+            self._bases[key] = self._load(source)
+        return model.on_base(self._bases[key], source.adapter)
+
+    def _load(self, source: Source) -> model.Weights:
+        own = source.adapter / checkpoints.TEMPLATE_FILE if source.adapter is not None else None
+        config = ModelConfig.model_validate(
+            {
+                "base": source.base,
+                "lora": None,
+                "dtype": source.dtype,
+                "max_length": source.max_length,
+                "chat_template": own if own is not None and own.is_file() else None,
+            }
+        )
+        return model.load_weights(config, source.base)
+
+    def _outline(self, source: Source) -> ServedModel:
+        outline = model.outline(source.base, source.adapter)
+        return ServedModel(
+            base=source.base,
+            dtype=source.dtype if source.dtype != "auto" else "bfloat16" if has_gpu(os.environ) else "float32",
+            max_length=source.max_length or outline.max_length,
+            lora_rank=outline.lora_rank,
+            chat_template=outline.chat_template,
+            learner_device="cpu",  # no learner is here
+        )
+
+
+def choose_engine(name: str, knobs: Sequence[str], trained: Mapping[str, Any]) -> EngineConfig:
+    """The engine's configuration: that of the run it was trained with where it is the same engine, and `knobs` over it.
+
+    `auto`: vLLM where there is a GPU and vLLM is installed here or in the Python that the run names, else embedded.
+    Raises UsageError: no such engine or knob, or a value that is none.
+    """
+    if name == "auto":
+        name = "vllm" if _can_run_vllm(knobs, trained) else "embedded"
+    if name not in ENGINES:
+        raise UsageError(f"--engine {name}: one of auto, {', '.join(ENGINES)}")
+    settings = dict(trained) if trained.get("name") == name else {}
+    settings = {key: value for key, value in settings.items() if key not in SOMEBODY_ELSES} | {"name": name}
+    for knob in knobs:
+        key, separator, value = knob.partition("=")
+        if not separator:
+            raise UsageError(f"--set {knob}: expected KEY=VALUE")
+        settings[key] = yaml.safe_load(value)
+    try:
+        return ENGINES[name].model_validate(settings)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise UsageError(f"--set {'.'.join(map(str, first['loc']))}: {first['msg']} (engine {name})") from None
+
+
+def _can_run_vllm(knobs: Sequence[str], trained: Mapping[str, Any]) -> bool:
+    has_python = bool(trained.get("python")) or any(knob.startswith("python=") for knob in knobs)
+    return has_gpu(os.environ) and (has_python or importlib.util.find_spec("vllm") is not None)

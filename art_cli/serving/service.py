@@ -1,0 +1,196 @@
+"""Service: policies behind a door on a port, from the first load to the last request.
+
+    listen -> load -> ready -> ... -> told to stop: 503 for what is new, what runs ends (or its time is up) -> closed
+
+It listens before it loads, so that /health answers at once and /ready says when requests are taken. An engine that
+fails ends it. SIGTERM and SIGINT stop it; a second one does not wait for what runs.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from art_cli.chat.app import BODY_TIMEOUT_S, MAX_BODY_BYTES, build_app, error_response
+from art_cli.chat.errors import ChatError
+from art_cli.chat.server import Patience, serve
+from art_cli.serving.admission import Admission
+from art_cli.serving.desk import Desk
+from art_cli.serving.door import Door
+from art_cli.serving.follow import follow
+from art_cli.serving.keys import Keys
+from art_cli.serving.meter import CONTENT_TYPE, Gauge, Meter
+from art_cli.serving.openapi import describe
+from art_cli.serving.policies import Policies
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    concurrency: int = 256  # requests at the engine at once
+    queue: int = 1024  # more in the house
+    max_body_bytes: int = MAX_BODY_BYTES
+    body_timeout_s: float = BODY_TIMEOUT_S
+    drain_s: float = 30.0  # for what runs to end
+    patience: Patience = field(default_factory=Patience)
+
+
+class Service:
+    """Serves `policies`; with `follows_best` not None each follows its run: to its newest (False) or best (True)."""
+
+    def __init__(
+        self,
+        policies: Policies,
+        *,
+        keys: Keys,
+        limits: Limits,
+        follows_best: bool | None = None,
+        logs_content: bool = False,
+    ) -> None:
+        self.policies, self.keys, self.limits = policies, keys, limits
+        self.admission = Admission(concurrency=limits.concurrency, queue=limits.queue)
+        self.meter = Meter()
+        self._follows_best = follows_best
+        self._stop, self._stop_at_once = asyncio.Event(), asyncio.Event()
+        desk = Desk(policies, self.admission, self.meter, logs_content=logs_content)
+        app = build_app(
+            lambda key: desk,  # the door has checked it
+            max_body_bytes=limits.max_body_bytes,
+            body_timeout_s=limits.body_timeout_s,
+            more=[
+                Route("/ready", self._ready, methods=["GET"]),
+                Route("/metrics", self._metrics, methods=["GET"]),
+                Route("/openapi.json", self._openapi, methods=["GET"]),
+            ],
+        )
+        self.app = Door(app, keys, self.admission, self.meter)
+
+    async def run(self, host: str, port: int, on_ready: Callable[[str], None]) -> None:
+        """Serves until it is told to stop; `on_ready` gets the root, `http://127.0.0.1:8000`.
+
+        Raises EngineError: the address cannot be had, or an engine failed; ArtError: a policy cannot be loaded.
+        """
+        async with serve(self.app, host, port, patience=self.limits.patience) as root:
+            with self._signals():
+                try:
+                    if await self._until_stopped(self.policies.start()):
+                        self.admission.open()
+                        on_ready(root)
+                        async with self._followers():
+                            await self._until_stopped(self.policies.watch())
+                    await self._drain()
+                finally:
+                    await self.policies.close()
+
+    def stop(self) -> None:
+        """The first time: ends what runs and then itself. The second time: at once."""
+        if self._stop.is_set():
+            self._stop_at_once.set()
+        self._stop.set()
+
+    # --- from start to end --------------------------------------------------------------------------------------------
+
+    async def _until_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Whether `work` ended by itself; False: it was told to stop first. Raises what `work` raises."""
+        task, stop = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                _raise_first(task)
+            return task.done()
+        finally:
+            stop.cancel()
+            task.cancel()
+            await asyncio.wait((task,))
+
+    @contextlib.asynccontextmanager
+    async def _followers(self) -> AsyncIterator[None]:
+        tasks = []
+        for policy in self.policies.served.values() if self._follows_best is not None else ():
+            assert policy.source.run is not None, "only a run can be followed"
+            work = follow(policy, policy.source.run, self.meter, best=bool(self._follows_best))
+            tasks.append(asyncio.create_task(work))
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+
+    async def _drain(self) -> None:
+        self.admission.drain()
+        if self.admission.num_inside:
+            log.info(
+                "stopping: %d requests are ended first, at most %g s", self.admission.num_inside, self.limits.drain_s
+            )
+        emptied = asyncio.create_task(self.admission.emptied(self.limits.drain_s))
+        at_once = asyncio.create_task(self._stop_at_once.wait())
+        await asyncio.wait((emptied, at_once), return_when=asyncio.FIRST_COMPLETED)
+        emptied.cancel()
+        at_once.cancel()
+        if self.admission.num_inside:
+            log.warning("stopped with %d requests unfinished", self.admission.num_inside)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        numbers: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM)
+        try:
+            for number in numbers:
+                loop.add_signal_handler(number, self.stop)
+        except (ValueError, RuntimeError):  # not the main thread: whoever owns the process stops it
+            numbers = ()
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    # --- routes of its own --------------------------------------------------------------------------------------------
+
+    async def _ready(self, http: HttpRequest) -> Response:
+        if self.admission.state != "open":
+            return error_response(ChatError(503, f"not ready: {self.admission.state}", code=self.admission.state))
+        models = [{"id": name, "step": policy.source.step} for name, policy in self.policies.served.items()]
+        return _json({"status": "ready", "models": models})
+
+    async def _metrics(self, http: HttpRequest) -> Response:
+        admission, served = self.admission, self.policies.served
+        gauges = [
+            Gauge("art_requests_inside", "Requests let in and not gone.", {(): admission.num_inside}),
+            Gauge("art_requests_answering", "Of these, at the engine.", {(): admission.num_answering}),
+            Gauge("art_ready", "Whether requests are taken.", {(): int(admission.state == "open")}),
+            Gauge(
+                "art_policy_step",
+                "The step whose weights answer.",
+                {(("model", name),): policy.source.step for name, policy in served.items()},
+            ),
+        ]
+        return Response(self.meter.render(gauges), media_type=CONTENT_TYPE)
+
+    async def _openapi(self, http: HttpRequest) -> Response:
+        models = self.policies.models()
+        return _json(describe(models, version=version("art-cli"), needs_key=bool(self.keys)))
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _raise_first(task: asyncio.Task[None]) -> None:
+    """What the task raised; of a group's failures the first."""
+    try:
+        task.result()
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from group

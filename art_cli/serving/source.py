@@ -1,0 +1,94 @@
+"""Source: what is served or exported, found out from what lies on disk, without the YAML it was trained with.
+
+The manifest says which base model a checkpoint belongs to, adapter_config.json what its adapter is, the run's
+config.json in which dtype, context and sampling it was trained. A plain PEFT adapter, a whole model's directory and a
+hub id are sources as well.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from art_cli import checkpoints
+from art_cli.chat.requests import Sampling
+from art_cli.checkpoints import Found
+from art_cli.errors import UsageError
+from art_cli.run_dir import Manifest, RunDir
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+NAME = re.compile(r"[\w.@/-]+")
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+class Source(NamedTuple):
+    """A policy to serve.
+
+    Example: Source("mine", "Qwen/Qwen3-0.6B", Path("runs/mine/checkpoints/step_0040"), 40, "auto", None, Sampling())
+    """
+
+    name: str  # what clients call it
+    base: str  # hub id or directory; a checkpoint of all weights is its own base
+    adapter: Path | None  # on that base; None: the base alone
+    step: int
+    dtype: str  # of the base: "auto", "float32", "bfloat16"
+    max_length: int | None  # tokens of prompt and reply together; None: what the base was made for
+    defaults: Sampling  # for requests that do not say; those of the run it was trained in
+    run: RunDir | None = None
+    manifest: Manifest | None = None
+
+    def __str__(self) -> str:
+        what = f"step {self.step} of {self.run.root}" if self.run else str(self.adapter or self.base)
+        return f"{self.name} ({what})"
+
+
+def parse_name(text: str) -> tuple[str | None, str]:
+    """("mine", "runs/a") of "mine=runs/a"; (None, "runs/a") of "runs/a"."""
+    name, separator, place = text.partition("=")
+    if not separator or Path(text).exists():
+        return None, text
+    if not NAME.fullmatch(name) or not place:
+        raise UsageError(f"{text!r}: expected NAME=CHECKPOINT; a name is letters, digits and . _ @ / -")
+    return name, place
+
+
+def find_source(text: str, *, best: bool = False, base: str | None = None, dtype: str | None = None) -> Source:
+    """What `[NAME=]CHECKPOINT` means. `base` and `dtype` win over what is found.
+
+    Raises CheckpointError: nothing usable there; UsageError: neither a directory nor a hub id.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
+    name, place = parse_name(text)
+    found = checkpoints.find(Path(place), best=best)
+    if found is not None:
+        return of_checkpoint(found, name=name, base=base, dtype=dtype)
+    if not HUB_ID.fullmatch(place) or place.startswith("."):
+        raise UsageError(f"{place}: no such directory, and no hub id")
+    if best:
+        raise UsageError(f"{place}: --best picks among the checkpoints of a run")
+    return Source(name or place, place, None, 0, dtype or "auto", None, Sampling())
+
+
+def of_checkpoint(
+    found: Found, *, name: str | None = None, base: str | None = None, dtype: str | None = None
+) -> Source:
+    """The source that a checkpoint, an adapter or a model's directory is."""
+    config = checkpoints.run_config(found.run)
+    model, sampling = config.get("model", {}), config.get("rollout", {}).get("sampling", {})
+    if found.is_adapter:
+        checkpoints.check_adapter(found.path)
+    return Source(
+        name=name or _name(found),
+        base=(base or checkpoints.base_of(found)) if found.is_adapter else str(found.path.resolve()),
+        adapter=found.path if found.is_adapter else None,
+        step=found.step,
+        dtype=dtype or model.get("dtype") or "auto",
+        max_length=model.get("max_length"),
+        defaults=Sampling(**{key: sampling[key] for key in Sampling.__struct_fields__ if key in sampling}),
+        run=found.run,
+        manifest=found.manifest,
+    )
+
+
+def _name(found: Found) -> str:
+    return (found.run.root if found.run is not None else found.path).resolve().name
