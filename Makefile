@@ -26,7 +26,8 @@ test: lint  ## ruff, mypy, then every test that this machine can run
 	$(BIN)/pytest
 
 # vLLM's own Python with CPU kernels, a test tool in an environment of its own. The torch packages that go again are
-# CUDA builds: beside a CPU torch they install and then break `import transformers`.
+# CUDA builds: beside a CPU torch they install and then break `import transformers`. Where the package index lacks torch's
+# CPU builds, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 $(VLLM_READY):
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --upgrade pip

@@ -13,12 +13,14 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import fake_vllm
 import pytest
 from pydantic import ValidationError
+from tiny import tiny_weights
 
 from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import ReplyBuilder
@@ -30,6 +32,9 @@ from art_cli.engines.vllm.arguments import ServedModel
 from art_cli.engines.vllm.engine import VllmEngine
 from art_cli.engines.vllm.process import free_port
 from art_cli.errors import CheckpointError, DriftError, EngineError
+from art_cli.loop.generate import plan_groups
+from art_cli.loop.sampler import open_sampler
+from art_cli.trajectory import Trajectory
 
 Json = dict[str, Any]
 
@@ -387,15 +392,21 @@ async def test_a_closed_engine_leaves_no_process_and_says_that_it_is_closed(fake
 
 def test_the_server_dies_with_a_parent_that_is_killed(fake: Fake) -> None:
     """SIGKILL leaves the parent no time for anything; server and helper are gone all the same."""
+    config, logs = fake.config().model_dump_json(exclude_unset=True), str(fake.logs)
     program = f"""
-import asyncio, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+import asyncio
 from pathlib import Path
-from test_vllm import Fake
+from art_cli.config.schema import VllmEngineConfig
+from art_cli.engines.vllm.arguments import ServedModel
+from art_cli.engines.vllm.engine import VllmEngine
+
 async def main():
-    async with Fake(Path({str(fake.directory)!r})).running() as engine:
-        print("ready", flush=True)
-        await asyncio.sleep(600)
+    config = VllmEngineConfig.model_validate_json({config!r})
+    engine = VllmEngine(config, {MODEL!r}, name="policy", logs=Path({logs!r}))
+    await engine.start()
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
 asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
@@ -475,6 +486,26 @@ async def test_a_dead_engine_core_counts_as_dead(fake: Fake) -> None:
         assert (await engine.reply(chat("hello"))).choices
     first, second = (start["pids"] for start in fake.starts())
     assert first != second
+
+
+async def test_rollouts_of_an_engine_that_failed_for_good_stay_owed(fake: Fake) -> None:
+    """Two rollouts whose every call kills the server: the second death ends the playing, and nothing is handed over as
+    a rollout that failed."""
+    ask = (
+        'await policy.client.chat.completions.create(model=policy.model, messages=[{"role": "user", "content": "die"}])'
+    )
+    (fake.directory / "rollout.py").write_text(f"async def rollout(policy, scenario):\n    {ask}\n")
+    (fake.directory / "config.yaml").write_text(
+        "model: {base: m}\nrollout: {entry: 'rollout.py:rollout', scenarios: s}\n"
+    )
+    loaded = load_config(fake.directory / "config.yaml")
+    loaded = replace(loaded, config=loaded.config.model_copy(update={"engine": fake.config()}))
+    played: list[Trajectory] = []
+    with pytest.raises(EngineError, match=r"the server ended \(exit status 9\)"):
+        async with open_sampler(loaded, tiny_weights(), checkpoint=None, step=0, logs=fake.logs) as sampler:
+            await sampler.play(plan_groups([{"id": "x"}], step=0, group_size=2), played.append, title="die")
+    assert played == []
+    assert len(fake.starts()) == 2
 
 
 # --- sleep ------------------------------------------------------------------------------------------------------------

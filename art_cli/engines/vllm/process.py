@@ -18,7 +18,7 @@ from art_cli.errors import EngineError
 
 SPAWN_DEADLINE_S = 30.0
 STOP_DEADLINE_S = keeper.TERM_GRACE_S + 10.0
-TAIL_LINES = 15
+TAIL_LINES, TAIL_WIDTH = 15, 240
 TAIL_BYTES = 64 * 1024
 
 
@@ -97,7 +97,7 @@ class ServerProcess:
             text = file.read().decode(errors="replace")
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
+        return "\n".join(f"  {line[:TAIL_WIDTH]}" for line in text.splitlines()[-lines:])
 
 
 def free_port() -> int:
