@@ -16,7 +16,9 @@ import json
 import random
 import re
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -333,6 +335,23 @@ async def _respond(
     writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + data)
     await writer.drain()
     return True
+
+
+@contextmanager
+def serving(conduct: Conduct | None = None) -> Iterator[JudgeServer]:
+    """A judge in a thread of its own, for programs that run an event loop themselves."""
+    server = JudgeServer(conduct)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(server.start(), loop).result(5)
+    try:
+        yield server
+    finally:
+        asyncio.run_coroutine_threadsafe(server.close(), loop).result(5)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)
+        loop.close()
 
 
 def load_rule(entry: str) -> Rule:

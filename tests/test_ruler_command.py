@@ -1,6 +1,5 @@
 """`art judge` as its users run it: files of three kinds, resumed, killed, interrupted, with a key that nobody sees."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -8,7 +7,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +18,7 @@ import pytest
 from art_cli import cli
 from art_cli.run_dir import read_lines, write_lines
 from art_cli.trajectory import ScoredTrajectory, Trajectory
-from tests.judge_server import Conduct, JudgeServer, read_record
+from tests.judge_server import Conduct, JudgeServer, read_record, serving
 from tests.ruler_cases import attempt, rated
 
 ROOT = Path(__file__).parent.parent
@@ -29,17 +27,8 @@ CANARY = "sk-canary-4f6b1d9c0e7a"
 
 @pytest.fixture
 def server() -> Iterator[JudgeServer]:
-    """A judge in a thread of its own, for commands that run an event loop themselves."""
-    running = JudgeServer()
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    asyncio.run_coroutine_threadsafe(running.start(), loop).result(5)
-    yield running
-    asyncio.run_coroutine_threadsafe(running.close(), loop).result(5)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(5)
-    loop.close()
+    with serving() as running:
+        yield running
 
 
 @pytest.fixture(autouse=True)
