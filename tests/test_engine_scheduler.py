@@ -52,6 +52,8 @@ class FakeRunner:
             for target in copy.targets:
                 assert target != copy.source
                 self.rows[target][: copy.length] = self.rows[copy.source][: copy.length]
+        for before, slot, num in zip(plan.decodes[:-1], plan.decodes[1:], plan.shared[1:], strict=True):
+            assert self.rows[before][:num] == self.rows[slot][:num], "said to be shared, and is not"
         last: dict[int, int] = {}
         for token, slot, position in zip(plan.tokens_T, plan.slots_T, plan.positions_T, strict=True):
             before = last[slot] if slot in last else self._check(slot, position)

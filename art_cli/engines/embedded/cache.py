@@ -37,13 +37,13 @@ class SlotCache:
                 for slab in slabs.values():
                     slab[copy.targets, :, : copy.length] = slab[copy.source, :, : copy.length]
 
-    def write(self, layer: int, key: Tensor, value: Tensor, slots_T: Tensor, positions_T: Tensor) -> None:
-        """Puts key and value `[T, heads, head_dim]` of each token at its slot and position."""
+    def write(self, layer: int, key: Tensor, value: Tensor, places: Tensor) -> None:
+        """Puts key and value `[T, heads, head_dim]` of each token and head at its place among a slab's rows."""
         if layer not in self.keys:
             self.keys[layer] = self._slab(key)
             self.values[layer] = self._slab(value)
-        self.keys[layer][slots_T, :, positions_T] = key
-        self.values[layer][slots_T, :, positions_T] = value
+        for slab, states in ((self.keys[layer], key), (self.values[layer], value)):
+            slab.view(-1, slab.shape[3]).index_copy_(0, places, states.reshape(-1, slab.shape[3]))
 
     def clear(self) -> None:
         """Forgets all content and gives the memory back."""

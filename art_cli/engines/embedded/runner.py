@@ -1,11 +1,14 @@
 """Runs the model on a step's plan: tokens in, logits out, keys and values kept in slots.
 
+The layers are computed by fused.py where it knows them and gives what the model gives, otherwise by the model itself.
+
 It holds no queue and takes no decision. The caller holds `weights.lock`, so that a learner in the same process never
 runs or changes the model meanwhile. No gradients are recorded, and no tensor made here becomes part of the weights
 (so `no_grad`, not `inference_mode`).
 """
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,14 +19,19 @@ import torch
 from art_cli.engines.embedded import attention
 from art_cli.engines.embedded.attention import Layout
 from art_cli.engines.embedded.cache import SlotCache
+from art_cli.engines.embedded.fused import FusedDecoder, Unknown
+from art_cli.engines.embedded.runs import RunPlanner
 from art_cli.engines.embedded.scheduler import Chunk, Shape, StepPlan
 from art_cli.errors import EngineError
 from art_cli.model import Weights
 
 Tensor = torch.Tensor
+log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.25  # of what is free when the engine starts may go to keys and values
 SCORE_ROWS = 512  # rows of logits turned into logprobs at a time
+PROBE = 12  # tokens on which the fused layers are compared with the model's own
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}  # nats, of the probe's logprobs
 
 
 class Runner:
@@ -35,32 +43,35 @@ class Runner:
         self._model = weights.model.get_base_model() if weights.has_adapter else weights.model
         _check_supported(self._model)
         _register()
+        self._planner = RunPlanner(weights.device)
+        self._fused: FusedDecoder | None = None
+        self._fused_version = -1  # of the weights that `_fused` holds views of
+        self.is_fused = self._compare_fused()
 
     def forward(self, plan: StepPlan) -> Tensor:
         """[len(plan.rows), V] float32 logits of the token after each of those rows."""
         with torch.no_grad():
             self.cache.resize(plan.shape)
             self.cache.copy(plan.copies)
-            layout = Layout(plan, self.cache, self.weights.device)
+            layout = Layout(plan, self._planner.runs(plan), self.cache, self.weights.device)
             rows = torch.from_numpy(plan.rows).to(self.weights.device)
             return self._logits(layout, rows)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """[L - 1] logprobs of each token after the first, by the path that samples, in slots of its own."""
-        tokens = np.array(token_ids, np.int64)
         with torch.no_grad():
-            layout = Layout(_whole(tokens), cache := SlotCache(), self.weights.device)
-            cache.resize(Shape(1, len(tokens)))
-            rows = torch.arange(len(tokens) - 1, device=self.weights.device)
-            targets = layout.tokens_T[1:]
-            logits = self._logits(layout, rows)
+            layout = self._whole(np.array(token_ids, np.int64))
+            rows = torch.arange(len(token_ids) - 1, device=self.weights.device)
+            if not len(rows):
+                return []
+            logits, targets = self._logits(layout, rows), layout.tokens_T[1:]
             parts = [  # a part at a time: no second matrix of the vocabulary's width
                 logits[start : start + SCORE_ROWS]
                 .log_softmax(-1)
                 .gather(1, targets[start : start + SCORE_ROWS, None])[:, 0]
                 for start in range(0, len(logits), SCORE_ROWS)
             ]
-            return torch.cat(parts).tolist() if parts else []
+            return torch.cat(parts).tolist()
 
     def bytes_per_token(self) -> int:
         """What one token's keys and values take, by the configuration."""
@@ -78,6 +89,11 @@ class Runner:
         return int(free * MEMORY_SHARE) // self.bytes_per_token()
 
     def _logits(self, layout: Layout, rows: Tensor) -> Tensor:
+        if self.is_fused:
+            return self._current_fused().logits(layout, rows).float()
+        return self._model_logits(layout, rows)
+
+    def _model_logits(self, layout: Layout, rows: Tensor) -> Tensor:
         with _attention(self._model):
             output = self._model(
                 layout.tokens_T[None],
@@ -89,12 +105,50 @@ class Runner:
         logits: Tensor = output.logits[0]
         return logits.float()
 
+    def _current_fused(self) -> FusedDecoder:
+        """Parameters may have been replaced together with their content: views are taken again."""
+        if self._fused is None or self._fused_version != self.weights.version:
+            self._fused = FusedDecoder(self._model)
+            self._fused_version = self.weights.version
+        return self._fused
 
-def _whole(tokens: Any) -> StepPlan:
-    """The plan that computes one sequence in slot 0."""
-    none, places = np.empty(0, np.int64), np.arange(len(tokens))
-    chunks, slots = [Chunk(0, 0, len(tokens), True)], np.zeros_like(places)
-    return StepPlan(Shape(1, len(tokens)), [], none, chunks, tokens, slots, places, none, none, none, [])
+    def _compare_fused(self) -> bool:
+        """Whether the fused layers know this model, and compute what it computes."""
+        tokens = np.arange(PROBE) * 37 % self._model.config.vocab_size
+        rows = torch.arange(PROBE, device=self.weights.device)
+        try:
+            with torch.no_grad(), self.weights.lock:
+                fused = FusedDecoder(self._model).logits(self._whole(tokens), rows).float().log_softmax(-1)
+                own = self._model_logits(self._whole(tokens), rows).log_softmax(-1)
+        except Unknown as unknown:
+            log.info("the layers run one by one: %s", unknown)
+            return False
+        gap = (fused.exp() * (fused - own).abs()).sum(-1).max().item()  # mean over the vocabulary, worst row
+        if not gap <= TOLERANCE[self.weights.dtype]:
+            log.warning("the fused layers differ by %.2g nats from the model's own; they are not used", gap)
+            return False
+        return True
+
+    def _whole(self, tokens: Any) -> Layout:
+        """The layout that computes one sequence, in a cache of its own."""
+        none, places = np.empty(0, np.int64), np.arange(len(tokens))
+        plan = StepPlan(
+            shape=Shape(1, len(tokens)),
+            copies=[],
+            decodes=none,
+            shared=none,
+            chunks=[Chunk(0, 0, len(tokens), True)],
+            tokens_T=tokens,
+            slots_T=np.zeros_like(places),
+            positions_T=places,
+            rows=none,
+            slots=none,
+            num_sampled=none,
+            placed=[],
+        )
+        cache = SlotCache()
+        cache.resize(plan.shape)
+        return Layout(plan, [], cache, self.weights.device)
 
 
 @contextlib.contextmanager

@@ -81,7 +81,8 @@ class StepPlan(NamedTuple):
 
     shape: Shape
     copies: list[Copy]
-    decodes: Ints  # [n] slots
+    decodes: Ints  # [n] slots; the very same array as in the last step while the same slots decode
+    shared: Ints  # [n] tokens that a decoding slot begins with as the one before it does; 0 for the first
     chunks: list[Chunk]
     tokens_T: Ints
     slots_T: Ints
@@ -116,6 +117,7 @@ class Scheduler:
         self._logprobs = np.zeros((0, 0), np.float32)
         self._raw_logprobs = np.zeros((0, 0), np.float32)
         self._order: Ints | None = None  # the running slots, ascending; None: to be worked out again
+        self._shared_of = (np.empty(0, np.int64), np.empty(0, np.int64))
 
     # --- what the caller asks -----------------------------------------------------------------------------------------
 
@@ -170,9 +172,10 @@ class Scheduler:
         if not self.running:
             return None
         slots = self._running_slots()
-        pending = self._length[slots] - self._computed[slots]
-        decodes = slots[pending == 1]
-        return self._assemble(decodes, self._chunks() if (pending > 1).any() else [])
+        is_decoding = self._length[slots] - self._computed[slots] == 1
+        if is_decoding.all():
+            return self._assemble(slots, [])
+        return self._assemble(slots[is_decoding], self._chunks())
 
     def commit(self, plan: StepPlan, ids: Ints, logprobs: Floats, raw_logprobs: Floats, stops: Bools) -> list[Sequence]:
         """Takes in what was sampled after `plan.rows`; the sequences that ended with it, their results filled in."""
@@ -233,6 +236,7 @@ class Scheduler:
             shape=self.shape,
             copies=self._copies,
             decodes=decodes,
+            shared=self._shared(decodes),
             chunks=chunks,
             tokens_T=tokens,
             slots_T=slots_T,
@@ -242,6 +246,21 @@ class Scheduler:
             num_sampled=num_sampled,
             placed=self._placed,
         )
+
+    def _shared(self, slots: Ints) -> Ints:
+        """Worked out anew only when other slots decode: what neighbours share of what was computed does not shrink."""
+        if slots is self._shared_of[0]:
+            return self._shared_of[1]
+        shared = np.zeros(len(slots), np.int64)
+        computed = self._computed[slots]
+        most = np.minimum(computed[1:], computed[:-1])
+        if most.any():
+            tokens = self._tokens[slots, : int(most.max())]
+            differs = tokens[1:] != tokens[:-1]
+            first = np.where(differs.any(axis=1), differs.argmax(axis=1), tokens.shape[1])
+            shared[1:] = np.minimum(first, most)
+        self._shared_of = (slots, shared)
+        return shared
 
     # --- admission ----------------------------------------------------------------------------------------------------
 

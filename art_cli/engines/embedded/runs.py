@@ -1,0 +1,118 @@
+"""Which decoding slots are attended together: runs of neighbours in the cache.
+
+One call per layer reads a run's keys and values in place. A run may span idle slots and read past shorter neighbours
+where that costs less than another call. Neighbours that begin with the same tokens (the attempts of a group) make a run
+whose shared tokens are read once. From one step to the next the same slots only grow by one token: the runs stay.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from art_cli.engines.embedded.scheduler import Ints, StepPlan
+
+CALL_COST = 2048  # tokens of keys and values that one more call per layer is worth (about 30 us on a CPU)
+MIN_SHARED = 64  # tokens below which reading them once is not worth a product of its own
+
+
+class Run(NamedTuple):
+    """Decoding slots attended together: those of rows `first` to `last`, in slots `start` to `stop`."""
+
+    first: int
+    last: int
+    start: int
+    stop: int
+    length: int  # tokens of the longest
+    shared: int  # tokens that all of them begin with, where they are read once; 0: each reads its own
+    is_even: bool  # all are of that length
+    members: torch.Tensor | None  # [last - first] their places in the run; None: it has no gaps
+    lengths: torch.Tensor  # [stop - start] tokens of each slot, its own included; the longest where it is idle
+
+
+class RunPlanner:
+    """Remembers the last step's runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._decodes: Ints = np.empty(0, np.int64)
+        self._lengths: Ints = np.empty(0, np.int64)
+        self._runs: list[Run] = []
+
+    def runs(self, plan: StepPlan) -> list[Run]:
+        decodes, lengths = plan.decodes, plan.positions_T[: len(plan.decodes)] + 1
+        if decodes is self._decodes and (lengths == self._lengths + 1).all():
+            self._runs = [run._replace(length=run.length + 1, lengths=run.lengths + 1) for run in self._runs]
+        else:
+            self._runs = plan_runs(decodes, lengths, plan.shared, self._device)
+        self._decodes, self._lengths = decodes, lengths
+        return self._runs
+
+
+def plan_runs(slots: Ints, lengths: Ints, shared: Ints, device: torch.device) -> list[Run]:
+    """Slots (ascending) of those lengths in runs; `shared[i]`: tokens that slot i begins with as slot i - 1 does."""
+    runs: list[Run] = []
+    plain = 0  # rows from here on are in no run yet
+    row = 0
+    while row < len(slots):
+        last, common = _family(shared, row)
+        if common:
+            runs += _plain_runs(slots, lengths, plain, row, device)
+            runs.append(_run(slots, lengths, row, last, common, device))
+            plain = last
+        row = last
+    return runs + _plain_runs(slots, lengths, plain, len(slots), device)
+
+
+def _family(shared: Ints, first: int) -> tuple[int, int]:
+    """The end of the rows from `first` on that are read best with one shared span, and its length; 0: none.
+
+    The next row joins while that saves more reading: rows but one, times the tokens they share.
+    """
+    last, common = first + 1, 0
+    while last < len(shared) and shared[last] >= MIN_SHARED:
+        joined = int(shared[last]) if last == first + 1 else min(common, int(shared[last]))
+        if (last - first) * joined < (last - first - 1) * common:
+            break
+        last, common = last + 1, joined
+    is_worth_it = (last - first - 1) * common > CALL_COST
+    return (last, common) if is_worth_it else (first + 1, 0)
+
+
+def _plain_runs(slots: Ints, lengths: Ints, first: int, last: int, device: torch.device) -> list[Run]:
+    """The rows `first` to `last` in runs. Greedy: a slot joins while that reads less than a call is worth."""
+    if first == last:
+        return []
+    everything = (slots[last - 1] + 1 - slots[first]) * lengths[first:last].max()
+    if everything - lengths[first:last].sum() <= CALL_COST:
+        return [_run(slots, lengths, first, last, 0, device)]
+    runs = []
+    longest = int(lengths[first])
+    for row in range(first + 1, last):
+        length, before, start = int(lengths[row]), int(slots[row - 1]), int(slots[first])
+        apart = (before + 1 - start) * longest + length
+        together = (int(slots[row]) + 1 - start) * max(longest, length)
+        if together - apart > CALL_COST:
+            runs.append(_run(slots, lengths, first, row, 0, device))
+            first, longest = row, 0
+        longest = max(longest, length)
+    return [*runs, _run(slots, lengths, first, last, 0, device)]
+
+
+def _run(slots: Ints, lengths: Ints, first: int, last: int, shared: int, device: torch.device) -> Run:
+    start, stop = int(slots[first]), int(slots[last - 1]) + 1
+    members, longest = slots[first:last] - start, int(lengths[first:last].max())
+    has_gaps = stop - start > last - first
+    all_lengths = np.full(stop - start, longest, np.int64)
+    all_lengths[members] = lengths[first:last]
+    return Run(
+        first=first,
+        last=last,
+        start=start,
+        stop=stop,
+        length=longest,
+        shared=shared,
+        is_even=bool((all_lengths == longest).all()),
+        members=torch.from_numpy(members).to(device) if has_gaps else None,
+        lengths=torch.from_numpy(all_lengths).to(device),
+    )

@@ -1,0 +1,168 @@
+"""How a step is computed: runs of slots, shared spans, fused layers; each against the plain way."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import tiny_config, tiny_weights
+
+from art_cli.engines.embedded.runner import Runner
+from art_cli.engines.embedded.runs import CALL_COST, MIN_SHARED, plan_runs
+from art_cli.engines.embedded.scheduler import Scheduler, Sequence
+from art_cli.model import Weights
+
+CPU = torch.device("cpu")
+
+slot_lists = st.lists(
+    st.tuples(st.integers(1, 6), st.integers(1, 4000), st.integers(0, 4000)), min_size=1, max_size=40
+)  # (distance to the slot before, length, tokens shared with it)
+
+
+@settings(max_examples=200, deadline=None)
+@given(slot_lists)
+def test_every_decoding_slot_is_in_one_run_that_reads_all_it_needs(rows: list[tuple[int, int, int]]) -> None:
+    slots = np.cumsum([distance for distance, _, _ in rows]) - 1
+    lengths = np.array([length for _, length, _ in rows])
+    before = np.concatenate([lengths[:1], lengths[:-1]])
+    shared = np.minimum(np.array([common for _, _, common in rows]), np.minimum(lengths, before) - 1)
+    shared[0] = 0
+    covered = []
+    for run in plan_runs(slots, lengths, shared, CPU):
+        covered += range(run.first, run.last)
+        members = range(run.last - run.first) if run.members is None else run.members.tolist()
+        assert [run.start + member for member in members] == slots[run.first : run.last].tolist()
+        assert run.lengths[list(members)].tolist() == lengths[run.first : run.last].tolist()
+        assert run.length == lengths[run.first : run.last].max() and run.stop == slots[run.last - 1] + 1
+        assert run.is_even == (set(run.lengths.tolist()) == {run.length})
+        if run.shared:
+            assert run.shared >= MIN_SHARED and run.last - run.first > 1
+            assert run.shared <= shared[run.first + 1 : run.last].min()
+    assert covered == list(range(len(rows)))
+
+
+def test_neighbours_are_read_together_and_far_ones_apart() -> None:
+    """Slots 0 to 7 of 100 tokens: one run. Slot 90 behind them: 83 slots of 100 tokens to read past are too many."""
+    slots, lengths = np.array([*range(8), 90]), np.full(9, 100)
+    runs = plan_runs(slots, lengths, np.zeros(9, np.int64), CPU)
+    assert [(run.start, run.stop) for run in runs] == [(0, 8), (90, 91)]
+    assert CALL_COST < 83 * 100
+
+
+def test_attempts_of_a_group_read_their_prompt_once() -> None:
+    """Two groups of 4 and a stranger; all begin with the same 70 tokens, a group with 1,000."""
+    shared = np.array([0, 1000, 1000, 1000, 70, 1000, 1000, 1000, 0])
+    runs = plan_runs(np.arange(9), np.full(9, 1100), shared, CPU)
+    assert [(run.first, run.last, run.shared) for run in runs] == [(0, 4, 1000), (4, 8, 1000), (8, 9, 0)]
+
+
+def play(weights: Weights, prompts: list[list[int]], num: int, *, is_fused: bool) -> list[Sequence]:
+    """Greedy replies through scheduler and runner."""
+    runner = Runner(weights)
+    assert runner.is_fused == is_fused
+    scheduler = Scheduler(max_slots=16, prefill_tokens=500, max_length=1024, max_tokens=100_000)
+    sequences = [Sequence(np.array(prompt), len(prompt) + num) for prompt in prompts]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    while (plan := scheduler.plan()) is not None:
+        logits = runner.forward(plan)
+        values, ids = logits.log_softmax(-1).max(-1)
+        scheduler.commit(plan, ids.numpy(), values.numpy(), values.numpy(), np.zeros(len(ids), np.bool_))
+    return sequences
+
+
+def assert_as_a_full_forward(weights: Weights, sequences: list[Sequence]) -> None:
+    for sequence in sequences:
+        ids = torch.tensor([[*sequence.prompt.tolist(), *sequence.sampled.tolist()]])
+        with torch.no_grad():
+            rows = weights.model(ids).logits[0, len(sequence.prompt) - 1 : -1].log_softmax(-1)
+        values, best = rows.max(-1)
+        assert sequence.sampled.tolist() == best.tolist()
+        assert np.abs(sequence.logprobs - values.numpy()).max() < 1e-5
+
+
+GROUPS = [[*range(200), *range(100), tail] for tail in range(9)] + [[7] * 40, [9] * 300]
+
+
+def test_shared_spans_give_what_a_full_forward_gives() -> None:
+    """9 attempts that differ after 300 tokens, of 12 slots; 300 * 8 tokens saved are above the cost of a call."""
+    weights = tiny_weights()
+    assert_as_a_full_forward(weights, play(weights, GROUPS, 6, is_fused=True))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_fused_layers_give_what_the_models_own_give(name: str) -> None:
+    """With adapters of random A and B. Mistral looks back 50 tokens; Qwen2 has biases."""
+    weights = adapted_weights(name)
+    assert_as_a_full_forward(weights, play(weights, GROUPS, 4, is_fused=True))
+
+
+def adapted_weights(name: str) -> Weights:
+    import peft
+
+    shape = {key: getattr(tiny_config(), key) for key in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "max_position_embeddings", "initializer_range")}  # fmt: skip
+    if name == "Mistral":
+        shape["sliding_window"] = 50
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**shape))
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("bias") or "norm" in parameter_name:
+            torch.nn.init.normal_(parameter, mean=0.5)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, config).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if "lora_B" in parameter_name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return Weights(model, None, CPU, torch.float32, 1024, name, has_adapter=True)
+
+
+class LlamaForCausalLM(transformers.LlamaForCausalLM):
+    """By its name one that the fused layers know, by its numbers another."""
+
+    def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 0.5
+        return output
+
+
+def test_a_model_that_the_fused_layers_do_not_reproduce_runs_itself(caplog: pytest.LogCaptureFixture) -> None:
+    known = adapted_weights("Llama").model.get_base_model().config
+    model = LlamaForCausalLM(known).eval()
+    weights = Weights(model, None, CPU, torch.float32, 1024, "other", has_adapter=False)
+    assert_as_a_full_forward(weights, play(weights, [[1, 2, 3]], 4, is_fused=False))
+    assert "differ" in caplog.text
+
+
+def test_new_adapter_tensors_are_used_at_the_next_version() -> None:
+    """Parameters are replaced, not written into: the views taken before must not stay."""
+    weights = adapted_weights("Qwen3")
+    runner = Runner(weights)
+    probe = list(range(30))
+    before = runner.score(probe)
+    for name, parameter in weights.model.named_parameters():
+        if "lora_B" in name:
+            parameter.data = torch.randn_like(parameter) * 0.1
+    weights.version += 1
+    with torch.no_grad():
+        rows = weights.model(torch.tensor([probe])).logits[0, :-1].log_softmax(-1)
+    expected = rows.gather(1, torch.tensor(probe[1:])[:, None])[:, 0].tolist()
+    assert runner.score(probe) == pytest.approx(expected, abs=1e-5)
+    assert before != pytest.approx(expected, abs=1e-2)
+
+
+def test_below_float32_fused_layers_round_as_the_model_does() -> None:
+    """bfloat16 base, float32 adapters: logprobs of a full forward within bfloat16's rounding of the logits."""
+    weights = adapted_weights("Qwen3")
+    for name, parameter in weights.model.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    weights = Weights(weights.model, None, CPU, torch.bfloat16, 1024, "bf16", has_adapter=True)
+    runner, probe = Runner(weights), list(range(60))
+    assert runner.is_fused
+    with torch.no_grad():
+        rows = weights.model(torch.tensor([probe])).logits[0, :-1].float().log_softmax(-1)
+    expected = rows.gather(1, torch.tensor(probe[1:])[:, None])[:, 0].tolist()
+    assert runner.score(probe) == pytest.approx(expected, abs=0.1)
