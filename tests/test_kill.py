@@ -5,6 +5,7 @@ import json
 import os
 import queue
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,10 +154,10 @@ def test_a_run_killed_at_thirty_random_instants_loses_nothing_and_trains_on_noth
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kills_outside_of_generation_give_a_bit_identical_adapter(tmp_path: Path, trainer: Trainer) -> None:
-    """Killed right after each of 6 steps' last trajectory was written: during judging, training or checkpointing."""
-    undisturbed = asyncio.run(
-        train(load_config(TESTS / "letters" / "config.yaml", [f"runs={tmp_path / 'whole'}", *SETTINGS]))
-    )
+    """Killed right after each of 6 steps' last trajectory was written: during judging, training or checkpointing.
+
+    The undisturbed run is given the same trajectories and does the rest in one go: judging, training, checkpoints.
+    """
     draw = random.Random(3)
     files = RunDir(tmp_path / "letters")
     for step in range(0, STEPS, 2):
@@ -168,8 +169,15 @@ def test_kills_outside_of_generation_give_a_bit_identical_adapter(tmp_path: Path
     trainer.start()
     assert trainer.status(timeout_s=300) == 0
     check_record(files.root)
+
+    whole = RunDir(tmp_path / "whole" / "letters")
+    shutil.copytree(files.root, whole.root)
+    for step in range(STEPS):
+        shutil.rmtree(whole.checkpoint_path(step + 1))
+        whole.scored_path(step).unlink()
+    asyncio.run(train(load_config(TESTS / "letters" / "config.yaml", [f"runs={tmp_path / 'whole'}", *SETTINGS])))
     for step in range(STEPS + 1):
-        one, other = (RunDir(root).checkpoint_path(step) / ADAPTER for root in (undisturbed.root, files.root))
+        one, other = (run.checkpoint_path(step) / ADAPTER for run in (whole, files))
         assert one.read_bytes() == other.read_bytes(), f"step {step}"
 
 

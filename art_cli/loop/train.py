@@ -159,7 +159,7 @@ class TrainingRun:
         model, device = self.weights.model, self.weights.device
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         whole = sum(p.numel() for p in model.parameters())
-        sizes = f"{whole / 1e6:.1f}M parameters, {trained / 1e6:.2f}M trained"
+        sizes = f"{whole / 1e6:.3g}M parameters, {trained / 1e6:.3g}M trained"
         names = f"engine {self.config.engine.name}, learner {self.config.learner.name} on {device}"
         return f"{self.config.name}: {self.config.model.base}, {sizes}; {names}"
 
