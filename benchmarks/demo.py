@@ -4,7 +4,8 @@
     python benchmarks/demo.py --seeds 0 --out x   # one seed, run directory kept under x
 
 For each seed: win rate over the fixed evaluation games at the start and at the end, the rise with its 95 % interval,
-the seconds of the whole `art train` and its parts, and the win rate of the final checkpoint loaded afresh by `art eval`.
+the seconds of the whole `art train` and its parts, and the win rate of the final checkpoint, loaded afresh by
+`art eval`.
 """
 
 import argparse
