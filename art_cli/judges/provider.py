@@ -1,4 +1,4 @@
-"""The seam to a model that judges: Provider, what it answers, how a call fails, and which one a configuration means.
+"""The seam to a model that judges: Provider, what it answers, and how a call fails.
 
     http_provider.py      any OpenAI-compatible `api_base`, through httpx
     litellm_provider.py   every provider litellm knows
@@ -13,7 +13,6 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from art_cli.config.schema import JudgeModelConfig
 from art_cli.judges.cache import Usage
 from art_cli.judges.keys import Secrets
 from art_cli.trajectory import Json
@@ -50,17 +49,6 @@ class Provider(Protocol):
         ...
 
     async def close(self) -> None: ...
-
-
-def make_provider(member: JudgeModelConfig, secrets: Secrets) -> Provider:
-    """The provider that `member` means; neither connects nor imports a client yet."""
-    if member.api_base is not None:
-        from art_cli.judges.http_provider import HttpProvider
-
-        return HttpProvider(member, secrets)
-    from art_cli.judges.litellm_provider import LitellmProvider
-
-    return LitellmProvider(member, secrets)
 
 
 def classify(status: int, text: str) -> FailureKind:

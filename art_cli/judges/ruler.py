@@ -22,10 +22,10 @@ from art_cli.judges.cache import Spent, Usage, VerdictCache, make_key, user_cach
 from art_cli.judges.caller import FIRST_DELAY_S, Caller
 from art_cli.judges.docket import Docket, read_docket
 from art_cli.judges.instructions import read_instructions
-from art_cli.judges.keys import find_secrets, load_environment
+from art_cli.judges.keys import Secrets, find_secrets, load_environment
 from art_cli.judges.poll import Poll
 from art_cli.judges.prices import find_price
-from art_cli.judges.provider import make_provider
+from art_cli.judges.provider import Provider
 from art_cli.trajectory import Score, Trajectory
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class RulerJudge:
         for member in self.panel:
             caller = Caller(
                 member,
-                make_provider(member, secrets),
+                _make_provider(member, secrets),
                 slots=slots,
                 budget=self.budget,
                 timeout_s=config.timeout_s,
@@ -212,3 +212,14 @@ def _settings(config: RulerJudgeConfig, panel: Sequence[JudgeModelConfig], instr
     told = {"votes", "aggregate", "seed", "max_group", "max_tokens_per_attempt"}
     models = [member.model_dump(mode="json", include={"model", "params", "weight"}) for member in panel]
     return make_key(told=config.model_dump(mode="json", include=told), models=models, instructions=instructions)[:12]
+
+
+def _make_provider(member: JudgeModelConfig, secrets: Secrets) -> Provider:
+    """The provider that `member` means; neither connects nor imports a client yet."""
+    if member.api_base is not None:
+        from art_cli.judges.http_provider import HttpProvider
+
+        return HttpProvider(member, secrets)
+    from art_cli.judges.litellm_provider import LitellmProvider
+
+    return LitellmProvider(member, secrets)
