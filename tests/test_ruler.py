@@ -159,8 +159,8 @@ async def test_a_panel_takes_the_weighted_mean_and_keeps_each_models_score(serve
 async def test_a_group_too_large_for_one_call_is_put_on_one_scale(server: JudgeServer) -> None:
     """40 attempts, 8 a call, and a judge that only compares: it stretches each call's scores from 0 to 1.
 
-    A call's own best is 1 whatever it is worth, so calls side by side would agree with the truth on few pairs of
-    different calls; through the anchors the order of all 40 is the true one but for near ties.
+    A call's own best is 1 whatever it is worth: parts of 8 side by side reach a tau of 0.80 to 0.92 with the truth
+    (5 seeds), through the anchors 0.997 to 1.
     """
     rng = random.Random(1)
     qualities = [round(rng.random(), 3) for _ in range(40)]
@@ -169,7 +169,7 @@ async def test_a_group_too_large_for_one_call_is_put_on_one_scale(server: JudgeS
     scores = [found[f"g-{index}"] for index in range(40)]
     assert all(0 <= each <= 1 for each in scores)
     tau = agreement.kendall_tau(scores, qualities).numerator
-    assert tau > 0.95
+    assert tau > 0.98
     sizes = [len(read_record(asked["messages"][1]["content"]).attempts) for asked in server.asked]
     assert sizes[0] == 8 and len(sizes) == 7 and max(sizes) <= 8  # (40 - 8) / (8 - 2 anchors) = 6 more calls
 

@@ -25,7 +25,7 @@ class BlendJudge:
         self.judges: dict[str, Judge] = {name: make_judge(named[name], directory, job=job) for name in config.blend}
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """Every judge's scores, each under its name in the blend. Raises what the first failing judge raises."""
+        """The weighted mean, with every judge's scores beside it. Raises what the first failing judge raises."""
         results = await asyncio.gather(*(judge.judge(group) for judge in self.judges.values()), return_exceptions=True)
         answers: dict[str, Mapping[str, Verdict]] = {}
         for name, result in zip(self.judges, results, strict=True):
