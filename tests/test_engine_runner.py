@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tiny import tiny_config, tiny_weights
 
 from art_cli.engines.embedded.runner import Runner
-from art_cli.engines.embedded.runs import CALL_COST, MIN_SHARED, plan_runs
-from art_cli.engines.embedded.scheduler import Scheduler, Sequence
+from art_cli.engines.embedded.runs import CALL_COST, MAX_PAIRS, MIN_SHARED, plan_chunk_runs, plan_runs
+from art_cli.engines.embedded.scheduler import Chunk, Scheduler, Sequence
 from art_cli.model import Weights
 
 CPU = torch.device("cpu")
@@ -55,6 +55,37 @@ def test_attempts_of_a_group_read_their_prompt_once() -> None:
     shared = np.array([0, 1000, 1000, 1000, 70, 1000, 1000, 1000, 0])
     runs = plan_runs(np.arange(9), np.full(9, 1100), shared, CPU)
     assert [(run.first, run.last, run.shared) for run in runs] == [(0, 4, 1000), (4, 8, 1000), (8, 9, 0)]
+
+
+chunk_lists = st.lists(
+    st.tuples(st.integers(1, 4), st.integers(0, 300), st.integers(1, 200)), min_size=1, max_size=30
+)  # (distance to the slot before, tokens before the chunk, tokens in it)
+
+
+@settings(max_examples=200, deadline=None)
+@given(chunk_lists)
+def test_every_chunk_is_in_one_run_at_its_own_positions(rows: list[tuple[int, int, int]]) -> None:
+    slots = np.cumsum([distance for distance, _, _ in rows]) - 1
+    chunks = [Chunk(int(slot), start, num, True) for slot, (_, start, num) in zip(slots, rows, strict=True)]
+    left = list(chunks)
+    for run in plan_chunk_runs(chunks, CPU):
+        where = torch.stack([run.places // run.width + run.start, run.positions.view(-1)[run.places]], dim=1).tolist()
+        while where:
+            chunk = left.pop(0)
+            assert where[: chunk.num] == [[chunk.slot, chunk.start + place] for place in range(chunk.num)]
+            where = where[chunk.num :]
+            assert run.length >= chunk.start + chunk.num and run.width >= chunk.num
+            assert run.chunk in (None, chunk)
+    assert not left
+
+
+def test_short_turns_are_joined_and_long_prompts_are_not() -> None:
+    """8 turns of 30 tokens after 100 others; 3 prompts of 250 tokens, each 250 * 250 pairs."""
+    short = [Chunk(slot, 100, 30, True) for slot in range(8)]
+    long = [Chunk(slot, 0, 250, True) for slot in range(8, 11)]
+    runs = plan_chunk_runs(short + long, CPU)
+    assert [(run.start, run.stop) for run in runs] == [(0, 8), (8, 9), (9, 10), (10, 11)]
+    assert MAX_PAIRS < 250 * 250
 
 
 def play(weights: Weights, prompts: list[list[int]], num: int, *, is_fused: bool) -> list[Sequence]:

@@ -5,7 +5,7 @@ layer hands over queries, keys and values; `Layout.attend` writes the new keys a
 
 * decoding slots together, in runs (runs.py) of neighbouring slots read in place; where all of a run begin with the same
   tokens, those are read once for all of them;
-* chunks one by one.
+* chunks of prompt: short ones together, long ones one by one.
 
 Tokens attend to their own slot's tokens at or before their position (inside the sliding window, where there is one).
 `attend` is the same as a transformers attention function, so that a model's own layers run on it unchanged.
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from art_cli.engines.embedded.cache import SlotCache
-from art_cli.engines.embedded.runs import Run
+from art_cli.engines.embedded.runs import ChunkRun, Run, plan_chunk_runs
 from art_cli.engines.embedded.scheduler import Chunk, StepPlan
 from art_cli.errors import EngineError
 
@@ -35,7 +35,7 @@ class Layout:
         self._slots_T = torch.from_numpy(plan.slots_T).to(device)
         self._cache = cache
         self._num_decodes = len(plan.decodes)
-        self._runs, self._chunks = runs, plan.chunks
+        self._runs, self._chunk_runs = runs, plan_chunk_runs(plan.chunks, device)
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
         self._places: dict[int, Tensor] = {}
 
@@ -60,10 +60,14 @@ class Layout:
             attend = _attend_run_with_shared if is_shared else _attend_run
             parts.append(attend(run, rows, keys, values, mask, scaling))
         offset = self._num_decodes
-        for index, chunk in enumerate(self._chunks):
+        for index, chunks in enumerate(self._chunk_runs):
             mask = self._chunk_mask(index, window, query.dtype)
-            parts.append(_attend_chunk(chunk, query[offset : offset + chunk.num], keys, values, mask, scaling))
-            offset += chunk.num
+            rows = query[offset : offset + chunks.num]
+            if chunks.chunk is not None:
+                parts.append(_attend_chunk(chunks.chunk, rows, keys, values, mask, scaling))
+            else:
+                parts.append(_attend_chunks(chunks, rows, keys, values, mask, scaling))
+            offset += chunks.num
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _places_of(self, heads: int) -> Tensor:
@@ -88,19 +92,16 @@ class Layout:
         return self._masks[key]
 
     def _chunk_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """[num, start + num]; None: causal from the first token on."""
-        key = (-1 - index, window)
-        chunk = self._chunks[index]
-        end = chunk.start + chunk.num
-        if chunk.start == 0 and not (window and end > window):
+        """[slots, 1, width, length]; None: causal from the first token on."""
+        key, run = (-1 - index, window), self._chunk_runs[index]
+        if run.chunk is not None and run.chunk.start == 0 and not (window and run.length > window):
             return None
         if key not in self._masks:
-            query = torch.arange(chunk.start, end, device=self.tokens_T.device)[:, None]
-            place = torch.arange(end, device=self.tokens_T.device)
-            hidden = place > query
+            place, position = torch.arange(run.length, device=run.positions.device), run.positions[:, :, None]
+            hidden = place > position
             if window:
-                hidden |= place <= query - window
-            self._masks[key] = _additive(hidden, dtype)
+                hidden |= place <= position - window
+            self._masks[key] = _additive(hidden, dtype)[:, None]
         return self._masks[key]
 
 
@@ -194,6 +195,25 @@ def _attend_chunk(
         query.transpose(0, 1)[None], key, value, attn_mask=mask, is_causal=mask is None, scale=scaling
     )
     return out[0].transpose(0, 1)
+
+
+def _attend_chunks(
+    run: ChunkRun, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
+) -> Tensor:
+    """[num, heads, head_dim] for queries of that shape."""
+    assert mask is not None
+    heads_kv, (_, heads, dim) = keys.shape[1], query.shape
+    num, group = run.stop - run.start, heads // heads_kv
+    padded = query.new_zeros(num * run.width, heads, dim)
+    padded[run.places] = query
+    grouped = padded.view(num, run.width, heads_kv, group, dim).permute(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(num, heads_kv, group * run.width, dim)
+    slots, tokens = slice(run.start, run.stop), slice(run.length)
+    out = F.scaled_dot_product_attention(
+        grouped, keys[slots, :, tokens], values[slots, :, tokens], attn_mask=mask.repeat(1, 1, group, 1), scale=scaling
+    )
+    out = out.view(num, heads_kv, group, run.width, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(num * run.width, heads, -1)[run.places]
 
 
 def _per_head(states: Tensor, heads: int) -> Tensor:

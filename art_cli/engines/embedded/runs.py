@@ -1,8 +1,9 @@
-"""Which decoding slots are attended together: runs of neighbours in the cache.
+"""What is attended together: runs of neighbouring slots in the cache.
 
 One call per layer reads a run's keys and values in place. A run may span idle slots and read past shorter neighbours
-where that costs less than another call. Neighbours that begin with the same tokens (the attempts of a group) make a run
-whose shared tokens are read once. From one step to the next the same slots only grow by one token: the runs stay.
+where that costs less than another call. Decoding neighbours that begin with the same tokens (the attempts of a group)
+make a run whose shared tokens are read once. From one step to the next the same slots only grow by one token: their
+runs stay. Short chunks of prompt (a conversation's next turn) make runs of their own, padded to the longest.
 """
 
 from typing import NamedTuple
@@ -10,10 +11,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from art_cli.engines.embedded.scheduler import Ints, StepPlan
+from art_cli.engines.embedded.scheduler import Chunk, Ints, StepPlan
 
 CALL_COST = 2048  # tokens of keys and values that one more call per layer is worth (about 30 us on a CPU)
 MIN_SHARED = 64  # tokens below which reading them once is not worth a product of its own
+CHUNK_COST = 8192  # pairs of tokens that one more call for a chunk is worth
+MAX_PAIRS = 2**15  # of a chunk that is joined with others; a longer one gains nothing and skips its future by itself
 
 
 class Run(NamedTuple):
@@ -116,3 +119,58 @@ def _run(slots: Ints, lengths: Ints, first: int, last: int, shared: int, device:
         members=torch.from_numpy(members).to(device) if has_gaps else None,
         lengths=torch.from_numpy(all_lengths).to(device),
     )
+
+
+class ChunkRun(NamedTuple):
+    """Chunks attended together, padded to `width` new tokens each, in slots `start` to `stop`."""
+
+    num: int  # tokens of all chunks
+    start: int
+    stop: int
+    width: int
+    length: int  # tokens of the longest, its past included
+    chunk: Chunk | None  # the one it consists of, if it is only one
+    places: torch.Tensor  # [num] where the tokens are among the (stop - start) * width
+    positions: torch.Tensor  # [stop - start, width] positions of the tokens; 0 where there is none
+
+
+def plan_chunk_runs(chunks: list[Chunk], device: torch.device) -> list[ChunkRun]:
+    """Chunks (by slot, ascending) in runs. Greedy: one joins while the padding costs less than another call."""
+    groups: list[list[Chunk]] = []
+    for chunk in chunks:
+        if groups and _joins(groups[-1], chunk):
+            groups[-1].append(chunk)
+        else:
+            groups.append([chunk])
+    return [_chunk_run(group, device) for group in groups]
+
+
+def _joins(group: list[Chunk], chunk: Chunk) -> bool:
+    if chunk.num * _end(chunk) > MAX_PAIRS or group[0].num * _end(group[0]) > MAX_PAIRS:
+        return False
+    apart = sum(one.num * _end(one) for one in group) + chunk.num * _end(chunk)
+    together = [*group, chunk]
+    area = (chunk.slot + 1 - group[0].slot) * max(one.num for one in together) * max(map(_end, together))
+    return area - apart <= CHUNK_COST * len(group)
+
+
+def _chunk_run(group: list[Chunk], device: torch.device) -> ChunkRun:
+    start, stop, width = group[0].slot, group[-1].slot + 1, max(chunk.num for chunk in group)
+    positions = np.zeros((stop - start, width), np.int64)
+    places = [(chunk.slot - start) * width + np.arange(chunk.num) for chunk in group]
+    for chunk in group:
+        positions[chunk.slot - start, : chunk.num] = np.arange(chunk.start, _end(chunk))
+    return ChunkRun(
+        num=sum(chunk.num for chunk in group),
+        start=start,
+        stop=stop,
+        width=width,
+        length=max(map(_end, group)),
+        chunk=group[0] if len(group) == 1 else None,
+        places=torch.from_numpy(np.concatenate(places)).to(device),
+        positions=torch.from_numpy(positions).to(device),
+    )
+
+
+def _end(chunk: Chunk) -> int:
+    return chunk.start + chunk.num

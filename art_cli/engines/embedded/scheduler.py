@@ -202,7 +202,7 @@ class Scheduler:
         return self._order
 
     def _chunks(self) -> list[Chunk]:
-        """Pending prompt tokens, first come first served, at most `prefill_tokens` of them."""
+        """Pending prompt tokens, first come first served, at most `prefill_tokens` of them; by slot, ascending."""
         chunks, left = [], self.prefill_tokens
         for slot in self.running:
             pending = int(self._length[slot] - self._computed[slot])
@@ -213,7 +213,7 @@ class Scheduler:
             left -= num
             if left == 0:
                 break
-        return chunks
+        return sorted(chunks)
 
     def _assemble(self, decodes: Ints, chunks: list[Chunk]) -> StepPlan:
         positions = self._computed[decodes]
