@@ -106,12 +106,14 @@ class ScriptedLoader:
 
     swaps_adapters = False
 
-    def __init__(self, answer: Callable[[Request], Any] = lambda request: "ok") -> None:
-        self.answer = answer
+    def __init__(
+        self, answer: Callable[[Request], Any] = lambda request: "ok", make: type[ScriptedEngine] = ScriptedEngine
+    ) -> None:
+        self.answer, self.kind = answer, make
         self.engines: list[ScriptedEngine] = []
 
     async def make(self, source: Source) -> ScriptedEngine:
-        self.engines.append(ScriptedEngine(self.answer, source.name, source.step))
+        self.engines.append(self.kind(self.answer, source.name, source.step))
         return self.engines[-1]
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import uvicorn
 
 START_TIMEOUT_S = 30.0
-GRACE_S = 5.0  # for requests in flight to end when the server stops
+GRACE_S = 5  # for requests in flight to end when the server stops
 KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections (httpx: 5 s), so that it is they who close them
 BACKLOG = 2048
 MAX_HEADER_BYTES = 64 * 2**10  # of a request before its body; nginx allows 32 KiB
@@ -35,21 +35,26 @@ class Patience(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def serve(
-    app: ASGIApp, host: str = "127.0.0.1", port: int = 0, *, patience: Patience | None = None
+    app: ASGIApp,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    patience: Patience | None = None,
+    grace_s: int = GRACE_S,
 ) -> AsyncIterator[str]:
     """Yields the server's root, `http://127.0.0.1:41233`, while it answers there; port 0 takes any free one.
 
-    Raises EngineError: the address cannot be had.
+    When it stops, requests in flight have `grace_s` to end. Raises EngineError: the address cannot be had.
     """
     listener = _listen(host, port)
-    server, ready = _make_server(app, patience or Patience())
+    server, ready = _make_server(app, patience or Patience(), grace_s)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await _until_ready(ready, task)
         yield f"http://{_authority(host)}:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        await asyncio.wait((task,), timeout=2 * GRACE_S)
+        await asyncio.wait((task,), timeout=grace_s + GRACE_S)
         if not task.done():
             task.cancel()
             await asyncio.wait((task,), timeout=GRACE_S)
@@ -80,7 +85,7 @@ def _authority(host: str) -> str:
     return f"[{reachable}]" if ":" in reachable else reachable
 
 
-def _make_server(app: ASGIApp, patience: Patience) -> tuple["uvicorn.Server", asyncio.Event]:
+def _make_server(app: ASGIApp, patience: Patience, grace_s: int) -> tuple["uvicorn.Server", asyncio.Event]:
     import uvicorn
 
     ready = asyncio.Event()
@@ -106,7 +111,7 @@ def _make_server(app: ASGIApp, patience: Patience) -> tuple["uvicorn.Server", as
         log_level="warning",
         server_header=False,
         timeout_keep_alive=int(KEEP_ALIVE_S),
-        timeout_graceful_shutdown=int(GRACE_S),
+        timeout_graceful_shutdown=grace_s,
     )
     return Server(config), ready
 

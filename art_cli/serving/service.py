@@ -34,6 +34,8 @@ from art_cli.serving.policies import Policies
 
 log = logging.getLogger(__name__)
 
+GRACE_S = 1  # after draining: what is left then had its time
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -80,7 +82,7 @@ class Service:
 
         Raises EngineError: the address cannot be had, or an engine failed; ArtError: a policy cannot be loaded.
         """
-        async with serve(self.app, host, port, patience=self.limits.patience) as root:
+        async with serve(self.app, host, port, patience=self.limits.patience, grace_s=GRACE_S) as root:
             with self._signals():
                 try:
                     if await self._until_stopped(self.policies.start()):

@@ -59,7 +59,7 @@ def find_source(text: str, *, best: bool = False, base: str | None = None, dtype
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
     name, place = parse_name(text)
-    found = checkpoints.find(Path(place), best=best)
+    found = checkpoints.find(Path(place), best=best) if place else None
     if found is not None:
         return of_checkpoint(found, name=name, base=base, dtype=dtype)
     if not HUB_ID.fullmatch(place) or place.startswith("."):

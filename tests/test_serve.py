@@ -1,0 +1,810 @@
+"""`art serve`: real checkpoints, real clients, real sockets; engines with scripted answers where no model is needed."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import peft
+import pytest
+import torch
+import transformers
+from served import ScriptedEngine, ScriptedLoader, add_checkpoint, make_run, scripted_source
+from tiny import tiny_weights
+
+from art_cli import cli
+from art_cli.chat.replies import Chunk, Reply
+from art_cli.chat.requests import Request, Sampling
+from art_cli.chat.server import Patience
+from art_cli.commands import serve as serve_command
+from art_cli.config.schema import EmbeddedEngineConfig
+from art_cli.errors import ArtError, CheckpointError, EngineError, UsageError
+from art_cli.model import save_weights
+from art_cli.run_dir import Manifest, RunDir, new_checkpoint
+from art_cli.serving import follow
+from art_cli.serving.keys import Keys, check_exposure, read_keys
+from art_cli.serving.loader import Loader, choose_engine
+from art_cli.serving.policies import Policies, ServedPolicy
+from art_cli.serving.service import Limits, Service
+from art_cli.serving.source import Source, find_source
+
+USER = {"role": "user", "content": "hi"}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+ROUTES = [
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/policy"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("GET", "/ready"),
+    ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
+    ("GET", "/nowhere"),
+    ("DELETE", "/v1/models"),
+]
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    *sources: Source,
+    loader: Any = None,
+    keys: Keys | None = None,
+    host: str = "127.0.0.1",
+    follows_best: bool | None = None,
+    logs_content: bool = False,
+    **limits: Any,
+) -> AsyncIterator[tuple[Service, str]]:
+    """A service and its root, ready; stopped at once on the way out."""
+    loader = loader or Loader(EmbeddedEngineConfig(max_batch=16, prefill_tokens=512), logs=Path("/nowhere"))
+    policies = Policies([ServedPolicy(source, loader) for source in sources or [scripted_source()]])
+    service = Service(
+        policies, keys=keys or Keys(), limits=Limits(**limits), follows_best=follows_best, logs_content=logs_content
+    )
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(service.run(host, 0, ready.set_result))
+    await asyncio.wait((task, ready), timeout=60, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        task.result()
+    try:
+        yield service, await ready
+    finally:
+        service.stop()
+        service.stop()
+        await asyncio.wait_for(task, 30)
+
+
+@contextlib.asynccontextmanager
+async def client(root: str, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{root}/v1", api_key=key, max_retries=0) as made:
+        yield made
+
+
+async def fetch(url: str) -> str:
+    async with httpx.AsyncClient() as http:
+        return (await http.get(url)).text
+
+
+async def until(is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+class Gate:
+    """Answers nothing until it is opened."""
+
+    def __init__(self) -> None:
+        self.is_open = asyncio.Event()
+        self.num_waiting = 0
+
+    async def __call__(self, request: Request) -> str:
+        self.num_waiting += 1
+        try:
+            await self.is_open.wait()
+        finally:
+            self.num_waiting -= 1
+        return "ok"
+
+
+# --- what is served ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return make_run(tmp_path_factory.mktemp("runs") / "mine", (1, 2), rewards={1: 0.9, 2: 0.1})
+
+
+def greedy(run: RunDir, step: int | None, num: int = 8) -> str:
+    """What transformers and peft alone generate after USER's prompt, from the files; step None: the base."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run.base)
+    model = transformers.AutoModelForCausalLM.from_pretrained(run.base, dtype=torch.float32)
+    if step is not None:
+        model = peft.PeftModel.from_pretrained(model, run.checkpoint_path(step))
+    prompt = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    with torch.no_grad():
+        out = model.generate(**ids, max_new_tokens=num, do_sample=False)
+    return str(tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+async def say(ai: openai.AsyncOpenAI, model: str, **options: Any) -> str:
+    reply = await ai.chat.completions.create(model=model, messages=[USER], temperature=0, **options)
+    return reply.choices[0].message.content or ""
+
+
+async def test_each_name_answers_with_its_own_weights_on_one_base(run: RunDir) -> None:
+    """Newest, best and bare base of one run, at once: each says what transformers says from its files."""
+    loader = Loader(EmbeddedEngineConfig(max_batch=4), logs=Path("/nowhere"))
+    sources = [
+        find_source(f"newest={run.root}"),
+        find_source(f"best={run.root}", best=True),
+        find_source(f"base={run.base}"),
+    ]
+    async with serving(*sources, loader=loader) as (service, root), client(root) as ai:
+        assert [model.id async for model in ai.models.list()] == ["newest", "best", "base"]
+        said = await asyncio.gather(*(say(ai, name, max_tokens=8) for name in ("newest", "best", "base")))
+        with pytest.raises(openai.NotFoundError, match="there is 'newest', 'best', 'base'"):
+            await say(ai, "mine")
+    assert said == [greedy(run, 2), greedy(run, 1), greedy(run, None)]
+    assert len(set(said)) == 3
+    assert len(loader._bases) == 1
+    shares = {
+        policy._shift.engine._weights.model.get_input_embeddings().weight.data_ptr()  # type: ignore[union-attr]
+        for policy in service.policies.served.values()
+    }
+    assert len(shares) == 1
+
+
+async def test_the_whole_protocol_through_the_real_engine(run: RunDir) -> None:
+    """Streaming, tools, logprobs, stop, n, seed and usage, as the openai client sees them."""
+    async with serving(find_source(str(run.root))) as (_, root), client(root) as ai:
+        whole = await ai.chat.completions.create(
+            model="mine", messages=[USER], tools=TOOLS, n=3, seed=7, logprobs=True, top_logprobs=2, max_tokens=6
+        )
+        options = {"tools": TOOLS, "seed": 7, "max_tokens": 6, "stream_options": {"include_usage": True}}
+        stream = await ai.chat.completions.create(model="mine", messages=[USER], stream=True, **options)
+        chunks = [chunk async for chunk in stream]
+        text = await ai.completions.create(model="mine", prompt="abc", max_tokens=30, seed=1, logprobs=1)
+        letters = (await ai.completions.create(model="mine", prompt="abc", max_tokens=30, seed=1)).choices[0].text
+        letter = next(letter for letter in letters[1:] if letter.isascii())
+        cut = await ai.completions.create(model="mine", prompt="abc", max_tokens=30, seed=1, stop=[letter])
+        forced = await ai.chat.completions.create(
+            model="mine", messages=[USER], tools=TOOLS, tool_choice="required", max_tokens=4
+        )
+        with pytest.raises(openai.BadRequestError, match="cannot force a format"):
+            await ai.chat.completions.create(model="mine", messages=[USER], response_format={"type": "json_object"})
+    assert whole.usage and whole.usage.completion_tokens == sum(len(c.logprobs.content) for c in whole.choices)  # type: ignore[union-attr, arg-type, misc]
+    first = whole.choices[0].message.content
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == first
+    assert chunks[-1].usage and chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    assert text.choices[0].logprobs and all(value <= 0 for value in text.choices[0].logprobs.token_logprobs or [1])
+    assert text.choices[0].text == letters
+    assert cut.choices[0].text == letters[: letters.index(letter)]
+    assert cut.choices[0].finish_reason == "stop"
+    assert forced.choices[0].finish_reason == "length"
+
+
+async def test_requests_that_do_not_say_are_sampled_as_in_training(run: RunDir, tmp_path: Path) -> None:
+    """The run's rollout.sampling.max_tokens is 8; a bare base model has no such limit."""
+    async with serving(find_source(str(run.root))) as (_, root), client(root) as ai:
+        reply = await ai.completions.create(model="mine", prompt="abc", seed=3)
+    assert reply.usage and reply.usage.completion_tokens <= 8
+    assert find_source(str(run.root)).defaults == Sampling(max_tokens=8)
+    assert find_source(str(run.base)).defaults == Sampling()
+
+
+def test_a_source_is_what_the_files_say(run: RunDir, tmp_path: Path) -> None:
+    newest = find_source(str(run.root))
+    assert newest.name == "mine"
+    assert (newest.base, newest.adapter, newest.step) == (str(run.base), run.checkpoint_path(2), 2)
+    assert find_source(str(run.checkpoint_path(1))).step == 1
+    moved = find_source(str(run.root), base="org/other", dtype="bfloat16")
+    assert (moved.base, moved.dtype, newest.dtype) == ("org/other", "bfloat16", "auto")
+    assert find_source("Qwen/Qwen3-0.6B").base == "Qwen/Qwen3-0.6B"
+    assert find_source("q=Qwen/Qwen3-0.6B").name == "q"
+    plain = tmp_path / "plain"
+    save_weights(tiny_weights(), plain)
+    with pytest.raises(CheckpointError, match="which base model it belongs to; give --base"):
+        find_source(str(plain))
+    assert find_source(str(plain), base=str(run.base)).adapter == plain
+    (tmp_path / "a=b").mkdir()
+    with pytest.raises(CheckpointError, match="a=b: no checkpoint"):
+        find_source(str(tmp_path / "a=b"))
+
+
+@pytest.mark.parametrize("text", ["./nothing", "/nothing", "a/b/c", "x=", "n@me!=org/model", ""])
+def test_what_is_neither_a_directory_nor_a_hub_id_is_told(text: str) -> None:
+    with pytest.raises(UsageError, match="no such directory, and no hub id|expected NAME=CHECKPOINT"):
+        find_source(text)
+
+
+def test_a_name_is_served_once(run: RunDir) -> None:
+    loader = ScriptedLoader()
+    with pytest.raises(UsageError, match="mine: served twice"):
+        Policies([ServedPolicy(find_source(str(run.checkpoint_path(step))), loader) for step in (1, 2)])  # type: ignore[arg-type]
+
+
+async def test_all_weights_in_a_checkpoint_are_served_without_a_base(tmp_path: Path) -> None:
+    """A run with lora null: the checkpoint is a whole model; nothing else is read."""
+    run = make_run(tmp_path / "whole", ())
+    save_weights(tiny_weights(seed=3, lora_rank=None), tmp_path / "other")
+    with new_checkpoint(run.checkpoint_path(1), Manifest(step=1, base="gone", config_hash="")) as directory:
+        save_weights(tiny_weights(seed=3, lora_rank=None), directory)
+    async with (
+        serving(find_source(str(run.root)), find_source(f"same={tmp_path}/other")) as (_, root),
+        client(root) as ai,
+    ):
+        assert await say(ai, "whole", max_tokens=8) == await say(ai, "same", max_tokens=8)
+
+
+async def test_what_cannot_be_loaded_ends_the_service(run: RunDir, tmp_path: Path) -> None:
+    """A base of another shape: one line, before anything was answered."""
+    save_weights(tiny_weights(lora_rank=None, hidden=64), tmp_path / "wide")
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        async with serving(find_source(str(run.root), base=str(tmp_path / "wide"))):
+            pass
+
+
+# --- following a run --------------------------------------------------------------------------------------------------
+
+
+async def test_following_changes_to_each_new_checkpoint_and_drops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests all the while, a stream across the change: each answer is one checkpoint's, old before new.
+
+    The stream of 200 tokens begins at step 1 and ends as step 1, token for token, after step 2 has answered others.
+    """
+    monkeypatch.setattr(follow, "POLL_S", 0.05)
+    run = make_run(tmp_path / "mine", (1,))
+    said: list[str] = []
+    async with serving(find_source(str(run.root)), follows_best=False) as (service, root), client(root) as ai:
+        expected = await say(ai, "mine", max_tokens=200)
+
+        async def ask() -> None:
+            while service.policies.served["mine"].source.step < 3:
+                said.append(await say(ai, "mine", max_tokens=8))
+
+        stream = await ai.chat.completions.create(
+            model="mine", messages=[USER], temperature=0, max_tokens=200, stream=True
+        )
+        pieces = [(await anext(aiter(stream))).choices[0].delta.content or ""]
+        asking = [asyncio.create_task(ask()) for _ in range(2)]
+        for step in (2, 3):
+            add_checkpoint(run, step)
+            await until(lambda step=step: service.policies.served["mine"].source.step == step)
+        await asyncio.gather(*asking)
+        pieces += [chunk.choices[0].delta.content or "" async for chunk in stream]
+        said.append(await say(ai, "mine", max_tokens=8))
+        ready, metrics = json.loads(await fetch(f"{root}/ready")), await fetch(f"{root}/metrics")
+        await until(lambda: not service.policies.served["mine"]._retiring)
+    answers = [greedy(run, step) for step in (1, 2, 3)]
+    places = [answers.index(text) for text in said]
+    assert places == sorted(places)
+    assert places[-1] == 2
+    assert "".join(pieces) == expected
+    assert ready["models"] == [{"id": "mine", "step": 3}]
+    assert 'art_checkpoint_changes_total{model="mine"} 2' in metrics
+    assert 'art_policy_step{model="mine"} 3' in metrics
+
+
+async def test_an_engine_that_was_replaced_is_closed_when_its_last_request_ends() -> None:
+    gate = Gate()
+    loader = ScriptedLoader(gate)
+    policy = ServedPolicy(scripted_source(step=1), loader)  # type: ignore[arg-type]
+    await policy.start()
+    request = Request(model="policy", messages=[USER], sampling=Sampling())
+    old = asyncio.create_task(policy.reply(request))
+    await until(lambda: gate.num_waiting == 1)
+    await policy.change(scripted_source(step=2))
+    new = asyncio.create_task(policy.reply(request))
+    await until(lambda: gate.num_waiting == 2)
+    assert [engine.is_closed for engine in loader.engines] == [False, False]
+    gate.is_open.set()
+    await asyncio.gather(old, new)
+    await until(lambda: loader.engines[0].is_closed)
+    assert not loader.engines[1].is_closed
+    await policy.close()
+    assert loader.engines[1].is_closed
+
+
+async def test_a_checkpoint_that_cannot_be_loaded_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Step 2 has a flipped byte, step 3 is of another shape; step 4 is good."""
+    monkeypatch.setattr(follow, "POLL_S", 0.02)
+    run = make_run(tmp_path / "mine", (1,))
+    async with serving(find_source(str(run.root)), follows_best=False) as (service, root), client(root) as ai:
+        policy = service.policies.served["mine"]
+        broken = tmp_path / "aside"
+        add_checkpoint(run, 2).rename(broken)
+        data = bytearray((broken / "adapter_model.safetensors").read_bytes())
+        data[-1] ^= 1
+        (broken / "adapter_model.safetensors").write_bytes(bytes(data))
+        broken.rename(run.checkpoint_path(2))
+        await until(lambda: "does not match its hash" in caplog.text)
+        with new_checkpoint(run.checkpoint_path(3), Manifest(step=3, base="../../base", config_hash="")) as directory:
+            save_weights(tiny_weights(hidden=64), directory)
+        await until(lambda: "stays at step 1" in caplog.text)
+        assert policy.source.step == 1
+        assert await say(ai, "mine", max_tokens=8) == greedy(run, 1)
+        add_checkpoint(run, 4)
+        await until(lambda: policy.source.step == 4)
+        assert await say(ai, "mine", max_tokens=8) == greedy(run, 4)
+    assert caplog.text.count("stays at step 1") == 1  # once, not at every look
+
+
+async def test_following_the_best_waits_for_a_better_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "POLL_S", 0.02)
+    run = make_run(tmp_path / "mine", (1,), rewards={1: 0.5})
+    source = find_source(str(run.root), best=True)
+    async with serving(source, loader=ScriptedLoader(), follows_best=True) as (service, _):
+        add_checkpoint(run, 2)
+        run.append_metrics(2, "eval", {"reward": 0.4})
+        add_checkpoint(run, 3)
+        run.append_metrics(3, "eval", {"reward": 0.6})
+        await until(lambda: service.policies.served["mine"].source.step == 3)
+
+
+def test_only_a_run_can_be_followed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["serve", str(run.base), "--follow"]) == 2
+    assert "--follow: name a run" in capsys.readouterr().err
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+async def test_without_a_key_nobody_gets_in_but_to_health(caplog: pytest.LogCaptureFixture) -> None:
+    """On an address that others can reach: no key, a wrong one, a beginning of the right one, another scheme."""
+    caplog.set_level(logging.DEBUG)
+    key = "right-key-0123456789"
+    others = [
+        {},
+        {"Authorization": "Bearer wrong-key-0123456789"},
+        {"Authorization": f"Bearer {key[:-1]}"},
+        {"Authorization": f"Bearer {key}x"},
+        {"Authorization": f"Basic {key}"},
+        {"Authorization": "Bearer"},
+        {"Authorization": b"Bearer \xff\xfe"},
+        {"X-Api-Key": key},
+    ]
+    async with serving(loader=ScriptedLoader(), keys=Keys([key, "other-key"]), host="0.0.0.0") as (service, root):
+        async with httpx.AsyncClient(base_url=root) as http:
+            for headers in others:
+                for method, path in ROUTES:
+                    reply = await http.request(method, path, headers=headers, params={"api_key": key})
+                    assert reply.status_code == 401, (method, path, headers)
+                    assert reply.json()["error"]["code"] == "invalid_api_key"
+                    assert key not in reply.text
+                assert (await http.get("/health", headers=headers)).status_code == 200
+            for good in (key, "other-key"):
+                headers = {"Authorization": f"Bearer {good}"}
+                assert (await http.get("/v1/models", headers=headers)).status_code == 200
+                assert (await http.get("/nowhere", headers=headers)).status_code == 404
+            metrics = (await http.get("/metrics", headers=headers)).text
+        async with client(root, key) as ai:
+            assert await say(ai, "policy") == "ok"
+    assert 'art_requests_total{route="/v1/chat/completions",code="401"} 8' in metrics
+    ours = "\n".join(record.getMessage() for record in caplog.records if record.name.startswith(("art_cli", "uvicorn")))
+    assert "POST /v1/chat/completions 401" in ours
+    for text in (key, "other-key", "wrong-key"):
+        assert text not in ours
+        assert text not in repr(service.keys)
+        assert text not in metrics
+
+
+def test_an_address_that_others_reach_needs_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
+        with pytest.raises(UsageError, match="it needs a key"):
+            check_exposure(host, Keys())
+        check_exposure(host, Keys(["k"]))
+    for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"):
+        check_exposure(host, Keys())
+    assert cli.run(["serve", "org/model", "--host", "0.0.0.0"]) == 2
+    assert capsys.readouterr().err.startswith("error: --host 0.0.0.0: others can reach it, so it needs a key")
+
+
+def test_keys_come_from_an_option_and_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\nalpha\n\n  beta  \n")
+    keys = read_keys("gamma", file)
+    assert [keys.admits(key) for key in ("alpha", "beta", "gamma")] == [True] * 3
+    assert [keys.admits(key) for key in ("# ours", "", None, "alph", "alpha ")] == [False] * 5
+    assert Keys().admits(None)
+    file.write_text("# none\n")
+    with pytest.raises(UsageError, match="no keys in"):
+        read_keys(None, file)
+    file.write_text("kläy\n")
+    with pytest.raises(UsageError, match="key 1: a key is printable ASCII") as caught:
+        read_keys(None, file)
+    assert "kläy" not in str(caught.value)
+    with pytest.raises(UsageError, match="cannot read"):
+        read_keys(None, tmp_path / "nothing")
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+async def test_more_requests_than_fit_get_429_and_when_to_come_again() -> None:
+    """Concurrency 2 and queue 3: of 8 at once 2 are at the engine, 3 wait, 3 are refused; then all 5 are answered."""
+    gate = Gate()
+    async with (
+        serving(loader=ScriptedLoader(gate), concurrency=2, queue=3) as (service, root),
+        httpx.AsyncClient(base_url=root) as http,
+    ):
+        body = {"model": "policy", "messages": [USER]}
+        calls = [asyncio.create_task(http.post("/v1/chat/completions", json=body)) for _ in range(8)]
+        await until(lambda: sum(call.done() for call in calls) == 3)
+        refused = [call.result() for call in calls if call.done()]
+        assert {reply.status_code for reply in refused} == {429}
+        assert {reply.json()["error"]["code"] for reply in refused} == {"overloaded"}
+        assert all(1 <= int(reply.headers["retry-after"]) <= 60 for reply in refused)
+        await until(lambda: gate.num_waiting == 2)
+        assert (service.admission.num_inside, service.admission.num_waiting) == (5, 3)
+        assert (await http.get("/v1/models")).status_code == 200  # only completions are counted
+        gate.is_open.set()
+        answered = await asyncio.gather(*(call for call in calls if not call.done()))
+        assert {reply.status_code for reply in answered} == {200}
+        assert service.admission.num_inside == 0
+
+
+async def test_a_body_too_large_is_413() -> None:
+    async with (
+        serving(loader=ScriptedLoader(), max_body_bytes=1000) as (service, root),
+        httpx.AsyncClient(base_url=root) as http,
+    ):
+        reply = await http.post("/v1/chat/completions", content=b"x" * 1001)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
+        assert service.admission.num_inside == 0
+
+
+def send_raw(root: str, *pieces: bytes) -> tuple[bytes, float]:
+    """What a raw connection gets until the server closes it, and after how many seconds."""
+    host, _, port = root.removeprefix("http://").partition(":")
+    begin = time.perf_counter()
+    with socket.create_connection((host, int(port)), timeout=10) as wire:
+        for piece in pieces:
+            wire.sendall(piece)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := wire.recv(65536):
+                received += piece
+        return received, time.perf_counter() - begin
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+
+
+async def test_a_body_too_slow_is_408_and_frees_its_place() -> None:
+    async with serving(loader=ScriptedLoader(), body_timeout_s=0.3) as (service, root):
+        received, seconds = await asyncio.to_thread(send_raw, root, HEAD + b"\r\n{")
+        assert received.startswith(b"HTTP/1.1 408 ")
+        assert b'"code":"request_timeout"' in received
+        assert 0.25 < seconds < 5
+        assert service.admission.num_inside == 0
+
+
+async def test_a_request_that_never_becomes_one_is_ended() -> None:
+    """Nothing at all, half a header, headers without end: closed, with 408 or 431 where something was sent."""
+    async with serving(loader=ScriptedLoader(), patience=Patience(request_s=0.3)) as (_, root):
+        nothing = asyncio.to_thread(send_raw, root)
+        half = asyncio.to_thread(send_raw, root, HEAD)
+        endless = asyncio.to_thread(send_raw, root, HEAD, b"X: " + b"x" * 2**17)
+        results = await asyncio.gather(nothing, half, endless)
+    assert results[0][0] == b""
+    assert results[1][0].startswith(b"HTTP/1.1 408 ")
+    assert results[2][0] == b"" or results[2][0].startswith(b"HTTP/1.1 431 ")
+    assert all(seconds < 5 for _, seconds in results)
+
+
+class Talker(ScriptedEngine):
+    """Its answers are larger than every buffer on the way: 20 MB."""
+
+    async def reply(self, request: Request) -> Reply:
+        reply = await super().reply(request)
+        reply.choices[0].text *= 10_000_000
+        return reply
+
+    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        async for chunk in super().stream(request):
+            chunk.choice.text *= 100_000
+            for _ in range(100):
+                yield chunk
+
+
+async def test_clients_that_do_not_read_are_given_up() -> None:
+    """One asks for a whole answer, then one for a stream, and neither reads: both are cut off, the place is free."""
+
+    async def ask(wire: socket.socket, *, is_stream: bool) -> None:
+        body = json.dumps({"model": "policy", "prompt": "x", "stream": is_stream}).encode()
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        wire.setblocking(False)
+        host, _, port = root.removeprefix("http://").partition(":")
+        await asyncio.get_running_loop().sock_connect(wire, (host, int(port)))
+        wire.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+    async with serving(loader=ScriptedLoader(make=Talker), patience=Patience(read_s=0.3)) as (service, root):
+        with socket.socket() as whole, socket.socket() as stream:
+            await ask(whole, is_stream=False)
+            await until(lambda: service.meter.requests.total() == 1)  # written, as far as it went
+            await ask(stream, is_stream=True)
+            await until(lambda: service.admission.num_inside == 1)
+            await until(lambda: service.admission.num_inside == 0)
+            whole.setblocking(True)
+            whole.settimeout(10)
+            received = await asyncio.to_thread(lambda: sum(map(len, iter(lambda: whole.recv(65536), b""))))
+    assert received < 20_000_000
+
+
+async def test_a_client_that_goes_away_frees_its_slot(run: RunDir) -> None:
+    """An engine with one slot: a stream of 900 tokens is left after its first piece, and the next is answered."""
+    loader = Loader(EmbeddedEngineConfig(max_batch=1), logs=Path("/nowhere"))
+    async with serving(find_source(str(run.root)), loader=loader, concurrency=2) as (service, root), client(root) as ai:
+        for is_stream in (True, False):
+            call = ai.completions.create(model="mine", prompt="abc", max_tokens=900, seed=5, stream=is_stream)
+            task = asyncio.create_task(call)
+            await until(lambda: service.admission.num_answering == 1)
+            if is_stream:
+                stream = await task
+                await anext(aiter(stream))  # type: ignore[call-overload]
+                await stream.close()  # type: ignore[union-attr]
+            else:
+                task.cancel()
+            await until(lambda: service.admission.num_inside == 0)
+            assert await say(ai, "mine", max_tokens=8) == greedy(run, 2)
+        metrics = await fetch(f"{root}/metrics")
+    assert 'art_requests_total{route="/v1/completions",code="499"} 1' in metrics
+
+
+# --- from start to end ------------------------------------------------------------------------------------------------
+
+
+async def test_it_listens_before_it_has_loaded() -> None:
+    """/health answers, /ready and completions say 503, until the model is there."""
+    loading = asyncio.Event()
+
+    class Slow(ScriptedLoader):
+        async def make(self, source: Source) -> Any:
+            await loading.wait()
+            return await super().make(source)
+
+    policies = Policies([ServedPolicy(scripted_source(), Slow())])  # type: ignore[arg-type]
+    service = Service(policies, keys=Keys(), limits=Limits())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ready = asyncio.Event()
+    task = asyncio.create_task(service.run("127.0.0.1", port, lambda root: ready.set()))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+
+        async def statuses() -> list[int]:
+            body = {"model": "policy", "messages": [USER]}
+            calls = [http.get("/health"), http.get("/ready"), http.post("/v1/chat/completions", json=body)]
+            return [(await call).status_code for call in calls]
+
+        while True:
+            with contextlib.suppress(httpx.ConnectError):
+                await http.get("/health")
+                break
+            await asyncio.sleep(0.01)
+        assert await statuses() == [200, 503, 503]
+        loading.set()
+        await asyncio.wait_for(ready.wait(), 10)
+        assert await statuses() == [200, 200, 200]
+    service.stop()
+    await asyncio.wait_for(task, 10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_ends_what_runs_and_refuses_what_is_new(number: signal.Signals) -> None:
+    """One request in flight, one in the queue: both are answered; a new one gets 503; then the port is closed."""
+    gate = Gate()
+    policies = Policies([ServedPolicy(scripted_source(), ScriptedLoader(gate))])  # type: ignore[arg-type]
+    service = Service(policies, keys=Keys(), limits=Limits(concurrency=1))
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(service.run("127.0.0.1", 0, ready.set_result))
+    root = await asyncio.wait_for(ready, 10)
+    async with client(root) as ai, httpx.AsyncClient(base_url=root) as http:
+        calls = [asyncio.create_task(say(ai, "policy")) for _ in range(2)]
+        await until(lambda: service.admission.num_inside == 2)
+        os.kill(os.getpid(), number)
+        await until(lambda: service.admission.state == "draining")
+        refused = await http.post("/v1/chat/completions", json={"model": "policy", "messages": [USER]})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert "retry-after" in refused.headers
+        assert ((await http.get("/ready")).status_code, (await http.get("/health")).status_code) == (503, 200)
+        gate.is_open.set()
+        assert await asyncio.gather(*calls) == ["ok", "ok"]
+        await asyncio.wait_for(task, 10)
+        with pytest.raises(httpx.ConnectError):
+            await http.get("/health")
+
+
+@pytest.mark.parametrize(("drain_s", "num_signals"), [(0.2, 1), (600.0, 2)])
+async def test_draining_has_a_deadline_and_a_second_signal_does_not_wait(
+    drain_s: float, num_signals: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = Gate()
+    policies = Policies([ServedPolicy(scripted_source(), ScriptedLoader(gate))])  # type: ignore[arg-type]
+    service = Service(policies, keys=Keys(), limits=Limits(drain_s=drain_s))
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(service.run("127.0.0.1", 0, ready.set_result))
+    async with client(await asyncio.wait_for(ready, 10)) as ai:
+        call = asyncio.create_task(say(ai, "policy"))
+        await until(lambda: gate.num_waiting == 1)
+        for _ in range(num_signals):
+            service.stop()
+        await asyncio.wait_for(task, 20)
+        with pytest.raises(openai.APIError):
+            await call
+    assert gate.num_waiting == 0
+    assert "stopped with 1 requests unfinished" in caplog.text
+
+
+async def test_an_engine_that_fails_ends_the_service() -> None:
+    loader = ScriptedLoader()
+    policies = Policies([ServedPolicy(scripted_source(), loader)])  # type: ignore[arg-type]
+    service = Service(policies, keys=Keys(), limits=Limits())
+    failed = asyncio.Event()
+
+    async def watch() -> None:
+        await failed.wait()
+        raise EngineError("out of memory")
+
+    def on_ready(root: str) -> None:
+        loader.engines[0].watch = watch  # type: ignore[method-assign, assignment]
+        failed.set()
+
+    with pytest.raises(EngineError, match="out of memory"):
+        await asyncio.wait_for(service.run("127.0.0.1", 0, on_ready), 20)
+    assert loader.engines[0].is_closed
+
+
+async def test_a_port_in_use_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        service = Service(Policies([]), keys=Keys(), limits=Limits())
+        with pytest.raises(EngineError, match="the port is in use"):
+            await service.run("127.0.0.1", taken.getsockname()[1], lambda root: None)
+
+
+# --- what it says of itself -------------------------------------------------------------------------------------------
+
+
+async def test_content_is_logged_only_when_asked(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    secret = {"role": "user", "content": "my secret"}
+    for logs_content in (False, True):
+        caplog.clear()
+        loader = ScriptedLoader(lambda request: "your answer")
+        async with serving(loader=loader, logs_content=logs_content) as (_, root), client(root) as ai:
+            await ai.chat.completions.create(model="policy", messages=[secret])
+            stream = await ai.chat.completions.create(model="policy", messages=[secret], stream=True)
+            assert "".join([c.choices[0].delta.content or "" async for c in stream]) == "your answer"
+        own = [record.getMessage() for record in caplog.records if record.name.startswith("art_cli")]
+        assert sum("POST /v1/chat/completions 200" in line for line in own) == 2
+        assert sum("my secret" in line and "your answer" in line for line in own) == (2 if logs_content else 0)
+        assert sum("secret" in line for line in own) == (2 if logs_content else 0)
+
+
+async def test_a_path_cannot_write_log_lines_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with serving(loader=ScriptedLoader()) as (_, root), httpx.AsyncClient(base_url=root) as http:
+        await http.get("/v1/models/x%0aE: forged")
+    assert not any("\n" in record.getMessage() for record in caplog.records if record.name.startswith("art_cli"))
+
+
+async def test_the_numbers_are_prometheus_and_right() -> None:
+    """Two plain replies of 3 tokens to prompts of 20 (see test_chat.py), one streamed, one refused."""
+    async with (
+        serving(loader=ScriptedLoader()) as (_, root),
+        client(root) as ai,
+        httpx.AsyncClient(base_url=root) as http,
+    ):
+        await say(ai, "policy")
+        await say(ai, "policy")
+        async for _ in await ai.chat.completions.create(model="policy", messages=[USER], stream=True):
+            pass
+        await http.post("/v1/chat/completions", content=b"{")
+        reply = await http.get("/metrics")
+    assert reply.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    numbers = dict(line.rsplit(" ", 1) for line in reply.text.splitlines() if not line.startswith("#"))
+    assert numbers['art_requests_total{route="/v1/chat/completions",code="200"}'] == "3"
+    assert numbers['art_requests_total{route="/v1/chat/completions",code="400"}'] == "1"
+    assert numbers['art_prompt_tokens_total{model="policy"}'] == "60"
+    assert numbers['art_sampled_tokens_total{model="policy"}'] == "9"
+    assert numbers["art_first_token_seconds_count"] == "1"
+    assert numbers['art_request_seconds_bucket{le="+Inf"}'] == numbers["art_request_seconds_count"] == "4"
+    assert (numbers["art_requests_inside"], numbers["art_ready"]) == ("0", "1")
+
+
+async def run_line(line: str) -> str:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec("bash", "-c", line, stdout=pipe, stderr=pipe, env=environment)
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 0, err.decode()
+    return out.decode()
+
+
+async def test_the_lines_it_prints_work_as_they_stand(run: RunDir) -> None:
+    """The command itself, as a process: its curl and its Python line get answers; SIGTERM ends it with 0."""
+    command = [sys.executable, "-m", "art_cli", "serve", str(run.root), "--port", "0"]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    try:
+        assert process.stdout
+        async with asyncio.timeout(120):
+            lines = [(await process.stdout.readline()).decode() for _ in range(5)]
+        assert lines[0].startswith(f"serving mine (step 2 of {run.root}) at http://127.0.0.1:")
+        reply = json.loads(await run_line(lines[2]))
+        assert (reply["model"], reply["choices"][0]["message"]["role"]) == ("mine", "assistant")
+        assert (await run_line(lines[4])).endswith("\n")
+    finally:
+        process.terminate()
+        _, errors = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 0, errors
+    assert errors.decode().count("POST /v1/chat/completions 200") == 2
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+async def test_the_lines_of_a_server_with_keys_find_the_key_and_do_not_show_it(
+    in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "my keys"
+    file.write_text("# a key\n\n  the-key \nother\n")
+    monkeypatch.setenv("ART_API_KEY", "the-key")
+    async with serving(loader=ScriptedLoader(), keys=read_keys(None, file)) as (_, root):
+        serve_command._greet(
+            root, [scripted_source()], serve_command._how_to_get_key(True, file if in_file else None), False
+        )
+        lines = capsys.readouterr().out.splitlines()
+        assert json.loads(await run_line(lines[2]))["choices"][0]["message"]["content"] == "ok"
+        assert await run_line(lines[4]) == "ok\n"
+    assert "the-key" not in "".join(lines)
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+def test_the_engine_is_what_the_machine_has_unless_it_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = {"name": "embedded", "max_batch": 7, "prefill_tokens": 9}
+    assert choose_engine("auto", [], trained) == EmbeddedEngineConfig(max_batch=7, prefill_tokens=9)
+    assert choose_engine("embedded", ["max_batch=3"], {"name": "vllm"}) == EmbeddedEngineConfig(max_batch=3)
+    monkeypatch.setattr("art_cli.serving.loader.has_gpu", lambda environment: True)
+    forced = choose_engine("auto", ["python=/opt/python"], {"name": "vllm", "url": "http://elsewhere", "sleep": 1})
+    assert (forced.name, forced.url, str(forced.python)) == ("vllm", None, "/opt/python")  # type: ignore[union-attr]
+    for name, knobs, message in (
+        ("fast", [], "--engine fast: one of auto, embedded, vllm"),
+        ("embedded", ["max_batch"], "expected KEY=VALUE"),
+        ("embedded", ["max_batch=0"], r"--set max_batch: .*\(engine embedded\)"),
+        ("embedded", ["speed=9"], "--set speed: "),
+    ):
+        with pytest.raises(UsageError, match=message):
+            choose_engine(name, knobs, {})
+
+
+def test_errors_of_serving_are_lines(run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, code, message in (
+        ([str(run.root), "--dtype", "int8"], 2, "--dtype int8: one of"),
+        ([str(tmp_path)], 1, "no checkpoint (manifest.json), run"),
+        ([f"a={run.root}", f"b={run.root}", "--engine", "vllm"], 2, "serves one checkpoint"),
+        ([str(run.checkpoint_path(1)), "--best"], 2, "--best picks among"),
+    ):
+        assert cli.run(["serve", *arguments]) == code
+        error = capsys.readouterr().err
+        assert message in error
+        assert "Traceback" not in error
+    assert issubclass(UsageError, ArtError)
