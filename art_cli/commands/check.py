@@ -103,7 +103,7 @@ class Preflight:
 
     def check_entries(self) -> Finding:
         config = self.loaded.config
-        make_judge(config.judge, self.loaded.directory)
+        asyncio.run(make_judge(config.judge, self.loaded.directory).close())
         if config.rollout.command:
             program = config.rollout.command[0]
             if shutil.which(program, path=None) is None and not (self.loaded.directory / program).exists():

@@ -109,7 +109,7 @@ class TrainingRun:
             seed=self.config.train.seed,
             shuffle=self.config.rollout.shuffle,
         )
-        self.judge: Judge = make_judge(self.config.judge, loaded.directory)
+        self.judge: Judge = make_judge(self.config.judge, loaded.directory, job=str(run.root))
         base = find_base(self.config.model.base, directory=loaded.directory, built=run.base)
         self.weights: Weights = load_weights(
             self.config.model, base, device=self.config.learner.device, seed=self.config.train.seed
