@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from tiny import tiny_config, tiny_weights
 
 from art_cli.engines.embedded.runner import Runner
-from art_cli.engines.embedded.runs import CALL_COST, MAX_PAIRS, MIN_SHARED, plan_chunk_runs, plan_runs
+from art_cli.engines.embedded.runs import MAX_PAIRS, MIN_SHARED, Costs, plan_chunk_runs, plan_runs
 from art_cli.engines.embedded.scheduler import Chunk, Scheduler, Sequence
 from art_cli.model import Weights
 
 CPU = torch.device("cpu")
+COSTS = Costs(call=2000, shared=2000)
 
 slot_lists = st.lists(
     st.tuples(st.integers(1, 6), st.integers(1, 4000), st.integers(0, 4000)), min_size=1, max_size=40
@@ -29,7 +30,7 @@ def test_every_decoding_slot_is_in_one_run_that_reads_all_it_needs(rows: list[tu
     shared = np.minimum(np.array([common for _, _, common in rows]), np.minimum(lengths, before) - 1)
     shared[0] = 0
     covered = []
-    for run in plan_runs(slots, lengths, shared, CPU):
+    for run in plan_runs(slots, lengths, shared, COSTS, CPU):
         covered += range(run.first, run.last)
         members = range(run.last - run.first) if run.members is None else run.members.tolist()
         assert [run.start + member for member in members] == slots[run.first : run.last].tolist()
@@ -45,15 +46,15 @@ def test_every_decoding_slot_is_in_one_run_that_reads_all_it_needs(rows: list[tu
 def test_neighbours_are_read_together_and_far_ones_apart() -> None:
     """Slots 0 to 7 of 100 tokens: one run. Slot 90 behind them: 83 slots of 100 tokens to read past are too many."""
     slots, lengths = np.array([*range(8), 90]), np.full(9, 100)
-    runs = plan_runs(slots, lengths, np.zeros(9, np.int64), CPU)
+    runs = plan_runs(slots, lengths, np.zeros(9, np.int64), COSTS, CPU)
     assert [(run.start, run.stop) for run in runs] == [(0, 8), (90, 91)]
-    assert CALL_COST < 83 * 100
+    assert COSTS.call < 83 * 100
 
 
 def test_attempts_of_a_group_read_their_prompt_once() -> None:
     """Two groups of 4 and a stranger; all begin with the same 70 tokens, a group with 1,000."""
     shared = np.array([0, 1000, 1000, 1000, 70, 1000, 1000, 1000, 0])
-    runs = plan_runs(np.arange(9), np.full(9, 1100), shared, CPU)
+    runs = plan_runs(np.arange(9), np.full(9, 1100), shared, COSTS, CPU)
     assert [(run.first, run.last, run.shared) for run in runs] == [(0, 4, 1000), (4, 8, 1000), (8, 9, 0)]
 
 
@@ -92,7 +93,7 @@ def play(weights: Weights, prompts: list[list[int]], num: int, *, is_fused: bool
     """Greedy replies through scheduler and runner."""
     runner = Runner(weights)
     assert runner.is_fused == is_fused
-    scheduler = Scheduler(max_slots=16, prefill_tokens=500, max_length=1024, max_tokens=100_000)
+    scheduler = Scheduler(max_slots=24, prefill_tokens=500, max_length=1024, max_tokens=100_000)
     sequences = [Sequence(np.array(prompt), len(prompt) + num) for prompt in prompts]
     for sequence in sequences:
         scheduler.add(sequence)
@@ -117,9 +118,11 @@ GROUPS = [[*range(200), *range(100), tail] for tail in range(9)] + [[7] * 40, [9
 
 
 def test_shared_spans_give_what_a_full_forward_gives() -> None:
-    """9 attempts that differ after 300 tokens, of 12 slots; 300 * 8 tokens saved are above the cost of a call."""
+    """20 attempts that differ after 950 tokens: 19 * 950 need not be read again, more than the 16,384 it takes."""
     weights = tiny_weights()
-    assert_as_a_full_forward(weights, play(weights, GROUPS, 6, is_fused=True))
+    attempts = [[*range(250), *range(250), *range(250), *range(200), tail] for tail in range(20)]
+    assert Costs.of(token_bytes=2 * 2 * 16 * 4).shared == 16384 < 19 * 950
+    assert_as_a_full_forward(weights, play(weights, attempts, 6, is_fused=True))
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])

@@ -11,6 +11,7 @@ import contextlib
 import secrets
 import time
 import uuid
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,7 @@ class EmbeddedEngine:
         self._vocabulary = Vocabulary(weights.tokenizer)
         self._worker: Worker | None = None
         self._runner: Runner | None = None
+        self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()
 
     @property
     def backend(self) -> Backend:
@@ -183,7 +185,8 @@ class EmbeddedEngine:
         if request.model != self.endpoint.model:
             raise ChatError(404, f"the model {request.model!r} does not exist", param="model", code="model_not_found")
         prompt = messages.render(self._vocabulary, request)
-        return _Job(request, prompt, self._weights, self._vocabulary, is_stream)
+        mailbox = self._mailboxes.setdefault(loop := asyncio.get_running_loop(), _Mailbox(loop))
+        return _Job(request, prompt, self._weights, self._vocabulary, mailbox, is_stream)
 
     @contextlib.contextmanager
     def _submitted(self, job: "_Job") -> Iterator[None]:
@@ -207,6 +210,23 @@ class EmbeddedEngine:
         return choice
 
 
+class _Mailbox:
+    """Passes the pieces of one step on to an event loop, all at once. In a closed loop nobody waits for them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+
+    def __call__(self, pieces: list[tuple[Answer, Piece]]) -> None:
+        with contextlib.suppress(RuntimeError):
+            if (loop := self._loop()) is not None:
+                loop.call_soon_threadsafe(self._hand_out, pieces)
+
+    @staticmethod
+    def _hand_out(pieces: list[tuple[Answer, Piece]]) -> None:
+        for answer, piece in pieces:
+            answer.owner.put(answer, piece)
+
+
 class Taken(NamedTuple):
     choice: int
     piece: Piece
@@ -216,7 +236,13 @@ class _Job:
     """One request being answered: its answers, and the pieces that have come and were not taken yet."""
 
     def __init__(
-        self, request: Request, prompt: Prompt, weights: Weights, vocabulary: Vocabulary, is_stream: bool
+        self,
+        request: Request,
+        prompt: Prompt,
+        weights: Weights,
+        vocabulary: Vocabulary,
+        mailbox: _Mailbox,
+        is_stream: bool,
     ) -> None:
         limit = _limit(request, prompt, weights)
         self.id = f"{'chatcmpl' if request.messages is not None else 'cmpl'}-{uuid.uuid4().hex}"
@@ -224,17 +250,18 @@ class _Job:
         self.request, self.prompt = request, prompt
         self.sampling = msgspec.structs.replace(request.sampling, max_tokens=limit - len(prompt.ids))
         self.num_open = request.sampling.n
-        self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[Taken] = asyncio.Queue()
         ids = np.array(prompt.ids, np.int64)
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64)
         self.answers = [
-            self._answer(ids, limit, sampling.seed_of(seed, index), vocabulary, is_stream)
+            self._answer(ids, limit, sampling.seed_of(seed, index), vocabulary, mailbox, is_stream)
             for index in range(request.sampling.n)
         ]
         self._index = {id(answer): index for index, answer in enumerate(self.answers)}
 
-    def _answer(self, ids: Any, limit: int, seed: int, vocabulary: Vocabulary, is_stream: bool) -> Answer:
+    def _answer(
+        self, ids: Any, limit: int, seed: int, vocabulary: Vocabulary, mailbox: _Mailbox, is_stream: bool
+    ) -> Answer:
         knobs = self.request.sampling
         answer = Answer(
             sequence=Sequence(ids, limit),
@@ -242,7 +269,8 @@ class _Job:
             top_p=knobs.top_p,
             top_k=knobs.top_k,
             seed=seed,
-            deliver=self._deliver,
+            owner=self,
+            mailbox=mailbox,
             is_stream=is_stream,
             num_top=self.request.top_logprobs if self.request.wants_logprobs else 0,
             stops=knobs.stop,
@@ -255,10 +283,8 @@ class _Job:
     def context(self) -> list[int]:
         return self.prompt.ids[-CONTEXT_TOKENS:]
 
-    def _deliver(self, answer: Answer, piece: Piece) -> None:
-        """Called in the worker's thread. A loop that is closed has nobody waiting in it."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._pieces.put_nowait, Taken(self._index[id(answer)], piece))
+    def put(self, answer: Answer, piece: Piece) -> None:
+        self._pieces.put_nowait(Taken(self._index[id(answer)], piece))
 
     async def next(self) -> Taken:
         """The next piece of any choice. Raises ChatError 500: the engine failed."""

@@ -20,7 +20,7 @@ from art_cli.engines.embedded import attention
 from art_cli.engines.embedded.attention import Layout
 from art_cli.engines.embedded.cache import SlotCache
 from art_cli.engines.embedded.fused import FusedDecoder, Unknown
-from art_cli.engines.embedded.runs import RunPlanner
+from art_cli.engines.embedded.runs import Costs, RunPlanner
 from art_cli.engines.embedded.scheduler import Chunk, Shape, StepPlan
 from art_cli.errors import EngineError
 from art_cli.model import Weights
@@ -43,7 +43,8 @@ class Runner:
         self._model = weights.model.get_base_model() if weights.has_adapter else weights.model
         _check_supported(self._model)
         _register()
-        self._planner = RunPlanner(weights.device)
+        costs = Costs.of(self.bytes_per_token() // self._model.config.num_hidden_layers)
+        self._planner = RunPlanner(costs, weights.device)
         self._fused: FusedDecoder | None = None
         self._fused_version = -1  # of the weights that `_fused` holds views of
         self.is_fused = self._compare_fused()

@@ -13,8 +13,10 @@ import torch
 
 from art_cli.engines.embedded.scheduler import Chunk, Ints, StepPlan
 
-CALL_COST = 2048  # tokens of keys and values that one more call per layer is worth (about 30 us on a CPU)
-MIN_SHARED = 64  # tokens below which reading them once is not worth a product of its own
+# Measured on a CPU, one core, float32, 2 heads of 32 and of 64: what is read in the time that the choice costs.
+CALL_BYTES = 2**19  # of keys and values: one more call per layer (30 us)
+SHARED_BYTES = 2**22  # reading shared tokens once and joining two softmaxes
+MIN_SHARED = 64  # tokens below which sharing was not looked at
 CHUNK_COST = 8192  # pairs of tokens that one more call for a chunk is worth
 MAX_PAIRS = 2**15  # of a chunk that is joined with others; a longer one gains nothing and skips its future by itself
 
@@ -33,11 +35,23 @@ class Run(NamedTuple):
     lengths: torch.Tensor  # [stop - start] tokens of each slot, its own included; the longest where it is idle
 
 
+class Costs(NamedTuple):
+    """In tokens that could be read instead."""
+
+    call: int
+    shared: int
+
+    @classmethod
+    def of(cls, token_bytes: int) -> "Costs":
+        """For keys and values of that size per token and layer."""
+        return cls(CALL_BYTES // token_bytes, SHARED_BYTES // token_bytes)
+
+
 class RunPlanner:
     """Remembers the last step's runs."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, costs: Costs, device: torch.device) -> None:
+        self._costs, self._device = costs, device
         self._decodes: Ints = np.empty(0, np.int64)
         self._lengths: Ints = np.empty(0, np.int64)
         self._runs: list[Run] = []
@@ -47,27 +61,27 @@ class RunPlanner:
         if decodes is self._decodes and (lengths == self._lengths + 1).all():
             self._runs = [run._replace(length=run.length + 1, lengths=run.lengths + 1) for run in self._runs]
         else:
-            self._runs = plan_runs(decodes, lengths, plan.shared, self._device)
+            self._runs = plan_runs(decodes, lengths, plan.shared, self._costs, self._device)
         self._decodes, self._lengths = decodes, lengths
         return self._runs
 
 
-def plan_runs(slots: Ints, lengths: Ints, shared: Ints, device: torch.device) -> list[Run]:
+def plan_runs(slots: Ints, lengths: Ints, shared: Ints, costs: Costs, device: torch.device) -> list[Run]:
     """Slots (ascending) of those lengths in runs; `shared[i]`: tokens that slot i begins with as slot i - 1 does."""
     runs: list[Run] = []
     plain = 0  # rows from here on are in no run yet
     row = 0
     while row < len(slots):
-        last, common = _family(shared, row)
+        last, common = _family(shared, row, costs.shared)
         if common:
-            runs += _plain_runs(slots, lengths, plain, row, device)
+            runs += _plain_runs(slots, lengths, plain, row, costs.call, device)
             runs.append(_run(slots, lengths, row, last, common, device))
             plain = last
         row = last
-    return runs + _plain_runs(slots, lengths, plain, len(slots), device)
+    return runs + _plain_runs(slots, lengths, plain, len(slots), costs.call, device)
 
 
-def _family(shared: Ints, first: int) -> tuple[int, int]:
+def _family(shared: Ints, first: int, cost: int) -> tuple[int, int]:
     """The end of the rows from `first` on that are read best with one shared span, and its length; 0: none.
 
     The next row joins while that saves more reading: rows but one, times the tokens they share.
@@ -78,16 +92,16 @@ def _family(shared: Ints, first: int) -> tuple[int, int]:
         if (last - first) * joined < (last - first - 1) * common:
             break
         last, common = last + 1, joined
-    is_worth_it = (last - first - 1) * common > CALL_COST
+    is_worth_it = (last - first - 1) * common > cost
     return (last, common) if is_worth_it else (first + 1, 0)
 
 
-def _plain_runs(slots: Ints, lengths: Ints, first: int, last: int, device: torch.device) -> list[Run]:
+def _plain_runs(slots: Ints, lengths: Ints, first: int, last: int, cost: int, device: torch.device) -> list[Run]:
     """The rows `first` to `last` in runs. Greedy: a slot joins while that reads less than a call is worth."""
     if first == last:
         return []
     everything = (slots[last - 1] + 1 - slots[first]) * lengths[first:last].max()
-    if everything - lengths[first:last].sum() <= CALL_COST:
+    if everything - lengths[first:last].sum() <= cost:
         return [_run(slots, lengths, first, last, 0, device)]
     runs = []
     longest = int(lengths[first])
@@ -95,7 +109,7 @@ def _plain_runs(slots: Ints, lengths: Ints, first: int, last: int, device: torch
         length, before, start = int(lengths[row]), int(slots[row - 1]), int(slots[first])
         apart = (before + 1 - start) * longest + length
         together = (int(slots[row]) + 1 - start) * max(longest, length)
-        if together - apart > CALL_COST:
+        if together - apart > cost:
             runs.append(_run(slots, lengths, first, row, 0, device))
             first, longest = row, 0
         longest = max(longest, length)

@@ -29,6 +29,7 @@ Bools = npt.NDArray[np.bool_]
 MIN_COPY = 8  # shared tokens below which copying keys and values costs more calls than computing them again
 MIN_WAIT = 32  # tokens still being computed elsewhere that are worth waiting one step for
 MIN_LENGTH = 64  # rooms in the cache come in multiples of this
+NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(eq=False)
@@ -317,14 +318,16 @@ class Scheduler:
             if empty >= self.shape.slots:
                 self._set_shape(Shape(min(allowed, max(8, 2 * self.shape.slots)), self.shape.length))
             return empty
-        idle = [slot for slot in range(self.shape.slots) if slot not in self.running]
-        return min(idle, key=lambda slot: (slot == keep, self._last_used[slot], slot))
+        last_used = self._last_used[: self.shape.slots].copy()
+        last_used[list(self.running)] = NEVER
+        if keep >= 0 and len(self.running) + 1 < self.shape.slots:
+            last_used[keep] = NEVER
+        return int(last_used.argmin())
 
     def _first_empty(self, allowed: int) -> int | None:
-        for slot in np.flatnonzero(self._last_used[:allowed] < 0):
-            if int(slot) not in self.running:
-                return int(slot)
-        return None
+        is_empty = self._last_used[:allowed] < 0
+        slot = int(is_empty.argmax())
+        return slot if is_empty[slot] else None
 
     def _occupy(self, slot: int, sequence: Sequence, tokens: Ints, *, computed: int) -> None:
         self._tokens[slot, : len(tokens)] = tokens
@@ -404,11 +407,11 @@ class Scheduler:
 
     def _reserve(self, needed: int) -> bool:
         """Slots of at least `needed` tokens without preempting anyone; a too long shape shrinks if that gives slots."""
-        longest = max([needed, *(int(self._length[slot]) + 1 for slot in self.running)])
         length = self.shape.length
         if needed > length:
             length = self._roomy(needed)
         elif len(self.running) >= self._num_slots(length) and self._num_slots(length) < self.max_slots:
+            longest = max([needed, *(int(self._length[slot]) + 1 for slot in self.running)])
             length = min(length, self._roomy(longest))
         if length == self.shape.length:
             return True

@@ -1,8 +1,8 @@
 """The thread that runs the model: takes answers in, samples all of them together, hands out what they gained.
 
-Commands (add, cancel) come in through a queue and are taken between steps; pieces go out through each answer's
-`deliver`, which is called in this thread and must only pass them on. When a step fails, every answer gets the failure,
-the thread ends, and whatever is asked afterwards raises EngineError.
+Commands (add, cancel) come in through a queue and are taken between steps; pieces go out to mailboxes, once a step to
+each, which are called in this thread and must only pass them on. When a step fails, every answer gets the failure, the
+thread ends, and whatever is asked afterwards raises EngineError.
 
 Each step holds `weights.lock` while it plans and runs the model. Weights that changed since the last step make
 everything computed stale: caches are dropped, and running answers go on from their tokens under the new weights.
@@ -14,7 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +54,8 @@ class Answer:
     top_p: float
     top_k: int
     seed: int  # in [0, 2**64)
-    deliver: Callable[["Answer", Piece], None]
+    owner: Any  # the caller's own
+    mailbox: "Mailbox"
     is_stream: bool = False  # a piece for every token; otherwise one at the end
     num_top: int = 0
     stops: tuple[str, ...] = ()
@@ -63,6 +64,9 @@ class Answer:
     num_delivered: int = 0
     seen: str = ""  # end of the text so far, as long as a stop string may reach back into it
     top: Top = field(default_factory=list)
+
+
+Mailbox = Callable[[list[tuple[Answer, Piece]]], None]
 
 
 class Worker:
@@ -75,6 +79,7 @@ class Worker:
         self._version = runner.weights.version
         self._is_stale = False
         self._is_closing = False
+        self._out: dict[Mailbox, list[tuple[Answer, Piece]]] = {}  # pieces of this step
         self._ended: EngineError | None = None  # why the thread takes no more commands
         self._gate = threading.Lock()  # between a command that comes and a thread that ends
         self._stop_table = np.zeros(vocab, np.bool_)
@@ -215,6 +220,7 @@ class Worker:
                 self._deliver(answer, None)
         for sequence in finished:
             self._deliver(sequence.payload, sequence.finish_reason)
+        self._send()
 
     def _meets_stop(self, answer: Answer) -> bool:
         """Whether the newest token completes a stop string."""
@@ -242,7 +248,12 @@ class Worker:
         top = answer.top[start : answer.num_delivered] if answer.num_top else None
         assert answer.step is not None
         piece = Piece(ids.tolist(), logprobs.tolist(), raw_logprobs.tolist(), top, answer.step, finish_reason)
-        answer.deliver(answer, piece)
+        self._out.setdefault(answer.mailbox, []).append((answer, piece))
+
+    def _send(self) -> None:
+        for mailbox, pieces in self._out.items():
+            mailbox(pieces)
+        self._out = {}
 
     def _end(self, ended: EngineError) -> None:
         """Tells everyone who waits, also those whose command was not taken any more."""
@@ -253,4 +264,5 @@ class Worker:
                 command()
         for sequence in [*self._scheduler.running.values(), *self._scheduler.waiting]:
             answer: Answer = sequence.payload
-            answer.deliver(answer, Piece([], [], [], None, self.step, None, ended))
+            self._out.setdefault(answer.mailbox, []).append((answer, Piece([], [], [], None, self.step, None, ended)))
+        self._send()
