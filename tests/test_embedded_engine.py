@@ -144,6 +144,26 @@ async def test_a_load_marks_the_step_and_drops_the_caches() -> None:
     assert choice.logprobs == pytest.approx(full_logprobs(weights, reply.prompt_ids, choice.token_ids), abs=1e-5)
 
 
+async def test_a_rest_frees_the_cache_also_under_a_running_request() -> None:
+    """The request goes on from its tokens: the same ones as without the rest in between, with the same logprobs."""
+    weights = tiny_weights()
+    async with running(weights) as engine:
+        request = chat("hello", seed=1, max_tokens=300)
+        undisturbed = (await engine.reply(request)).choices[0]
+        stream = engine.stream(request)
+        chunks = []
+        async for chunk in stream:
+            chunks.append(chunk)
+            if len(chunks) in (1, 50, 51):
+                await engine.rest()
+        assert engine._runner is not None and engine._runner.cache.keys
+        await engine.rest()
+        assert not engine._runner.cache.keys
+    assert [id for chunk in chunks for id in chunk.choice.token_ids] == undisturbed.token_ids
+    logprobs = [value for chunk in chunks for value in chunk.choice.logprobs]
+    assert logprobs == pytest.approx(undisturbed.logprobs, abs=1e-5)
+
+
 async def test_weights_of_its_own_are_read_from_the_checkpoint(tmp_path: Path) -> None:
     trained = tiny_weights()
     change(trained)

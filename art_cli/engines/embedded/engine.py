@@ -108,10 +108,11 @@ class EmbeddedEngine:
         return await self._with_weights(partial(self._runner.score, token_ids))
 
     async def rest(self) -> None:
-        """Nothing to let go of: the weights are the learner's."""
+        """Keys and values go; the weights are the learner's. What is being sampled goes on from its tokens later."""
+        await self._with_weights(self._running_worker().let_go)
 
     async def wake(self) -> None:
-        """It never rests."""
+        """It samples as soon as there is something to."""
 
     async def watch(self) -> NoReturn:
         while True:

@@ -126,8 +126,16 @@ class Worker:
             self._commands.put(command)
 
     def set_step(self, step: int) -> None:
-        """From the next step on, what is sampled is tagged with `step`, and nothing computed before is used."""
+        """From the next step on, what is sampled is tagged with `step`, and nothing computed before is used.
+
+        The caller holds the weights.
+        """
         self.step = step
+        self._is_stale = True
+
+    def let_go(self) -> None:
+        """Frees the cache. The caller holds the weights, so that no step is under way."""
+        self._runner.cache.clear()
         self._is_stale = True
 
     def close(self, timeout_s: float) -> bool:
