@@ -186,6 +186,14 @@ class _TextWire(_Wire, kw_only=True):
 _AnyWire = TypeVar("_AnyWire", bound=_Wire)
 
 
+_PROMPT_TEXT: Json = {"type": "string", "minLength": 1}
+_PROMPT_IDS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _INT32}, "minItems": 1}
+
+
+def _one_of(schema: Json) -> Json:
+    return {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
+
+
 def body_schemas(models: Sequence[str]) -> dict[str, Json]:
     """JSON Schemas by name: "chat" and "text" are the bodies that `parse_request` takes, the others parts of them.
 
@@ -201,6 +209,8 @@ def body_schemas(models: Sequence[str]) -> dict[str, Json]:
         fields |= {name: {} for name in HARMLESS}
         fields["model"] = {"type": "string", "enum": list(models)}
         fields["temperature"] = {"anyOf": [{"enum": [0, None]}, {"type": "number", "minimum": 1e-6, "maximum": 100}]}
+        if kind == "text":
+            fields["prompt"] = {"anyOf": [_PROMPT_TEXT, _PROMPT_IDS, _one_of(_PROMPT_TEXT), _one_of(_PROMPT_IDS)]}
         named[kind] = {**body, "title": kind, "additionalProperties": False}
     text = msgspec.json.encode(named).replace(b"#/components/schemas/_", b"#/components/schemas/")
     decoded: dict[str, Json] = msgspec.json.decode(text)
@@ -267,7 +277,7 @@ def _refuse_unknown(fields: Json, kind: type[_Wire]) -> None:
         value = fields[name]
         if name not in NEUTRAL:
             raise invalid(f"unknown parameter: {name!r}", name, "unknown_parameter")
-        if value is not None and not any(value == neutral for neutral in NEUTRAL[name]):
+        if value is not None and (isinstance(value, bool) or value not in NEUTRAL[name]):
             raise invalid(f"{name}: this endpoint does not support it", name, "unsupported_parameter")
 
 

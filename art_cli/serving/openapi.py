@@ -100,7 +100,7 @@ def _completion(kind: str, refused: dict[str, str]) -> Json:
     body = {"required": True, "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind}"}}}}
     answered = {
         "application/json": {"schema": {"$ref": "#/components/schemas/completion"}},
-        "text/event-stream": {"schema": {"type": "string"}},
+        "text/event-stream": {"schema": {}},  # each event a piece of a completion, the last one [DONE]
     }
     return {"requestBody": body, "responses": _responses("A completion.", answered, {**REFUSALS, **refused})}
 
