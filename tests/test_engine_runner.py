@@ -118,10 +118,10 @@ GROUPS = [[*range(200), *range(100), tail] for tail in range(9)] + [[7] * 40, [9
 
 
 def test_shared_spans_give_what_a_full_forward_gives() -> None:
-    """20 attempts that differ after 950 tokens: 19 * 950 need not be read again, more than the 16,384 it takes."""
+    """20 attempts that differ after 950 tokens: 19 * 950 need not be read again, more than the 10,240 it takes."""
     weights = tiny_weights()
     attempts = [[*range(250), *range(250), *range(250), *range(200), tail] for tail in range(20)]
-    assert Costs.of(token_bytes=2 * 2 * 16 * 4).shared == 16384 < 19 * 950
+    assert Costs.of(token_bytes=2 * 2 * 16 * 4).shared == 10240 < 19 * 950
     assert_as_a_full_forward(weights, play(weights, attempts, 6, is_fused=True))
 
 

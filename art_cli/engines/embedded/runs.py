@@ -15,7 +15,7 @@ from art_cli.engines.embedded.scheduler import Chunk, Ints, StepPlan
 
 # Measured on a CPU, one core, float32, 2 heads of 32 and of 64: what is read in the time that the choice costs.
 CALL_BYTES = 2**19  # of keys and values: one more call per layer (30 us)
-SHARED_BYTES = 2**22  # reading shared tokens once and joining two softmaxes
+SHARED_BYTES = 5 * 2**19  # reading shared tokens once and joining two softmaxes (150 us)
 MIN_SHARED = 64  # tokens below which sharing was not looked at
 CHUNK_COST = 8192  # pairs of tokens that one more call for a chunk is worth
 MAX_PAIRS = 2**15  # of a chunk that is joined with others; a longer one gains nothing and skips its future by itself
