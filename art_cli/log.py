@@ -13,3 +13,5 @@ def set_up(*, verbose: bool = False) -> None:
     handler.setFormatter(logging.Formatter("%(levelname).1s %(name)s: %(message)s" if verbose else "%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("art_cli").setLevel(logging.DEBUG if verbose else logging.INFO)
+    # imported with peft where it is installed, it warns each time that a CPU kernel it could download is not there
+    logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
