@@ -11,12 +11,12 @@ import contextlib
 import copy
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from art_cli import plugins, run_dir
+from art_cli import plugins, quantization, run_dir
 from art_cli.config.schema import LoraConfig, ModelConfig
 from art_cli.errors import CheckpointError, UsageError
 
@@ -104,25 +104,38 @@ def find_base(base: str, *, directory: Path, built: Path) -> str:
     return str(built)
 
 
-def load_weights(config: ModelConfig, base: str, *, device: str = "auto", seed: int = 0) -> Weights:
+# What loads a model with its fresh adapter: (config, base, device, dtype, seed) -> PeftModel or transformers causal LM
+ModelLoader = Callable[["ModelConfig", str, "torch.device", "torch.dtype", int], Any]
+
+
+def load_weights(
+    config: ModelConfig, base: str, *, device: str = "auto", seed: int = 0, load: ModelLoader | None = None
+) -> Weights:
     """The model and tokenizer at `base` (a hub id or directory), with a fresh adapter where the config has one.
 
-    The adapter starts as no change at all (B = 0), its A drawn from `seed`. Raises UsageError: nothing loadable there,
-    no chat template, a module to adapt that the model does not have.
+    The adapter starts as no change at all (B = 0), its A drawn from `seed`. `load`: in place of transformers and peft.
+    Raises UsageError: nothing loadable there, no chat template, a module to adapt that the model does not have.
     """
     import torch
 
     place = torch.device(_pick_device(device))
     dtype = _pick_dtype(config.dtype, place)
-    model, tokenizer = _load_pretrained(base, dtype)
+    if not Path(base).is_dir():
+        _find_on_hub(base)
+    try:
+        model = (load or _load_model)(config, base, place, dtype, seed)  # Unsloth's comes before transformers' import
+        tokenizer = _load_tokenizer(base)
+    except (OSError, ValueError) as error:
+        summary = str(error).strip().splitlines()[0]
+        raise UsageError(
+            f"model.base: cannot load {base!r} (hub id, directory or file.py:function): {summary}"
+        ) from error
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template.read_text()
     if not tokenizer.chat_template:
         raise UsageError(f"{base}: its tokenizer has no chat template; name a Jinja file in model.chat_template")
-    if config.lora is not None:
-        model = _add_adapter(model, config.lora, seed)
     max_length = config.max_length or getattr(model.config, "max_position_embeddings", None) or DEFAULT_LENGTH
-    model.to(place).eval()
+    model.eval()
     return Weights(model, tokenizer, place, dtype, max_length, base, has_adapter=config.lora is not None)
 
 
@@ -224,20 +237,27 @@ def _pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def _load_pretrained(base: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def _load_model(config: ModelConfig, base: str, place: torch.device, dtype: torch.dtype, seed: int) -> Any:
+    """The model by transformers, its adapter by peft."""
     import transformers
 
     _hide_progress_bars()
-    if not Path(base).is_dir():
-        _find_on_hub(base)
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
-        return model, transformers.AutoTokenizer.from_pretrained(base)
-    except (OSError, ValueError) as error:
-        summary = str(error).strip().splitlines()[0]
-        raise UsageError(
-            f"model.base: cannot load {base!r} (hub id, directory or file.py:function): {summary}"
-        ) from error
+    few_bits: dict[str, Any] = {}
+    if config.quantize is not None:
+        quantization.require_bitsandbytes()
+        few_bits = {"quantization_config": quantization.settings(dtype), "device_map": {"": place}}
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **few_bits)
+    quantization.keep_layout(model)
+    if config.lora is not None:
+        model = add_adapter(model, config.lora, seed)
+    return model if quantization.is_quantized(model) else model.to(place)
+
+
+def _load_tokenizer(base: str) -> Any:
+    import transformers
+
+    _hide_progress_bars()
+    return transformers.AutoTokenizer.from_pretrained(base)
 
 
 def _find_on_hub(base: str) -> None:
@@ -262,7 +282,8 @@ def _hide_progress_bars() -> None:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _add_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
+def add_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
+    """The model with a fresh adapter. Raises UsageError: a module to adapt that it does not have."""
     import peft
     import torch
 

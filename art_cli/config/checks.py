@@ -10,6 +10,11 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(dotted key, message) for each pair of settings that contradict each other."""
     if config.loss.kl > 0 and config.model.lora is None:
         yield "loss.kl", "needs model.lora: the reference policy is the model with its adapter off; set it to 0"
+    if config.model.quantize is not None and config.model.lora is None:
+        yield (
+            "model.quantize",
+            "a base in few bits is frozen: set model.lora, or model.quantize=null to train all weights",
+        )
     if isinstance(config.engine, VllmEngineConfig) and config.model.lora is None:
         yield "engine", "'vllm' swaps LoRA adapters and cannot follow whole weights; set model.lora, or engine=embedded"
     if isinstance(config.loss, DapoConfig):

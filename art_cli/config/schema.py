@@ -56,6 +56,9 @@ class ModelConfig(Section):
     """null trains all weights."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the base weights. auto: bfloat16 on a GPU, float32 on a CPU. Adapters are always float32."""
+    quantize: Literal["4bit"] | None = None
+    """4bit: the frozen base is kept in 4 bits (NF4, by bitsandbytes) and computed in `dtype`; needs `lora`. null: as it
+    is."""
     max_length: PositiveInt | None = None
     """Tokens of prompt and reply together. null: what the model was made for."""
     chat_template: Path | None = None
