@@ -1,4 +1,9 @@
-"""AdamW with warm-up and gradient clipping, whose state is written as tensors and numbers, never pickled."""
+"""AdamW with warm-up and gradient clipping, whose state is written as tensors and numbers, never pickled.
+
+A parameter is updated in place, unless its update is computed on a copy: in float32 where the parameter is below that
+(bfloat16 has 8 bits: most steps of 1e-5 on a weight of 0.02 would be rounded away), and on another device where the
+state is to live there (CPU offload: 8 bytes a trained weight that the GPU does not hold).
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +28,10 @@ class Counts(msgspec.Struct, kw_only=True):
 
 
 class Optimizer:
-    """AdamW, Loshchilov and Hutter 2019 (arXiv:1711.05101), over named parameters."""
+    """AdamW, Loshchilov and Hutter 2019 (arXiv:1711.05101), over named parameters.
+
+    `device`: where state lives and updates are computed, on copies of the parameters. None: with each parameter.
+    """
 
     def __init__(
         self,
@@ -33,14 +41,27 @@ class Optimizer:
         warmup_steps: int,
         weight_decay: float,
         max_grad_norm: float,
+        device: torch.device | None = None,
     ) -> None:
         self.parameters = dict(parameters)
         self.learning_rate, self.warmup_steps, self.max_grad_norm = learning_rate, warmup_steps, max_grad_norm
         self.counts = Counts()
-        self._adamw = torch.optim.AdamW(self.parameters.values(), lr=learning_rate, weight_decay=weight_decay)
+        self._copies = {
+            name: torch.nn.Parameter(parameter.detach().to(device or parameter.device, _dtype(parameter), copy=True))
+            for name, parameter in self.parameters.items()
+            if device is not None or _is_low(parameter)
+        }
+        self._updated = {**self.parameters, **self._copies}  # what AdamW works on
+        self._adamw = torch.optim.AdamW(self._updated.values(), lr=learning_rate, weight_decay=weight_decay)
 
     @classmethod
-    def of(cls, parameters: Mapping[str, torch.nn.Parameter], config: TrainConfig | SftConfig) -> "Optimizer":
+    def of(
+        cls,
+        parameters: Mapping[str, torch.nn.Parameter],
+        config: TrainConfig | SftConfig,
+        *,
+        device: torch.device | None = None,
+    ) -> "Optimizer":
         """A new one with the knobs of that section."""
         return cls(
             parameters,
@@ -48,6 +69,7 @@ class Optimizer:
             warmup_steps=config.warmup_steps,
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
+            device=device,
         )
 
     def current_rate(self) -> float:
@@ -63,38 +85,61 @@ class Optimizer:
     def update(self) -> None:
         for group in self._adamw.param_groups:
             group["lr"] = self.current_rate()
+        for name, copy in self._copies.items():
+            _refresh(copy, self.parameters[name])
         self._adamw.step()
+        with torch.no_grad():
+            for name, copy in self._copies.items():
+                self.parameters[name].copy_(copy)
         self.counts.num_updates += 1
         self.clear()
 
     def clear(self) -> None:
-        self._adamw.zero_grad(set_to_none=True)
+        for parameter in (*self.parameters.values(), *self._copies.values()):
+            parameter.grad = None
 
     # --- state --------------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """The moments of each parameter, `<name>:<which>`; empty before the first update."""
-        return {
+        """The moments of each parameter, `<name>:<which>`; empty before the first update.
+
+        Of a parameter below float32 also what its copy knows beyond it, `<name>:copy`.
+        """
+        tensors = {
             f"{name}:{which}": tensor
-            for name, parameter in self.parameters.items()
-            for which, tensor in self._adamw.state.get(parameter, {}).items()
+            for name, updated in self._updated.items()
+            for which, tensor in self._adamw.state.get(updated, {}).items()
         }
+        if tensors:
+            tensors |= {f"{n}:copy": copy.detach() for n, copy in self._copies.items() if _is_low(self.parameters[n])}
+        return tensors
 
     def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Continues from what `tensors` gave. Raises ValueError: not of these parameters, or not of their shape."""
-        self._adamw.state.clear()
+        self._forget()
         for key, tensor in tensors.items():
             name, _, which = key.rpartition(":")
             parameter = self.parameters.get(name)
             if parameter is None or (which != "step" and tensor.shape != parameter.shape):
                 raise ValueError(f"optimizer state of {name} {list(tensor.shape)}, which this model does not have")
+            if which == "copy":
+                if name in self._copies:
+                    self._copies[name].data.copy_(tensor)
+                continue
             # the step count stays on the CPU, where AdamW reads it without waiting for the device
-            place = tensor.device if which == "step" else parameter.device
-            self._adamw.state[parameter][which] = tensor.to(place)
+            place = tensor.device if which == "step" else self._updated[name].device
+            self._adamw.state[self._updated[name]][which] = tensor.to(place)
 
     def reset(self) -> None:
-        self._adamw.state.clear()
+        self._forget()
         self.counts = Counts()
+
+    @torch.no_grad()
+    def _forget(self) -> None:
+        """No moments, and copies that are their parameters as these are now."""
+        self._adamw.state.clear()
+        for name, copy in self._copies.items():
+            copy.copy_(self.parameters[name])
 
     def snapshot(self) -> "Snapshot":
         """Everything an update changes, copied."""
@@ -122,6 +167,26 @@ class Optimizer:
             self.counts = msgspec.json.decode((directory / COUNTS_FILE).read_bytes(), type=Counts)
         except Exception as error:
             raise CheckpointError(f"{directory}: optimizer state: {str(error).splitlines()[0]}") from error
+
+
+def _is_low(parameter: Tensor) -> bool:
+    return parameter.dtype.itemsize < 4
+
+
+def _dtype(parameter: Tensor) -> torch.dtype:
+    """Of its update."""
+    return torch.float32 if _is_low(parameter) else parameter.dtype
+
+
+@torch.no_grad()
+def _refresh(copy: torch.nn.Parameter, parameter: torch.nn.Parameter) -> None:
+    """Gives the copy the parameter's gradient, and its value wherever that is not the copy's own, rounded.
+
+    So weights that were loaded or put back meanwhile count, and what the copy knows beyond them is kept.
+    """
+    value = parameter.detach().to(copy.device)
+    copy.copy_(torch.where(copy.to(value.dtype) == value, copy, value.to(copy.dtype)))
+    copy.grad = None if parameter.grad is None else parameter.grad.to(copy.device, copy.dtype)
 
 
 class Snapshot(msgspec.Struct, frozen=True):
