@@ -217,6 +217,22 @@ def test_saved_and_loaded_the_next_step_is_bit_identical(tmp_path: Path) -> None
         assert torch.equal(parameter, second.parameters[name]), name
 
 
+def test_with_the_optimizer_offloaded_the_steps_are_the_same(tmp_path: Path) -> None:
+    """Bit by bit, and either goes on from what the other saved."""
+    weights = [tiny_weights() for _ in range(3)]
+    groups = [two_answers(weights[0], group="a"), two_answers(weights[0], bad=0.5, group="b")]
+    knobs = {"weight_decay": 0.1, "updates_per_step": 2}
+    here, there, after = (learner(w, offload_optimizer=on, **knobs) for w, on in zip(weights, (0, 1, 1), strict=True))
+    here.step(groups)
+    here.save(tmp_path)
+    after.load(tmp_path)
+    for trained in (here, there, there, after):
+        trained.step(groups)
+    for name, parameter in here.parameters.items():
+        assert torch.equal(parameter, there.parameters[name]), name
+        assert torch.equal(parameter, after.parameters[name]), name
+
+
 def parameters_of(learner: TorchLearner) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in learner.parameters.items()}
 

@@ -123,9 +123,9 @@ def test_plain_and_packed_give_the_same_gradient() -> None:
 
 
 def test_gradient_checkpointing_changes_no_gradient() -> None:
-    """And leaves the model as the engine needs it: in eval mode, attending its own way."""
+    """And leaves the model as the engine needs it: in eval mode, attending its own way. A number is one of tokens."""
     gradients = []
-    for checkpointing in (False, True):
+    for checkpointing, num_calls in ((False, 1), (True, 2), (8, 2), (9, 1)):  # the pack has 8 tokens
         weights = tiny_weights()
         caught = Caught(learner(weights, gradient_checkpointing=checkpointing))
         group, calls = two_answers(weights), []
@@ -133,12 +133,37 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         layer.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         caught.learner.runner.can_pack = True
         caught.learner.step([group])
-        assert len(calls) == (2 if checkpointing else 1)  # once more in the backward pass
+        assert len(calls) == num_calls  # once more in the backward pass
         assert not any(module.training for module in weights.model.modules())
         assert weights.model.config._attn_implementation == "sdpa"
         gradients.append(caught.gradient)
     for name, gradient in gradients[0].items():
-        assert torch.equal(gradient, gradients[1][name])
+        assert all(torch.equal(gradient, other[name]) for other in gradients[1:])
+
+
+@pytest.mark.parametrize("can_pack", [True, False])
+def test_gradient_checkpointing_keeps_the_layers_inputs_only(can_pack: bool) -> None:
+    """What autograd saves between the passes, each storage once; of 8 layers only what stands between them stays."""
+    saved = {}
+    for checkpointing in (False, True):
+        weights = tiny_weights(layers=8)
+        runner = PackRunner(weights, TorchLearnerConfig(gradient_checkpointing=checkpointing))
+        runner.can_pack = can_pack
+        [pack] = pack_samples(samples(), budget=1000, share=can_pack)
+        sizes: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        frozen = {parameter.untyped_storage().data_ptr() for parameter in weights.model.parameters()}
+        with runner.running():
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                scores = runner.run(pack)
+            scores.logprobs.sum().backward()
+        between = 0 if not checkpointing else 8 * 32 * 4 * len(pack.token_ids)  # held by checkpoints, not by autograd
+        saved[checkpointing] = between + sum(size for place, size in sizes.items() if place not in frozen)
+    assert saved[True] < saved[False] / 5, saved
 
 
 def test_bfloat16_models_run_packs_within_their_rounding() -> None:

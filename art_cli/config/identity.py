@@ -24,6 +24,7 @@ NOT_TRAINING = frozenset(
         # speed and memory; the gradient is the same for every packing and micro-batch size
         *("rollout.concurrency", "judge.concurrency", "judge.retries", "judge.timeout_s", "judge.cache"),
         *("learner.device", "learner.micro_batch_tokens", "learner.gradient_checkpointing", "learner.packing"),
+        "learner.offload_optimizer",
         # how the engine runs; that it samples from the learner's weights is proved after each step
         *("engine.max_batch", "engine.prefill_tokens", "engine.python", "engine.args", "engine.env", "engine.sleep"),
         *("engine.url", "engine.api_key_env", "engine.start_timeout_s", "engine.timeout_s"),

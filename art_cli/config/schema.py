@@ -420,7 +420,12 @@ class TorchLearnerConfig(Section):
     micro_batch_tokens: PositiveInt | None = None
     """Tokens of one forward pass; a memory knob, it does not change the gradient. null: 2048 on a CPU, where more runs
     slower, 8192 on a GPU."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | PositiveInt = False
+    """true: activations are computed again in the backward pass instead of kept: far less memory, a third more time. A
+    number: in forward passes of that many tokens or more. It does not change the gradient."""
+    offload_optimizer: bool = False
+    """true: what AdamW remembers lives in the CPU's memory and updates are computed there: 8 bytes for each trained
+    weight less on the GPU. It does not change the update."""
     packing: Literal["tree", "rows"] = "tree"
     """tree: every token that samples of a group share is computed once. rows: one row per sample."""
 

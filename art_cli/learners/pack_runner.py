@@ -40,7 +40,7 @@ class PackRunner:
         self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS.get(weights.device.type, 2048)
         self.model = weights.model.get_base_model() if weights.has_adapter else weights.model
         self.can_pack: bool | None = None  # None: not yet known, see `settle`
-        if config.gradient_checkpointing:
+        if config.gradient_checkpointing is not False:
             _enable_checkpointing(self.model)
 
     @contextlib.contextmanager
@@ -49,7 +49,6 @@ class PackRunner:
         with self.weights.lock, contextlib.ExitStack() as stack:
             if self.can_pack:
                 stack.enter_context(tree_attention(self.model))
-            stack.enter_context(_checkpointing_layers(self.model))
             yield
 
     def settle(self, sample: Sample) -> None:
@@ -88,7 +87,15 @@ class PackRunner:
 
     def run(self, pack: Pack) -> TokenScores:
         """[E] scores of the pack's edges."""
-        return self._run_packed(pack) if self.can_pack else self._run_plain(pack)
+        with contextlib.ExitStack() as stack:
+            if self._checkpoints(pack):
+                stack.enter_context(_checkpointing_layers(self.model))
+            return self._run_packed(pack) if self.can_pack else self._run_plain(pack)
+
+    def _checkpoints(self, pack: Pack) -> bool:
+        """Whether the pack's activations are to be computed again in the backward pass instead of kept."""
+        setting = self.config.gradient_checkpointing
+        return setting is not False and len(pack.token_ids) >= setting and torch.is_grad_enabled()
 
     def _run_packed(self, pack: Pack) -> TokenScores:
         backbone = self.model.base_model

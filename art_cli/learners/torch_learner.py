@@ -60,7 +60,8 @@ class TorchLearner:
         self.runner = PackRunner(weights, learner)
         self.gradient = PolicyGradient(self.runner, loss, max_tokens=sampling_max_tokens)
         self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
-        self.optimizer = Optimizer.of(self.parameters, train)
+        self.optimizer_device = torch.device("cpu") if learner.offload_optimizer else None
+        self.optimizer = Optimizer.of(self.parameters, train, device=self.optimizer_device)
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
         """One policy update. On any failure every weight is what it was.
@@ -91,7 +92,7 @@ class TorchLearner:
         ]
         if not transcripts:
             raise LearnerError("sft.demos: no transcripts")
-        optimizer = Optimizer.of(self.parameters, config)
+        optimizer = Optimizer.of(self.parameters, config, device=self.optimizer_device)
         with self._changing_weights(transcripts[0][0]):
             updates = train_on_demos(
                 self.runner, optimizer, transcripts, config, seed=self.train_config.seed, progress=progress
