@@ -23,17 +23,21 @@ from served import ScriptedEngine, ScriptedLoader, add_checkpoint, make_run, scr
 from tiny import tiny_weights
 
 from art_cli import cli
+from art_cli.chat.app import closing_stream
+from art_cli.chat.connection import Patience
 from art_cli.chat.replies import Chunk, Reply
 from art_cli.chat.requests import Request, Sampling
-from art_cli.chat.server import Patience
 from art_cli.commands import serve as serve_command
 from art_cli.config.schema import EmbeddedEngineConfig
 from art_cli.errors import ArtError, CheckpointError, EngineError, UsageError
 from art_cli.model import save_weights
 from art_cli.run_dir import Manifest, RunDir, new_checkpoint
 from art_cli.serving import follow
+from art_cli.serving.admission import Admission
+from art_cli.serving.desk import Desk
 from art_cli.serving.keys import Keys, check_exposure, read_keys
 from art_cli.serving.loader import Loader, choose_engine
+from art_cli.serving.meter import Meter
 from art_cli.serving.policies import Policies, ServedPolicy
 from art_cli.serving.service import Limits, Service
 from art_cli.serving.source import Source, find_source
@@ -523,38 +527,105 @@ class Talker(ScriptedEngine):
                 yield chunk
 
 
+async def ask_and_not_read(root: str, wire: socket.socket, *, is_stream: bool) -> None:
+    """Sends a request through `wire`, whose buffer is small, and leaves what comes back there."""
+    body = json.dumps({"model": "policy", "prompt": "x", "stream": is_stream}).encode()
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    wire.setblocking(False)
+    host, _, port = root.removeprefix("http://").partition(":")
+    await asyncio.get_running_loop().sock_connect(wire, (host, int(port)))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    wire.send(head % len(body) + body)
+
+
+def rest_of(wire: socket.socket) -> bytes:
+    """All that comes until the server closes the connection, or cuts it off."""
+    wire.setblocking(True)
+    wire.settimeout(20)
+    received = bytearray()
+    with contextlib.suppress(ConnectionResetError):
+        while piece := wire.recv(1 << 20):
+            received += piece
+    return bytes(received)
+
+
 async def test_clients_that_do_not_read_are_given_up() -> None:
     """One asks for a whole answer, then one for a stream, and neither reads: both are cut off, the place is free."""
-
-    async def ask(wire: socket.socket, *, is_stream: bool) -> None:
-        body = json.dumps({"model": "policy", "prompt": "x", "stream": is_stream}).encode()
-        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        wire.setblocking(False)
-        host, _, port = root.removeprefix("http://").partition(":")
-        await asyncio.get_running_loop().sock_connect(wire, (host, int(port)))
-        wire.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-
     async with serving(loader=ScriptedLoader(make=Talker), patience=Patience(read_s=0.3)) as (service, root):
         with socket.socket() as whole, socket.socket() as stream:
-            await ask(whole, is_stream=False)
-            await until(lambda: service.meter.requests.total() == 1)  # written, as far as it went
-            await ask(stream, is_stream=True)
-            await until(lambda: service.admission.num_inside == 1)
-            await until(lambda: service.admission.num_inside == 0)
-            whole.setblocking(True)
-            whole.settimeout(10)
-            received = await asyncio.to_thread(lambda: sum(map(len, iter(lambda: whole.recv(65536), b""))))
-    assert received < 20_000_000
+            for num_gone, wire in enumerate((whole, stream)):
+                await ask_and_not_read(root, wire, is_stream=wire is stream)
+                await until(lambda: service.admission.num_inside == 1)
+                await until(lambda: service.admission.num_inside == 0)
+                assert service.meter.requests.total() == num_gone + 1
+            received = await asyncio.to_thread(rest_of, whole)
+    assert len(received) < 20_000_000
+
+
+async def test_slow_readers_keep_nobody_from_being_answered() -> None:
+    """Two places, two streams of 20 MB that nobody reads: others are answered. Then they read, and have it all."""
+    async with (
+        serving(loader=ScriptedLoader(make=Talker), concurrency=2, queue=1) as (service, root),
+        httpx.AsyncClient(base_url=root) as http,
+    ):
+        with socket.socket() as one, socket.socket() as other:
+            for wire in (one, other):
+                await ask_and_not_read(root, wire, is_stream=True)
+            await until(lambda: (service.admission.num_inside, service.admission.num_answering) == (2, 0))
+            short = {"model": "policy", "prompt": "x", "max_tokens": 1}
+            assert (await http.post("/v1/completions", json=short)).status_code == 200
+            await until(lambda: service.admission.num_inside == 2)
+            assert (await http.post("/v1/completions", json=short)).status_code == 200
+            numbers = (await http.get("/metrics")).text
+            received = await asyncio.gather(*(asyncio.to_thread(rest_of, wire) for wire in (one, other)))
+        await until(lambda: service.admission.num_inside == 0)
+    assert "art_requests_inside 2\n" in numbers
+    assert "art_requests_answering 0\n" in numbers
+    for data in received:
+        assert data.count(b"o") >= 10_000_000
+        assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def test_a_stream_that_nobody_reads_keeps_neither_slot_nor_place(run: RunDir) -> None:
+    """One slot, one place: a stream of 200 tokens is read once, others are answered, then the rest of it is there."""
+    loader = Loader(EmbeddedEngineConfig(max_batch=1), logs=Path("/nowhere"))
+    policies = Policies([ServedPolicy(find_source(str(run.root)), loader)])
+    await policies.start()
+    desk = Desk(policies, Admission(concurrency=1, queue=0), Meter(), logs_content=False)
+    long, short = (
+        Request(
+            model="mine",
+            messages=[USER],
+            sampling=Sampling(temperature=0, max_tokens=num),
+            user_set=frozenset({"temperature", "max_tokens"}),
+        )
+        for num in (200, 8)
+    )
+    try:
+        async with closing_stream(desk.stream(long)) as stream:
+            ids = list((await anext(stream)).choice.token_ids)
+            async with asyncio.timeout(60):
+                assert (await desk.reply(short)).choices[0].text == greedy(run, 2)
+                assert [chunk async for chunk in desk.stream(short)]
+            ids += [id async for chunk in stream for id in chunk.choice.token_ids]
+        assert len(ids) == 200
+        assert ids == (await desk.reply(long)).choices[0].token_ids
+    finally:
+        await policies.close()
 
 
 async def test_a_client_that_goes_away_frees_its_slot(run: RunDir) -> None:
-    """An engine with one slot: a stream of 900 tokens is left after its first piece, and the next is answered."""
+    """An engine with one slot: an answer of 900 tokens is left early; it ends there, unfinished."""
     loader = Loader(EmbeddedEngineConfig(max_batch=1), logs=Path("/nowhere"))
     async with serving(find_source(str(run.root)), loader=loader, concurrency=2) as (service, root), client(root) as ai:
+        shift = service.policies.served["mine"]._shift
+        assert shift is not None
+        scheduler = shift.engine._worker._scheduler  # type: ignore[attr-defined]
         for is_stream in (True, False):
             call = ai.completions.create(model="mine", prompt="abc", max_tokens=900, seed=5, stream=is_stream)
             task = asyncio.create_task(call)
-            await until(lambda: service.admission.num_answering == 1)
+            await until(lambda: bool(scheduler.running))
+            (left,) = scheduler.running.values()
             if is_stream:
                 stream = await task
                 await anext(aiter(stream))  # type: ignore[call-overload]
@@ -563,8 +634,12 @@ async def test_a_client_that_goes_away_frees_its_slot(run: RunDir) -> None:
                 task.cancel()
             await until(lambda: service.admission.num_inside == 0)
             assert await say(ai, "mine", max_tokens=8) == greedy(run, 2)
+            assert (left.slot, left.finish_reason) == (-1, None)
+            assert scheduler.num_sampled(left) < 900
+            assert scheduler.is_idle
         metrics = await fetch(f"{root}/metrics")
     assert 'art_requests_total{route="/v1/completions",code="499"} 1' in metrics
+    assert "art_requests_answering 0\n" in metrics
 
 
 # --- from start to end ------------------------------------------------------------------------------------------------
@@ -629,6 +704,27 @@ async def test_a_signal_ends_what_runs_and_refuses_what_is_new(number: signal.Si
         await asyncio.wait_for(task, 10)
         with pytest.raises(httpx.ConnectError):
             await http.get("/health")
+
+
+async def test_draining_waits_for_replies_that_are_not_read_yet() -> None:
+    """All is sampled and sent when it is told to stop, but the client has most of 10 MB to read: it gets the rest."""
+    policies = Policies([ServedPolicy(scripted_source(), ScriptedLoader(make=Talker))])  # type: ignore[arg-type]
+    service = Service(policies, keys=Keys(), limits=Limits())
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(service.run("127.0.0.1", 0, ready.set_result))
+    root = await asyncio.wait_for(ready, 10)
+    with socket.socket() as whole, socket.socket() as stream:
+        for wire in (whole, stream):
+            await ask_and_not_read(root, wire, is_stream=wire is stream)
+        await until(lambda: (service.admission.num_inside, service.admission.num_answering) == (2, 0))
+        service.stop()
+        await until(lambda: service.admission.state == "draining")
+        assert await service.admission.emptied(0.0) == 2
+        received = await asyncio.gather(*(asyncio.to_thread(rest_of, wire) for wire in (whole, stream)))
+    await asyncio.wait_for(task, 20)
+    head, _, body = received[0].partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(body) in head
+    assert received[1].endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 @pytest.mark.parametrize(("drain_s", "num_signals"), [(0.2, 1), (600.0, 2)])

@@ -6,6 +6,7 @@
     app.py        the ASGI application over any Backend
     client.py     HttpBackend: any OpenAI-compatible endpoint as a Backend
     server.py     runs the application on a loopback port, with a deadline for start and stop
+    connection.py one client's connection, with deadlines for a slow one
 
 The seam is `Backend`. Three classes have this shape: the embedded engine (samples in this process), HttpBackend (asks
 another server) and the gateway's recorder (wraps one of those two and writes down every turn). Tokens travel inside

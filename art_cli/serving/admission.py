@@ -2,8 +2,9 @@
 
     closed -> open -> draining        requests are let in only while it is open
 
-A request that was let in is read, then waits for a place at the engine, in order; `concurrency` are answered at once,
-`queue` more may be in the house.
+A request that was let in is read, then waits for a place at the engine, in order. It has the place until all of its
+answer is sampled, and is in the house until its client has taken that answer or gone. `concurrency` have places at
+once, `queue` more may be in the house.
 """
 
 import asyncio
@@ -23,15 +24,12 @@ class Admission:
         self.concurrency, self.queue = concurrency, queue
         self.state = "loading"  # loading, open, draining
         self.num_inside = 0  # let in and not gone
+        self.num_waiting = 0  # of these, for a place
         self.num_answering = 0  # of these, at the engine
         self._places = asyncio.Semaphore(concurrency)
         self._empty = asyncio.Event()
         self._empty.set()
         self._answer_s = 1.0  # smoothed mean
-
-    @property
-    def num_waiting(self) -> int:
-        return self.num_inside - self.num_answering
 
     def open(self) -> None:
         self.state = "open"
@@ -63,14 +61,19 @@ class Admission:
     @contextlib.asynccontextmanager
     async def placed(self) -> AsyncIterator[None]:
         """A place at the engine, first come first served."""
-        async with self._places:
-            self.num_answering += 1
-            begin = time.perf_counter()
-            try:
-                yield
-            finally:
-                self.num_answering -= 1
-                self._answer_s += SMOOTHING * (time.perf_counter() - begin - self._answer_s)
+        self.num_waiting += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self.num_waiting -= 1
+        self.num_answering += 1
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._places.release()
+            self.num_answering -= 1
+            self._answer_s += SMOOTHING * (time.perf_counter() - begin - self._answer_s)
 
     def _check(self) -> None:
         if self.state == "loading":

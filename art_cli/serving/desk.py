@@ -10,6 +10,7 @@ from art_cli.chat.app import closing_stream
 from art_cli.chat.replies import Chunk, Reply, ReplyBuilder
 from art_cli.chat.requests import Request
 from art_cli.serving.admission import Admission
+from art_cli.serving.backlog import read_ahead
 from art_cli.serving.meter import Meter
 from art_cli.serving.policies import Policies
 
@@ -36,6 +37,12 @@ class Desk:
         return reply
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        """Its place is free when all of it is sampled, however slowly the client reads."""
+        async with closing_stream(read_ahead(self._sample(request))) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _sample(self, request: Request) -> AsyncIterator[Chunk]:
         begin = time.perf_counter()
         builder = ReplyBuilder(request) if self._logs_content else None
         num_prompt = num_sampled = 0

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from art_cli.chat.app import error_response, key_of, wrong_key
+from art_cli.chat.connection import delivered
 from art_cli.chat.errors import ChatError
 from art_cli.serving.admission import Admission
 from art_cli.serving.keys import Keys
@@ -59,6 +60,8 @@ class Door:
                 await error_response(error)(scope, receive, send)
                 return
             await self._app(scope, receive, send)
+            if is_completion:
+                await delivered(scope)
 
     def _check_key(self, scope: Scope) -> None:
         key = key_of(Headers(scope=scope))

@@ -21,8 +21,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from art_cli.chat.app import BODY_TIMEOUT_S, MAX_BODY_BYTES, build_app, error_response
+from art_cli.chat.connection import Patience
 from art_cli.chat.errors import ChatError
-from art_cli.chat.server import Patience, serve
+from art_cli.chat.server import serve
 from art_cli.serving.admission import Admission
 from art_cli.serving.desk import Desk
 from art_cli.serving.door import Door
@@ -170,7 +171,11 @@ class Service:
     async def _metrics(self, http: HttpRequest) -> Response:
         admission, served = self.admission, self.policies.served
         gauges = [
-            Gauge("art_requests_inside", "Requests let in and not gone.", {(): admission.num_inside}),
+            Gauge(
+                "art_requests_inside",
+                "Requests let in and not gone: replies not yet read count.",
+                {(): admission.num_inside},
+            ),
             Gauge("art_requests_answering", "Of these, at the engine.", {(): admission.num_answering}),
             Gauge("art_ready", "Whether requests are taken.", {(): int(admission.state == "open")}),
             Gauge(

@@ -1,0 +1,128 @@
+"""Backlog: what was sampled for a stream and its client has not taken yet. Sampling never waits for a client.
+
+    the policy's stream -> a task of its own -> Backlog -> whoever writes to the client, at the client's speed
+
+What waits is bounded by the reply itself: pieces of text are put together while they wait, so that a whole reply takes
+what it takes unstreamed, about 100 bytes a token, and a client that lags gets fewer and longer pieces.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import msgspec
+
+from art_cli.chat.app import CANCEL_TIMEOUT_S, closing_stream
+from art_cli.chat.replies import Choice, Chunk
+
+MIN_JOIN = 64  # chunks that may wait as they are: putting them together costs more than they take
+
+
+async def read_ahead(stream: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+    """The stream's chunks, some put together. It is read as fast as it comes; leaving early ends it."""
+    backlog = Backlog()
+    reading = asyncio.create_task(backlog.fill(stream))
+    try:
+        while chunks := await backlog.take():
+            for chunk in chunks:
+                yield chunk
+        await reading
+    finally:
+        reading.cancel()
+        await asyncio.wait((reading,), timeout=CANCEL_TIMEOUT_S)
+        if reading.done() and not reading.cancelled():
+            reading.exception()  # seen: raised above, or nobody is left to be told
+
+
+class Backlog:
+    def __init__(self) -> None:
+        self._chunks: list[Chunk] = []
+        self._join_at = MIN_JOIN
+        self._is_ended = False
+        self._news = asyncio.Event()
+
+    async def fill(self, stream: AsyncIterator[Chunk]) -> None:
+        """Takes in the whole stream. Raises what it raises."""
+        try:
+            async with closing_stream(stream) as chunks:
+                async for chunk in chunks:
+                    self.add(chunk)
+        finally:
+            self._is_ended = True
+            self._news.set()
+
+    def add(self, chunk: Chunk) -> None:
+        self._chunks.append(chunk)
+        if len(self._chunks) >= self._join_at:
+            self._chunks = join(self._chunks)
+            self._join_at = 2 * len(self._chunks) + MIN_JOIN
+        self._news.set()
+
+    async def take(self) -> list[Chunk]:
+        """All that waits, at least one chunk; none: the stream has ended, well or not."""
+        while not self._chunks and not self._is_ended:
+            self._news.clear()
+            await self._news.wait()
+        chunks, self._chunks, self._join_at = join(self._chunks), [], MIN_JOIN
+        return chunks
+
+
+def join(chunks: Iterable[Chunk]) -> list[Chunk]:
+    """The same pieces in fewer chunks: those of one choice that follow each other in it, but tool calls stand alone."""
+    runs: list[list[Chunk]] = []
+    newest: dict[int, list[Chunk]] = {}  # by choice
+    for chunk in chunks:
+        run = newest.get(chunk.choice.index)
+        if run is None or not _fit(run[-1].choice, chunk.choice):
+            run = newest[chunk.choice.index] = []
+            runs.append(run)
+        run.append(chunk)
+    return [run[0] if len(run) == 1 else _joined(run) for run in runs]
+
+
+def _fit(first: Choice, second: Choice) -> bool:
+    """Whether two pieces can be one: neither calls a tool, and both say the same of their tokens."""
+    if any("tool_calls" in (choice.message or ()) for choice in (first, second)):
+        return False
+    told = [
+        (choice.message is None, choice.raw_logprobs is None, choice.top_logprobs is None, len(choice.tokens))
+        for choice in (first, second)
+    ]
+    return told[0][:3] == told[1][:3] and bool(told[0][3]) == bool(told[1][3])
+
+
+def _joined(run: list[Chunk]) -> Chunk:
+    """One chunk of several of one choice. `run` is not changed."""
+    choices = [chunk.choice for chunk in run]
+    choice = Choice(
+        index=choices[0].index,
+        message=None if choices[0].message is None else _joined_delta([choice.message or {} for choice in choices]),
+        text="".join(choice.text for choice in choices),
+        token_ids=_concat(choice.token_ids for choice in choices),
+        logprobs=_concat(choice.logprobs for choice in choices),
+        raw_logprobs=_concat(choice.raw_logprobs for choice in choices),
+        tokens=_concat(choice.tokens for choice in choices) or [],
+        top_logprobs=_concat(choice.top_logprobs for choice in choices),
+        finish_reason=choices[-1].finish_reason,
+    )
+    prompt_ids = next((chunk.prompt_ids for chunk in run if chunk.prompt_ids is not None), None)
+    return msgspec.structs.replace(run[-1], choice=choice, prompt_ids=prompt_ids)
+
+
+def _joined_delta(deltas: list[dict[str, Any]]) -> dict[str, Any]:
+    """Strings one after the other, but the role once; of anything else the newest."""
+    texts: dict[str, list[str]] = {}
+    others: dict[str, Any] = {}
+    for delta in deltas:
+        for name, value in delta.items():
+            if isinstance(value, str) and name != "role":
+                texts.setdefault(name, []).append(value)
+            elif value is not None:
+                others[name] = value
+    return others | {name: "".join(pieces) for name, pieces in texts.items()}
+
+
+def _concat(lists: Iterable[list[Any] | None]) -> Any:
+    """The lists as one; None where there are none."""
+    found = [part for part in lists if part is not None]
+    return [item for part in found for item in part] if found else None
