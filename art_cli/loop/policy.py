@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from art_cli.config.compose import LoadedConfig, config_hash
 from art_cli.errors import CheckpointError
-from art_cli.learners import Learner, make_learner
+from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.model import Weights, find_base, load_checkpoint, load_weights
 from art_cli.run_dir import Manifest, RunDir, new_checkpoint, verify_checkpoint
 
@@ -66,7 +66,7 @@ def open_learner(loaded: LoadedConfig, source: PolicySource) -> Iterator[Learner
     """A learner that goes on from `source`, optimizer and RNG included."""
     config = loaded.config
     with open_base(loaded, source) as base:
-        weights = load_weights(config.model, base, device=config.learner.device, seed=config.train.seed)
+        weights = load_policy(config, base)
         learner = make_learner(config, weights)
         if source.checkpoint is not None:
             learner.load(source.checkpoint)
@@ -74,9 +74,13 @@ def open_learner(loaded: LoadedConfig, source: PolicySource) -> Iterator[Learner
 
 
 def save_learner(learner: Learner, output: Path, loaded: LoadedConfig, *, step: int, metrics: dict[str, float]) -> None:
-    """Writes the learner's state as a checkpoint of its own, outside of any run."""
-    manifest = Manifest(
-        step=step, base=loaded.config.model.base, config_hash=config_hash(loaded.config), metrics=metrics
-    )
+    """Writes the learner's state as a checkpoint of its own, outside of any run.
+
+    A base that is a directory beside the config is named in full, so that the checkpoint is found usable from anywhere.
+    """
+    base = loaded.config.model.base
+    if (loaded.directory / base).is_dir():
+        base = str((loaded.directory / base).resolve())
+    manifest = Manifest(step=step, base=base, config_hash=config_hash(loaded.config), metrics=metrics)
     with new_checkpoint(output, manifest) as directory:
         learner.save(directory)
