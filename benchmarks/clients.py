@@ -1,0 +1,118 @@
+"""Which clients hold a tool conversation with `art serve`: a table of what each got, on both engines.
+
+    python benchmarks/clients.py                       # with .venv-vllm (make test-vllm); about 4 minutes on 2 cores
+    python benchmarks/clients.py --engines embedded
+
+The official OpenAI clients for Python and Node, litellm, LangChain's ChatOpenAI and the OpenAI Agents SDK, each as its
+users use it (tests/clients/tools). The conversation is: a question, a call of a tool, the tool's answer, a streamed
+reply; then a call with a wrong key. A rehearsal against a scripted server records what each client sends; `art sft`
+teaches a tiny model these transcripts (tests/tool_clients.py); `art serve` serves that checkpoint.
+
+The clients get an environment of their own in .venv-clients, made at the first run.
+"""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from node import clients as install_node_client  # noqa: E402
+from scripted import ScriptedBackend  # noqa: E402
+from tool_clients import ANSWER, CALL, MODEL, art_serve, converse, demo, is_right, teach  # noqa: E402
+
+from art_cli.chat.app import build_app  # noqa: E402
+from art_cli.chat.requests import Request  # noqa: E402
+from art_cli.chat.server import serve  # noqa: E402
+
+PACKAGES = ("openai==2.54.0", "litellm==1.106.2", "langchain-openai==1.7.3", "openai-agents==0.20.0")
+ENVIRONMENT = ROOT / ".venv-clients"
+PROGRAMS = {
+    "openai (Python)": "openai_sdk.py",
+    "openai (Node)": "openai_sdk.mjs",
+    "litellm": "litellm_sdk.py",
+    "LangChain ChatOpenAI": "langchain_sdk.py",
+    "OpenAI Agents SDK": "agents_sdk.py",
+}
+KEY = "the-key-of-the-benchmark"
+
+Json = dict[str, Any]
+
+
+def make_environment() -> Path:
+    """The Python of the clients' environment."""
+    python, done = ENVIRONMENT / "bin" / "python", ENVIRONMENT / ".installed"
+    if not done.exists() or done.read_text().split() != list(PACKAGES):
+        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
+        done.write_text("\n".join(PACKAGES))
+    return python
+
+
+async def rehearse(python: Path) -> list[Json]:
+    """The conversation as each client sends it, as transcripts; equal ones once."""
+
+    def answer(request: Request) -> Any:
+        assert request.messages is not None
+        return ANSWER if request.messages[-1]["role"] == "tool" else CALL
+
+    backend = ScriptedBackend(answer, MODEL)
+    async with serve(build_app(lambda key: backend if key == KEY else None)) as root:
+        for name, program in PROGRAMS.items():
+            found = await converse(program, f"{root}/v1", KEY, python=python)
+            assert is_right(found), (name, found)
+    definitions = {json.dumps(request.tools, sort_keys=True): request.tools for request in backend.requests}
+    return [demo(tools) for tools in definitions.values()]
+
+
+async def measure(checkpoint: Path, python: Path, options: Sequence[str]) -> dict[str, Json]:
+    async with art_serve(checkpoint, KEY, *options) as (_, url):
+        return {name: await converse(program, url, KEY, python=python) for name, program in PROGRAMS.items()}
+
+
+def engine_options(engine: str, python: Path) -> list[str]:
+    options = ["--engine", engine]
+    if engine == "vllm":
+        options += ["--set", f"python={python}", "--set", "args={enforce-eager: true}"]
+        options += ["--set", "env={VLLM_CPU_KVCACHE_SPACE: '1', OMP_NUM_THREADS: '1'}"]
+    return options
+
+
+def row(client: str, engine: str, found: Json) -> str:
+    if "error" in found:
+        return f"{client:22s} {'?':9s} {engine:10s} NO   {found['error']}"
+    calls = ", ".join(f"{name}({json.dumps(arguments)})" for name, arguments in found["calls"])
+    verdict = "yes" if is_right(found) else "NO"
+    got = f"{calls:22s}  {found['text']!r:16s}  {found['refused']}"
+    return f"{client:22s} {found['version']:9s} {engine:10s} {verdict:4s} {got}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", choices=["embedded", "vllm"], default=["embedded", "vllm"])
+    parser.add_argument("--vllm-python", type=Path, default=ROOT / ".venv-vllm" / "bin" / "python")
+    arguments = parser.parse_args()
+    python = make_environment()
+    install_node_client()
+    found: dict[tuple[str, str], Json] = {}
+    with tempfile.TemporaryDirectory(prefix="art-clients-") as place:
+        checkpoint = teach(Path(place), asyncio.run(rehearse(python))).checkpoint_path(0)
+        for engine in arguments.engines:
+            results = asyncio.run(measure(checkpoint, python, engine_options(engine, arguments.vllm_python.absolute())))
+            found |= {(client, engine): result for client, result in results.items()}
+    print(f"{'client':22s} {'version':9s} {'engine':10s} held {'tool call':22s}  {'streamed reply':16s}  wrong key")
+    for client in PROGRAMS:
+        for engine in arguments.engines:
+            print(row(client, engine, found[client, engine]))
+    return 0 if all(map(is_right, found.values())) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
