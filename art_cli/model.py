@@ -181,6 +181,15 @@ def on_base(base: Weights, adapter: Path | None) -> Weights:
     return weights
 
 
+def twin(weights: Weights) -> Weights:
+    """The same policy a second time: what is frozen is shared, what is trained is a copy that nobody else moves."""
+    frozen = [parameter for parameter in weights.model.parameters() if not parameter.requires_grad]
+    memo = {id(tensor): tensor for tensor in [*frozen, *weights.model.buffers()]}
+    with weights.lock:
+        model = copy.deepcopy(weights.model, memo)
+    return replace(weights, model=model, version=0, lock=threading.RLock())
+
+
 def save_weights(weights: Weights, directory: Path) -> None:
     """Writes a plain PEFT directory (or a transformers one, where there is no adapter), tokenizer included."""
     with weights.lock:

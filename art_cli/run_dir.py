@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -120,6 +121,7 @@ class LineWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         _mend_tail(path)
         self._file = path.open("ab", buffering=0)
+        self._lock = threading.Lock()  # whole lines, whichever threads write
 
     def append(self, record: Any) -> None:
         self.append_all([record])
@@ -127,17 +129,19 @@ class LineWriter:
     def append_all(self, records: Iterable[Any]) -> None:
         """All of them in one write. Raises OSError (a full disk) after taking back what was written of them."""
         lines = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
-        start = os.fstat(self._file.fileno()).st_size
-        try:
-            view = memoryview(lines)
-            while view:
-                view = view[self._file.write(view) :]
-        except OSError:
-            os.ftruncate(self._file.fileno(), start)
-            raise
+        with self._lock:
+            start = os.fstat(self._file.fileno()).st_size
+            try:
+                view = memoryview(lines)
+                while view:
+                    view = view[self._file.write(view) :]
+            except OSError:
+                os.ftruncate(self._file.fileno(), start)
+                raise
 
     def close(self) -> None:
-        self._file.close()
+        with self._lock:
+            self._file.close()
 
     def __enter__(self) -> "LineWriter":
         return self

@@ -58,7 +58,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     group_id: str
     group_size: int
     index: int  # its place in the group, 0 .. group_size - 1
-    step: int = 0  # the policy's step when it began
+    step: int = 0  # of training; each turn says which step's policy sampled it
     scenario: Json = {}
     messages: list[Json] = []
     branches: list[list[Json]] = []

@@ -151,9 +151,7 @@ async def test_defaults_fill_what_the_client_left_out_and_nothing_else() -> None
     async with calling(gateway, gateway.open("t0")) as client:
         await ask(client)
         await ask(client, temperature=0.1, max_tokens=5, seed=9)
-    with gateway.temperature(0.0), gateway.temperature(None):
-        greedy = gateway.open("t1")
-    async with calling(gateway, greedy) as client:
+    async with calling(gateway, gateway.open("t1", temperature=0.0)) as client:
         await ask(client)
     sampled = [(r.sampling.temperature, r.sampling.max_tokens, r.sampling.seed) for r in backend.requests]
     assert sampled == [(0.7, 50, call_seed(0, "t0", 0)), (0.1, 5, 9), (0.0, 50, call_seed(0, "t1", 0))]

@@ -503,7 +503,7 @@ async def test_rollouts_of_an_engine_that_failed_for_good_stay_owed(fake: Fake) 
     played: list[Trajectory] = []
     with pytest.raises(EngineError, match=r"the server ended \(exit status 9\)"):
         async with open_sampler(loaded, tiny_weights(), checkpoint=None, step=0, logs=fake.logs) as sampler:
-            await sampler.play(plan_groups([{"id": "x"}], step=0, group_size=2), played.append, title="die")
+            await sampler.play_shown(plan_groups([{"id": "x"}], step=0, group_size=2), played.append, title="die")
     assert played == []
     assert len(fake.starts()) == 2
 

@@ -23,7 +23,7 @@ from art_cli.learners import Learner, make_learner
 from art_cli.learners.demos import load_demos
 from art_cli.loop.generate import plan_groups
 from art_cli.loop.sampler import open_sampler
-from art_cli.model import Weights, find_base, load_weights
+from art_cli.model import Weights, find_base
 from art_cli.rollouts.scenarios import load_scenarios
 from art_cli.trajectory import Json, Trajectory, Turn, prompt, score_trajectory, sequence
 
@@ -154,7 +154,7 @@ class Preflight:
         played: list[Trajectory] = []
         plans = plan_groups(self.scenarios[:1], step=0, group_size=1)
         async with open_sampler(self.loaded, self.weights, checkpoint=None, step=0, logs=self.scratch) as sampler:
-            await sampler.play(plans, played.append, title="check")
+            await sampler.play_shown(plans, played.append, title="check")
         return played[0]
 
     def check_tokens(self) -> Finding:

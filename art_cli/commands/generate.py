@@ -48,5 +48,5 @@ async def _generate(
         async with open_sampler(
             loaded, weights, checkpoint=source.checkpoint, step=source.step, logs=output.parent
         ) as sampler:
-            await sampler.play(missing, writer.append, title="generate")
+            await sampler.play_shown(missing, writer.append, title="generate")
     return len(done) + len(missing)

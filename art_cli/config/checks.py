@@ -21,9 +21,19 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         is_set = "overlong_buffer" in config.loss.model_fields_set
         if is_set and config.loss.overlong != "penalty":
             yield "loss.overlong_buffer", f"used with loss.overlong 'penalty' only, which is {config.loss.overlong!r}"
+    if config.train.max_staleness > 0:
+        yield from _stale_conflicts(config)
     if config.train.updates_per_step > config.rollout.groups_per_step:
         groups = config.rollout.groups_per_step
         yield "train.updates_per_step", f"at most rollout.groups_per_step ({groups}): a step is split by groups"
+
+
+def _stale_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.loss.importance_cap is None:
+        message = "of an older policy, tokens need truncated importance weights: set loss.importance_cap (2.0 is usual)"
+        yield "train.max_staleness", message
+    if isinstance(config.engine, VllmEngineConfig) and config.engine.sleep in (1, 2):
+        yield "engine.sleep", "with train.max_staleness the engine samples while the learner works; set it to 0"
 
 
 def check_trainable(config: RunConfig) -> None:

@@ -445,8 +445,11 @@ class TrainConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     updates_per_step: PositiveInt = 1
     """Optimizer steps on each batch of groups; the batch is split between them by groups."""
+    max_staleness: Count = 0
+    """Steps by which the policy that samples a token may be older than the one it trains. 0: on-policy, engine and
+    learner take turns. 1 or more: later batches are sampled while the learner works; needs loss.importance_cap."""
     max_logprob_gap: PositiveFloat = 0.1
-    """Mean nats between engine and learner past which the run stops: they no longer hold the same weights."""
+    """Mean nats between engine and learner past which an on-policy run stops: they no longer hold the same weights."""
     keep_checkpoints: PositiveInt = 3
     """The newest ones that stay; the best evaluated one stays besides."""
     seed: Int = 0

@@ -71,19 +71,26 @@ class Engine(Protocol):
 
 
 def make_engine(
-    config: EngineConfig, weights: Weights | ServedModel | None, *, name: str, step: int = 0, logs: Path
+    config: EngineConfig,
+    weights: Weights | ServedModel | None,
+    *,
+    name: str,
+    step: int = 0,
+    logs: Path,
+    shares_weights: bool = True,
 ) -> Engine:
     """The engine of a configuration, not started yet. Raises EngineError: it cannot be made here.
 
     `weights` are those that an engine inside this process samples from, and a learner there may change; vLLM serves
     their base model and the adapters it is told to load, and needs no weights here where it is told what to serve.
-    None: for an engine that brings its own. `name` is what its policy is called, `logs` where a process of its own
+    None: for an engine that brings its own. `shares_weights`: a learner here moves these very weights, so that a load
+    has nothing to read. `name` is what its policy is called, `logs` where a process of its own
     writes.
     """
     make = pkgutil.resolve_name(BUILT_INS[config.name])
     if isinstance(config, EmbeddedEngineConfig):
         assert isinstance(weights, Weights), "the embedded engine samples from weights in this process"
-        engine: Engine = make(weights, name=name, config=config, step=step)
+        engine: Engine = make(weights, name=name, config=config, step=step, shares_weights=shares_weights)
     elif isinstance(config, VllmEngineConfig):
         assert weights is not None, "vLLM serves the base model of weights in this process, or what it is told to"
         model = weights if isinstance(weights, ServedModel) else served_model(weights)

@@ -49,7 +49,7 @@ async def play_evaluation(
     config = loaded.config.eval
     assert config is not None, "no eval section"
     scenarios = load_scenarios(config.scenarios, loaded.directory)
-    plans = plan_groups(scenarios, step=step, group_size=config.attempts, prefix="e")
+    plans = plan_groups(scenarios, step=step, group_size=config.attempts, prefix="e", temperature=config.temperature)
     done = list(read_lines(path, Trajectory))
     missing = owed(plans, done)
     if missing:
@@ -59,7 +59,7 @@ async def play_evaluation(
                 writer.append(trajectory)
                 done.append(trajectory)
 
-            await sampler.play(missing, keep, title=title, temperature=config.temperature)
+            await sampler.play_shown(missing, keep, title=title)
     return done
 
 

@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 AnyTrajectory = TypeVar("AnyTrajectory", bound=Trajectory)
 
 
-def plan_groups(scenarios: Sequence[Json], *, step: int, group_size: int, prefix: str = "s") -> list[RolloutPlan]:
+def plan_groups(
+    scenarios: Sequence[Json], *, step: int, group_size: int, prefix: str = "s", temperature: float | None = None
+) -> list[RolloutPlan]:
     """All rollouts of a step, group by group: the ids depend on nothing but step and place.
 
     Example: scenario 2 of step 3, attempt 5 -> group "s0003-g0002", trajectory "s0003-g0002-a05".
@@ -39,6 +41,7 @@ def plan_groups(scenarios: Sequence[Json], *, step: int, group_size: int, prefix
                     index=index,
                     scenario=scenario,
                     step=step,
+                    temperature=temperature,
                 )
             )
     return plans
@@ -100,7 +103,7 @@ class GroupScorer:
             else:
                 log.warning("%s: not scored, still owed: %s", group_id, error)
             return
-        self.writer.append_all(scored)
+        await asyncio.to_thread(self.writer.append_all, scored)
         self.scored[group_id] = scored
 
     async def finish(self) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +11,8 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.engines import Engine, make_engine
 from art_cli.model import Weights
 from art_cli.rollouts.gateway import Gateway
-from art_cli.rollouts.progress import Progress
-from art_cli.rollouts.runner import RolloutPlan, Runner
-from art_cli.trajectory import Trajectory
+from art_cli.rollouts.progress import Progress, shown
+from art_cli.rollouts.runner import OnFinished, RolloutPlan, Runner
 
 
 @dataclass
@@ -27,37 +26,45 @@ class Sampler:
     async def play(
         self,
         plans: Sequence[RolloutPlan],
-        on_finished: Callable[[Trajectory], None],
-        *,
-        title: str,
-        temperature: float | None = None,
-    ) -> Progress:
-        """Runs every plan; each trajectory is handed over as it finishes. Returns the counts.
+        on_finished: OnFinished,
+        progress: Progress,
+    ) -> None:
+        """Runs every plan; each trajectory is handed over as it finishes.
 
         Raises EngineError: the engine has failed for good; what was being played is dropped, and stays owed.
         """
         try:
-            with self.gateway.temperature(temperature):
-                async with asyncio.TaskGroup() as group:
-                    watch = group.create_task(self.engine.watch())
-                    progress = await self.runner.run(plans, on_finished, title=title)
-                    watch.cancel()
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(self.engine.watch())
+                await self.runner.run(plans, on_finished, progress)
+                watch.cancel()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return progress
+
+    async def play_shown(self, plans: Sequence[RolloutPlan], on_finished: OnFinished, *, title: str) -> None:
+        """As `play`, with a bar on a terminal and lines elsewhere."""
+        async with shown(progress := Progress(title)):
+            await self.play(plans, on_finished, progress)
 
 
 @contextlib.asynccontextmanager
 async def open_sampler(
-    loaded: LoadedConfig, weights: Weights | None, *, checkpoint: Path | None, step: int, logs: Path
+    loaded: LoadedConfig,
+    weights: Weights | None,
+    *,
+    checkpoint: Path | None,
+    step: int,
+    logs: Path,
+    shares_weights: bool = True,
 ) -> AsyncIterator[Sampler]:
     """Engine started, gateway listening; all of it closed on the way out.
 
     `weights` are those in this process, `checkpoint` what an engine of its own loads; both are the policy at `step`.
-    None for an engine that brings its own, and for the starting policy that no checkpoint holds.
+    None for an engine that brings its own, and for the starting policy that no checkpoint holds. `shares_weights`: as
+    in `make_engine`.
     """
     config = loaded.config
-    engine = make_engine(config.engine, weights, name=config.name, step=step, logs=logs)
+    engine = make_engine(config.engine, weights, name=config.name, step=step, logs=logs, shares_weights=shares_weights)
     await engine.start()
     try:
         if checkpoint is not None:

@@ -1,6 +1,6 @@
 """TrainingRun: one run from its first policy to its last, resumed from whatever its directory holds.
 
-    step N:  play what is owed, judge meanwhile -> learner.step -> checkpoint N + 1 -> engine loads it -> proof -> eval
+    step N:  batch (batches.py) -> learner.step -> checkpoint N + 1 -> engine loads it -> proof -> eval
 
 The newest checkpoint that verifies says which step is next; the step's own files say what of it is owed. Nothing else
 is remembered. A checkpoint carries its step's metrics, so that a kill between the two loses no line of metrics.jsonl.
@@ -14,7 +14,7 @@ import math
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,14 +28,14 @@ from art_cli.learners import Learner, StepMetrics, make_learner
 from art_cli.learners.demos import load_demos
 from art_cli.loop import proof
 from art_cli.loop.bar import shown_updates
+from art_cli.loop.batches import Batch, Batches
+from art_cli.loop.choice import settle
 from art_cli.loop.evaluate import play_evaluation, values_by_scenario
-from art_cli.loop.generate import GroupScorer, group, owed, plan_groups
 from art_cli.loop.sampler import Sampler, open_sampler
-from art_cli.model import Weights, find_base, load_weights
-from art_cli.rollouts.scenarios import ScenarioOrder, load_scenarios
-from art_cli.run_dir import LineWriter, Manifest, MetricsLine, RunDir, new_checkpoint, write_file
+from art_cli.model import Weights, find_base, twin
+from art_cli.rollouts.scenarios import load_scenarios
+from art_cli.run_dir import Manifest, MetricsLine, RunDir, new_checkpoint, write_file
 from art_cli.trackers import Tracker, make_tracker
-from art_cli.trajectory import ScoredTrajectory, Trajectory
 from art_cli.views.curve import curve, run_series
 
 log = logging.getLogger(__name__)
@@ -104,11 +104,6 @@ class TrainingRun:
     def __init__(self, loaded: LoadedConfig, run: RunDir) -> None:
         self.loaded, self.config, self.run = loaded, loaded.config, run
         self.scenarios = load_scenarios(self.config.rollout.scenarios, loaded.directory)
-        self.order = ScenarioOrder(
-            [scenario["id"] for scenario in self.scenarios],
-            seed=self.config.train.seed,
-            shuffle=self.config.rollout.shuffle,
-        )
         self.judge: Judge = make_judge(self.config.judge, loaded.directory, job=str(run.root))
         base = find_base(self.config.model.base, directory=loaded.directory, built=run.base)
         self.weights: Weights = load_weights(
@@ -123,21 +118,8 @@ class TrainingRun:
         with self._interruptible():
             try:
                 step = await self._find_start()
-                async with open_sampler(
-                    self.loaded,
-                    self.weights,
-                    checkpoint=self.run.checkpoint_path(step),
-                    step=step,
-                    logs=self.run.logs,
-                ) as sampler:
-                    await self._prove(sampler, step)
-                    await self._evaluate(sampler, step)
-                    while step < self.config.train.steps:
-                        await self._take_step(sampler, step)
-                        step += 1
-                        self._stop_if_interrupted()
-                        await self._evaluate(sampler, step)
-                        self._prune(step)
+                async with self._open_sampler(step) as sampler:
+                    step = await self._take_steps(sampler, step)
             except asyncio.CancelledError:
                 raise self._interruption() from None
             finally:
@@ -193,59 +175,61 @@ class TrainingRun:
         if manifest.metrics and not any((line.step, line.split) == (step, split) for line in self.run.metrics()):
             self._record(step, split, manifest.metrics)
 
-    # --- one step -----------------------------------------------------------------------------------------------------
+    # --- steps --------------------------------------------------------------------------------------------------------
 
-    async def _take_step(self, sampler: Sampler, step: int) -> None:
-        groups, metrics = await self._generate(sampler, step)
-        await sampler.engine.rest()
-        with shown_updates(f"step {step + 1}/{self.config.train.steps}: packs") as progress:
-            trained = await self._off_loop(self.learner.step, groups, progress=progress)
-        await sampler.engine.wake()
-        metrics |= _numbers(trained)
+    def _open_sampler(self, step: int) -> contextlib.AbstractAsyncContextManager[Sampler]:
+        """On-policy, engine and learner take turns with one copy of the weights; otherwise each has its own."""
+        is_shared = self.config.train.max_staleness == 0
+        return open_sampler(
+            self.loaded,
+            self.weights if is_shared else twin(self.weights),
+            checkpoint=self.run.checkpoint_path(step),
+            step=step,
+            logs=self.run.logs,
+            shares_weights=is_shared,
+        )
+
+    async def _take_steps(self, sampler: Sampler, first: int) -> int:
+        """All steps from `first` on; the one that the policy stands at then.
+
+        While the engine samples from step s, batches up to s + max_staleness may be played.
+        """
+        ahead = self.config.train.max_staleness
+        await self._prove(sampler, first)
+        await self._evaluate(sampler, first)
+        batches = Batches(self.config, self.run, sampler, self.judge, self.scenarios)
+        try:
+            for step in range(first, first + ahead):
+                batches.allow(step)
+            for step in range(first, self.config.train.steps):
+                batches.allow(step + ahead)
+                await self._take_step(sampler, await batches.take(step), step)
+                self._stop_if_interrupted()
+                await self._evaluate(sampler, step + 1)
+                self._prune(step + 1)
+        finally:
+            await batches.close()
+        return max(first, self.config.train.steps)
+
+    async def _take_step(self, sampler: Sampler, batch: Batch, step: int) -> None:
+        trained = await self._update(sampler, batch, step)
+        metrics = batch.metrics | _numbers(trained)
         if trained.num_updates == 0:
             log.warning("step %d: no signal: every group's rewards are equal; no weight was changed", step)
         metrics["probe_gap"] = await self._hand_over(sampler, step + 1, metrics)
         self._record(step, "train", metrics)
         _announce(step, self.config.train.steps, metrics)
 
-    async def _generate(self, sampler: Sampler, step: int) -> tuple[list[list[ScoredTrajectory]], dict[str, float]]:
-        """Plays and judges what the step owes; its scored groups in the order of the plan, and what it took."""
-        chosen = self.order.groups(step, self.config.rollout.groups_per_step)
-        plans = plan_groups([self.scenarios[i] for i in chosen], step=step, group_size=self.config.rollout.group_size)
-        done = self.run.trajectories(step)
-        scored = group(self.run.scored(step))
-        with LineWriter(self.run.trajectories_path(step)) as played, LineWriter(self.run.scored_path(step)) as out:
-            scorer = GroupScorer(self.judge, out, scored)
-            for trajectory in done:
-                scorer.add(trajectory)
-
-            def keep(trajectory: Trajectory) -> None:
-                played.append(trajectory)  # on disk before it is counted
-                done.append(trajectory)
-                scorer.add(trajectory)
-
-            begin = time.perf_counter()
-            try:
-                await sampler.play(owed(plans, done), keep, title=f"step {step + 1}/{self.config.train.steps}")
-                sample_s = time.perf_counter() - begin
-                await scorer.finish()
-            finally:
-                scorer.cancel()
-            judge_s = time.perf_counter() - begin - sample_s
-        self._check_scored(scorer, step)
-        groups = [
-            scorer.scored[name] for name in dict.fromkeys(plan.group_id for plan in plans) if name in scorer.scored
-        ]
-        return groups, _generation_numbers(done, sample_s, judge_s, len(scorer.failures))
-
-    def _check_scored(self, scorer: GroupScorer, step: int) -> None:
-        """A step goes on without groups the judge gave up on, but not without most of them. Raises RunError."""
-        if scorer.stopped or len(scorer.failures) > len(scorer.scored):
-            reason = scorer.stopped or next(iter(scorer.failures.values()))
-            raise RunError(
-                f"step {step}: {len(scorer.failures)} groups could not be judged ({reason}); "
-                "nothing is lost: mend the judge and run the same command again"
-            )
+    async def _update(self, sampler: Sampler, batch: Batch, step: int) -> StepMetrics:
+        """The learner's step. On-policy there is nothing to sample meanwhile: the engine lets go of its memory."""
+        is_resting = self.config.train.max_staleness == 0
+        if is_resting:
+            await sampler.engine.rest()
+        with shown_updates(f"step {step + 1}/{self.config.train.steps}: packs") as progress:
+            trained = await self._off_loop(self.learner.step, batch.groups, progress=progress)
+        if is_resting:
+            await sampler.engine.wake()
+        return trained
 
     async def _hand_over(self, sampler: Sampler, step: int, metrics: dict[str, float]) -> float:
         """Checkpoints the learner's weights as `step` and has the engine sample from them; the proof's gap in nats."""
@@ -359,24 +343,6 @@ class TrainingRun:
 
 def _numbers(metrics: StepMetrics) -> dict[str, float]:
     return {name: value for name, value in msgspec.structs.asdict(metrics).items() if not math.isnan(value)}
-
-
-def _generation_numbers(
-    trajectories: Sequence[Trajectory], sample_s: float, judge_s: float, num_unscored: int
-) -> dict[str, float]:
-    """Counts and means of a step's rollouts; `judge_s` is the part of judging that rollouts did not hide."""
-    numbers = {
-        "sample_s": sample_s,
-        "judge_s": judge_s,
-        "num_unscored": num_unscored,
-        "tokens_sampled": sum(trajectory.num_sampled for trajectory in trajectories),
-        "turns": sum(len(trajectory.turns) for trajectory in trajectories),
-    }
-    numbers["sample_tokens_per_s"] = numbers["tokens_sampled"] / sample_s if sample_s else 0.0
-    for name, values in values_by_scenario(trajectories).items():
-        if name not in ("reward", "failed"):
-            numbers[f"metrics.{name}"] = sum(values.values()) / len(values)
-    return numbers
 
 
 def _announce(step: int, steps: int, metrics: dict[str, float]) -> None:

@@ -69,21 +69,13 @@ class Gateway:
             self.base_url = f"{root}/v1"
             yield self.base_url
 
-    @contextlib.contextmanager
-    def temperature(self, value: float | None) -> Iterator[None]:
-        """Rollouts opened inside sample at this temperature where they do not say theirs; None changes nothing."""
-        before = self._defaults
-        if value is not None:
-            self._defaults = msgspec.structs.replace(before, temperature=value)
-        try:
-            yield
-        finally:
-            self._defaults = before
-
-    def open(self, trajectory_id: str) -> str:
-        """The key with which one attempt at one rollout may call."""
+    def open(self, trajectory_id: str, *, temperature: float | None = None) -> str:
+        """The key with which one attempt at one rollout may call. `temperature`: for calls that do not say theirs."""
         key = secrets.token_urlsafe(32)
-        self._backends[key] = RecordingBackend(self, trajectory_id, self._defaults)
+        defaults = self._defaults
+        if temperature is not None:
+            defaults = msgspec.structs.replace(defaults, temperature=temperature)
+        self._backends[key] = RecordingBackend(self, trajectory_id, defaults)
         return key
 
     def close(self, key: str) -> Recorder:

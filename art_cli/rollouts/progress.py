@@ -21,13 +21,17 @@ class Progress:
     """How far a run of rollouts is. A trajectory is counted after it was handed over."""
 
     title: str
-    total: int
+    total: int = 0
     sampled: Callable[[], int] = lambda: 0  # tokens sampled so far, those of unfinished rollouts included
     done: int = 0  # failed ones included
     failed: int = 0
     reward_sum: float = 0.0
     num_rewards: int = 0
     started: float = field(default_factory=time.monotonic)
+    is_handed_out: asyncio.Event = field(default_factory=asyncio.Event)  # every rollout is played or has a worker
+
+    def begin(self, total: int, sampled: Callable[[], int]) -> None:
+        self.total, self.sampled, self.started = total, sampled, time.monotonic()
 
     def count(self, trajectory: Trajectory) -> None:
         self.done += 1
@@ -71,9 +75,9 @@ async def _draw(progress: Progress) -> None:
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[facts]}")
     with Bar(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(progress.title, total=progress.total, facts="")
+        task = bar.add_task(progress.title, total=None, facts="")
         while True:
-            bar.update(task, completed=progress.done, facts=progress.facts())
+            bar.update(task, total=progress.total, completed=progress.done, facts=progress.facts())
             await asyncio.sleep(REDRAW_S)
 
 

@@ -23,7 +23,7 @@ from art_cli.rollouts.command import CommandRollout
 from art_cli.rollouts.function import load_function
 from art_cli.rollouts.gateway import Gateway
 from art_cli.rollouts.policy import Outcome, Policy
-from art_cli.rollouts.progress import Progress, shown
+from art_cli.rollouts.progress import Progress
 from art_cli.rollouts.recorder import Recorder
 from art_cli.trajectory import Trajectory
 
@@ -43,7 +43,8 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int
     index: int  # its place in the group
     scenario: Json
-    step: int  # the policy's step that plays it
+    step: int  # of training, or of the policy that is evaluated
+    temperature: float | None = None  # None: rollout.sampling's
 
 
 class _Attempt(NamedTuple):
@@ -72,6 +73,7 @@ class Runner:
         self._gateway = gateway
         self._rollout = make_rollout(config, directory)
         self._backoff_s = backoff_s
+        self._places = asyncio.Semaphore(config.concurrency)  # of all runs together; first come, first served
         self._agent = _AgentWatch()
 
     async def __aenter__(self) -> Self:
@@ -82,29 +84,36 @@ class Runner:
     ) -> None:
         await self._rollout.close()
 
-    async def run(self, plans: Sequence[RolloutPlan], on_finished: OnFinished, *, title: str = "rollouts") -> Progress:
-        """Plays every plan, in order as places become free. Returns the counts.
+    async def run(
+        self, plans: Sequence[RolloutPlan], on_finished: OnFinished, progress: Progress | None = None
+    ) -> Progress:
+        """Plays every plan, in order as places become free. Returns the counts, which `progress` holds meanwhile.
 
         Each trajectory is handed to `on_finished` and counted when that has returned. Cancelled, it lets what is being
         written be written and drops what is being played. Raises RolloutError: every rollout would fail.
         """
+        progress = progress or Progress("rollouts")
         before = self._gateway.num_sampled
-        progress = Progress(title, len(plans), sampled=lambda: self._gateway.num_sampled - before)
+        progress.begin(len(plans), sampled=lambda: self._gateway.num_sampled - before)
         waiting = iter(plans)
         try:
-            async with shown(progress), asyncio.TaskGroup() as workers:
+            async with asyncio.TaskGroup() as workers:
                 for _ in range(min(self._config.concurrency, len(plans))):
                     workers.create_task(self._work(waiting, on_finished, progress))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        finally:
+            progress.is_handed_out.set()
         return progress
 
     async def _work(self, waiting: Iterator[RolloutPlan], on_finished: OnFinished, progress: Progress) -> None:
         for plan in waiting:
-            trajectory = await self._play(plan)
+            async with self._places:
+                trajectory = await self._play(plan)
             await _hand_over(trajectory, on_finished)
             progress.count(trajectory)
             self._agent.check(trajectory)
+        progress.is_handed_out.set()
 
     async def _play(self, plan: RolloutPlan) -> Trajectory:
         started_at, begin = time.time(), time.monotonic()
@@ -144,7 +153,7 @@ class Runner:
 
     async def _attempt(self, plan: RolloutPlan, deadline: float) -> _Attempt:
         """One try, with a key and a recorder of its own."""
-        key = self._gateway.open(plan.trajectory_id)
+        key = self._gateway.open(plan.trajectory_id, temperature=plan.temperature)
         policy = Policy(
             base_url=self._gateway.base_url, api_key=key, model=self._gateway.model, step=self._gateway.step
         )
