@@ -19,7 +19,7 @@ from art_cli import plugins
 from art_cli.config.compose import LoadedConfig, check_trainable, load_config
 from art_cli.errors import ArtError
 from art_cli.judges import make_judge
-from art_cli.learners import Learner, make_learner
+from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.learners.demos import load_demos
 from art_cli.loop.generate import plan_groups
 from art_cli.loop.sampler import open_sampler
@@ -118,7 +118,7 @@ class Preflight:
     def check_model(self) -> Finding:
         config = self.loaded.config
         base = find_base(config.model.base, directory=self.loaded.directory, built=self.scratch / "base")
-        self.weights = load_weights(config.model, base, device=config.learner.device, seed=config.train.seed)
+        self.weights = load_policy(config, base)
         self.learner = make_learner(config, self.weights)
         trained, all_of_it = _count(self.weights.model)
         return Finding(

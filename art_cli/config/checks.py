@@ -2,7 +2,13 @@
 
 from collections.abc import Iterator
 
-from art_cli.config.schema import DapoConfig, OpenAIEngineConfig, RunConfig, VllmEngineConfig
+from art_cli.config.schema import (
+    DapoConfig,
+    OpenAIEngineConfig,
+    RunConfig,
+    UnslothLearnerConfig,
+    VllmEngineConfig,
+)
 from art_cli.errors import UsageError
 
 
@@ -10,6 +16,8 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(dotted key, message) for each pair of settings that contradict each other."""
     if config.loss.kl > 0 and config.model.lora is None:
         yield "loss.kl", "needs model.lora: the reference policy is the model with its adapter off; set it to 0"
+    if isinstance(config.learner, UnslothLearnerConfig) and config.model.lora is None:
+        yield "learner", "'unsloth' trains LoRA adapters only; set model.lora, or learner=torch"
     if config.model.quantize is not None and config.model.lora is None:
         yield (
             "model.quantize",

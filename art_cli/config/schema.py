@@ -411,10 +411,7 @@ LossConfig = Annotated[GrpoConfig | DrGrpoConfig | DapoConfig | GspoConfig | Cis
 # --- learner ----------------------------------------------------------------------------------------------------------
 
 
-class TorchLearnerConfig(Section):
-    """torch and PEFT, on a CPU or one GPU."""
-
-    name: Literal["torch"] = "torch"
+class BaseLearnerConfig(Section):
     device: str = "auto"
     """auto: the GPU where there is one."""
     micro_batch_tokens: PositiveInt | None = None
@@ -430,7 +427,19 @@ class TorchLearnerConfig(Section):
     """tree: every token that samples of a group share is computed once. rows: one row per sample."""
 
 
-LearnerConfig = TorchLearnerConfig
+class TorchLearnerConfig(BaseLearnerConfig):
+    """torch and PEFT, on a CPU or one GPU."""
+
+    name: Literal["torch"] = "torch"
+
+
+class UnslothLearnerConfig(BaseLearnerConfig):
+    """The torch learner's step on a policy that Unsloth loads: LoRA adapters on a base in 16 or 4 bits."""
+
+    name: Literal["unsloth"]
+
+
+LearnerConfig = Annotated[TorchLearnerConfig | UnslothLearnerConfig, Field(discriminator="name")]
 
 
 # --- train, sft, eval, tracker ----------------------------------------------------------------------------------------

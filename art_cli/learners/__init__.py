@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from art_cli.config.schema import RunConfig
     from art_cli.model import Weights
 
-BUILT_INS = {"torch": "art_cli.learners.torch_learner:TorchLearner"}
+# Unsloth's is the same step on weights that it loads itself (unsloth.py)
+BUILT_INS = dict.fromkeys(("torch", "unsloth"), "art_cli.learners.torch_learner:TorchLearner")
 
 Progress = Callable[[int, int], None]  # (done, of): packs of the step, or optimizer steps of an sft
 
@@ -74,6 +75,16 @@ class Learner(Protocol):
     def load(self, directory: Path) -> None:
         """Continues from what `save` wrote: the next step is bit-identical to an undisturbed one."""
         ...
+
+
+def load_policy(config: "RunConfig", base: str) -> "Weights":
+    """The starting policy as the configured learner needs it; `base` is a hub id or directory."""
+    from art_cli import model
+
+    load = None
+    if config.learner.name == "unsloth":
+        load = import_module("art_cli.learners.unsloth").load_model
+    return model.load_weights(config.model, base, device=config.learner.device, seed=config.train.seed, load=load)
 
 
 def make_learner(config: "RunConfig", weights: "Weights") -> Learner:

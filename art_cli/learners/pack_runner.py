@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from art_cli.config.schema import TorchLearnerConfig
+from art_cli.config.schema import BaseLearnerConfig
 from art_cli.learners.logprobs import TokenScores, token_scores
 from art_cli.learners.packing import Pack, pack_samples
 from art_cli.learners.samples import Ints, Sample, bare_sample
@@ -35,7 +35,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 3e-2, tor
 class PackRunner:
     """Scores the edges of packs with the weights it is given. Use inside `running()`."""
 
-    def __init__(self, weights: Weights, config: TorchLearnerConfig) -> None:
+    def __init__(self, weights: Weights, config: BaseLearnerConfig) -> None:
         self.weights, self.config = weights, config
         self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS.get(weights.device.type, 2048)
         self.model = weights.model.get_base_model() if weights.has_adapter else weights.model

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from art_cli.config.schema import LossConfig, SftConfig, TorchLearnerConfig, TrainConfig
+from art_cli.config.schema import BaseLearnerConfig, LossConfig, SftConfig, TrainConfig
 from art_cli.errors import DriftError, LearnerError
 from art_cli.learners import Progress, StepMetrics
 from art_cli.learners.batch import make_batch, split_batch
@@ -39,7 +39,7 @@ RNG_FILE = "rng.safetensors"
 
 
 class TorchLearner:
-    """The Learner of `learner: torch`; see the protocol for what its methods promise."""
+    """The Learner of `learner: torch` and `learner: unsloth`; see the protocol for what its methods promise."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class TorchLearner:
         *,
         train: TrainConfig,
         loss: LossConfig,
-        learner: TorchLearnerConfig,
+        learner: BaseLearnerConfig,
         sft: SftConfig | None = None,
         sampling_max_tokens: int = 1024,
     ) -> None:

@@ -24,7 +24,7 @@ import msgspec
 from art_cli.config.compose import LoadedConfig, check_trainable, config_difference, config_hash
 from art_cli.errors import Interrupted, RunError
 from art_cli.judges import Judge, make_judge
-from art_cli.learners import Learner, StepMetrics, make_learner
+from art_cli.learners import Learner, StepMetrics, load_policy, make_learner
 from art_cli.learners.demos import load_demos
 from art_cli.loop import proof
 from art_cli.loop.bar import shown_updates
@@ -106,9 +106,7 @@ class TrainingRun:
         self.scenarios = load_scenarios(self.config.rollout.scenarios, loaded.directory)
         self.judge: Judge = make_judge(self.config.judge, loaded.directory, job=str(run.root))
         base = find_base(self.config.model.base, directory=loaded.directory, built=run.base)
-        self.weights: Weights = load_weights(
-            self.config.model, base, device=self.config.learner.device, seed=self.config.train.seed
-        )
+        self.weights: Weights = load_policy(self.config, base)
         self.learner: Learner = make_learner(self.config, self.weights)
         self.tracker: Tracker = make_tracker(self.config, run.root, self.config.model_dump(mode="json"))
         self.interrupts = 0

@@ -173,6 +173,17 @@ def _check_supported(model: Any) -> None:
     name = type(model).__name__
     if not getattr(model, "_supports_attention_backend", False):
         raise EngineError(f"the embedded engine cannot run {name}: its attention cannot be replaced")
+    if (foreign := _replaced_forward(model)) is not None:
+        raise EngineError(
+            f"the embedded engine cannot run {name} with the attention of {foreign} in it: "
+            "set engine=vllm, or learner=torch"
+        )
     kinds = set(getattr(model.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if kinds:
         raise EngineError(f"the embedded engine cannot run {name}: it has layers of kind {', '.join(sorted(kinds))}")
+
+
+def _replaced_forward(model: Any) -> str | None:
+    """The module whose code Unsloth has put in the place of the model's own; None: it has not, or not here."""
+    modules = (getattr(module.forward, "__module__", None) or "" for module in model.modules())
+    return next((module for module in modules if module.startswith("unsloth")), None)

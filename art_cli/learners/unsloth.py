@@ -1,0 +1,157 @@
+"""Loads the policy through Unsloth, base (16 or 4 bits) and adapter; says in one line why that cannot be done here.
+
+    obstacle() -> None: it can be done               load_model, for `art_cli.model.load_weights`
+
+The step itself is TorchLearner's. Unsloth puts its own forward passes in the place of transformers' and peft's when it
+is imported, so it has to come before them: the import stands where weights are loaded, and nowhere else. On a GPU its
+attention ignores the tree of a pack; the learner finds that out by comparing, and trains on plain rows. From 2026.10.9
+on it also runs without a GPU, with transformers' own attention.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from art_cli import quantization
+from art_cli.config.schema import ModelConfig
+from art_cli.errors import LearnerError, UsageError
+
+FLOOR = "2026.10"  # pyproject.toml's
+CPU_FLOOR = "2026.10.9"  # the first with a mode without a GPU; those before raise NotImplementedError at import
+NEEDED = ("torch", "transformers", "peft", "trl", "unsloth_zoo")  # whose versions decide whether it can be imported
+DEFAULT_LENGTH = 4096  # tokens, for a model that does not say
+
+
+def obstacle() -> str | None:
+    """Why Unsloth cannot run in this Python, in one line with what to do; None: nothing known is against it.
+
+    Found out from what is installed and from torch; Unsloth is not imported.
+    """
+    try:
+        installed = version("unsloth")
+    except PackageNotFoundError:
+        return "Unsloth is not installed: pip install 'art-cli[unsloth]'"
+    from packaging.version import Version  # comes with transformers
+
+    if Version(installed) < Version(FLOOR):
+        return f"Unsloth {installed} is too old: pip install 'unsloth>={FLOOR}'"
+    if unmet := _unmet_requirement():
+        wanted, found = unmet
+        return f"Unsloth {installed} needs {wanted}, and {found}: pip install '{wanted}'"
+    if Version(installed) < Version(CPU_FLOOR) and not torch.cuda.is_available():
+        return f"Unsloth {installed} needs a GPU, and torch sees none: pip install 'unsloth>={CPU_FLOOR}'"
+    return None
+
+
+def _unmet_requirement() -> tuple[str, str] | None:
+    """("transformers<=5.17", "5.23.0 is installed") for the first of its requirements that does not hold."""
+    from packaging.requirements import Requirement
+
+    for text in requires("unsloth") or []:
+        requirement = Requirement(text)
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if requirement.name not in NEEDED or not applies:
+            continue
+        wanted = f"{requirement.name}{requirement.specifier}"
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            return wanted, f"{requirement.name} is not installed"
+        if not requirement.specifier.contains(found, prereleases=True):
+            return wanted, f"{found} is installed"
+    return None
+
+
+def load_model(config: ModelConfig, base: str, place: torch.device, dtype: torch.dtype, seed: int) -> Any:
+    """The base with its fresh adapter, a PeftModel. Raises LearnerError: Unsloth cannot run, or did something else."""
+    if (reason := obstacle()) is not None:
+        raise LearnerError(f"learner 'unsloth' cannot run here: {reason}, or set learner=torch")
+    if config.lora is None:
+        raise LearnerError("learner 'unsloth' trains LoRA adapters only: set model.lora, or learner=torch")
+    if config.quantize is not None:
+        quantization.require_bitsandbytes()
+    unsloth = _import()
+    with _kept_apart():
+        model, _ = unsloth.FastLanguageModel.from_pretrained(
+            model_name=base,
+            max_seq_length=config.max_length or _own_length(base),
+            dtype=dtype,
+            load_in_4bit=config.quantize == "4bit",
+            use_exact_model_name=True,  # not a copy quantised otherwise, which the engine would not have
+            use_gradient_checkpointing=False,  # ours, by learner.gradient_checkpointing
+            random_state=seed,
+        )
+        try:
+            model = unsloth.FastLanguageModel.get_peft_model(
+                model,
+                r=config.lora.rank,
+                lora_alpha=config.lora.alpha,
+                target_modules=config.lora.targets,
+                lora_dropout=0.0,
+                bias="none",
+                use_gradient_checkpointing=False,
+                random_state=seed,
+            )
+        except ValueError as error:
+            raise UsageError(f"model.lora.targets: {str(error).strip().splitlines()[0]}") from error
+    _check(model, config, place)
+    quantization.keep_layout(model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return model
+
+
+def _check(model: Any, config: ModelConfig, place: torch.device) -> None:
+    """Unsloth does something else, and prints so, where it cannot do what it was asked for."""
+    if config.quantize is not None and not quantization.is_quantized(model.get_base_model()):
+        raise LearnerError(
+            f"Unsloth {version('unsloth')} did not load {config.base} in {config.quantize}: set model.quantize=null"
+        )
+    found = next(model.parameters()).device
+    if found.type != place.type:
+        raise LearnerError(
+            f"Unsloth {version('unsloth')} put the model on {found.type}, and learner.device is {place.type}: "
+            "leave learner.device at auto, or set learner=torch"
+        )
+
+
+def _import() -> ModuleType:
+    """Unsloth. Raises LearnerError: its import fails."""
+    # it counts its users by a download at each load, and writes code it compiles to the working directory
+    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache / "art" / "unsloth"))
+    try:
+        with _kept_apart():
+            import unsloth
+    except Exception as error:  # the boundary to its import, which checks and patches half a dozen packages
+        summary = " ".join(str(error).split())[:200]
+        raise LearnerError(
+            f"Unsloth {version('unsloth')} cannot be imported here ({type(error).__name__}: {summary}): "
+            "pip install -U unsloth unsloth_zoo, or set learner=torch"
+        ) from error
+    found: ModuleType = unsloth
+    return found
+
+
+@contextlib.contextmanager
+def _kept_apart() -> Iterator[None]:
+    """It prints, and seeds torch's generator: results go to stdout, and the generator is the run's."""
+    with contextlib.redirect_stdout(sys.stderr), torch.random.fork_rng():
+        yield
+
+
+def _own_length(base: str) -> int:
+    """Tokens the model was made for."""
+    import transformers
+
+    config: Any = transformers.AutoConfig.from_pretrained(base)
+    return int(getattr(config, "max_position_embeddings", None) or DEFAULT_LENGTH)
