@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -44,17 +45,6 @@ from art_cli.serving.source import Source, find_source
 
 USER = {"role": "user", "content": "hi"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-ROUTES = [
-    ("GET", "/v1/models"),
-    ("GET", "/v1/models/policy"),
-    ("POST", "/v1/chat/completions"),
-    ("POST", "/v1/completions"),
-    ("GET", "/ready"),
-    ("GET", "/metrics"),
-    ("GET", "/openapi.json"),
-    ("GET", "/nowhere"),
-    ("DELETE", "/v1/models"),
-]
 
 
 @contextlib.asynccontextmanager
@@ -369,43 +359,99 @@ def test_only_a_run_can_be_followed(run: RunDir, capsys: pytest.CaptureFixture[s
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
-async def test_without_a_key_nobody_gets_in_but_to_health(caplog: pytest.LogCaptureFixture) -> None:
-    """On an address that others can reach: no key, a wrong one, a beginning of the right one, another scheme."""
-    caplog.set_level(logging.DEBUG)
-    key = "right-key-0123456789"
-    others = [
-        {},
-        {"Authorization": "Bearer wrong-key-0123456789"},
-        {"Authorization": f"Bearer {key[:-1]}"},
-        {"Authorization": f"Bearer {key}x"},
+def routes_of(service: Service) -> list[tuple[str, str]]:
+    """Each method and path that the application itself says it has, and some that it has not."""
+    routes = service.app._app.routes  # type: ignore[attr-defined]
+    found = [(method, re.sub("{.*}", "policy", route.path)) for route in routes for method in sorted(route.methods)]
+    assert {("POST", "/v1/chat/completions"), ("GET", "/v1/models/policy"), ("GET", "/metrics")} < set(found)
+    return [*found, ("GET", "/nowhere"), ("DELETE", "/v1/models"), ("OPTIONS", "/v1/completions"), ("GET", "/health/x")]
+
+
+def ways_to_send(key: str) -> list[dict[str, Any]]:
+    """Where clients put a key, other than where it belongs."""
+    headers: list[dict[str, Any]] = [
         {"Authorization": f"Basic {key}"},
-        {"Authorization": "Bearer"},
-        {"Authorization": b"Bearer \xff\xfe"},
+        {"Authorization": key},
         {"X-Api-Key": key},
+        {"Api-Key": key},
+        {"Cookie": f"key={key}"},
     ]
+    return [{"headers": given} for given in headers] + [
+        {"params": {n: key}} for n in ("api_key", "key", "access_token")
+    ]
+
+
+async def test_without_a_key_nobody_gets_in_but_to_health(caplog: pytest.LogCaptureFixture) -> None:
+    """On an address that others can reach, for every route that there is: no key, wrong ones, the key elsewhere."""
+    caplog.set_level(1)
+    key = "right-key-0123456789"
+    wrong = [b"Bearer wrong-key-0123456789", f"Bearer {key[:-1]}", f"Bearer {key}x", "Bearer", b"Bearer \xff\xfe"]
+    others: list[dict[str, Any]] = [{}, *({"headers": {"Authorization": sent}} for sent in wrong)]
+    others += ways_to_send(key)
     async with serving(loader=ScriptedLoader(), keys=Keys([key, "other-key"]), host="0.0.0.0") as (service, root):
+        for name in ("uvicorn.error", "uvicorn.access"):
+            caplog.set_level(1, logger=name)
         async with httpx.AsyncClient(base_url=root) as http:
-            for headers in others:
-                for method, path in ROUTES:
-                    reply = await http.request(method, path, headers=headers, params={"api_key": key})
-                    assert reply.status_code == 401, (method, path, headers)
-                    assert reply.json()["error"]["code"] == "invalid_api_key"
+            for sent in others:
+                for method, path in routes_of(service):
+                    reply = await http.request(method, path, **sent)
+                    if path == "/health":
+                        assert reply.status_code == 200
+                        continue
+                    assert reply.status_code == 401, (method, path, sent)
+                    assert method == "HEAD" or reply.json()["error"]["code"] == "invalid_api_key"
                     assert key not in reply.text
-                assert (await http.get("/health", headers=headers)).status_code == 200
             for good in (key, "other-key"):
                 headers = {"Authorization": f"Bearer {good}"}
-                assert (await http.get("/v1/models", headers=headers)).status_code == 200
-                assert (await http.get("/nowhere", headers=headers)).status_code == 404
+                for method, path in routes_of(service):
+                    assert (await http.request(method, path, headers=headers)).status_code != 401, (method, path)
             metrics = (await http.get("/metrics", headers=headers)).text
         async with client(root, key) as ai:
             assert await say(ai, "policy") == "ok"
-    assert 'art_requests_total{route="/v1/chat/completions",code="401"} 8' in metrics
-    ours = "\n".join(record.getMessage() for record in caplog.records if record.name.startswith(("art_cli", "uvicorn")))
+    assert f'art_requests_total{{route="/v1/chat/completions",code="401"}} {len(others)}\n' in metrics
+    written = logging.Formatter("%(name)s %(message)s")
+    ours = "\n".join(
+        written.format(r) for r in caplog.records if not r.name.startswith(("httpx", "httpcore", "openai"))
+    )
     assert "POST /v1/chat/completions 401" in ours
-    for text in (key, "other-key", "wrong-key"):
+    for text in (key[:-1], "other-key", "wrong-key"):
         assert text not in ours
         assert text not in repr(service.keys)
         assert text not in metrics
+
+
+async def test_no_key_is_in_anything_that_the_command_writes(run: RunDir, tmp_path: Path) -> None:
+    """`art serve --verbose` on 0.0.0.0, as a process: good keys and a wrong one, right or elsewhere, on every route."""
+    keys = ["environment-key-0123", "file-key-0123", "wrong-key-0123"]
+    (tmp_path / "keys").write_text(keys[1])
+    routes = routes_of(Service(Policies([]), keys=Keys(), limits=Limits()))
+    command = [sys.executable, "-m", "art_cli", "--verbose", "serve", str(run.root), "--host", "0.0.0.0", "--port", "0"]
+    command += ["--engine", "embedded", "--json", "--api-key-file", str(tmp_path / "keys")]
+    pipe, environment = asyncio.subprocess.PIPE, {**os.environ, "ART_API_KEY": keys[0]}
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, env=environment)
+    try:
+        assert process.stdout
+        line = await asyncio.wait_for(process.stdout.readline(), 120)
+        root = json.loads(line)["url"].removesuffix("/v1")
+        async with httpx.AsyncClient(base_url=root) as http:
+            for key in keys:
+                bearer = {"headers": {"Authorization": f"Bearer {key}"}}
+                statuses = [(await http.request(*route, **bearer)).status_code for route in routes]
+                assert (401 in statuses) == (key == keys[2])
+                elsewhere = [(await http.post("/v1/completions", **sent)).status_code for sent in ways_to_send(key)]
+                assert set(elsewhere) == {401}
+                broken = f"GET / HTTP/1.1\r\nAuthorization: Bearer {key}\r\n{key}\0\r\n\r\n"
+                assert (await asyncio.to_thread(send_raw, root, broken.encode()))[0].startswith(b"HTTP/1.1 400 ")
+        async with client(root, keys[0]) as ai:
+            await say(ai, "mine", max_tokens=2)
+    finally:
+        process.terminate()
+        out, err = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 0
+    written = (line + out + err).decode()
+    assert written.count("POST /v1/completions 401") == 1 + 3 * len(ways_to_send(""))
+    assert "GET /metrics 200" in written  # which stands there under --verbose only
+    assert not any(key in written for key in keys)
 
 
 def test_an_address_that_others_reach_needs_a_key(capsys: pytest.CaptureFixture[str]) -> None:
