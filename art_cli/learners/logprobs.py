@@ -1,6 +1,8 @@
 """Logprobs and entropies of chosen tokens, without ever holding logits for all of them. float32 whatever the model is.
 
-E rows, H hidden, V vocabulary: the [E, V] logits exist in chunks only, and are computed again in the backward pass.
+E rows, H hidden, V vocabulary: the [E, V] logits exist in chunks only. Where the head is frozen, what the backward pass
+needs of a chunk is [n, H] and computed with it, since a row's gradient is one number times a known vector; where it is
+trained, the chunk's logits are computed again in the backward pass.
 """
 
 from collections.abc import Callable
@@ -9,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK_LOGITS = (
-    1 << 24
-)  # logits held at once: 64 MiB in float32, small beside a model, large enough for full-speed matmul
+# Logits held at once, about three times (themselves, their exponentials, the slope); at least so many rows, or a matmul
+# reads the whole head for too few of them. 16 MiB stays in the caches of a CPU.
+CHUNK_LOGITS = 1 << 22
+CHUNK_ROWS = 128
 
 Head = Callable[
     [Tensor], Tensor
@@ -25,45 +28,35 @@ class TokenScores(NamedTuple):
 
 
 def token_scores(
-    hidden: Tensor, head: Head, targets: Tensor, temperatures: Tensor, *, chunk_logits: int = CHUNK_LOGITS
+    hidden: Tensor, head: Head, targets: Tensor, temperatures: Tensor, *, chunk_logits: int | None = None
 ) -> TokenScores:
     """Scores of `targets` [E] given `hidden` [E, H]; `temperatures` [E] positive. No rows give empty tensors.
 
     log p(x) = z_x / t - log sum_v exp(z_v / t), its gradient by z_v: (1[v = x] - p_v) / t. The head's own parameters
     get their gradients too. logits 0 and log 3, target 1, t = 1: log 3/4.
     """
-    return TokenScores(*_TokenScores.apply(hidden, head, targets, temperatures, chunk_logits))  # type: ignore[no-untyped-call]
+    wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
+    is_frozen = isinstance(head, torch.nn.Module) and not any(p.requires_grad for p in head.parameters())
+    rows = _rows_per_chunk(hidden, head, chunk_logits)
+    scores = _FrozenHead if wants_gradient and is_frozen else _TrainedHead
+    return TokenScores(*scores.apply(hidden, head, targets, temperatures, rows))  # type: ignore[no-untyped-call]
 
 
-class _TokenScores(torch.autograd.Function):
+class _TrainedHead(torch.autograd.Function):
+    """The chunk's logits once more in the backward pass; also for scores without a gradient."""
+
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Head, targets: Tensor, temperatures: Tensor, chunk_logits: int
+        ctx: Any, hidden: Tensor, head: Head, targets: Tensor, temperatures: Tensor, rows: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logprobs, entropies, raw_logprobs, log_sums = torch.empty(4, len(hidden), device=hidden.device)
-        is_tempered = bool((temperatures != 1).any())
-        rows = _rows_per_chunk(hidden, head, chunk_logits)
+        scores = _Scores(hidden, temperatures)
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
-            logits = head(hidden[chunk]).float()
-            if is_tempered:
-                raw_logprobs[chunk] = _pick(logits, targets[chunk]) - logits.logsumexp(-1)
-                logits.div_(temperatures[chunk, None])
-            largest = logits.amax(-1)
-            logits.sub_(largest[:, None])  # shifted: the largest is 0
-            chosen = _pick(logits, targets[chunk])
-            exponentials = logits.exp()
-            sums = exponentials.sum(-1)
-            log_sum = sums.log()
-            logprobs[chunk] = chosen - log_sum
-            entropies[chunk] = log_sum - _row_dots(exponentials, logits) / sums
-            log_sums[chunk] = log_sum + largest
-        if not is_tempered:
-            raw_logprobs.copy_(logprobs)
-        ctx.save_for_backward(hidden, targets, temperatures, log_sums)
-        ctx.head, ctx.rows, ctx.is_tempered = head, rows, is_tempered
-        ctx.mark_non_differentiable(entropies, raw_logprobs)
-        return logprobs, entropies, raw_logprobs
+            scores.fill(chunk, head(hidden[chunk]).float(), targets[chunk])
+        ctx.save_for_backward(hidden, targets, temperatures, scores.log_sums)
+        ctx.head, ctx.rows, ctx.is_tempered = head, rows, scores.is_tempered
+        ctx.mark_non_differentiable(scores.entropies, scores.raw_logprobs)
+        return scores.logprobs, scores.entropies, scores.raw_logprobs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
@@ -86,6 +79,63 @@ class _TokenScores(torch.autograd.Function):
         return grad_hidden, None, None, None, None
 
 
+class _FrozenHead(torch.autograd.Function):
+    """The gradient of each row's logprob, taken with the chunk's logits at hand; the backward pass only scales it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Head, targets: Tensor, temperatures: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        scores = _Scores(hidden, temperatures)
+        slopes = torch.empty_like(hidden)
+        for start in range(0, len(hidden), rows):
+            chunk = slice(start, start + rows)
+            with torch.enable_grad():
+                leaf = hidden[chunk].detach().requires_grad_()
+                logits = head(leaf)
+            # the head's backward has no use for its output: in float32 it is worked on in place
+            exponentials, sums = scores.fill(chunk, logits.detach().float(), targets[chunk])
+            inverse = temperatures[chunk, None].reciprocal()
+            slope = exponentials.mul_(-inverse / sums[:, None]).scatter_add_(1, targets[chunk, None], inverse)
+            [slopes[chunk]] = torch.autograd.grad(logits, leaf, slope.to(logits.dtype))
+        ctx.save_for_backward(slopes)
+        ctx.mark_non_differentiable(scores.entropies, scores.raw_logprobs)
+        return scores.logprobs, scores.entropies, scores.raw_logprobs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+        [slopes] = ctx.saved_tensors
+        return (slopes * grad[:, None]).to(slopes.dtype), None, None, None, None
+
+
+class _Scores:
+    """[E] of each kind, filled chunk by chunk."""
+
+    def __init__(self, hidden: Tensor, temperatures: Tensor) -> None:
+        self.logprobs, self.entropies, self.raw_logprobs, self.log_sums = torch.empty(
+            4, len(hidden), device=hidden.device
+        )
+        self.temperatures, self.is_tempered = temperatures, bool((temperatures != 1).any())
+
+    def fill(self, chunk: slice, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, V] exp(logits / temperature - the row's largest) and [n] its sums. `logits` [n, V] are consumed."""
+        if self.is_tempered:
+            self.raw_logprobs[chunk] = _pick(logits, targets) - logits.logsumexp(-1)
+            logits.div_(self.temperatures[chunk, None])
+        largest = logits.amax(-1)
+        logits.sub_(largest[:, None])  # shifted: the largest is 0
+        chosen = _pick(logits, targets)
+        exponentials = logits.exp()
+        sums = exponentials.sum(-1)
+        log_sum = sums.log()
+        self.logprobs[chunk] = chosen - log_sum
+        self.entropies[chunk] = log_sum - _row_dots(exponentials, logits) / sums
+        self.log_sums[chunk] = log_sum + largest
+        if not self.is_tempered:
+            self.raw_logprobs[chunk] = self.logprobs[chunk]
+        return exponentials, sums
+
+
 def _pick(logits: Tensor, targets: Tensor) -> Tensor:
     return logits.gather(1, targets[:, None])[:, 0]
 
@@ -95,7 +145,7 @@ def _row_dots(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left[:, None, :], right[:, :, None])[:, 0, 0]
 
 
-def _rows_per_chunk(hidden: Tensor, head: Head, chunk_logits: int) -> int:
+def _rows_per_chunk(hidden: Tensor, head: Head, chunk_logits: int | None) -> int:
     """How many rows' logits may be held at once; the head says how wide they are."""
-    width = getattr(head, "out_features", None) or head(hidden[:1]).shape[-1]
-    return max(1, chunk_logits // int(width))
+    width = int(getattr(head, "out_features", None) or head(hidden[:1]).shape[-1])
+    return max(CHUNK_ROWS, CHUNK_LOGITS // width) if chunk_logits is None else max(1, chunk_logits // width)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from art_cli.config.schema import BaseLearnerConfig
+from art_cli.learners.fused_layers import fused_layers
 from art_cli.learners.logprobs import TokenScores, token_scores
 from art_cli.learners.packing import Pack, pack_samples
 from art_cli.learners.samples import Ints, Sample, bare_sample
@@ -48,7 +49,7 @@ class PackRunner:
         """Holds the weights, and has the model's layers attend to packs."""
         with self.weights.lock, contextlib.ExitStack() as stack:
             if self.can_pack:
-                stack.enter_context(tree_attention(self.model))
+                stack.enter_context(_packing(self.model))
             yield
 
     def settle(self, sample: Sample) -> None:
@@ -61,8 +62,8 @@ class PackRunner:
         with torch.no_grad(), self.weights.lock:
             plain = _by_token(rows, self._run_plain(rows))
             try:
-                with tree_attention(self.model):
-                    packed = _by_token(pack, self._run_packed(pack))
+                with _packing(self.model):
+                    packed = _by_token(pack, self.ranks.forward(self.model, self._run_packed, pack))
             except (NotImplementedError, TypeError) as error:
                 self._give_up(str(error))
                 return
@@ -150,6 +151,13 @@ def _probes(token_ids: Ints) -> list[Sample]:
 def _by_token(pack: Pack, scores: TokenScores) -> dict[tuple[str, int], float]:
     """The logprob of each trained token by its sample and place."""
     logprobs = scores.logprobs.double().numpy(force=True)[pack.terms.edges]
+@contextlib.contextmanager
+def _packing(model: Any) -> Iterator[None]:
+    """Has the model's layers compute packs."""
+    with tree_attention(model), fused_layers(model):
+        yield
+
+
     keys = [(sample.trajectory_id, int(target)) for sample in pack.samples for target in sample.targets]
     return dict(zip(keys, logprobs.tolist(), strict=True))
 
