@@ -213,7 +213,6 @@ def test_a_forced_call_begins_in_the_prompt() -> None:
 @pytest.mark.parametrize(
     ("bad", "word"),
     [
-        (request([{"role": "user", "content": "x"}], response_format={"type": "json_object"}), "response_format"),
         (request([{"role": "assistant", "content": "", "tool_calls": [call("f", "{")]}]), "not JSON"),
     ],
 )

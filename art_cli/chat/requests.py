@@ -38,7 +38,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | list[int] | None = None
     tools: list[Json] = []
     tool_choice: str | Json = "auto"  # "auto", "none", "required", or a named function
-    response_format: Json | None = None
+    response_format: Json | None = None  # json_object or json_schema, as the client sent it; None: text
     template_kwargs: Json = {}  # chat_template_kwargs: {"enable_thinking": false}
     is_stream: bool = False
     wants_usage: bool = False  # stream_options.include_usage
@@ -150,6 +150,25 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
+class _PlainFormat(msgspec.Struct, tag="text"):
+    pass
+
+
+class _ObjectFormat(msgspec.Struct, tag="json_object"):
+    pass
+
+
+class _NamedSchema(msgspec.Struct):
+    schema: Json
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None  # held to either way
+
+
+class _SchemaFormat(msgspec.Struct, tag="json_schema"):
+    json_schema: _NamedSchema
+
+
 class _Wire(msgspec.Struct, kw_only=True):
     """The fields that chat and plain completions share; null means: not given."""
 
@@ -171,7 +190,7 @@ class _ChatWire(_Wire, kw_only=True):
     max_completion_tokens: _Count | None = None
     tools: list[_Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
-    response_format: Json | None = None
+    response_format: _PlainFormat | _ObjectFormat | _SchemaFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     chat_template_kwargs: Json | None = None  # vLLM's
@@ -293,7 +312,7 @@ def _chat_request(fields: Json, wire: _ChatWire, defaults: Sampling) -> Request:
         messages=fields["messages"],
         tools=fields.get("tools") or [],
         tool_choice=_tool_choice(fields, wire),
-        response_format=_response_format(wire.response_format),
+        response_format=None if isinstance(wire.response_format, _PlainFormat) else fields.get("response_format"),
         template_kwargs=wire.chat_template_kwargs or {},
         is_stream=bool(wire.stream),
         wants_usage=_wants_usage(wire),
@@ -355,15 +374,6 @@ def _tool_choice(fields: Json, wire: _ChatWire) -> str | Json:
     if wire.tool_choice == "required" and not names:
         raise invalid("tool_choice: 'required' needs tools", "tool_choice")
     return wire.tool_choice or "auto"
-
-
-def _response_format(value: Json | None) -> Json | None:
-    """None for plain text; a json_object or json_schema is for the backend to honour or to refuse."""
-    if value is None or value.get("type") == "text":
-        return None
-    if value.get("type") not in ("json_object", "json_schema"):
-        raise invalid("response_format.type: 'text', 'json_object' or 'json_schema'", "response_format")
-    return value
 
 
 def _prompt(value: str | list[int | str | list[int]]) -> str | list[int]:

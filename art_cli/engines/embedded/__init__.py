@@ -4,6 +4,7 @@ engine.py     EmbeddedEngine: requests in, replies out (asyncio)
 messages.py   chat template, tool calls, thinking        text.py       tokens as text, stop strings
 worker.py     the thread that runs the model, step after step
 scheduler.py  which tokens, which slots (no torch)       sampling.py   draws tokens
+formats.py    what a reply has to look like (trial.py)   grammars.py   compiles it, says which tokens may follow
 runner.py     runs the model                             attention.py  attention over slots
 cache.py      keys and values of every slot
 """

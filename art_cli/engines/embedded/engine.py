@@ -28,6 +28,7 @@ from art_cli.chat.requests import Request
 from art_cli.config.schema import EmbeddedEngineConfig
 from art_cli.engines import Endpoint
 from art_cli.engines.embedded import messages, sampling
+from art_cli.engines.embedded.grammars import GrammarError, Grammars
 from art_cli.engines.embedded.messages import Prompt
 from art_cli.engines.embedded.runner import Runner
 from art_cli.engines.embedded.scheduler import Scheduler, Sequence
@@ -61,6 +62,8 @@ class EmbeddedEngine:
         self.endpoint = Endpoint(base_url=None, api_key="", model=name, step=step)
         self._weights, self._config, self._shares_weights = weights, config, shares_weights
         self._vocabulary = Vocabulary(weights.tokenizer)
+        vocab, stop_ids = weights.model.config.vocab_size, _stop_ids(weights)
+        self._grammars = Grammars(weights.tokenizer, vocab=vocab, stop_ids=stop_ids)
         self._worker: Worker | None = None
         self._runner: Runner | None = None
         self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()
@@ -120,6 +123,7 @@ class EmbeddedEngine:
             await asyncio.sleep(WATCH_EVERY_S)
 
     async def close(self) -> None:
+        self._grammars.close()
         if self._worker is not None and not await asyncio.to_thread(self._worker.close, CLOSE_DEADLINE_S):
             raise EngineError(f"the embedded engine's thread did not end within {CLOSE_DEADLINE_S:.0f} s")
 
@@ -146,7 +150,7 @@ class EmbeddedEngine:
         return [self.endpoint.model]
 
     async def reply(self, request: Request) -> Reply:
-        job = self._job(request)
+        job = await self._job(request)
         with self._submitted(job):
             async with _deadline():
                 pieces = [await job.next() for _ in job.answers]
@@ -162,7 +166,7 @@ class EmbeddedEngine:
         )
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        job = self._job(request, is_stream=True)
+        job = await self._job(request, is_stream=True)
         writers = [_ChoiceWriter(self._vocabulary, job, index) for index in range(len(job.answers))]
         open_choices, is_first = len(writers), True
         with self._submitted(job):
@@ -182,12 +186,17 @@ class EmbeddedEngine:
                 open_choices -= piece.finish_reason is not None
                 is_first = False
 
-    def _job(self, request: Request, *, is_stream: bool = False) -> "_Job":
+    async def _job(self, request: Request, *, is_stream: bool = False) -> "_Job":
         if request.model != self.endpoint.model:
             raise ChatError(404, f"the model {request.model!r} does not exist", param="model", code="model_not_found")
         prompt = messages.render(self._vocabulary, request)
         mailbox = self._mailboxes.setdefault(loop := asyncio.get_running_loop(), _Mailbox(loop))
-        return _Job(request, prompt, self._weights, self._vocabulary, mailbox, is_stream)
+        job = _Job(request, prompt, self._weights, self._vocabulary, mailbox, is_stream)
+        if prompt.format is not None:
+            matcher = await self._grammars.compile(prompt.format)
+            for answer in job.answers:
+                answer.matcher = matcher.deep_copy()
+        return job
 
     @contextlib.contextmanager
     def _submitted(self, job: "_Job") -> Iterator[None]:
@@ -290,6 +299,9 @@ class _Job:
     async def next(self) -> Taken:
         """The next piece of any choice. Raises ChatError 500: the engine failed."""
         taken = await self._pieces.get()
+        if isinstance(taken.piece.failure, GrammarError):
+            assert self.prompt.format is not None
+            raise invalid(f"{self.prompt.format.param}: {taken.piece.failure}", self.prompt.format.param)
         if taken.piece.failure is not None:
             raise ChatError(500, str(taken.piece.failure))
         self.num_open -= taken.piece.finish_reason is not None

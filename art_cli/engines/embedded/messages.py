@@ -6,7 +6,8 @@
 a call. So the next turn's prompt, rendered from the message that came back, goes on from the tokens sampled.
 
 A block that is no call (broken JSON, no name) stays content. `tool_choice` "required" or a named function puts the
-opening of a call into the prompt, as those templates write it; nothing forces the rest of the call to be well-formed.
+opening of a call into the prompt, as those templates write it, and a grammar holds the rest to the tools' schemas; so
+does one for `response_format` (formats.py).
 """
 
 import json
@@ -15,45 +16,56 @@ from typing import Any
 
 from art_cli.chat.errors import invalid
 from art_cli.chat.requests import Request, text_of
-from art_cli.engines.embedded.text import Vocabulary, overlap
+from art_cli.engines.embedded.formats import Format, Thoughts, reply_format
+from art_cli.engines.embedded.text import MARKERS, Vocabulary, overlap
 
 Json = dict[str, Any]
 
-CALL, CALL_END = "<tool_call>", "</tool_call>"
-THINK, THINK_END = "<think>", "</think>"
+CALL, CALL_END, THINK, THINK_END = MARKERS
 SPACE = " \n\r\t"
 
 
 class Prompt:
     """A request's prompt, and how its answer is to be read."""
 
-    def __init__(self, ids: list[int], opening: str = "", has_tools: bool = False, has_thinking: bool = False) -> None:
+    def __init__(
+        self,
+        ids: list[int],
+        opening: str = "",
+        has_tools: bool = False,
+        has_thinking: bool = False,
+        format: Format | None = None,
+    ) -> None:
         self.ids = ids
         self.opening = opening  # text of the answer that stands in the prompt already
         self.has_tools = has_tools
         self.has_thinking = has_thinking
+        self.format = format  # what the answer is held to; None: free
 
     def parser(self) -> "MessageParser":
-        return MessageParser(has_tools=self.has_tools, has_thinking=self.has_thinking, opening=self.opening)
+        return MessageParser(
+            has_tools=self.has_tools,
+            has_thinking=self.has_thinking,
+            opening=self.opening,
+            is_held=self.format is not None,
+        )
 
 
 def render(vocabulary: Vocabulary, request: Request) -> Prompt:
     """The prompt of a request. Raises ChatError 400: what the template refuses, or what this engine cannot do."""
     if request.prompt is not None:
         return Prompt(request.prompt if isinstance(request.prompt, list) else _encode(vocabulary, request.prompt, True))
-    if request.response_format is not None:
-        raise invalid(
-            "response_format: the embedded engine cannot force a format; ask for it in the messages and check"
-        )
     tools = request.tools if request.tool_choice != "none" else []
     template = vocabulary.tokenizer.chat_template or ""
     text = _apply_template(vocabulary, request, tools)
     opening = _call_opening(request.tool_choice, template) if tools else ""
     has_thinking = THINK_END in template
-    ids = _encode(vocabulary, text + opening, False)
+    thoughts: Thoughts = "free" if has_thinking and not text.rstrip().endswith(THINK_END) else "none"
     if has_thinking and text.rstrip().endswith(THINK):
-        opening = THINK + opening
-    return Prompt(ids, opening, bool(tools), has_thinking)
+        opening, thoughts = "", "begun"  # the call comes after the thought
+    format = reply_format(vocabulary, request, tools, thoughts)
+    ids = _encode(vocabulary, text + opening, False)
+    return Prompt(ids, THINK if thoughts == "begun" else opening, bool(tools), has_thinking, format)
 
 
 def _encode(vocabulary: Vocabulary, text: str, adds_special: bool) -> list[int]:
@@ -115,8 +127,9 @@ class MessageParser:
     `message` is the deltas put together, so that streamed and whole answers are the same.
     """
 
-    def __init__(self, *, has_tools: bool, has_thinking: bool, opening: str = "") -> None:
-        self._has_tools = has_tools
+    def __init__(self, *, has_tools: bool, has_thinking: bool, opening: str = "", is_held: bool = False) -> None:
+        """`is_held`: to a format, so that what does not begin with a call has none."""
+        self._has_tools, self._is_held = has_tools, is_held
         self._held = opening  # not decided yet
         self._state = "start" if has_thinking else "content"  # start, think, content, call
         self._gap = ""  # white space after a call, shown if text follows
@@ -181,6 +194,8 @@ class MessageParser:
         return []
 
     def _in_content(self, is_last: bool) -> list[Json]:
+        if self._is_held and self._held and not self.calls and not overlap(self._held, CALL):
+            self._has_tools = self._has_tools and self._held.startswith(CALL)
         if not self._has_tools:
             text, self._held = self._held, ""
             return self._show(text)

@@ -5,7 +5,8 @@ how many tokens were sampled before, so that a seeded request draws the same wha
 still reaches the logits' last bits, since matrix products round by their shape: a draw that falls within that rounding
 of a boundary between two tokens can differ.
 
-Order of the cuts: temperature, then top_k, then top_p of what is left, renormalised; as transformers and vLLM do.
+Order of the cuts: what a grammar allows, temperature, then top_k, then top_p of what is left, renormalised; as
+transformers and vLLM do.
 """
 
 from typing import NamedTuple
@@ -30,17 +31,33 @@ class Knobs(NamedTuple):
     seeds: Seeds
     num_sampled: npt.NDArray[np.int64]  # tokens sampled before this one
 
+    def at(self, rows: npt.NDArray[np.int64]) -> "Knobs":
+        return Knobs(
+            self.temperature[rows], self.top_p[rows], self.top_k[rows], self.seeds[rows], self.num_sampled[rows]
+        )
+
+
+class Allowed(NamedTuple):
+    """Sequences that a grammar holds, m of n, and the tokens it allows next; at least one each."""
+
+    rows: npt.NDArray[np.int64]  # [m]
+    tokens: npt.NDArray[np.bool_]  # [m, V]
+
 
 class Drawn(NamedTuple):
     """What was drawn, for n sequences. logprobs in nats."""
 
     ids: Tensor  # [n]
-    logprobs: Tensor  # [n] under the distribution drawn from; 0 for a greedy one
+    logprobs: Tensor  # [n] under the distribution drawn from; 0 for a greedy one; softmax(logits / temperature) if held
     raw_logprobs: Tensor  # [n] under softmax(logits)
 
 
-def draw(logits: Tensor, knobs: Knobs) -> Drawn:
-    """One token for each row of float32 `logits` [n, V]. Raises FloatingPointError: they are not finite."""
+def draw(logits: Tensor, knobs: Knobs, allowed: Allowed | None = None) -> Drawn:
+    """One token for each row of float32 `logits` [n, V]. Raises FloatingPointError: they are not finite.
+
+    What a grammar allows is cut out first of all, yet the logprobs of the tokens drawn so are those of the policy
+    without the grammar: that is what a learner, which knows no grammar, computes again and changes.
+    """
     raw = logits.logsumexp(-1)
     if not raw.isfinite().all():
         raise FloatingPointError("the model's logits are not finite")
@@ -66,6 +83,11 @@ def draw(logits: Tensor, knobs: Knobs) -> Drawn:
     if greedy.any():
         rows = torch.from_numpy(np.flatnonzero(greedy)).to(logits.device)
         ids[rows], logprobs[rows] = logits[rows].argmax(-1), 0.0
+    if allowed is not None:
+        rows = torch.from_numpy(allowed.rows).to(logits.device)
+        ids[rows] = held = _draw_held(logits[rows], knobs, allowed)
+        own = scaled[rows, held] - norm[rows]
+        logprobs[rows] = torch.where(temperature[rows] == 0, torch.zeros_like(own), own)
     return Drawn(ids, logprobs, logits.gather(1, ids[:, None])[:, 0] - raw)
 
 
@@ -73,6 +95,12 @@ def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """The `num` likeliest tokens of each row under softmax(logits): logprobs [n, num] descending, and their ids."""
     values, ids = logits.topk(num, dim=-1)
     return values - logits.logsumexp(-1, keepdim=True), ids
+
+
+def _draw_held(logits: Tensor, knobs: Knobs, allowed: Allowed) -> Tensor:
+    """[m] ids for the rows that a grammar holds; `logits` [m, V] are written over."""
+    logits.masked_fill_(torch.from_numpy(~allowed.tokens).to(logits.device), -torch.inf)
+    return draw(logits, knobs.at(allowed.rows)).ids
 
 
 def _draw_whole(scaled: Tensor, norm: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

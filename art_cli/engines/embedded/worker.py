@@ -14,19 +14,23 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from art_cli.engines.embedded import sampling
+from art_cli.engines.embedded.grammars import GrammarError, Masks, reason
 from art_cli.engines.embedded.runner import Runner
-from art_cli.engines.embedded.sampling import Drawn, Knobs
+from art_cli.engines.embedded.sampling import Allowed, Drawn, Knobs
 from art_cli.engines.embedded.scheduler import Scheduler, StepPlan
 from art_cli.engines.embedded.scheduler import Sequence as Slotted
 from art_cli.engines.embedded.text import Detokenizer
 from art_cli.errors import EngineError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +64,7 @@ class Answer:
     num_top: int = 0
     stops: tuple[str, ...] = ()
     text: Detokenizer | None = None  # where stop strings have to be found
+    matcher: "LLMatcher | None" = None  # what holds it to a format, at what was sampled so far
     step: int | None = None  # the policy's step that sampled its first token
     num_delivered: int = 0
     seen: str = ""  # end of the text so far, as long as a stop string may reach back into it
@@ -90,6 +95,8 @@ class Worker:
         self._top_k = np.zeros(size, np.int64)
         self._seeds = np.zeros(size, np.uint64)
         self._num_top = np.zeros(size, np.int64)
+        self._is_held = np.zeros(size, np.bool_)  # to a format
+        self._masks: Masks | None = None  # made when the first one is
         self._is_watched = np.zeros(size, np.bool_)  # streams, or has stop strings
         self._thread = threading.Thread(target=self._run, name="art-embedded-engine", daemon=True)
 
@@ -184,7 +191,8 @@ class Worker:
             none = np.empty(0, np.float32)
             self._scheduler.commit(plan, plan.rows, none, none, plan.rows.astype(np.bool_))
             return
-        drawn = sampling.draw(logits, self._knobs(plan))
+        allowed = self._allowed(plan)  # while a GPU still computes the logits
+        drawn = sampling.draw(logits, self._knobs(plan), allowed)
         self._collect_top(plan, logits)
         self._take_in(plan, drawn, step)
 
@@ -201,6 +209,7 @@ class Worker:
             self._temperature[slot], self._top_p[slot] = answer.temperature, answer.top_p
             self._top_k[slot], self._seeds[slot] = answer.top_k, answer.seed
             self._num_top[slot] = answer.num_top
+            self._is_held[slot] = answer.matcher is not None
             self._is_watched[slot] = answer.is_stream or bool(answer.stops)
 
     def _knobs(self, plan: StepPlan) -> Knobs:
@@ -209,12 +218,24 @@ class Worker:
             self._temperature[slots], self._top_p[slots], self._top_k[slots], self._seeds[slots], plan.num_sampled
         )
 
+    def _allowed(self, plan: StepPlan) -> Allowed | None:
+        """What may follow in the answers that are held to a format; None where none is."""
+        rows = np.flatnonzero(self._is_held[plan.slots])
+        if not rows.size:
+            return None
+        if self._masks is None:
+            self._masks = Masks(len(self._stop_table), torch.get_num_threads())
+        running = self._scheduler.running
+        return Allowed(rows, self._masks.allowed([running[int(slot)].payload.matcher for slot in plan.slots[rows]]))
+
     def _take_in(self, plan: StepPlan, drawn: Drawn, step: int) -> None:
         """Records what was drawn, ends what is at its end, hands out pieces."""
         ids, logprobs, raw_logprobs = (part.cpu().numpy() for part in drawn)
         running = self._scheduler.running
         for row in np.flatnonzero(plan.num_sampled == 0):
             running[int(plan.slots[row])].payload.step = step
+        for row in np.flatnonzero(self._is_held[plan.slots]):
+            running[int(plan.slots[row])].payload.matcher.consume_token(int(ids[row]))
         watched = [running[int(slot)].payload for slot in plan.slots[self._is_watched[plan.slots]]]
         finished = self._scheduler.commit(plan, ids, logprobs, raw_logprobs, self._stop_table[ids])
         for answer in watched:
@@ -255,7 +276,10 @@ class Worker:
         answer.num_delivered += len(ids)
         top = answer.top[start : answer.num_delivered] if answer.num_top else None
         assert answer.step is not None
-        piece = Piece(ids.tolist(), logprobs.tolist(), raw_logprobs.tolist(), top, answer.step, finish_reason)
+        failure = None
+        if finish_reason is not None and answer.matcher is not None and answer.matcher.is_error():
+            failure = GrammarError(reason(answer.matcher.get_error()))
+        piece = Piece(ids.tolist(), logprobs.tolist(), raw_logprobs.tolist(), top, answer.step, finish_reason, failure)
         self._out.setdefault(answer.mailbox, []).append((answer, piece))
 
     def _send(self) -> None:

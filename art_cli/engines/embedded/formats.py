@@ -1,0 +1,126 @@
+"""What a reply has to look like, as a grammar: `response_format` and forced calls
+
+Text only: grammars.py compiles it. It is llguidance's Lark, with `%json` rules and special tokens by their ids. A
+thought may stand before an answer where the template has thinking, and calls in its place where there are tools and
+the choice is free. Calls are written as messages.py reads them.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from art_cli.chat.errors import invalid
+from art_cli.chat.requests import Request
+from art_cli.engines.embedded.text import MARKERS, Vocabulary
+
+Json = dict[str, Any]
+Thoughts = Literal["begun", "free", "none"]  # in the prompt already, as the model likes, no more
+
+CALL, CALL_END, THINK, THINK_END = MARKERS
+MAX_SCHEMA = 128 * 1024  # characters of a schema's JSON; OpenAI admits 120,000
+NAME_KEY, ARGUMENTS_KEY = '{"name": "', ', "arguments": '
+
+
+@dataclass(frozen=True)
+class Format:
+    """Example: Format("start: answer\\nanswer: %json {...}", ("%json {...}",), "response_format")"""
+
+    grammar: str
+    schemas: tuple[str, ...]  # the parts of it that a client wrote, each as a rule's right side
+    param: str  # of the request, where they come from
+
+
+def reply_format(vocabulary: Vocabulary, request: Request, tools: list[Json], thoughts: Thoughts) -> Format | None:
+    """The format of the reply to a chat request; None where it is free. Raises ChatError 400: a schema too long.
+
+    `tools`: those that may be called. A forced call has begun in the prompt, unless a thought has.
+    """
+    calls = _Calls(vocabulary, tools)
+    if tools and request.tool_choice != "auto":
+        rules, start, param = calls.rules, calls.forced(request.tool_choice, begun=thoughts != "begun"), "tools"
+        thoughts = "begun" if thoughts == "begun" else "none"
+    elif request.response_format is not None:
+        schema = _schema_of(request.response_format)
+        rules, start, param = [("answer", _json_rule(schema, "response_format"))], "answer", "response_format"
+        if tools:
+            rules, start = [*rules, *calls.rules], f"(answer | {calls.several})"
+    else:
+        return None
+    thought = _thought(vocabulary, thoughts)
+    lines = [f"start: {thought} {start}", *(f"{name}: {side}" for name, side in rules)]
+    if thought:
+        lines.append("GAP: /\\n{1,8}/")
+        lines.append("thought[lazy]: /(?s:.*)<\\/think>/")
+    schemas = tuple(side for _, side in rules if side.startswith("%json "))
+    return Format("\n".join(lines), schemas, param)
+
+
+class _Calls:
+    """Rules for calls of tools: `name_on` is one from its name on, `end` what is behind its arguments."""
+
+    def __init__(self, vocabulary: Vocabulary, tools: Sequence[Json]) -> None:
+        self._names = [tool["function"]["name"] for tool in tools]
+        self._begin = f"{_spelled(vocabulary, CALL)} {_quoted(chr(10) + NAME_KEY)}"
+        sides = []
+        self.rules: list[tuple[str, str]] = []
+        for index, tool in enumerate(tools):
+            function = tool["function"]
+            schema = {"type": "object", **(function.get("parameters") or {})}
+            self.rules.append((f"arguments_{index}", _json_rule(schema, "tools", bool(function.get("strict")))))
+            head = json.dumps(function["name"], ensure_ascii=False)[1:] + ARGUMENTS_KEY
+            sides.append(f"{_quoted(head)} arguments_{index} end")
+        self.rules.append(("name_on", " | ".join(sides)))
+        self.rules.append(("end", f"{_quoted('}' + chr(10))} {_spelled(vocabulary, CALL_END)}"))
+
+    @property
+    def several(self) -> str:
+        return f"{self._begin} name_on {self._more}"
+
+    @property
+    def _more(self) -> str:
+        return f'("\\n" {self._begin} name_on)*'
+
+    def forced(self, choice: str | Json, *, begun: bool) -> str:
+        """`begun`: the prompt has the call's opening; with a named tool up to its arguments, else up to the name."""
+        if isinstance(choice, dict):
+            name = choice["function"]["name"]
+            index = self._names.index(name)
+            head = json.dumps(name, ensure_ascii=False)[1:] + ARGUMENTS_KEY
+            return f"{'' if begun else f'{self._begin} {_quoted(head)}'} arguments_{index} end"
+        return f"{'' if begun else self._begin} name_on {self._more}"
+
+
+def _thought(vocabulary: Vocabulary, thoughts: Thoughts) -> str:
+    """What may stand before the answer."""
+    end = _spelled(vocabulary, THINK_END)
+    rest = "thought GAP?" if end.startswith('"') else f"/(?s:.*)/ {end} GAP?"
+    return {"begun": rest, "free": f"({_spelled(vocabulary, THINK)} {rest})?", "none": ""}[thoughts]
+
+
+def _schema_of(response_format: Json) -> Json:
+    if response_format["type"] == "json_object":
+        return {"type": "object"}
+    schema: Json = response_format["json_schema"]["schema"]
+    return schema
+
+
+def _json_rule(schema: Json, param: str, is_strict: bool = True) -> str:
+    """A tool's schema is advice where it is not strict: keywords that cannot be held to are left aside in it."""
+    text = json.dumps({**schema, "x-guidance": {"lenient": not is_strict}})
+    if len(text) > MAX_SCHEMA:
+        raise invalid(f"{param}: a schema of {len(text)} characters; at most {MAX_SCHEMA}", param)
+    return f"%json {text}"
+
+
+def _spelled(vocabulary: Vocabulary, marker: str) -> str:
+    """The marker as a grammar says it: quoted text, or the id of the token that it is.
+
+    An added token written <so> is no text to llguidance, whether the tokenizer calls it special or not.
+    """
+    id = vocabulary.tokenizer.convert_tokens_to_ids(marker)
+    return f"<[{id}]>" if id in vocabulary.tokenizer.added_tokens_decoder else _quoted(marker)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)

@@ -1,0 +1,150 @@
+"""Formats compiled to grammars, and the tokens that they allow next
+
+llguidance does both. A schema is first compiled in a process of its own (trial.py), which is ended past its limits, as
+the library's own do not hold everywhere; then here, in a thread. What was compiled is kept, and so is what was refused.
+"""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from art_cli.chat.errors import ChatError, invalid
+from art_cli.engines.embedded.formats import Format
+from art_cli.errors import EngineError
+
+if TYPE_CHECKING:  # its import takes 0.1 s, and most runs never hold a reply to a format
+    from llguidance import LLMatcher, LLTokenizer
+
+Bools = npt.NDArray[np.bool_]
+
+MAX_KEPT = 32  # compiled formats; a costly one takes some 50 MB
+NUM_THREADS = 2  # that compile at once
+TRIAL_CPU_S = 2  # 2,000 properties take 0.8
+TRIAL_WALL_S = 20.0  # a busy machine gives a process little
+TRIAL_BYTES = 512 * 2**20
+COMPILE_DEADLINE_S = 60.0  # with waiting for a thread
+LIMITS: dict[str, Any] = {
+    "max_lexer_states": 50_000,  # of 1 to 2 kB each
+    "verbose_errors": False,  # they quote the reply
+}
+
+
+class GrammarError(EngineError):
+    """A format cannot be held to."""
+
+
+class Grammars:
+    """The formats of one vocabulary. `vocab` is the model's number of tokens, `stop_ids` end a reply."""
+
+    def __init__(self, tokenizer: Any, *, vocab: int, stop_ids: Sequence[int]) -> None:
+        self._tokenizer, self._vocab = tokenizer, vocab
+        self._stop_ids = [id for id in stop_ids if id < vocab]
+        self._wrapped: LLTokenizer | None = None
+        self._lock = threading.Lock()
+        self._wrap_lock = threading.Lock()
+        self._kept: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="art-grammar")
+
+    async def compile(self, format: Format) -> "LLMatcher":
+        """A matcher at the format's beginning, to be copied. Raises ChatError 400: there is none; 503: not now."""
+        compiled = asyncio.wrap_future(self._future(format))
+        compiled.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, if nobody waits any more
+        try:
+            return await asyncio.wait_for(asyncio.shield(compiled), COMPILE_DEADLINE_S)
+        except TimeoutError:
+            raise ChatError(503, f"{format.param}: too many schemas are being compiled; try again later") from None
+        except GrammarError as error:
+            raise invalid(f"{format.param}: {error}", format.param) from error
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False)
+
+    def _future(self, format: Format) -> "Future[LLMatcher]":
+        with self._lock:
+            if format.grammar not in self._kept:
+                self._kept[format.grammar] = self._pool.submit(self._compile, format)
+                if len(self._kept) > MAX_KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(format.grammar)
+            return self._kept[format.grammar]
+
+    def _compile(self, format: Format) -> "LLMatcher":
+        from llguidance import LLMatcher, LLParserLimits
+
+        try_out(format.schemas)
+        matcher = LLMatcher(self._wrap(), format.grammar, limits=LLParserLimits(**LIMITS), log_level=0)
+        if matcher.is_error():
+            raise GrammarError(reason(matcher.get_error()))
+        return matcher
+
+    def _wrap(self) -> "LLTokenizer":
+        """Made once: about a second for 150,000 tokens."""
+        from llguidance import LLTokenizer
+
+        with self._wrap_lock:
+            if self._wrapped is None:
+                if not self._stop_ids:
+                    raise GrammarError("this model has no token that ends a reply")
+                if len(self._tokenizer) > self._vocab:
+                    raise GrammarError("this model's tokenizer has tokens that the model has not")
+                try:
+                    text = self._tokenizer.backend_tokenizer.to_str()
+                    self._wrapped = LLTokenizer(text, n_vocab=self._vocab, eos_token=self._stop_ids)
+                except (AttributeError, ValueError) as error:
+                    raise GrammarError(f"this model's tokenizer cannot be held to a format: {error}") from error
+            return self._wrapped
+
+
+class Masks:
+    """Which tokens may come next, for several answers at once."""
+
+    def __init__(self, vocab: int, num_threads: int) -> None:
+        from llguidance import LLExecutor
+
+        self._vocab = vocab
+        self._executor = LLExecutor(num_threads)
+
+    def allowed(self, matchers: Sequence["LLMatcher"]) -> Bools:
+        """[n, V]; at least one token each: those that end the reply where nothing else can follow, or on an error."""
+        words = np.zeros((len(matchers), -(-self._vocab // 32)), np.int32)
+        places = [(matcher, row) for row, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(places, words.ctypes.data, words.shape[1] * 4, len(matchers))
+        bits = np.unpackbits(words.view(np.uint8), axis=1, count=self._vocab, bitorder="little")
+        return bits.view(np.bool_)
+
+
+def try_out(schemas: Sequence[str]) -> None:
+    """Compiles the schemas where it can be ended. Raises GrammarError: they cannot be used, or cost too much."""
+    names = [f"schema_{index}" for index in range(len(schemas))]
+    rules = [f"{name}: {schema}" for name, schema in zip(names, schemas, strict=True)]
+    grammar = "\n".join([f"start: {' | '.join(names)}", *rules])
+    task = {"grammar": grammar, "seconds": TRIAL_CPU_S, "bytes": TRIAL_BYTES, "limits": LIMITS}
+    command = [sys.executable, "-P", str(Path(__file__).with_name("trial.py"))]
+    try:
+        done = subprocess.run(command, input=json.dumps(task).encode(), capture_output=True, timeout=TRIAL_WALL_S)
+    except subprocess.TimeoutExpired:
+        raise GrammarError(f"the schema takes more than {TRIAL_WALL_S:.0f} s to compile; simplify it") from None
+    if done.returncode > 0 and b"MemoryError" not in done.stderr:
+        raise EngineError(f"the trial of a grammar failed: {done.stderr.decode(errors='replace').strip()[-300:]}")
+    if done.returncode:
+        raise GrammarError(f"the schema takes more than {TRIAL_CPU_S} s or too much memory to compile; simplify it")
+    if done.stdout:
+        raise GrammarError(reason(done.stdout.decode(errors="replace")))
+
+
+def reason(text: str) -> str:
+    """The library's message as one line, without the grammar that it quotes."""
+    text = re.split(r"\n\s*\d+ \| |\n<", text, maxsplit=1)[0]
+    text = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", " ".join(text.split()))
+    return text[:300] or "it cannot be compiled"
