@@ -135,6 +135,13 @@ class PackRunner:
         return torch.from_numpy(array).to(self.weights.device)
 
 
+@contextlib.contextmanager
+def _packing(model: Any) -> Iterator[None]:
+    """Has the model's layers compute packs."""
+    with tree_attention(model), fused_layers(model):
+        yield
+
+
 def _split(positions: Ints, bounds: list[int]) -> list[Ints]:
     """Ascending positions of a pack, cut where each next row begins."""
     return np.split(positions, np.searchsorted(positions, bounds))
@@ -151,13 +158,6 @@ def _probes(token_ids: Ints) -> list[Sample]:
 def _by_token(pack: Pack, scores: TokenScores) -> dict[tuple[str, int], float]:
     """The logprob of each trained token by its sample and place."""
     logprobs = scores.logprobs.double().numpy(force=True)[pack.terms.edges]
-@contextlib.contextmanager
-def _packing(model: Any) -> Iterator[None]:
-    """Has the model's layers compute packs."""
-    with tree_attention(model), fused_layers(model):
-        yield
-
-
     keys = [(sample.trajectory_id, int(target)) for sample in pack.samples for target in sample.targets]
     return dict(zip(keys, logprobs.tolist(), strict=True))
 
