@@ -6,8 +6,9 @@
 
 The distribution of a token depends on the adapter's bytes and the token before it (`logprobs`). What the last message
 says makes it behave: "slow" waits until there is a file `release` beside FAKE_VLLM_CALLS, "die" ends the process,
-"hang" never answers, "core" is answered as when vLLM's engine core died, "long" as when it is too long. FAKE_VLLM is a
-manner from the start. Each call is a line of the file FAKE_VLLM_CALLS; its first line says how the process was started.
+"hang" never answers, "core" is answered as when vLLM's engine core died, "long" as when it is too long, "refuse" as
+what is no request. FAKE_VLLM is a manner from the start. Each call is a line of the file FAKE_VLLM_CALLS; its first
+line says how the process was started.
 """
 
 import argparse
@@ -104,6 +105,8 @@ class Fake:
         said = body["messages"][-1]["content"] if "messages" in body else ""
         if said == "long":
             return self.error(400, "This model's maximum context length is 64 tokens. However, ...")
+        if said == "refuse":
+            return self.error(400, "Grammar error: Invalid type: nonsense")
         if said == "core":
             self.is_healthy = False
             return self.error(500, "EngineCore encountered an issue.")

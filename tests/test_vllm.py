@@ -298,6 +298,9 @@ async def test_refusals_are_in_openai_words(fake: Fake) -> None:
         with pytest.raises(ChatError) as long:
             await engine.reply(chat("long"))
         assert (long.value.status, long.value.code) == (400, "context_length_exceeded")
+        with pytest.raises(ChatError) as other:
+            await engine.reply(chat("refuse"))
+        assert (other.value.status, other.value.type, other.value.code) == (400, "invalid_request_error", None)
 
 
 async def test_the_score_is_of_the_given_tokens_under_the_adapter(fake: Fake) -> None:

@@ -314,6 +314,9 @@ def _choice(wire: _WireChoice) -> Choice:
     message = wire.message if wire.message is not None else wire.delta
     if message is not None:
         message = {name: value for name, value in message.items() if name == "content" or value not in (None, [], "")}
+        for call in message.get("tool_calls", ()):
+            if "name" in (function := call.get("function") or {}):  # the first piece of a call; clients add to it
+                function["arguments"] = function.get("arguments") or ""
     choice = Choice(
         index=wire.index,
         message=message,

@@ -21,7 +21,7 @@ import msgspec
 from art_cli.chat import Backend
 from art_cli.chat.app import closing_stream
 from art_cli.chat.client import HttpBackend
-from art_cli.chat.errors import ChatError
+from art_cli.chat.errors import INVALID_REQUEST, ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request
 from art_cli.config.schema import VllmEngineConfig
@@ -40,6 +40,7 @@ DEATH_S = 2.0  # from a server's last answer to its end being known
 NOTICE_S = 10.0  # the same, for calls that can be made again
 DRAIN_S = 600.0  # for requests in flight to end before a sleep
 POLL_S = 0.05
+TOO_LONG = ("maximum context length", "max_model_len")  # vLLM's words for a prompt, and for a prompt with its reply
 # Mean |difference| in nats of the likeliest next tokens, prefix cache against none. float32: rounding of other kernels.
 # bfloat16: 8 bits of mantissa give about 0.01 nats a token, more in the tail.
 STALE_BOUNDS = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
@@ -195,8 +196,7 @@ class VllmEngine:
         try:
             yield
         except ChatError as error:
-            if error.status == 400 and "maximum context length" in error.message:
-                error.code = "context_length_exceeded"  # as OpenAI's clients know it
+            _put_in_openai_words(error)
             if error.status >= 500 and self.pid:
                 with contextlib.suppress(EngineError):
                     await _until(partial(self._is_lost, adapters), DEATH_S, "it lives")
@@ -323,6 +323,17 @@ async def _until(is_so: Callable[[], bool], timeout_s: float, otherwise: str) ->
         if asyncio.get_running_loop().time() > deadline:
             raise EngineError(f"vllm: {otherwise}")
         await asyncio.sleep(POLL_S)
+
+
+def _put_in_openai_words(error: ChatError) -> None:
+    """vLLM names a refusal after a Python class, and repeats its status as its code."""
+    if error.status >= 500:
+        return
+    error.type = INVALID_REQUEST
+    if error.code == str(error.status):
+        error.code = None
+    if error.status == 400 and any(words in error.message for words in TOO_LONG):
+        error.code = "context_length_exceeded"
 
 
 def _settle_logprobs(request: Request, choice: Choice) -> None:
