@@ -139,9 +139,12 @@ def load_weights(
     return Weights(model, tokenizer, place, dtype, max_length, base, has_adapter=config.lora is not None)
 
 
-def load_checkpoint(weights: Weights, checkpoint: Path) -> None:
+def load_checkpoint(
+    weights: Weights, checkpoint: Path, *, part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+) -> None:
     """Puts a checkpoint's adapter (or whole model, where there is no adapter) into `weights`.
 
+    `part(tensor, own)` is what a model that holds parts of its tensors takes of a whole one for its `own`.
     Raises CheckpointError: no weights there, or not of this model's shape.
     """
     from safetensors.torch import load_file
@@ -152,7 +155,7 @@ def load_checkpoint(weights: Weights, checkpoint: Path) -> None:
     try:
         tensors = load_file(path)
         with weights.lock:
-            _set_tensors(weights, tensors)
+            _set_tensors(weights, tensors if part is None else _parts(weights, tensors, part))
             weights.version += 1
     except Exception as error:
         summary = str(error).strip().splitlines()[0]
@@ -190,10 +193,13 @@ def twin(weights: Weights) -> Weights:
     return replace(weights, model=model, version=0, lock=threading.RLock())
 
 
-def save_weights(weights: Weights, directory: Path) -> None:
-    """Writes a plain PEFT directory (or a transformers one, where there is no adapter), tokenizer included."""
+def save_weights(weights: Weights, directory: Path, *, tensors: dict[str, torch.Tensor] | None = None) -> None:
+    """Writes a plain PEFT directory (or a transformers one, where there is no adapter), tokenizer included.
+
+    `tensors`: those trained, by their names in the model; None: as the model holds them.
+    """
     with weights.lock:
-        weights.model.save_pretrained(directory)
+        weights.model.save_pretrained(directory, state_dict=tensors)
         weights.tokenizer.save_pretrained(directory)
     (directory / "README.md").unlink(missing_ok=True)  # peft's model card template, filled with nothing
 
@@ -329,6 +335,20 @@ def _deprecations_hidden() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         yield
+
+
+def _parts(
+    weights: Weights,
+    tensors: dict[str, torch.Tensor],
+    part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """What `weights` takes of each whole tensor; one that it has not, or of another shape, stays as it is."""
+    import peft
+
+    model = weights.model
+    own: Any = peft.get_peft_model_state_dict(model) if weights.has_adapter else model.state_dict()
+    fits = {name for name, tensor in tensors.items() if name in own and own[name].shape == tensor.shape}
+    return {name: part(tensor, own[name]) if name in fits else tensor for name, tensor in tensors.items()}
 
 
 def _set_tensors(weights: Weights, tensors: dict[str, torch.Tensor]) -> None:

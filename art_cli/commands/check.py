@@ -42,7 +42,11 @@ def run(*, config: Path, overrides: Sequence[str], as_json: bool) -> None:
     loaded = load_config(config, overrides)
     check_trainable(loaded.config)
     with tempfile.TemporaryDirectory(prefix="art-check-") as scratch:
-        findings = Preflight(loaded, Path(scratch)).check()
+        preflight = Preflight(loaded, Path(scratch))
+        try:
+            findings = preflight.check()
+        finally:
+            preflight.close()
     if as_json:
         sys.stdout.write(json.dumps([finding._asdict() for finding in findings]) + "\n")
     else:
@@ -89,6 +93,10 @@ class Preflight:
             if not finding.is_good and name != "disk":
                 break
         return findings
+
+    def close(self) -> None:
+        if self.learner is not None:
+            self.learner.close()
 
     def check_scenarios(self) -> Finding:
         config = self.loaded.config

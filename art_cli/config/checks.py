@@ -6,6 +6,7 @@ from art_cli.config.schema import (
     DapoConfig,
     OpenAIEngineConfig,
     RunConfig,
+    TorchLearnerConfig,
     UnslothLearnerConfig,
     VllmEngineConfig,
 )
@@ -31,6 +32,8 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield "loss.overlong_buffer", f"used with loss.overlong 'penalty' only, which is {config.loss.overlong!r}"
     if config.train.max_staleness > 0:
         yield from _stale_conflicts(config)
+    if isinstance(config.learner, TorchLearnerConfig) and config.learner.processes > 1:
+        yield from _process_conflicts(config, config.learner)
     if config.train.updates_per_step > config.rollout.groups_per_step:
         groups = config.rollout.groups_per_step
         yield "train.updates_per_step", f"at most rollout.groups_per_step ({groups}): a step is split by groups"
@@ -42,6 +45,18 @@ def _stale_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "train.max_staleness", message
     if isinstance(config.engine, VllmEngineConfig) and config.engine.sleep in (1, 2):
         yield "engine.sleep", "with train.max_staleness the engine samples while the learner works; set it to 0"
+
+
+def _process_conflicts(config: RunConfig, learner: TorchLearnerConfig) -> Iterator[tuple[str, str]]:
+    if config.model.quantize is not None:
+        yield (
+            "learner.processes",
+            "a base in few bits cannot be divided between processes; set model.quantize=null, or 1",
+        )
+    if learner.offload_optimizer:
+        yield "learner.offload_optimizer", "with learner.processes the optimizer is divided between the GPUs already"
+    if learner.device not in ("auto", "cpu", "cuda"):
+        yield "learner.device", "with learner.processes each takes a GPU of its own: auto, cuda or cpu"
 
 
 def check_trainable(config: RunConfig) -> None:

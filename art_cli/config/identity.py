@@ -23,7 +23,13 @@ NOT_TRAINING = frozenset(
         *("judge.budget_usd", "judge.budget_tokens", "judge.price"),
         # speed and memory; the gradient is the same for every packing and micro-batch size
         *("rollout.concurrency", "judge.concurrency", "judge.retries", "judge.timeout_s", "judge.cache"),
-        *("learner.device", "learner.micro_batch_tokens", "learner.gradient_checkpointing", "learner.packing"),
+        *(
+            "learner.device",
+            "learner.micro_batch_tokens",
+            "learner.gradient_checkpointing",
+            "learner.packing",
+            "learner.processes",
+        ),
         "learner.offload_optimizer",
         # how the engine runs; that it samples from the learner's weights is proved after each step
         *("engine.max_batch", "engine.prefill_tokens", "engine.python", "engine.args", "engine.env", "engine.sleep"),

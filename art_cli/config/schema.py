@@ -425,6 +425,9 @@ class BaseLearnerConfig(Section):
     weight less on the GPU. It does not change the update."""
     packing: Literal["tree", "rows"] = "tree"
     """tree: every token that samples of a group share is computed once. rows: one row per sample."""
+    processes: PositiveInt = 1
+    """More than 1: so many processes share the packs of an update and divide the model between them (FSDP2), each on a
+    GPU of its own, or all on the CPU; the gradient is the same. The engine has weights of its own then."""
 
 
 class TorchLearnerConfig(BaseLearnerConfig):

@@ -5,6 +5,7 @@
 A learner speaks in plain data (records, paths, numbers). Its methods block; the loop calls them in a thread.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -52,6 +53,10 @@ class StepMetrics(msgspec.Struct, kw_only=True):
     logprob_gap_max: float = float("nan")
     train_s: float = 0.0
 
+    def known(self) -> dict[str, float]:
+        """The numbers by name, without those that are NaN."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if not math.isnan(value)}
+
 
 class Learner(Protocol):
     """Updates the policy. Failures raise LearnerError, CheckpointError or DriftError."""
@@ -76,6 +81,14 @@ class Learner(Protocol):
         """Continues from what `save` wrote: the next step is bit-identical to an undisturbed one."""
         ...
 
+    def check(self) -> None:
+        """Raises LearnerError once a process that it needs is dead. Does not block; any thread may call it."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of processes of its own. No method may be called after it."""
+        ...
+
 
 def load_policy(config: "RunConfig", base: str) -> "Weights":
     """The starting policy as the configured learner needs it; `base` is a hub id or directory."""
@@ -87,15 +100,29 @@ def load_policy(config: "RunConfig", base: str) -> "Weights":
     return model.load_weights(config.model, base, device=config.learner.device, seed=config.train.seed, load=load)
 
 
-def make_learner(config: "RunConfig", weights: "Weights") -> Learner:
-    """The learner a configuration names, on these weights."""
+def make_learner(config: "RunConfig", weights: "Weights", *, logs: Path | None = None) -> Learner:
+    """The learner a configuration names, on these weights; with processes of its own, on their base.
+
+    `logs`: where processes of its own write theirs; None: nowhere that stays.
+    """
+    knobs: dict[str, Any] = {
+        "train": config.train,
+        "loss": config.loss,
+        "learner": config.learner,
+        "sft": config.sft,
+        "sampling_max_tokens": config.rollout.sampling.max_tokens,
+    }
+    if has_own_weights(config):
+        from art_cli.learners.parallel import Job, ParallelLearner
+        from art_cli.learners.workers import Workers
+
+        job = Job(base=weights.base, model=config.model, **knobs)
+        return ParallelLearner(job, Workers(job.learner.processes, logs=logs))
     module, _, name = BUILT_INS[config.learner.name].partition(":")
-    learner: Learner = getattr(import_module(module), name)(
-        weights,
-        train=config.train,
-        loss=config.loss,
-        learner=config.learner,
-        sft=config.sft,
-        sampling_max_tokens=config.rollout.sampling.max_tokens,
-    )
+    learner: Learner = getattr(import_module(module), name)(weights, **knobs)
     return learner
+
+
+def has_own_weights(config: "RunConfig") -> bool:
+    """Whether the learner keeps its weights in processes of its own, so that those here stay as they were loaded."""
+    return getattr(config.learner, "processes", 1) > 1

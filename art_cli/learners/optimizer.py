@@ -15,6 +15,7 @@ from torch import Tensor
 
 from art_cli.config.schema import SftConfig, TrainConfig
 from art_cli.errors import CheckpointError
+from art_cli.learners.ranks import Alone, Ranks
 
 STATE_FILE = "optimizer.safetensors"
 COUNTS_FILE = "optimizer.json"
@@ -31,6 +32,7 @@ class Optimizer:
     """AdamW, Loshchilov and Hutter 2019 (arXiv:1711.05101), over named parameters.
 
     `device`: where state lives and updates are computed, on copies of the parameters. None: with each parameter.
+    `ranks`: the processes that hold the parameters' parts. None: this one holds them whole.
     """
 
     def __init__(
@@ -42,8 +44,10 @@ class Optimizer:
         weight_decay: float,
         max_grad_norm: float,
         device: torch.device | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.parameters = dict(parameters)
+        self.ranks: Ranks = ranks or Alone()
         self.learning_rate, self.warmup_steps, self.max_grad_norm = learning_rate, warmup_steps, max_grad_norm
         self.counts = Counts()
         self._copies = {
@@ -61,6 +65,7 @@ class Optimizer:
         config: TrainConfig | SftConfig,
         *,
         device: torch.device | None = None,
+        ranks: Ranks | None = None,
     ) -> "Optimizer":
         """A new one with the knobs of that section."""
         return cls(
@@ -70,6 +75,7 @@ class Optimizer:
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
             device=device,
+            ranks=ranks,
         )
 
     def current_rate(self) -> float:
@@ -80,7 +86,7 @@ class Optimizer:
 
     def clip(self) -> float:
         """The norm of all gradients, which are then scaled down to `max_grad_norm` where it is above."""
-        return float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm))
+        return float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)))
 
     def update(self) -> None:
         for group in self._adamw.param_groups:
@@ -124,11 +130,11 @@ class Optimizer:
                 raise ValueError(f"optimizer state of {name} {list(tensor.shape)}, which this model does not have")
             if which == "copy":
                 if name in self._copies:
-                    self._copies[name].data.copy_(tensor)
+                    self._copies[name].data.copy_(self.ranks.part(tensor, self._copies[name].data))
                 continue
             # the step count stays on the CPU, where AdamW reads it without waiting for the device
-            place = tensor.device if which == "step" else self._updated[name].device
-            self._adamw.state[self._updated[name]][which] = tensor.to(place)
+            updated = self._updated[name]
+            self._adamw.state[updated][which] = tensor if which == "step" else self.ranks.part(tensor, updated)
 
     def reset(self) -> None:
         self._forget()
@@ -157,7 +163,11 @@ class Optimizer:
         self.counts = snapshot.counts
 
     def save(self, directory: Path) -> None:
-        save_file({name: tensor.contiguous() for name, tensor in self.tensors().items()}, directory / STATE_FILE)
+        """Of all processes; the first one writes."""
+        tensors = {name: self.ranks.whole(tensor).contiguous() for name, tensor in self.tensors().items()}
+        if self.ranks.rank > 0:
+            return
+        save_file(tensors, directory / STATE_FILE)
         (directory / COUNTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self.counts)))
 
     def load(self, directory: Path) -> None:

@@ -18,6 +18,7 @@ from art_cli.config.schema import BaseLearnerConfig
 from art_cli.learners.fused_layers import fused_layers
 from art_cli.learners.logprobs import TokenScores, token_scores
 from art_cli.learners.packing import Pack, pack_samples
+from art_cli.learners.ranks import Alone, Ranks, deal, pack_evenly
 from art_cli.learners.samples import Ints, Sample, bare_sample
 from art_cli.learners.tree_attention import Tree, tree_attention
 from art_cli.model import Weights
@@ -36,8 +37,10 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 3e-2, tor
 class PackRunner:
     """Scores the edges of packs with the weights it is given. Use inside `running()`."""
 
-    def __init__(self, weights: Weights, config: BaseLearnerConfig) -> None:
+    def __init__(self, weights: Weights, config: BaseLearnerConfig, ranks: Ranks | None = None) -> None:
+        """`ranks`: the processes that share the packs; None: this one alone."""
         self.weights, self.config = weights, config
+        self.ranks: Ranks = ranks or Alone()
         self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS.get(weights.device.type, 2048)
         self.model = weights.model.get_base_model() if weights.has_adapter else weights.model
         self.can_pack: bool | None = None  # None: not yet known, see `settle`
@@ -86,12 +89,25 @@ class PackRunner:
         share = self.config.packing == "tree" and self.can_pack
         return pack_samples(samples, budget=self.micro_batch_tokens, share=share)
 
+    def deal(self, samples: Sequence[Sample]) -> list[Pack]:
+        """The packs of the samples that fall to this process."""
+        if self.ranks.size == 1:
+            return self.pack(samples)
+        assert self.can_pack is not None, "settle() comes first"
+        share = self.config.packing == "tree" and self.can_pack
+        # run plainly, a pack takes a forward pass for each row: one row, so that all processes run as many
+        budget = self.micro_batch_tokens if self.can_pack else 1
+        packs = pack_evenly(samples, self.ranks.size, budget=budget, share=share)
+        return deal(packs, self.ranks.rank, self.ranks.size)
+
     def run(self, pack: Pack) -> TokenScores:
         """[E] scores of the pack's edges."""
         with contextlib.ExitStack() as stack:
             if self._checkpoints(pack):
                 stack.enter_context(_checkpointing_layers(self.model))
-            return self._run_packed(pack) if self.can_pack else self._run_plain(pack)
+            if not self.can_pack:
+                return self._run_plain(pack)
+            return self.ranks.forward(self.model, self._run_packed, pack)
 
     def _checkpoints(self, pack: Pack) -> bool:
         """Whether the pack's activations are to be computed again in the backward pass instead of kept."""

@@ -15,7 +15,7 @@ from art_cli.config.schema import LossConfig
 from art_cli.errors import LearnerError
 from art_cli.learners.batch import count
 from art_cli.learners.logprobs import TokenScores
-from art_cli.learners.losses import LossTerms, PackLoss, build_loss, pack_loss
+from art_cli.learners.losses import LossTerms, build_loss, pack_loss
 from art_cli.learners.losses.importance import truncated_weights
 from art_cli.learners.losses.means import Counts
 from art_cli.learners.optimizer import Optimizer
@@ -28,9 +28,10 @@ from art_cli.learners.tally import Tally
 class Update(NamedTuple):
     """One optimizer step to come: its packs, its counts, and what the weights before the step say of each pack."""
 
-    packs: list[Pack]
+    packs: list[Pack]  # those that this process runs
     counts: Counts
     before: list[Tensor | None]  # [N] logprobs of each pack's terms at the step's first weights; None: at its own pass
+    has_unknown: bool  # somewhere in it the engine's logprobs are not those of what it sampled from
 
 
 class PolicyGradient:
@@ -41,12 +42,13 @@ class PolicyGradient:
         self.loss = build_loss(config, max_tokens=max_tokens)
 
     def plan(self, samples: Sequence[Sample]) -> Update:
-        packs = self.runner.pack(samples)
-        return Update(packs, count(samples), [None] * len(packs))
+        packs = self.runner.deal(samples)
+        has_unknown = any(np.isnan(sample.logprobs).any() for sample in samples)
+        return Update(packs, count(samples), [None] * len(packs), has_unknown)
 
     def look_ahead(self, update: Update, tally: Tally) -> Update:
         """The update with its packs' logprobs at the current weights, where its loss will need them once they moved."""
-        if self.config.importance_cap is None and not any(np.isnan(p.terms.logprobs).any() for p in update.packs):
+        if self.config.importance_cap is None and not update.has_unknown:
             return update
         before: list[Tensor | None] = []
         with torch.no_grad():
@@ -61,25 +63,34 @@ class PolicyGradient:
     ) -> None:
         """Adds the update's gradient to the parameters' `.grad`; `is_first`: of its step, at the weights that sampled.
 
-        Raises LearnerError with the trajectory whose loss is not finite.
+        Raises LearnerError with the trajectory whose loss is not finite, once all processes have run their packs.
         """
         tally.losses.append(0.0)
+        faults: list[str] = []
         for pack, before in zip(update.packs, update.before, strict=True):
             reference = self._reference(pack)
             scores = self.runner.run(pack)
             if is_first:
                 tally.add_gap(scores, pack.terms)
-            loss = self._loss(pack, scores, update.counts, before, reference)
+            terms = self._terms(pack, scores, update.counts, before, reference)
+            loss = pack_loss(self.loss.objective, terms, kl=self.config.kl)
+            is_bad = ~loss.parts.isfinite()
+            if is_bad.any():
+                faults.append(_not_finite("loss", pack.samples[int(terms.samples[is_bad][0])]))
             loss.loss.backward()  # type: ignore[no-untyped-call]
             tally.add_pack(pack, scores, loss)
             done()
+        if faults := [fault for of_rank in self.runner.ranks.gather(faults) for fault in of_rank]:
+            raise LearnerError(faults[0])
 
     def blame(self, update: Update, optimizer: Optimizer) -> str:
         """Which sample's gradient is not finite, found by taking each alone."""
+        if self.runner.ranks.size > 1:
+            return "the gradient of the step is not finite; no weight was changed. learner.processes=1 names the sample"
         for pack, before in zip(update.packs, update.before, strict=True):
             for index, sample in enumerate(pack.samples):
                 own = None if before is None else before[self._tensor(pack.terms.samples) == index]
-                alone = Update(self.runner.pack([sample]), update.counts, [own])
+                alone = Update(self.runner.deal([sample]), update.counts, [own], update.has_unknown)
                 self.accumulate(alone, Tally(), is_first=False)
                 norm = optimizer.clip()
                 optimizer.clear()
@@ -93,16 +104,6 @@ class PolicyGradient:
             return None
         with torch.no_grad(), self.runner.weights.adapter_off():
             return self.runner.run(pack).logprobs[self._tensor(pack.terms.edges)]
-
-    def _loss(
-        self, pack: Pack, scores: TokenScores, counts: Counts, before: Tensor | None, reference: Tensor | None
-    ) -> PackLoss:
-        terms = self._terms(pack, scores, counts, before, reference)
-        loss = pack_loss(self.loss.objective, terms, kl=self.config.kl)
-        is_bad = ~loss.parts.isfinite()
-        if is_bad.any():
-            raise LearnerError(_not_finite("loss", pack.samples[int(terms.samples[is_bad][0])]))
-        return loss
 
     def _terms(
         self, pack: Pack, scores: TokenScores, counts: Counts, before: Tensor | None, reference: Tensor | None

@@ -72,7 +72,7 @@ def summarize(updates: Sequence[SftUpdate], *, epochs: int, begin: float) -> dic
 
 def _update(runner: PackRunner, optimizer: Optimizer, samples: Sequence[Sample]) -> SftUpdate:
     counts = count(samples)
-    packs = runner.pack(samples)
+    packs = runner.deal(samples)
     total = 0.0
     for pack in packs:
         edges = torch.from_numpy(pack.terms.edges).to(runner.weights.device)
@@ -86,4 +86,5 @@ def _update(runner: PackRunner, optimizer: Optimizer, samples: Sequence[Sample])
         raise LearnerError(f"sft: the gradient is not finite, in one of {', '.join(names)}; lower sft.learning_rate")
     optimizer.counts.num_steps += 1
     optimizer.update()
-    return SftUpdate(total, norm, counts.tokens, sum(len(pack.token_ids) for pack in packs))
+    losses, computed = zip(*runner.ranks.gather((total, sum(len(pack.token_ids) for pack in packs))), strict=True)
+    return SftUpdate(sum(losses), norm, counts.tokens, sum(computed))

@@ -1,6 +1,7 @@
 """Adds up, pack by pack, what a step reports."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +26,13 @@ class _Mean:
             largest = float(values.max())
             self.max = largest if math.isnan(self.max) else max(self.max, largest)
 
+    def join(self, other: "_Mean") -> None:
+        """Takes in what was added to another one."""
+        if other.count:
+            self.sum += other.sum
+            self.max = max(self.max, other.max) if self.count else other.max
+            self.count += other.count
+
     @property
     def mean(self) -> float:
         return self.sum / self.count if self.count else math.nan
@@ -38,6 +46,19 @@ class Tally:
         self.losses: list[float] = []  # of each optimizer step, its packs' parts added up
         self.grad_norms: list[float] = []
         self.kl, self.entropy, self.clipped, self.gap = _Mean(), _Mean(), _Mean(), _Mean()
+
+    @classmethod
+    def total(cls, parts: Sequence["Tally"]) -> "Tally":
+        """What processes that shared the packs of the same steps have added up between them."""
+        total = cls()
+        total.losses = [sum(losses) for losses in zip(*(part.losses for part in parts), strict=True)]
+        total.grad_norms = parts[0].grad_norms  # of the summed gradients: the same everywhere
+        for part in parts:
+            for name in ("num_samples", "tokens_trained", "tokens_flat", "tokens_computed"):
+                setattr(total, name, getattr(total, name) + getattr(part, name))
+            for name in ("kl", "entropy", "clipped", "gap"):
+                getattr(total, name).join(getattr(part, name))
+        return total
 
     def add_gap(self, scores: TokenScores, terms: Terms) -> None:
         """How far the learner's logprobs are from the engine's; call it at the weights that sampled."""

@@ -27,6 +27,7 @@ from art_cli.learners.demos import demo_samples
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.policy_gradient import PolicyGradient, Update
+from art_cli.learners.ranks import Alone, Ranks
 from art_cli.learners.samples import Sample, bare_sample
 from art_cli.learners.sft import summarize, train_on_demos
 from art_cli.learners.tally import Tally
@@ -50,18 +51,23 @@ class TorchLearner:
         learner: BaseLearnerConfig,
         sft: SftConfig | None = None,
         sampling_max_tokens: int = 1024,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`sampling_max_tokens`: of one reply. Raises LearnerError: a KL term without an adapter to switch off."""
+        """`sampling_max_tokens`: of one reply; `ranks`: the processes that share the work, None: this one alone.
+
+        Raises LearnerError: a KL term without an adapter to switch off.
+        """
         if loss.kl > 0 and not weights.has_adapter:
             raise LearnerError("loss.kl needs a reference policy, the model without its adapter: set model.lora")
         self.weights = weights
         self.train_config, self.loss_config, self.sft_config = train, loss, sft
         self.max_tokens = sampling_max_tokens
-        self.runner = PackRunner(weights, learner)
+        self.ranks: Ranks = ranks or Alone()
+        self.runner = PackRunner(weights, learner, self.ranks)
         self.gradient = PolicyGradient(self.runner, loss, max_tokens=sampling_max_tokens)
         self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
         self.optimizer_device = torch.device("cpu") if learner.offload_optimizer else None
-        self.optimizer = Optimizer.of(self.parameters, train, device=self.optimizer_device)
+        self.optimizer = Optimizer.of(self.parameters, train, device=self.optimizer_device, ranks=self.ranks)
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
         """One policy update. On any failure every weight is what it was.
@@ -76,6 +82,7 @@ class TorchLearner:
         if parts:
             with self._changing_weights(parts[0][0]):
                 self._take_updates([self.gradient.plan(part) for part in parts], tally, progress)
+        tally = Tally.total(self.ranks.gather(tally))
         return tally.metrics(batch, learning_rate=learning_rate, train_s=time.perf_counter() - begin)
 
     def sft(self, demos: Sequence[dict[str, Any]], *, progress: Progress | None = None) -> dict[str, float]:
@@ -92,7 +99,7 @@ class TorchLearner:
         ]
         if not transcripts:
             raise LearnerError("sft.demos: no transcripts")
-        optimizer = Optimizer.of(self.parameters, config, device=self.optimizer_device)
+        optimizer = Optimizer.of(self.parameters, config, device=self.optimizer_device, ranks=self.ranks)
         with self._changing_weights(transcripts[0][0]):
             updates = train_on_demos(
                 self.runner, optimizer, transcripts, config, seed=self.train_config.seed, progress=progress
@@ -112,20 +119,28 @@ class TorchLearner:
 
     def save(self, directory: Path) -> None:
         with self.weights.lock:
-            save_weights(self.weights, directory)
+            tensors = {name: self.ranks.whole(p).detach().cpu() for name, p in self.parameters.items()}
+            if self.ranks.rank == 0:
+                save_weights(self.weights, directory, tensors=tensors if self.ranks.size > 1 else None)
+                save_file(_rng_state(), directory / RNG_FILE)
             self.optimizer.save(directory)
-            save_file(_rng_state(), directory / RNG_FILE)
 
     def load(self, directory: Path) -> None:
         """Raises CheckpointError: no weights there, or of another model. Weights alone start a new optimizer."""
         with self.weights.lock:
-            load_checkpoint(self.weights, directory)
+            load_checkpoint(self.weights, directory, part=self.ranks.part)
             if (directory / RNG_FILE).is_file():
                 self.optimizer.load(directory)
                 _set_rng_state(load_file(directory / RNG_FILE))
             else:
                 self.optimizer.reset()
                 log.info("%s: weights without optimizer state; the optimizer starts anew", directory)
+
+    def check(self) -> None:
+        """It needs no other process."""
+
+    def close(self) -> None:
+        """It has no other process."""
 
     # --- the updates of a step ----------------------------------------------------------------------------------------
 
@@ -149,11 +164,11 @@ class TorchLearner:
     def _check_drift(self, tally: Tally) -> None:
         if self.train_config.max_staleness > 0:
             return  # tokens of older policies differ by what was learned since; the probe of each load is the guard
-        bound = self.train_config.max_logprob_gap
-        if tally.gap.mean > bound:
+        bound, gap = self.train_config.max_logprob_gap, Tally.total(self.ranks.gather(tally)).gap
+        if gap.mean > bound:
             raise DriftError(
-                f"engine and learner differ by {tally.gap.mean:.3g} nats per token on average (at most "
-                f"{tally.gap.max:.3g}), over train.max_logprob_gap = {bound:g}: they do not hold the same weights"
+                f"engine and learner differ by {gap.mean:.3g} nats per token on average (at most "
+                f"{gap.max:.3g}), over train.max_logprob_gap = {bound:g}: they do not hold the same weights"
             )
 
     def _apply(self, update: Update, tally: Tally) -> None:

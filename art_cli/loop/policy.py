@@ -67,10 +67,10 @@ def open_learner(loaded: LoadedConfig, source: PolicySource) -> Iterator[Learner
     config = loaded.config
     with open_base(loaded, source) as base:
         weights = load_policy(config, base)
-        learner = make_learner(config, weights)
-        if source.checkpoint is not None:
-            learner.load(source.checkpoint)
-        yield learner
+        with contextlib.closing(make_learner(config, weights)) as learner:
+            if source.checkpoint is not None:
+                learner.load(source.checkpoint)
+            yield learner
 
 
 def save_learner(learner: Learner, output: Path, loaded: LoadedConfig, *, step: int, metrics: dict[str, float]) -> None:

@@ -14,17 +14,17 @@ import math
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from art_cli.config.compose import LoadedConfig, check_trainable, config_difference, config_hash
 from art_cli.errors import Interrupted, RunError
 from art_cli.judges import Judge, make_judge
-from art_cli.learners import Learner, StepMetrics, load_policy, make_learner
+from art_cli.learners import Learner, StepMetrics, has_own_weights, load_policy, make_learner
 from art_cli.learners.demos import load_demos
 from art_cli.loop import proof
 from art_cli.loop.bar import shown_updates
@@ -40,6 +40,8 @@ from art_cli.views.curve import curve, run_series
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+
+WATCH_EVERY_S = 1.0  # the learner's processes
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def _evaluations(run: RunDir) -> dict[int, dict[str, float]]:
 
 
 class TrainingRun:
-    """One process's work on a run. Holds the weights once, for learner and engine both."""
+    """One process's work on a run. Holds the weights once, for learner and engine both, where both are in it."""
 
     def __init__(self, loaded: LoadedConfig, run: RunDir) -> None:
         self.loaded, self.config, self.run = loaded, loaded.config, run
@@ -107,7 +109,7 @@ class TrainingRun:
         self.judge: Judge = make_judge(self.config.judge, loaded.directory, job=str(run.root))
         base = find_base(self.config.model.base, directory=loaded.directory, built=run.base)
         self.weights: Weights = load_policy(self.config, base)
-        self.learner: Learner = make_learner(self.config, self.weights)
+        self.learner: Learner = make_learner(self.config, self.weights, logs=run.logs)
         self.tracker: Tracker = make_tracker(self.config, run.root, self.config.model_dump(mode="json"))
         self.interrupts = 0
 
@@ -115,12 +117,14 @@ class TrainingRun:
         log.info("%s", self._describe())
         with self._interruptible():
             try:
-                step = await self._find_start()
-                async with self._open_sampler(step) as sampler:
-                    step = await self._take_steps(sampler, step)
+                async with self._watching_learner():
+                    step = await self._find_start()
+                    async with self._open_sampler(step) as sampler:
+                        step = await self._take_steps(sampler, step)
             except asyncio.CancelledError:
                 raise self._interruption() from None
             finally:
+                self.learner.close()
                 await self.judge.close()
                 self.tracker.close()
         self._draw()
@@ -141,6 +145,8 @@ class TrainingRun:
         whole = sum(p.numel() for p in model.parameters())
         sizes = f"{whole / 1e6:.3g}M parameters, {trained / 1e6:.3g}M trained"
         names = f"engine {self.config.engine.name}, learner {self.config.learner.name} on {device}"
+        if has_own_weights(self.config):
+            names += " in processes of its own"
         return f"{self.config.name}: {self.config.model.base}, {sizes}; {names}"
 
     # --- where to begin -----------------------------------------------------------------------------------------------
@@ -176,11 +182,15 @@ class TrainingRun:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def _open_sampler(self, step: int) -> contextlib.AbstractAsyncContextManager[Sampler]:
-        """On-policy, engine and learner take turns with one copy of the weights; otherwise each has its own."""
-        is_shared = self.config.train.max_staleness == 0
+        """On-policy, engine and learner take turns with one copy of the weights; otherwise each has its own.
+
+        A learner in processes of its own leaves the copy here to the engine.
+        """
+        is_apart = has_own_weights(self.config)
+        is_shared = self.config.train.max_staleness == 0 and not is_apart
         return open_sampler(
             self.loaded,
-            self.weights if is_shared else twin(self.weights),
+            self.weights if is_shared or is_apart else twin(self.weights),
             checkpoint=self.run.checkpoint_path(step),
             step=step,
             logs=self.run.logs,
@@ -241,6 +251,22 @@ class TrainingRun:
         engine = await sampler.engine.score(probe)
         learner = await self._off_loop(self.learner.score, probe)
         return proof.compare(engine, learner, dtype=str(self.weights.dtype).removeprefix("torch."), step=step)
+
+    @contextlib.asynccontextmanager
+    async def _watching_learner(self) -> AsyncIterator[None]:
+        """What is inside ends with the learner's LearnerError as soon as a process of its own is dead."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(self._watch_learner())
+                yield
+                watch.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _watch_learner(self) -> NoReturn:
+        while True:
+            await asyncio.to_thread(self.learner.check)
+            await asyncio.sleep(WATCH_EVERY_S)
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,67 @@
+"""ParallelLearner: a learner in several processes, seen from the training loop: `learner.processes` above 1.
+
+It holds no weights: each method is asked of all its processes (workers.py), TorchLearners with a model divided between
+them (worker.py, sharding.py). Records go over as they are written to disk. A checkpoint is in the format of one
+process's, and either goes on from the other's.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from art_cli.config.schema import LossConfig, ModelConfig, Section, SftConfig, TorchLearnerConfig, TrainConfig
+from art_cli.learners import Progress, StepMetrics
+from art_cli.learners.workers import Workers
+from art_cli.trajectory import ScoredTrajectory
+
+
+class Job(Section):
+    """What every process makes its learner of."""
+
+    base: str
+    """A hub id or directory."""
+    model: ModelConfig
+    train: TrainConfig
+    loss: LossConfig
+    learner: TorchLearnerConfig
+    sft: SftConfig | None
+    sampling_max_tokens: int
+
+
+class ParallelLearner:
+    """The Learner protocol over Workers, which are started by the first call that needs them."""
+
+    def __init__(self, job: Job, workers: Workers) -> None:
+        self.job, self.workers = job, workers
+        self._is_open = False
+
+    def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
+        return StepMetrics(**self._call("step", progress=progress, groups=groups))
+
+    def sft(self, demos: Sequence[dict[str, Any]], *, progress: Progress | None = None) -> dict[str, float]:
+        numbers: dict[str, float] = self._call("sft", progress=progress, demos=demos)
+        return numbers
+
+    def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+        logprobs: list[float] = self._call("score", token_ids=list(token_ids), temperature=temperature)
+        return logprobs
+
+    def save(self, directory: Path) -> None:
+        self._call("save", directory=str(directory.resolve()))
+
+    def load(self, directory: Path) -> None:
+        self._call("load", directory=str(directory.resolve()))
+
+    def check(self) -> None:
+        self.workers.check()
+
+    def close(self) -> None:
+        self.workers.close()
+
+    def _call(self, method: str, *, progress: Progress | None = None, **params: Any) -> Any:
+        if not self._is_open:
+            if not self.workers.pids:
+                self.workers.start()
+            self.workers.call("open", self.job.model_dump(mode="json"))
+            self._is_open = True
+        return self.workers.call(method, params, progress=progress)

@@ -1,0 +1,99 @@
+"""Ranks: the processes that share a learner's work. Alone is one process; Together is in sharding.py.
+
+Every process of a learner holds the whole batch and makes the same plan of it; each runs its own packs. The processes
+meet in every layer of every pass, so each runs as many passes as the others: where packs run out, an idle one is run.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from art_cli.learners.logprobs import TokenScores
+from art_cli.learners.packing import PACK_COST, Pack, Terms, pack_samples
+from art_cli.learners.samples import Sample, bare_sample
+
+Value = TypeVar("Value")
+
+
+class Ranks(Protocol):
+    """This process among those of its learner. Whatever is said to be of all is called by all, in the same order."""
+
+    rank: int
+    size: int
+
+    def gather(self, value: Value) -> list[Value]:
+        """Every process's value, in the order of their ranks; of all."""
+        ...
+
+    def forward(self, model: Any, run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
+        """`run(pack)`, which calls parts of the model, as one forward pass of the model; of all."""
+        ...
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The tensor of which this process holds a part; of all."""
+        ...
+
+    def part(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """What this process holds of a whole tensor, on the device and divided as `like` is."""
+        ...
+
+
+class Alone:
+    """The one process."""
+
+    rank, size = 0, 1
+
+    def gather(self, value: Value) -> list[Value]:
+        return [value]
+
+    def forward(self, model: Any, run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
+        return run(pack)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def part(self, tensor: Tensor, like: Tensor) -> Tensor:
+        return tensor.to(like.device)
+
+
+def pack_evenly(samples: Sequence[Sample], size: int, *, budget: int, share: bool) -> list[Pack]:
+    """Packs of at most `budget` tokens, smaller ones where `size` processes are done with those sooner."""
+    packs = pack_samples(samples, budget=budget, share=share)
+    if len(packs) % size == 0:
+        return packs
+    num_places = len(packs) + -len(packs) % size
+    even = -(-sum(len(pack.token_ids) for pack in packs) // num_places)
+    smaller = pack_samples(samples, budget=even, share=share)
+    return min(packs, smaller, key=lambda packs: _duration(packs, size))
+
+
+def deal(packs: Sequence[Pack], rank: int, size: int) -> list[Pack]:
+    """The packs that process `rank` of `size` runs, as many as every other: idle ones fill up.
+
+    The processes wait for each other in every pass, so packs of about the same length go in the same one.
+    """
+    if size == 1 or not packs:
+        return list(packs)
+    mine = _longest_first(packs)[rank::size]
+    num_passes = -(-len(packs) // size)
+    return [*mine, *[_idle(packs[0])] * (num_passes - len(mine))]
+
+
+def _duration(packs: Sequence[Pack], size: int) -> int:
+    """Of an update, in tokens' worth of time: each pass takes as long as its longest pack."""
+    return sum(len(pack.token_ids) + PACK_COST for pack in _longest_first(packs)[::size])
+
+
+def _longest_first(packs: Sequence[Pack]) -> list[Pack]:
+    return sorted(packs, key=lambda pack: -len(pack.token_ids))
+
+
+def _idle(pack: Pack) -> Pack:
+    """A pack of two tokens without anything to train: its loss and gradient are zero."""
+    [short] = pack_samples([bare_sample(pack.token_ids[:2], np.array([1]), "idle")], budget=2)
+    floats, ints = np.empty(0), np.empty(0, dtype=np.int64)
+    nothing = Terms(edges=ints, samples=ints, advantages=floats, logprobs=floats, raw_logprobs=floats)
+    return replace(short, terms=nothing, samples=[])

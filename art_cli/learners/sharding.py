@@ -1,0 +1,73 @@
+"""Together: a learner's model in several processes, sharded by FSDP2, and what they do jointly.
+
+Each layer's weights are divided over the processes; they are gathered for the layer's forward and backward pass, and
+its gradients are summed over the processes into the part that each one keeps. Sums, not means: a loss divides by the
+counts of the whole update already.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from art_cli.learners.logprobs import TokenScores
+from art_cli.learners.packing import Pack
+
+Value = TypeVar("Value")
+
+
+class Together:
+    """The Ranks of one process of a process group that is there already."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def gather(self, value: Value) -> list[Value]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def forward(self, model: Any, run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
+        scores: TokenScores = model.run_pack(run, pack)
+        return scores
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def part(self, tensor: Tensor, like: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor) or not isinstance(like, DTensor):
+            return tensor.to(like.device)
+        # every process has read the whole tensor: nothing need be sent
+        return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def shard(model: Any, mesh: DeviceMesh) -> None:
+    """Divides a causal LM over the processes of the mesh, on their devices: each of its layers, and what is besides.
+
+    The layers are what transformers says must not be split. Parameters become DTensors: collect them afterwards.
+    """
+    names = set(model._no_split_modules or [])
+    for layer in [module for module in model.modules() if type(module).__name__ in names]:
+        fully_shard(layer, mesh=mesh)
+    model.run_pack = _run_pack
+    # sharded again after every forward: what stays gathered would not see the next update
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "run_pack")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+
+
+def _run_pack(run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
+    scores = run(pack)
+    return scores._replace(logprobs=scores.logprobs.clone())  # a hook goes on it, which a view might lose
+
+
+def make_mesh(device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, (dist.get_world_size(),))
