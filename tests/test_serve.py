@@ -37,7 +37,7 @@ from art_cli.serving import follow
 from art_cli.serving.admission import Admission
 from art_cli.serving.desk import Desk
 from art_cli.serving.keys import Keys, check_exposure, read_keys
-from art_cli.serving.loader import Loader, choose_engine
+from art_cli.serving.loader import Loader, engine_config, read_knobs
 from art_cli.serving.meter import Meter
 from art_cli.serving.policies import Policies, ServedPolicy
 from art_cli.serving.service import Limits, Service
@@ -919,12 +919,12 @@ async def test_the_lines_of_a_server_with_keys_find_the_key_and_do_not_show_it(
 # --- the engine -------------------------------------------------------------------------------------------------------
 
 
-def test_the_engine_is_what_the_machine_has_unless_it_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_is_set_up_as_in_the_run_it_was_trained_with() -> None:
     trained = {"name": "embedded", "max_batch": 7, "prefill_tokens": 9}
-    assert choose_engine("auto", [], trained) == EmbeddedEngineConfig(max_batch=7, prefill_tokens=9)
-    assert choose_engine("embedded", ["max_batch=3"], {"name": "vllm"}) == EmbeddedEngineConfig(max_batch=3)
-    monkeypatch.setattr("art_cli.serving.loader.has_gpu", lambda environment: True)
-    forced = choose_engine("auto", ["python=/opt/python"], {"name": "vllm", "url": "http://elsewhere", "sleep": 1})
+    assert engine_config("embedded", {}, trained) == EmbeddedEngineConfig(max_batch=7, prefill_tokens=9)
+    assert engine_config("embedded", {"max_batch": 3}, {"name": "vllm"}) == EmbeddedEngineConfig(max_batch=3)
+    elsewhere = {"name": "vllm", "url": "http://elsewhere", "sleep": 1}
+    forced = engine_config("vllm", {"python": "/opt/python"}, elsewhere)
     assert (forced.name, forced.url, str(forced.python)) == ("vllm", None, "/opt/python")  # type: ignore[union-attr]
     for name, knobs, message in (
         ("fast", [], "--engine fast: one of auto, embedded, vllm"),
@@ -933,7 +933,7 @@ def test_the_engine_is_what_the_machine_has_unless_it_is_forced(monkeypatch: pyt
         ("embedded", ["speed=9"], "--set speed: "),
     ):
         with pytest.raises(UsageError, match=message):
-            choose_engine(name, knobs, {})
+            engine_config(name, read_knobs(knobs), {})
 
 
 def test_errors_of_serving_are_lines(run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from art_cli.chat.app import build_app
 from art_cli.chat.server import serve
 from art_cli.config.compose import load_config
 from art_cli.engines import make_engine
+from art_cli.loop.choice import settle
 from art_cli.loop.policy import PolicySource, open_policy
 from art_cli.loop.train import train
 from art_cli.run_dir import RunDir, read_lines
@@ -90,7 +91,7 @@ def test_a_trained_policy_beats_its_start_and_the_gate_knows(art: Art, trained: 
 async def test_an_endpoint_stands_in_for_a_checkpoint(trained: Path, tmp_path: Path) -> None:
     """The last checkpoint, served over HTTP as somebody else's model, plays like the last checkpoint."""
     last = RunDir(trained).checkpoint_path(12)
-    loaded = load_config(Path(CONFIG), [])
+    loaded = settle(load_config(Path(CONFIG), []), "engine")
     with open_policy(loaded, PolicySource(last, 12)) as weights:
         engine = make_engine(loaded.config.engine, weights, name="other", step=12, logs=tmp_path)
         await engine.start()
@@ -122,7 +123,7 @@ def test_check_finds_the_demo_ready_and_names_what_is_not(art: Art, tmp_path: Pa
     findings = {finding["name"]: finding for finding in json.loads(out)}
     assert code == 0
     assert all(finding["is_good"] for finding in findings.values())
-    assert set(findings) == {"config", "scenarios", "entries", "model", "rollout", "tokens", "update", "disk"}
+    assert set(findings) == {"config", "auto", "scenarios", "entries", "model", "rollout", "tokens", "update", "disk"}
     code, out, err = art("check", CONFIG, "rollout.timeout_s=0.001")
     assert code == 1
     assert "FAIL rollout    timeout" in out

@@ -21,6 +21,7 @@ from art_cli.errors import ArtError
 from art_cli.judges import make_judge
 from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.learners.demos import load_demos
+from art_cli.loop.choice import describe, settle
 from art_cli.loop.generate import plan_groups
 from art_cli.loop.sampler import open_sampler
 from art_cli.model import Weights, find_base
@@ -41,6 +42,7 @@ def run(*, config: Path, overrides: Sequence[str], as_json: bool) -> None:
     """Prints every finding; raises ArtError (exit code 1) when one is bad, ConfigError (2) for the configuration."""
     loaded = load_config(config, overrides)
     check_trainable(loaded.config)
+    loaded = settle(loaded, "engine", "learner")
     with tempfile.TemporaryDirectory(prefix="art-check-") as scratch:
         preflight = Preflight(loaded, Path(scratch))
         try:
@@ -72,7 +74,10 @@ class Preflight:
     trajectory: Trajectory | None = None
 
     def check(self) -> list[Finding]:
-        findings = [Finding("config", True, f"{self.loaded.path}: composes")]
+        findings = [
+            Finding("config", True, f"{self.loaded.path}: composes"),
+            Finding("auto", True, describe(self.loaded, "engine", "learner")),
+        ]
         checks: list[tuple[str, Callable[[], Finding]]] = [
             ("scenarios", self.check_scenarios),
             ("entries", self.check_entries),

@@ -19,6 +19,7 @@ from art_cli.config.knobs import groups
 from art_cli.config.packaged import options, packaged
 from art_cli.config.schema import RunConfig
 from art_cli.errors import ArtError
+from art_cli.loop.choice import Machine, choose, engine_facts, learner_facts
 
 BASE = ("typer", "pydantic", "hydra-core", "omegaconf", "openai", "litellm", "httpx", "msgspec", "starlette", "uvicorn")
 EXTRAS = {  # extra -> (what has to be importable, what it is for)
@@ -59,6 +60,7 @@ def examine() -> Iterator[Finding]:
     yield _check_base()
     for extra, (modules, purpose) in EXTRAS.items():
         yield _check_extra(extra, modules, purpose)
+    yield from check_auto(Machine())
     yield _check_configs()
     yield _check_keys()
 
@@ -115,6 +117,14 @@ def _prove_train() -> str:
 
 
 PROOFS: dict[str, Callable[[], str]] = {"train": _prove_train}
+
+
+def check_auto(machine: Machine) -> Iterator[Finding]:
+    """What `auto`, the default of engine and learner, is here for a LoRA on a published model, and what to mend."""
+    for group, facts in (("engine", engine_facts(machine)), ("learner", learner_facts(machine))):
+        choice = choose(group, facts)
+        state = "broken" if facts.is_installed else "ok"
+        yield Finding(group, state, f"auto chooses {choice.name}: {choice.reason}", choice.cure)
 
 
 def _check_configs() -> Finding:

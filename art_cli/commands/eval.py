@@ -17,6 +17,7 @@ from typing import NamedTuple
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.schema import OpenAIEngineConfig
 from art_cli.errors import GateError, UsageError
+from art_cli.loop.choice import settle
 from art_cli.loop.evaluate import Estimate, Gate, estimate, paired_difference, parse_gate, play_evaluation
 from art_cli.loop.evaluate import values_by_scenario as values
 from art_cli.loop.policy import PolicySource, find_policy, open_policy
@@ -65,6 +66,8 @@ def _policies(
     is_foreign = loaded.config.engine.name == "openai"
     wanted: list[Path | None] = list(checkpoints) if checkpoints or endpoints else [None]
     policies = {}
+    if wanted:
+        loaded = settle(loaded, "engine")
     for path in wanted:
         source = PolicySource(None, 0) if is_foreign else find_policy(loaded, path)
         name = str(path or source.checkpoint or ("endpoint" if is_foreign else "start"))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from art_cli.config.compose import LoadedConfig, load_config
+from art_cli.loop.choice import settle
 from art_cli.loop.generate import owed, plan_groups
 from art_cli.loop.policy import PolicySource, find_policy, open_policy
 from art_cli.loop.sampler import open_sampler
@@ -27,6 +28,7 @@ def run(*, config: Path, overrides: Sequence[str], output: Path, checkpoint: Pat
     loaded = load_config(config, overrides)
     is_foreign = loaded.config.engine.name == "openai"
     source = PolicySource(None, 0) if is_foreign else find_policy(loaded, checkpoint)
+    loaded = settle(loaded, "engine")
     log.info("policy: %s", source.checkpoint or ("the endpoint's own" if is_foreign else "the starting policy"))
     with contextlib.ExitStack() as stack:
         weights = None if is_foreign else stack.enter_context(open_policy(loaded, source))

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from art_cli import checkpoints as files
+from art_cli.config.schema import EngineConfig
 from art_cli.errors import UsageError
+from art_cli.loop.choice import Machine, choose, engine_facts
 from art_cli.model import find_base
 from art_cli.serving.keys import check_exposure, read_keys
-from art_cli.serving.loader import Loader, choose_engine
+from art_cli.serving.loader import Loader, engine_config, read_knobs
 from art_cli.serving.policies import Policies, ServedPolicy
 from art_cli.serving.service import Limits, Service
 from art_cli.serving.source import Source, find_source
@@ -53,10 +55,10 @@ def run(
         sources = [find_source(text, best=is_best, base=base, dtype=dtype) for text in checkpoints]
         if is_following and not all(source.run is not None for source in sources):
             raise UsageError("--follow: name a run (or a checkpoint in one); nothing else has new checkpoints")
-        loader = Loader(choose_engine(engine, knobs, _trained_engine(sources)), logs=Path(scratch))
+        loader = Loader(_choose_engine(engine, knobs, sources), logs=Path(scratch))
         if loader.swaps_adapters and len(sources) > 1:
             raise UsageError("--engine vllm serves one checkpoint; start one server for each, or --engine embedded")
-        log.info("engine %s; loading %s", loader.config.name, ", ".join(map(str, sources)))
+        log.info("loading %s into %s", ", ".join(map(str, sources)), loader.config.name)
         service = Service(
             Policies([ServedPolicy(source, loader) for source in sources]),
             keys=keys,
@@ -66,6 +68,26 @@ def run(
         )
         key = _how_to_get_key(bool(keys), api_key_file)
         asyncio.run(service.run(host, port, lambda root: _greet(root, sources, key, as_json)))
+
+
+def _choose_engine(
+    name: str, knobs: Sequence[str], sources: Sequence[Source], machine: Machine | None = None
+) -> EngineConfig:
+    """The engine that is asked for; `auto` is what this machine has and these sources can be served with."""
+    settings, trained = read_knobs(knobs), _trained_engine(sources)
+    if name == "auto":
+        of_trained = trained.get("python") if trained.get("name") == "vllm" else None
+        python = settings.get("python", of_trained)
+        facts = engine_facts(
+            machine or Machine(),
+            obstacle="vLLM serves one checkpoint only" if len(sources) > 1 else "",
+            base=sources[0].base,
+            python=Path(str(python)) if python else None,
+        )
+        choice = choose("engine", facts)
+        log.info("engine %s (auto: %s)", choice.name, choice.reason)
+        name = choice.name
+    return engine_config(name, settings, trained)
 
 
 def _trained_engine(sources: Sequence[Source]) -> dict[str, object]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from art_cli.config.compose import load_config
 from art_cli.config.schema import SftConfig
 from art_cli.learners.demos import load_demos
+from art_cli.loop.choice import settle
 from art_cli.loop.policy import PolicySource, find_policy, open_learner, save_learner
 
 
@@ -19,6 +20,7 @@ def run(*, config: Path, overrides: Sequence[str], demos: Path, checkpoint: Path
         section = SftConfig(demos=str(demos))
         loaded = replace(loaded, config=loaded.config.model_copy(update={"sft": section}))
     source = find_policy(loaded, checkpoint) if checkpoint else PolicySource(None, 0)
+    loaded = settle(loaded, "learner")
     with open_learner(loaded, source) as learner:
         metrics = learner.sft(transcripts)
         save_learner(learner, output, loaded, step=source.step, metrics=metrics)

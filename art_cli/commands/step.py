@@ -10,6 +10,7 @@ import msgspec
 
 from art_cli.config.compose import load_config
 from art_cli.errors import DataError
+from art_cli.loop.choice import settle
 from art_cli.loop.generate import group
 from art_cli.loop.policy import find_policy, open_learner, save_learner
 from art_cli.run_dir import read_lines
@@ -23,6 +24,7 @@ def run(
     loaded = load_config(config, overrides)
     groups = group(_read(scored))
     source = find_policy(loaded, checkpoint)
+    loaded = settle(loaded, "learner")
     with open_learner(loaded, source) as learner:
         metrics = learner.step(list(groups.values()))
         numbers = {name: value for name, value in msgspec.structs.asdict(metrics).items() if not math.isnan(value)}

@@ -6,7 +6,7 @@ load_judge     only a judge, for `art judge` without a configuration
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,6 +51,7 @@ class LoadedConfig:
     directory: Path  # of the file, absolute: what relative paths in it are relative to
     path: Path  # the file as the user named it
     places: Places = field(default_factory=Places, repr=False, compare=False)
+    auto: Mapping[str, str] = field(default_factory=dict)  # why each group that said `auto` is what it is: loop/choice
 
 
 @dataclass(frozen=True)

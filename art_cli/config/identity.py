@@ -31,9 +31,10 @@ NOT_TRAINING = frozenset(
             "learner.processes",
         ),
         "learner.offload_optimizer",
-        # how the engine runs; that it samples from the learner's weights is proved after each step
-        *("engine.max_batch", "engine.prefill_tokens", "engine.python", "engine.args", "engine.env", "engine.sleep"),
-        *("engine.url", "engine.api_key_env", "engine.start_timeout_s", "engine.timeout_s"),
+        # which engine samples and how it runs; that it samples from the learner's weights is proved after each step
+        "engine",
+        # which learner takes the step: all of them compute the same one
+        "learner.name",
     }
 )
 

@@ -67,6 +67,9 @@ def _of_another_variant(key: str, data: dict[str, Any], schema: Schema) -> str |
     chosen = section_at(schema, group, data)
     if not having or chosen is None or name in chosen.model_fields:
         return None
+    if variant_name(chosen) == "auto":
+        written = " or ".join(f"`name: {variant}`" for variant in having)
+        return f"{group} 'auto' has no knobs of one {group}; {name!r} needs {written} beside it ({group}={having[0]})"
     does = "does" if len(having) == 1 else "do"
     return f"{group} {variant_name(chosen)!r} does not use {name!r}; {' and '.join(map(repr, having))} {does}"
 

@@ -117,6 +117,13 @@ class GatewayConfig(Section):
 # --- engine -----------------------------------------------------------------------------------------------------------
 
 
+class AutoEngineConfig(Section):
+    """vLLM where it, a GPU and a model that it can serve are there, else embedded. It has no knobs: name the engine
+    that has them."""
+
+    name: Literal["auto"] = "auto"
+
+
 class EmbeddedEngineConfig(Section):
     """Samples in this process with torch: CPU or GPU, one copy of the weights with the learner."""
 
@@ -204,7 +211,9 @@ class VllmEngineConfig(Section):
         return self
 
 
-EngineConfig = Annotated[EmbeddedEngineConfig | OpenAIEngineConfig | VllmEngineConfig, Field(discriminator="name")]
+EngineConfig = Annotated[
+    AutoEngineConfig | EmbeddedEngineConfig | OpenAIEngineConfig | VllmEngineConfig, Field(discriminator="name")
+]
 
 
 # --- judge ------------------------------------------------------------------------------------------------------------
@@ -430,6 +439,12 @@ class BaseLearnerConfig(Section):
     GPU of its own, or all on the CPU; the gradient is the same. The engine has weights of its own then."""
 
 
+class AutoLearnerConfig(BaseLearnerConfig):
+    """Unsloth where it and a GPU are there, else torch. It has the knobs that all learners have."""
+
+    name: Literal["auto"] = "auto"
+
+
 class TorchLearnerConfig(BaseLearnerConfig):
     """torch and PEFT, on a CPU or one GPU."""
 
@@ -442,7 +457,7 @@ class UnslothLearnerConfig(BaseLearnerConfig):
     name: Literal["unsloth"]
 
 
-LearnerConfig = Annotated[TorchLearnerConfig | UnslothLearnerConfig, Field(discriminator="name")]
+LearnerConfig = Annotated[AutoLearnerConfig | TorchLearnerConfig | UnslothLearnerConfig, Field(discriminator="name")]
 
 
 # --- train, sft, eval, tracker ----------------------------------------------------------------------------------------
@@ -516,10 +531,10 @@ class RunConfig(Section):
     model: ModelConfig
     rollout: RolloutConfig
     gateway: GatewayConfig = GatewayConfig()
-    engine: EngineConfig = EmbeddedEngineConfig()
+    engine: EngineConfig = AutoEngineConfig()
     judge: JudgeConfig = RolloutJudgeConfig()
     loss: LossConfig = GrpoConfig()
-    learner: LearnerConfig = TorchLearnerConfig()
+    learner: LearnerConfig = AutoLearnerConfig()
     train: TrainConfig = TrainConfig()
     sft: SftConfig | None = None
     eval: EvalConfig | None = None

@@ -1,5 +1,6 @@
 """The training loop: generate -> judge -> step -> checkpoint -> eval, and the same stages alone.
 
+    choice.py     which engine and learner `auto` is on this machine, and why
     sampler.py    Sampler: engine, gateway and runner, opened together; plays scenarios with one policy
     generate.py   what a step owes, and playing it: trajectories on disk, groups judged as they complete
     proof.py      the proof of weights: engine and learner score the same probe

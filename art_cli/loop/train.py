@@ -60,6 +60,7 @@ async def train(loaded: LoadedConfig, *, is_fresh: bool = False) -> TrainResult:
     Raises RunError (in use, or made by another configuration), ConfigError, and what its parts raise.
     """
     check_trainable(loaded.config)
+    loaded = settle(loaded, "engine", "learner")
     root = loaded.config.runs / loaded.config.name
     run = RunDir(_beside(root) if is_fresh else root)
     claim_config(run, loaded)
@@ -77,16 +78,20 @@ def _beside(root: Path) -> Path:
 
 
 def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
-    """Writes config.json, or holds it against the one that is there. Raises RunError naming each difference."""
+    """Writes config.json, or holds it against the one that is there. Raises RunError naming each difference.
+
+    Its `auto` says why the engine and the learner are what they are, where the configuration left it to the machine.
+    """
     new = loaded.config.model_dump(mode="json")
     if run.config_path.exists():
         old = json.loads(run.config_path.read_text())
+        old.pop("auto", None)
         if differences := config_difference(old, new):
             raise RunError(
                 f"{run.root}: made by another configuration: {'; '.join(differences)}; "
                 "change it back, give the run another name, or start anew beside it with --fresh"
             )
-    write_file(run.config_path, json.dumps(new, indent=2).encode() + b"\n")
+    write_file(run.config_path, json.dumps(new | {"auto": dict(loaded.auto)}, indent=2).encode() + b"\n")
 
 
 def _is_finished(run: RunDir, loaded: LoadedConfig) -> bool:

@@ -4,7 +4,6 @@ Memory: for the embedded engine one base per (base, dtype, context), an adapter 
 policy; while a policy changes to another checkpoint it has two of these. vLLM has all of it in a process of its own.
 """
 
-import importlib.util
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -95,30 +94,28 @@ class Loader:
         )
 
 
-def choose_engine(name: str, knobs: Sequence[str], trained: Mapping[str, Any]) -> EngineConfig:
+def engine_config(name: str, knobs: Mapping[str, Any], trained: Mapping[str, Any]) -> EngineConfig:
     """The engine's configuration: that of the run it was trained with where it is the same engine, and `knobs` over it.
 
-    `auto`: vLLM where there is a GPU and vLLM is installed here or in the Python that the run names, else embedded.
     Raises UsageError: no such engine or knob, or a value that is none.
     """
-    if name == "auto":
-        name = "vllm" if _can_run_vllm(knobs, trained) else "embedded"
     if name not in ENGINES:
         raise UsageError(f"--engine {name}: one of auto, {', '.join(ENGINES)}")
     settings = dict(trained) if trained.get("name") == name else {}
     settings = {key: value for key, value in settings.items() if key not in SOMEBODY_ELSES} | {"name": name}
-    for knob in knobs:
-        key, separator, value = knob.partition("=")
-        if not separator:
-            raise UsageError(f"--set {knob}: expected KEY=VALUE")
-        settings[key] = yaml.safe_load(value)
     try:
-        return ENGINES[name].model_validate(settings)
+        return ENGINES[name].model_validate({**settings, **knobs})
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         raise UsageError(f"--set {'.'.join(map(str, first['loc']))}: {first['msg']} (engine {name})") from None
 
 
-def _can_run_vllm(knobs: Sequence[str], trained: Mapping[str, Any]) -> bool:
-    has_python = bool(trained.get("python")) or any(knob.startswith("python=") for knob in knobs)
-    return has_gpu(os.environ) and (has_python or importlib.util.find_spec("vllm") is not None)
+def read_knobs(knobs: Sequence[str]) -> dict[str, Any]:
+    """{"max_batch": 256} of ["max_batch=256"]; values are YAML. Raises UsageError."""
+    settings = {}
+    for knob in knobs:
+        key, separator, value = knob.partition("=")
+        if not separator:
+            raise UsageError(f"--set {knob}: expected KEY=VALUE")
+        settings[key] = yaml.safe_load(value)
+    return settings

@@ -11,13 +11,15 @@ PROBE_DEADLINE_S = 120.0  # importing vLLM from a cold disk takes most of a minu
 # Runs in the other Python: prints one JSON line, whatever is missing there.
 PROGRAM = """
 import json, sys
-found = {"version": None, "torch": None, "gpus": [], "error": None}
+found = {"version": None, "torch": None, "gpus": [], "architectures": [], "error": None}
 try:
     import torch
     found["torch"] = torch.__version__
     found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     import vllm
     import vllm.entrypoints.openai.api_server
+    from vllm.model_executor.models import ModelRegistry
+    found["architectures"] = sorted(ModelRegistry.get_supported_archs())
     found["version"] = vllm.__version__
 except Exception as error:
     found["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -32,6 +34,7 @@ class VllmFacts(msgspec.Struct, kw_only=True, frozen=True):
     version: str | None = None  # of vLLM; None: it cannot be imported
     torch: str | None = None
     gpus: list[str] = []  # that torch sees there
+    architectures: list[str] = []  # of transformers, that it serves: "Qwen3ForCausalLM"
     error: str | None = None  # why something is missing, one line
 
 

@@ -1,0 +1,222 @@
+"""What `auto` means here: which engine and which learner fit this machine and this run, and why.
+
+    engine: auto     vLLM where it, a GPU and a model that it can serve are there, else embedded
+    learner: auto    Unsloth where it and a GPU are there, else torch
+
+    Machine -> engine_facts, learner_facts -> choose -> Choice
+
+One place decides for every command. `choose` is a pure function of facts, and the same facts give the same choice, so
+that a run resumed on the same machine goes on as it was. Nothing heavy is imported: what has to be tried is tried in a
+process of its own.
+"""
+
+import json
+import logging
+import os
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from art_cli.config.compose import LoadedConfig
+from art_cli.config.knobs import variants
+from art_cli.config.schema import AutoEngineConfig, AutoLearnerConfig, ModelConfig, RunConfig, Section
+from art_cli.engines.vllm.arguments import LORA_RANKS, has_gpu
+from art_cli.engines.vllm.probe import VllmFacts, find_vllm
+
+log = logging.getLogger(__name__)
+
+NAMES = {"engine": ("vllm", "embedded"), "learner": ("unsloth", "torch")}  # the faster one, and what runs anywhere
+HUB_TIMEOUT_S = 10.0
+
+
+class Facts(NamedTuple):
+    """What a choice rests on. Example: Facts(True, found="vLLM 0.32.0"), or Facts(True, problem="no vLLM here")."""
+
+    has_gpu: bool
+    obstacle: str = ""  # why the faster one does not fit this run; "": none known
+    found: str = ""  # what the faster one is, where it works
+    problem: str = ""  # why it does not work here
+    is_installed: bool = False  # what has the problem is there, and does not work
+    cure: str = ""  # of the problem
+
+
+class Choice(NamedTuple):
+    """Example: Choice("embedded", "vLLM is not installed", "pip install 'art-cli[vllm]'")."""
+
+    name: str
+    reason: str
+    cure: str = ""  # what to do for the faster one; "": nothing
+
+
+def choose(group: str, facts: Facts) -> Choice:
+    """The engine or the learner (`group`) that the facts speak for."""
+    fast, plain = NAMES[group]
+    if not facts.has_gpu:
+        return Choice(plain, "no GPU here")
+    if facts.obstacle:
+        return Choice(plain, facts.obstacle)
+    if facts.problem:
+        return Choice(plain, facts.problem, facts.cure)
+    return Choice(fast, f"{facts.found} and a GPU are here")
+
+
+# --- the facts --------------------------------------------------------------------------------------------------------
+
+
+class Machine:
+    """What this machine has, looked up when it is asked for."""
+
+    def has_gpu(self) -> bool:
+        return has_gpu(os.environ)
+
+    def has(self, module: str) -> bool:
+        """Whether this Python has the module; it is not imported."""
+        return find_spec(module) is not None
+
+    def unsloth(self) -> str:
+        """Why Unsloth cannot run here, in one line; "": it can."""
+        return ""
+
+    def vllm(self, python: Path | None) -> VllmFacts:
+        """Takes as long as importing vLLM: seconds to a minute."""
+        return find_vllm(python)
+
+
+def engine_facts(machine: Machine, *, obstacle: str = "", base: str | None = None, python: Path | None = None) -> Facts:
+    """What speaks for vLLM in `python` (None: this one) and against it, serving `base` (a directory or hub id).
+
+    vLLM is asked only where nothing else has decided already.
+    """
+    if not machine.has_gpu() or obstacle:
+        return Facts(machine.has_gpu(), obstacle)
+    cure = "pip install 'art-cli[vllm]'"
+    if python is None and not machine.has("vllm"):
+        return Facts(True, problem="vLLM is not installed", cure=cure)
+    vllm = machine.vllm(python)
+    if vllm.version is None:
+        return Facts(True, problem=f"vLLM does not work in {vllm.python}: {vllm.error}", is_installed=True, cure=cure)
+    if not vllm.gpus:
+        problem = f"torch {vllm.torch} of {vllm.python} sees no GPU"
+        return Facts(True, problem=problem, is_installed=True, cure="install a build of torch for this GPU")
+    if unknown := [name for name in _architectures(base) if name not in vllm.architectures]:
+        return Facts(True, f"vLLM {vllm.version} does not serve {unknown[0]}")
+    return Facts(True, found=f"vLLM {vllm.version}")
+
+
+def vllm_obstacle(model: ModelConfig, directory: Path) -> str:
+    """Why vLLM could not follow the training of this model; "" where nothing is known against it."""
+    if model.lora is None:
+        return "model.lora is null, and vLLM swaps LoRA adapters only"
+    if model.lora.rank > LORA_RANKS[-1]:
+        return f"model.lora.rank is {model.lora.rank}, and vLLM serves {LORA_RANKS[-1]} at most"
+    if is_built(model.base, directory):
+        return "model.base is made by a function, and vLLM knows published architectures only"
+    return ""
+
+
+def is_built(base: str, directory: Path) -> bool:
+    """Whether `model.base` is "file.py:function"."""
+    return ":" in base and not (directory / base).is_dir()
+
+
+def _architectures(base: str | None) -> list[str]:
+    """What a base says it is: ["Qwen3ForCausalLM"]. Empty: it does not say, or cannot be asked."""
+    found = None if base is None else _base_config(base)
+    names = found.get("architectures") or [] if isinstance(found, dict) else []
+    return [str(name) for name in names]
+
+
+def _base_config(base: str) -> Any:
+    """config.json of a directory or hub id; of the latter from the cache, or in one short request."""
+    import huggingface_hub
+
+    file = Path(base) / "config.json"
+    try:
+        cached = file if Path(base).is_dir() else huggingface_hub.try_to_load_from_cache(base, "config.json")
+        if isinstance(cached, str | Path):
+            return json.loads(Path(cached).read_text())
+        return huggingface_hub.HfApi().model_info(base, timeout=HUB_TIMEOUT_S).config
+    except Exception as error:  # the boundary to the hub's client; loading the model will say what is wrong with it
+        log.debug("%s: its architecture is not known: %s", base, error)
+        return None
+
+
+def learner_facts(machine: Machine, *, obstacle: str = "") -> Facts:
+    """What speaks for Unsloth in this Python, and against it."""
+    if not machine.has_gpu() or obstacle:
+        return Facts(machine.has_gpu(), obstacle)
+    cure = "pip install 'art-cli[unsloth]'"
+    if not machine.has("unsloth"):
+        return Facts(True, problem="Unsloth is not installed", cure=cure)
+    if problem := machine.unsloth():
+        return Facts(True, problem=problem, is_installed=True, cure=cure)
+    return Facts(True, found="Unsloth")
+
+
+def unsloth_obstacle(config: RunConfig, directory: Path) -> str:
+    """Why Unsloth could not train this run; "" where nothing is known against it."""
+    learner = config.learner
+    if not learner.device.startswith(("auto", "cuda")):
+        return f"learner.device is {learner.device}"
+    if config.model.lora is None:
+        return "model.lora is null, and the Unsloth learner trains LoRA adapters only"
+    if is_built(config.model.base, directory):
+        return "model.base is made by a function, and Unsloth knows published architectures only"
+    if "unsloth" not in variants(RunConfig, "learner"):
+        return "art has no Unsloth learner yet"
+    unused = learner.model_fields_set - set(_variant("learner", "unsloth").model_fields)
+    return f"it has no {', '.join(f'learner.{name}' for name in sorted(unused))}" if unused else ""
+
+
+# --- a configuration --------------------------------------------------------------------------------------------------
+
+
+def settle(loaded: LoadedConfig, *groups: str, machine: Machine | None = None) -> LoadedConfig:
+    """The configuration with a name in the place of each `auto` of the groups, the reasons beside it and logged.
+
+    What has a name keeps it. Example: settle(load_config("config.yaml"), "engine", "learner").
+    """
+    config, machine = loaded.config, machine or Machine()
+    choices: dict[str, Choice] = {}
+    if "engine" in groups and isinstance(config.engine, AutoEngineConfig):
+        obstacle = vllm_obstacle(config.model, loaded.directory)
+        choices["engine"] = choose("engine", engine_facts(machine, obstacle=obstacle, base=_base(loaded)))
+    if "learner" in groups and isinstance(config.learner, AutoLearnerConfig):
+        obstacle = unsloth_obstacle(config, loaded.directory)
+        choices["learner"] = choose("learner", learner_facts(machine, obstacle=obstacle))
+    if not choices:
+        return loaded
+    sections = {group: _section(group, choice.name, getattr(config, group)) for group, choice in choices.items()}
+    settled = replace(
+        loaded,
+        config=config.model_copy(update=sections),
+        auto={**loaded.auto} | {group: choice.reason for group, choice in choices.items()},
+    )
+    log.info("%s", describe(settled, *groups))
+    return settled
+
+
+def describe(settled: LoadedConfig, *groups: str) -> str:
+    """Example: "engine embedded (auto: no GPU here), learner torch"."""
+    parts = []
+    for group in groups:
+        reason = settled.auto.get(group)
+        parts.append(f"{group} {getattr(settled.config, group).name}" + (f" (auto: {reason})" if reason else ""))
+    return ", ".join(parts)
+
+
+def _section(group: str, name: str, auto: Section) -> Section:
+    """The section of that name, with what was set for `auto`."""
+    return _variant(group, name).model_validate({**auto.model_dump(exclude_unset=True), "name": name})
+
+
+def _variant(group: str, name: str) -> type[Section]:
+    variant = variants(RunConfig, group)[name]
+    assert issubclass(variant, Section)
+    return variant
+
+
+def _base(loaded: LoadedConfig) -> str:
+    local = loaded.directory / loaded.config.model.base
+    return str(local) if local.is_dir() else loaded.config.model.base
