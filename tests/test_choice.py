@@ -148,6 +148,17 @@ def test_a_learner_on_the_cpu_is_torch(project: Path) -> None:
     assert settled.auto == {"learner": "learner.device is cpu"}
 
 
+def test_unsloth_is_the_learner_beside_vllm_only(project: Path) -> None:
+    """It replaces the attention that the embedded engine steers."""
+    settled = settle(load(project), "learner", machine=MachineOf())
+    assert (settled.config.learner.name, settled.config.engine.name) == ("unsloth", "auto")
+    settled = settle(load(project), "engine", "learner", machine=MachineOf(modules=("unsloth",)))
+    assert (settled.config.engine.name, settled.config.learner.name) == ("embedded", "torch")
+    assert settled.auto["learner"].startswith("engine is embedded")
+    settled = settle(load(project), "learner", machine=MachineOf(unsloth_problem="Unsloth 1 is too old"))
+    assert (settled.config.learner.name, settled.auto["learner"]) == ("torch", "Unsloth 1 is too old")
+
+
 def test_the_knobs_that_all_learners_have_reach_the_one_chosen(project: Path) -> None:
     loaded = load(project, "learner={micro_batch_tokens: 64, gradient_checkpointing: true}", "learner.packing=rows")
     settled = settle(loaded, "learner", machine=MachineOf(gpu=False))
@@ -168,7 +179,9 @@ def test_only_what_a_command_uses_is_chosen(project: Path) -> None:
     """`art generate` has no learner, `art step` no engine."""
     machine = MachineOf()
     settled = settle(load(project), "learner", machine=machine)
-    assert (settled.config.engine.name, list(settled.auto), machine.asked) == ("auto", ["learner"], [])
+    assert (settled.config.engine.name, list(settled.auto)) == ("auto", ["learner"])
+    settled = settle(load(project), "engine", machine=machine)
+    assert (settled.config.learner.name, list(settled.auto)) == ("auto", ["engine"])
 
 
 # --- where it stands --------------------------------------------------------------------------------------------------

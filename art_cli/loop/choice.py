@@ -14,6 +14,7 @@ import json
 import logging
 import os
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,7 +77,8 @@ class Machine:
 
     def unsloth(self) -> str:
         """Why Unsloth cannot run here, in one line; "": it can."""
-        return ""
+        reason: str | None = import_module("art_cli.learners.unsloth").obstacle()
+        return reason or ""
 
     def vllm(self, python: Path | None) -> VllmFacts:
         """Takes as long as importing vLLM: seconds to a minute."""
@@ -154,17 +156,17 @@ def learner_facts(machine: Machine, *, obstacle: str = "") -> Facts:
     return Facts(True, found="Unsloth")
 
 
-def unsloth_obstacle(config: RunConfig, directory: Path) -> str:
-    """Why Unsloth could not train this run; "" where nothing is known against it."""
+def unsloth_obstacle(config: RunConfig, directory: Path, engine: str) -> str:
+    """Why Unsloth could not train this run beside that engine; "" where nothing is known against it."""
     learner = config.learner
+    if engine == "embedded":
+        return "engine is embedded, which steers the attention that Unsloth replaces"
     if not learner.device.startswith(("auto", "cuda")):
         return f"learner.device is {learner.device}"
     if config.model.lora is None:
         return "model.lora is null, and the Unsloth learner trains LoRA adapters only"
     if is_built(config.model.base, directory):
         return "model.base is made by a function, and Unsloth knows published architectures only"
-    if "unsloth" not in variants(RunConfig, "learner"):
-        return "art has no Unsloth learner yet"
     unused = learner.model_fields_set - set(_variant("learner", "unsloth").model_fields)
     return f"it has no {', '.join(f'learner.{name}' for name in sorted(unused))}" if unused else ""
 
@@ -179,11 +181,16 @@ def settle(loaded: LoadedConfig, *groups: str, machine: Machine | None = None) -
     """
     config, machine = loaded.config, machine or Machine()
     choices: dict[str, Choice] = {}
-    if "engine" in groups and isinstance(config.engine, AutoEngineConfig):
+    engine = config.engine.name
+    is_asked = "learner" in groups and isinstance(config.learner, AutoLearnerConfig)
+    if isinstance(config.engine, AutoEngineConfig) and ("engine" in groups or is_asked):  # the learner depends on it
         obstacle = vllm_obstacle(config.model, loaded.directory)
-        choices["engine"] = choose("engine", engine_facts(machine, obstacle=obstacle, base=_base(loaded)))
-    if "learner" in groups and isinstance(config.learner, AutoLearnerConfig):
-        obstacle = unsloth_obstacle(config, loaded.directory)
+        choice = choose("engine", engine_facts(machine, obstacle=obstacle, base=_base(loaded)))
+        engine = choice.name
+        if "engine" in groups:
+            choices["engine"] = choice
+    if is_asked:
+        obstacle = unsloth_obstacle(config, loaded.directory, engine)
         choices["learner"] = choose("learner", learner_facts(machine, obstacle=obstacle))
     if not choices:
         return loaded
