@@ -181,7 +181,7 @@ def settle(loaded: LoadedConfig, *groups: str, machine: Machine | None = None) -
     """
     config, machine = loaded.config, machine or Machine()
     choices: dict[str, Choice] = {}
-    engine = config.engine.name
+    engine: str = config.engine.name
     is_asked = "learner" in groups and isinstance(config.learner, AutoLearnerConfig)
     if isinstance(config.engine, AutoEngineConfig) and ("engine" in groups or is_asked):  # the learner depends on it
         obstacle = vllm_obstacle(config.model, loaded.directory)
