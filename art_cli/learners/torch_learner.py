@@ -26,6 +26,7 @@ from art_cli.learners.batch import make_batch, split_batch
 from art_cli.learners.demos import demo_samples
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.pack_runner import PackRunner
+from art_cli.learners.packing_check import compare_packing
 from art_cli.learners.policy_gradient import PolicyGradient, Update
 from art_cli.learners.ranks import Alone, Ranks
 from art_cli.learners.samples import Sample, bare_sample
@@ -65,6 +66,7 @@ class TorchLearner:
         self.ranks: Ranks = ranks or Alone()
         self.runner = PackRunner(weights, learner, self.ranks)
         self.gradient = PolicyGradient(self.runner, loss, max_tokens=sampling_max_tokens)
+        self.has_compared = False  # packs with plain rows, see `_compare_packing`
         self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
         self.optimizer_device = torch.device("cpu") if learner.offload_optimizer else None
         self.optimizer = Optimizer.of(self.parameters, train, device=self.optimizer_device, ranks=self.ranks)
@@ -80,7 +82,7 @@ class TorchLearner:
         tally = Tally()
         learning_rate = self.optimizer.current_rate()
         if parts:
-            with self._changing_weights(parts[0][0]):
+            with self._changing_weights(parts[0][0], batch=parts[0]):
                 self._take_updates([self.gradient.plan(part) for part in parts], tally, progress)
         tally = Tally.total(self.ranks.gather(tally))
         return tally.metrics(batch, learning_rate=learning_rate, train_s=time.perf_counter() - begin)
@@ -182,11 +184,13 @@ class TorchLearner:
     # --- holding the weights ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _running(self, sample: Sample) -> Iterator[None]:
+    def _running(self, sample: Sample, *, batch: Sequence[Sample] = ()) -> Iterator[None]:
         """Holds the weights and runs packs; running out of memory becomes a LearnerError that says what to do."""
         try:
             with self.weights.lock:
                 self.runner.settle(sample)
+                if batch:
+                    self._compare_packing(batch)
                 with self.runner.running():
                     yield
         except RuntimeError as error:
@@ -197,10 +201,22 @@ class TorchLearner:
                 "learner.gradient_checkpointing=true"
             ) from error
 
+    def _compare_packing(self, batch: Sequence[Sample]) -> None:
+        """Once, on the first batch: where packs do not give what plain rows give, rows from then on (contract 1)."""
+        if self.has_compared or not self.runner.can_pack or self.ranks.size > 1:
+            return
+        self.has_compared = True
+        gap = compare_packing(self.runner, batch)
+        if gap.is_small:
+            log.info("packs hold against plain rows: %s", gap)
+        else:
+            self.runner.can_pack = False
+            log.warning("packs do not hold against plain rows: %s; training one sample at a time, slower", gap)
+
     @contextlib.contextmanager
-    def _changing_weights(self, sample: Sample) -> Iterator[None]:
+    def _changing_weights(self, sample: Sample, *, batch: Sequence[Sample] = ()) -> Iterator[None]:
         """As `_running`; whoever caches what the weights computed learns that they moved, gradients are gone after."""
-        with self._running(sample):
+        with self._running(sample, batch=batch):
             try:
                 yield
             finally:
