@@ -32,18 +32,20 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     kept: int  # how many tokens of the parent's sequence the prompt begins with
     prompt_ids: list[int]  # the prompt after those
     sampled_ids: list[int]  # [L] as sampled, the stop token included
-    logprobs: list[float]  # [L] nats, under the distribution really sampled from (temperature, top_p, top_k)
+    logprobs: list[float]  # [L] nats, under the distribution really sampled from (temperature, top_p, top_k), without
+    # the mask of a grammar that held the reply to a format: the learner knows none, and trains the policy without it
     raw_logprobs: list[float] | None  # [L] nats, under softmax(logits) untouched; None: the engine did not say
     step: int  # the policy's step that sampled
     temperature: float
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     finish_reason: str = "stop"  # stop, length, tool_calls
+    is_masked: bool = False  # the mask is in `logprobs` all the same: vLLM tells no others
 
     @property
     def is_truncated_sampling(self) -> bool:
         """Sampled from a cut distribution (or greedily): `logprobs` are then not softmax(logits / temperature)."""
-        return self.top_p < 1.0 or self.top_k > 0 or self.temperature == 0.0
+        return self.top_p < 1.0 or self.top_k > 0 or self.temperature == 0.0 or self.is_masked
 
 
 class Trajectory(msgspec.Struct, kw_only=True):

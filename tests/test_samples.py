@@ -63,6 +63,14 @@ def test_logprobs_of_a_cut_distribution_are_not_comparable() -> None:
     assert greedy.temperatures.tolist() == [1.0]
 
 
+def test_logprobs_under_a_grammars_mask_are_unknown_to_the_learner() -> None:
+    plain, masked = [
+        samples_of(turn([1], [2], logprobs=[-0.1], raw_logprobs=[-0.3], is_masked=it)) for it in (False, True)
+    ]
+    assert plain[0].logprobs.tolist() == [-0.1]
+    assert np.isnan(masked[0].logprobs).all() and masked[0].raw_logprobs.tolist() == [-0.3]
+
+
 @given(st.integers(1, 6).flatmap(turn_trees))
 def test_every_sampled_token_is_trained_exactly_once(turns: list[Turn]) -> None:
     """Told apart by their logprobs, which are the token's own number here; each sample is a turn's sequence."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_vllm
+import msgspec
 import pytest
 from pydantic import ValidationError
 from tiny import tiny_weights
@@ -274,6 +275,22 @@ async def test_raw_logprobs_are_known_where_the_sampled_ones_tell_them(fake: Fak
     assert greedy.logprobs == [0.0] * 4
     assert greedy.raw_logprobs is not None and max(greedy.raw_logprobs) < 0
     assert warm.raw_logprobs is None and cut.raw_logprobs is None
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])
+async def test_logprobs_of_a_held_reply_are_marked_as_masked(fake: Fake, is_stream: bool) -> None:
+    """A mask that no learner knows is in them; they would stop the run as a gap."""
+    held = msgspec.structs.replace(chat("hi"), response_format={"type": "json_object"})
+    async with fake.running() as engine:
+        for request in (chat("hi"), held):
+            if is_stream:
+                builder = ReplyBuilder(request)
+                async for chunk in engine.stream(request):
+                    builder.add(chunk)
+                reply = builder.reply()
+            else:
+                reply = await engine.reply(request)
+            assert reply.choices[0].is_masked == (request is held)
 
 
 async def test_a_stream_put_together_is_the_plain_reply(fake: Fake) -> None:

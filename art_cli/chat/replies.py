@@ -30,8 +30,9 @@ class Choice(msgspec.Struct, kw_only=True):
     message: Json | None = None  # chat: the assistant message, tool calls parsed
     text: str = ""  # what was sampled, special tokens left out
     token_ids: list[int] = []  # [L] as sampled, the stop token included
-    logprobs: list[float] = []  # [L] under the distribution really sampled from
+    logprobs: list[float] = []  # [L] under the distribution really sampled from, a grammar's mask left aside
     raw_logprobs: list[float] | None = None  # [L] under softmax(logits) untouched
+    is_masked: bool = False  # a grammar's mask is in `logprobs` all the same, as in vLLM's
     tokens: list[str] = []  # [L] each token as text, for clients that asked for logprobs
     top_logprobs: list[list[tuple[str, float]]] | None = None  # [L][k]
     finish_reason: str = "stop"  # stop, length, tool_calls
@@ -313,6 +314,7 @@ class ReplyBuilder:
 def _extend(whole: Choice, piece: Choice) -> None:
     """Adds a piece's text and tokens in place."""
     whole.text += piece.text
+    whole.is_masked |= piece.is_masked
     for name in ("token_ids", "logprobs", "raw_logprobs", "tokens", "top_logprobs"):
         getattr(whole, name).extend(getattr(piece, name) or ())
 

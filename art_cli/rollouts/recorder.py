@@ -107,6 +107,7 @@ class Recorder:
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 finish_reason=choice.finish_reason,
+                is_masked=choice.is_masked,
             )
         )
         self._sequences.append(prompt + array("I", choice.token_ids).tobytes())

@@ -340,11 +340,14 @@ def _settle_logprobs(request: Request, choice: Choice) -> None:
     """The two logprobs of our records from the one that vLLM reports, that of its processed logits.
 
     Greedy: those are the logits themselves, and the token was certain. Temperature 1 and nothing cut or masked: they
-    are the same. Otherwise the raw ones stay unknown.
+    are the same. Otherwise the raw ones stay unknown. With a format or a forced call they are those of masked logits,
+    which no learner can compute: it then goes by its own.
     """
     sampling = request.sampling
-    is_masked = request.response_format is not None or request.tool_choice not in ("auto", "none")
-    if is_masked or choice.raw_logprobs is not None:
+    if choice.raw_logprobs is not None:
+        return
+    choice.is_masked = request.response_format is not None or request.tool_choice not in ("auto", "none")
+    if choice.is_masked:
         return
     if sampling.temperature == 0:
         choice.raw_logprobs, choice.logprobs = choice.logprobs, [0.0] * len(choice.logprobs)
