@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from node import clients as install_node_client  # noqa: E402
+from real_vllm import OPTIONS  # noqa: E402
 from scripted import ScriptedBackend  # noqa: E402
 from tool_clients import ANSWER, CALL, MODEL, art_serve, converse, demo, is_right, teach  # noqa: E402
 
@@ -41,6 +42,7 @@ PROGRAMS = {
     "LangChain ChatOpenAI": "langchain_sdk.py",
     "OpenAI Agents SDK": "agents_sdk.py",
 }
+ENGINES = {"embedded": ("--engine", "embedded"), "vllm": OPTIONS}
 KEY = "the-key-of-the-benchmark"
 
 Json = dict[str, Any]
@@ -77,14 +79,6 @@ async def measure(checkpoint: Path, python: Path, options: Sequence[str]) -> dic
         return {name: await converse(program, url, KEY, python=python) for name, program in PROGRAMS.items()}
 
 
-def engine_options(engine: str, python: Path) -> list[str]:
-    options = ["--engine", engine]
-    if engine == "vllm":
-        options += ["--set", f"python={python}", "--set", "args={enforce-eager: true}"]
-        options += ["--set", "env={VLLM_CPU_KVCACHE_SPACE: '1', OMP_NUM_THREADS: '1'}"]
-    return options
-
-
 def row(client: str, engine: str, found: Json) -> str:
     if "error" in found:
         return f"{client:22s} {'?':9s} {engine:10s} NO   {found['error']}"
@@ -96,8 +90,7 @@ def row(client: str, engine: str, found: Json) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", choices=["embedded", "vllm"], default=["embedded", "vllm"])
-    parser.add_argument("--vllm-python", type=Path, default=ROOT / ".venv-vllm" / "bin" / "python")
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
     arguments = parser.parse_args()
     python = make_environment()
     install_node_client()
@@ -105,7 +98,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="art-clients-") as place:
         checkpoint = teach(Path(place), asyncio.run(rehearse(python))).checkpoint_path(0)
         for engine in arguments.engines:
-            results = asyncio.run(measure(checkpoint, python, engine_options(engine, arguments.vllm_python.absolute())))
+            results = asyncio.run(measure(checkpoint, python, ENGINES[engine]))
             found |= {(client, engine): result for client, result in results.items()}
     print(f"{'client':22s} {'version':9s} {'engine':10s} held {'tool call':22s}  {'streamed reply':16s}  wrong key")
     for client in PROGRAMS:

@@ -1,6 +1,6 @@
 """The vLLM engine with a real vLLM on the CPU: its numbers against transformers and PEFT, and a whole run through it.
 
-`make test-vllm` sets it up; without .venv-vllm, or a Python named by ART_VLLM_PYTHON, nothing here runs.
+`make test-vllm` sets it up.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from real_vllm import MARKS, PYTHON, QUICK
 
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.compose import LoadedConfig, load_config
@@ -28,18 +29,10 @@ from art_cli.loop.train import train
 from art_cli.model import Weights, load_checkpoint, load_weights, save_weights
 from art_cli.run_dir import RunDir
 
-PYTHON = Path(os.environ.get("ART_VLLM_PYTHON") or Path(__file__).parent.parent / ".venv-vllm" / "bin" / "python")
 LETTERS = Path(__file__).parent / "letters"
-# For a tiny model: nothing to compile, and no threads that wait for each other where cores are shared.
-QUICK = {"args": {"enforce-eager": True}, "env": {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}}
 LONG_PROBE = 300  # tokens; vLLM caches whole blocks, of 128 on a CPU
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(900),
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm and no ART_VLLM_PYTHON: make test-vllm"),
-]
+pytestmark = MARKS
 
 
 class Bench:
