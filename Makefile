@@ -4,9 +4,11 @@ BIN := .venv/bin
 READY := .venv/.ready
 VLLM_READY := .venv-vllm/.ready
 
-.PHONY: setup demo test test-vllm lint bench clean
+.PHONY: setup setup-vllm demo test test-vllm lint clean
 
 setup: $(READY)
+
+setup-vllm: $(VLLM_READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -22,7 +24,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: lint  ## ruff, mypy, then every test that this machine can run
+test: lint  ## ruff, mypy, then every test that this machine can run; those of vLLM where setup-vllm was run
 	$(BIN)/pytest
 
 # vLLM's own Python with CPU kernels, a test tool in an environment of its own. The torch packages that go again are
