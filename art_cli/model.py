@@ -43,6 +43,7 @@ class Weights:
     max_length: int  # tokens of prompt and reply together
     base: str  # hub id or directory it was loaded from
     has_adapter: bool
+    quantize: str | None = None  # "4bit": how the base was made smaller as it was loaded; None: it was not
     version: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -136,7 +137,8 @@ def load_weights(
         raise UsageError(f"{base}: its tokenizer has no chat template; name a Jinja file in model.chat_template")
     max_length = config.max_length or getattr(model.config, "max_position_embeddings", None) or DEFAULT_LENGTH
     model.eval()
-    return Weights(model, tokenizer, place, dtype, max_length, base, has_adapter=config.lora is not None)
+    has_adapter = config.lora is not None
+    return Weights(model, tokenizer, place, dtype, max_length, base, has_adapter, quantize=config.quantize)
 
 
 def load_checkpoint(

@@ -1,5 +1,6 @@
 """A base in 4 bits: what it computes is its dequantised weights' logprobs, and training on it keeps the contracts."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,17 @@ from tiny import tiny_config, tiny_tokenizer
 from trees import sampled, scored, turn
 
 from art_cli import model, quantization
+from art_cli.commands.export import _as_text
 from art_cli.config.checks import conflicts
-from art_cli.config.schema import GrpoConfig, ModelConfig, RunConfig
+from art_cli.config.schema import EmbeddedEngineConfig, GrpoConfig, ModelConfig, RunConfig, VllmEngineConfig
+from art_cli.engines.vllm.arguments import command, served_model
 from art_cli.errors import UsageError
 from art_cli.loop.proof import compare, make_probe
 from art_cli.model import Weights
+from art_cli.run_dir import Manifest, RunDir, new_checkpoint
+from art_cli.serving.export import export
+from art_cli.serving.loader import Loader
+from art_cli.serving.source import find_source
 
 IDS = list(range(2, 42))
 
@@ -153,7 +160,6 @@ def test_a_step_moves_the_policy_and_the_next_load_goes_on_from_there(
 
 async def test_the_embedded_engine_samples_from_the_same_4_bits(load: Callable[..., Weights]) -> None:
     """Contract 5: engine and learner agree on the probe, before and after a step, within float32's bound."""
-    from art_cli.config.schema import EmbeddedEngineConfig
     from art_cli.engines.embedded.engine import EmbeddedEngine
 
     trained = learner(load())
@@ -199,3 +205,48 @@ def test_a_4_bit_base_without_an_adapter_cannot_be_trained() -> None:
     [(key, message)] = conflicts(RunConfig.model_validate(settings))
     assert key == "model.quantize"
     assert "set model.lora" in message
+
+
+# --- what is served and exported --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained_run(load: Callable[..., Weights], base: str, tmp_path: Path) -> Path:
+    """A run directory with one checkpoint, trained on the base in 4 bits."""
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    config = {"model": {"base": base, "dtype": "float32", "quantize": "4bit", "max_length": None}}
+    run.config_path.write_text(json.dumps(config))
+    with new_checkpoint(run.checkpoint_path(1), Manifest(step=1, base=base, config_hash="x", metrics={})) as directory:
+        model.save_weights(load(), directory)
+    return run.root
+
+
+def test_a_checkpoint_is_served_on_the_base_it_was_trained_on(trained_run: Path, load: Callable[..., Weights]) -> None:
+    loader = Loader(EmbeddedEngineConfig(), logs=trained_run)
+    weights = loader._weights(find_source(str(trained_run)))
+    assert weights.quantize == "4bit"
+    assert model.token_logprobs(weights, IDS) == pytest.approx(model.token_logprobs(load(), IDS), abs=1e-5)
+
+
+def test_an_export_is_merged_into_the_whole_base_and_says_so(
+    trained_run: Path, load: Callable[..., Weights], tmp_path: Path
+) -> None:
+    source = find_source(str(trained_run))
+    exported = export(source, tmp_path / "out", dtype="float32", bound=None, probe=make_probe)
+    assert exported.max_gap < 1e-4
+    assert "trained on the base in 4bit, merged into the whole one" in _as_text(exported, "float32")
+    assert "| base in training | 4bit |" in (tmp_path / "out" / "README.md").read_text()
+    whole = model.load_weights(ModelConfig(base="x", lora=None, dtype="float32"), str(tmp_path / "out"))
+    assert not quantization.is_quantized(whole.model)
+    expected = model.token_logprobs(load(quantize=None), IDS)
+    assert model.token_logprobs(whole, IDS) == pytest.approx(expected, abs=1e-4)
+
+
+def test_vllm_is_told_to_quantise_as_the_learner_does(load: Callable[..., Weights]) -> None:
+    for quantize, expected in (("4bit", ["bitsandbytes"]), (None, [])):
+        served = served_model(load(quantize=quantize))
+        argv = command(
+            VllmEngineConfig(name="vllm"), served, python=Path("p"), port=1, name="n", template=None, sleep=0
+        )
+        assert [argv[i + 1] for i, word in enumerate(argv) if word == "--quantization"] == expected

@@ -39,10 +39,14 @@ def run(
 
 
 def _as_text(exported: Exported, dtype: str) -> str:
+    note = (
+        f"  trained on the base in {exported.quantize}, merged into the whole one, which gives other logprobs: "
+        f"art eval tells what that does to the rewards\n"
+    )
     return (
         f"{exported.path}: {dtype}, stands alone: art serve {exported.path}\n"
         f"  {exported.num_prompts} prompts replayed, {exported.num_tokens} tokens: logprobs differ by at most "
-        f"{exported.max_gap:.2e} nats, {exported.mean_gap:.2e} in the mean\n"
+        f"{exported.max_gap:.2e} nats, {exported.mean_gap:.2e} in the mean\n" + (note if exported.quantize else "")
     )
 
 

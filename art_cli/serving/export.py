@@ -2,7 +2,7 @@
 
 The base is loaded in float32, the adapter merged, the sum rounded once to the dtype asked for. Then what was written is
 read back, and the policy's saved prompts get their tokens' logprobs from it and from base plus adapter in that dtype:
-past a bound, nothing is left of the export.
+past a bound, nothing is left of the export. An adapter trained on a base in 4 bits is merged into the whole base.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,6 +35,7 @@ class Exported(NamedTuple):
     num_tokens: int  # whose logprobs were compared
     max_gap: float  # nats
     mean_gap: float
+    quantize: str | None = None  # what the base was made smaller to in training; merged into it is the whole base
 
 
 def export(
@@ -57,6 +58,7 @@ def export(
         written = Source(source.name, str(directory), None, 0, dtype, source.max_length, Sampling())
         merged = _load(written, dtype)
         exported = compare(output, wanted, [model.token_logprobs(merged, ids) for ids in prompts])
+        exported = exported._replace(quantize=source.quantize)
         _check(exported, BOUNDS[dtype] if bound is None else bound)
         (directory / "README.md").write_text(_card(source, exported, dtype))
     return exported
@@ -103,6 +105,7 @@ def _card(source: Source, exported: Exported, dtype: str) -> str:
         evaluation = {name: value for name, value in means.items() if not name.startswith("num_")}
     checks = {
         "dtype": dtype,
+        "base in training": source.quantize or "as it is",
         "prompts replayed": exported.num_prompts,
         "tokens compared": exported.num_tokens,
         "largest logprob difference, nats": exported.max_gap,

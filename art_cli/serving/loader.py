@@ -37,7 +37,7 @@ class Loader:
 
     config: EngineConfig
     logs: Path  # where a process of the engine's own writes
-    _bases: dict[tuple[str, str, int | None], model.Weights] = field(default_factory=dict)
+    _bases: dict[tuple[str, str, int | None, str | None], model.Weights] = field(default_factory=dict)
 
     @property
     def swaps_adapters(self) -> bool:
@@ -64,7 +64,7 @@ class Loader:
     def _weights(self, source: Source) -> model.Weights:
         if source.adapter is None and source.run is not None:  # a checkpoint of all weights: nothing else stands on it
             return self._load(source)
-        key = (source.base, source.dtype, source.max_length)
+        key = (source.base, source.dtype, source.max_length, source.quantize)
         if key not in self._bases:
             self._bases[key] = self._load(source)
         return model.on_base(self._bases[key], source.adapter)
@@ -77,6 +77,7 @@ class Loader:
                 "lora": None,
                 "dtype": source.dtype,
                 "max_length": source.max_length,
+                "quantize": source.quantize,
                 "chat_template": own if own is not None and own.is_file() else None,
             }
         )
@@ -91,6 +92,7 @@ class Loader:
             lora_rank=outline.lora_rank,
             chat_template=outline.chat_template,
             learner_device="cpu",  # no learner is here
+            quantize=source.quantize,
         )
 
 

@@ -35,6 +35,7 @@ class Source(NamedTuple):
     defaults: Sampling  # for requests that do not say; those of the run it was trained in
     run: RunDir | None = None
     manifest: Manifest | None = None
+    quantize: str | None = None  # "4bit": what the base was made smaller to when the adapter was trained on it
 
     def __str__(self) -> str:
         what = f"step {self.step} of {self.run.root}" if self.run else str(self.adapter or self.base)
@@ -87,6 +88,7 @@ def of_checkpoint(
         defaults=Sampling(**{key: sampling[key] for key in Sampling.__struct_fields__ if key in sampling}),
         run=found.run,
         manifest=found.manifest,
+        quantize=model.get("quantize"),
     )
 
 

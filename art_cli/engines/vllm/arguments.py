@@ -39,6 +39,7 @@ class ServedModel(NamedTuple):
     lora_rank: int  # the largest of its adapters
     chat_template: str | None  # Jinja; None: the tokenizer's own
     learner_device: str  # where the learner holds its copy: "cpu", "cuda:0"
+    quantize: str | None = None  # "4bit": as the learner's base is; vLLM does the same while it loads (NF4, nested)
 
 
 def served_model(weights: Weights) -> ServedModel:
@@ -54,6 +55,7 @@ def served_model(weights: Weights) -> ServedModel:
         lora_rank=max(ranks),
         chat_template=template if isinstance(template, str) else None,
         learner_device=str(weights.device),
+        quantize=weights.quantize,
     )
 
 
@@ -89,6 +91,8 @@ def command(
         "disable-uvicorn-access-log": True,
         "chat-template": None if template is None else str(template),
     }
+    if model.quantize is not None:
+        arguments["quantization"] = "bitsandbytes"
     if sleep:
         arguments |= {"enable-sleep-mode": True, "gpu-memory-utilization": SHARED_GPU_MEMORY}
     arguments |= {name.replace("_", "-"): value for name, value in config.args.items()}
