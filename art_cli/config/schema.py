@@ -424,8 +424,8 @@ class BaseLearnerConfig(Section):
     device: str = "auto"
     """auto: the GPU where there is one."""
     micro_batch_tokens: PositiveInt | None = None
-    """Tokens of one forward pass; a memory knob, it does not change the gradient. null: 2048 on a CPU, where more runs
-    slower, 8192 on a GPU."""
+    """Tokens of one forward pass; a memory knob, it does not change the gradient. null: 8192 on a GPU; on a CPU, where
+    more runs slower, 1024, and more where that would cut trees."""
     gradient_checkpointing: bool | PositiveInt = False
     """true: activations are computed again in the backward pass instead of kept: far less memory, a third more time. A
     number: in forward passes of that many tokens or more. It does not change the gradient."""

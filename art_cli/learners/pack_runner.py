@@ -17,7 +17,7 @@ from torch import Tensor
 from art_cli.config.schema import BaseLearnerConfig
 from art_cli.learners.fused_layers import fused_layers
 from art_cli.learners.logprobs import TokenScores, token_scores
-from art_cli.learners.packing import Pack, pack_samples
+from art_cli.learners.packing import Pack, pack_samples, pack_small
 from art_cli.learners.ranks import Alone, Ranks, deal, pack_evenly
 from art_cli.learners.samples import Ints, Sample, bare_sample
 from art_cli.learners.tree_attention import Tree, tree_attention
@@ -27,8 +27,9 @@ log = logging.getLogger(__name__)
 
 TAIL = 64  # tokens at the end of each probe sequence that the two ways are compared on
 # Tokens of a pack where the config leaves it open. 24M-parameter Qwen3, 9,728 tokens a step: 8192 takes 17.4 s of CPU
-# time, 2048 12.4 s, 1024 11.7 s: past the caches, time goes into fetching fresh memory.
-MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
+# time, 2048 12.4 s, 1024 11.7 s: past the caches, time goes into fetching fresh memory. On a CPU it is the least; more,
+# up to twice the longest sample, where trees would be cut and their stems computed again.
+MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 # Mean nats the two ways may differ by: both are the same sums in another order. float32 gives 1e-6 on a 24M-parameter
 # model, a wrong mask or position 1e-2 and up; bfloat16 rounds each logit to 3 digits.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -41,7 +42,7 @@ class PackRunner:
         """`ranks`: the processes that share the packs; None: this one alone."""
         self.weights, self.config = weights, config
         self.ranks: Ranks = ranks or Alone()
-        self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS.get(weights.device.type, 2048)
+        self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS.get(weights.device.type, 1024)
         self.model = weights.model.get_base_model() if weights.has_adapter else weights.model
         self.can_pack: bool | None = None  # None: not yet known, see `settle`
         if config.gradient_checkpointing is not False:
@@ -87,7 +88,16 @@ class PackRunner:
         """The samples as packs that `run` takes."""
         assert self.can_pack is not None, "settle() comes first"
         share = self.config.packing == "tree" and self.can_pack
-        return pack_samples(samples, budget=self.micro_batch_tokens, share=share)
+        return pack_small(samples, budgets=self._budgets(samples), share=share)
+
+    def _budgets(self, samples: Sequence[Sample]) -> list[int]:
+        """The tokens that a pack may have, ascending."""
+        budgets = [self.micro_batch_tokens]
+        if self.config.micro_batch_tokens is None and self.weights.device.type == "cpu":
+            longest = max((len(sample.token_ids) for sample in samples), default=0)
+            while budgets[-1] < 2 * longest:
+                budgets.append(2 * budgets[-1])
+        return budgets
 
     def deal(self, samples: Sequence[Sample]) -> list[Pack]:
         """The packs of the samples that fall to this process."""

@@ -25,6 +25,8 @@ from art_cli.learners.samples import Floats, Ints, Sample
 
 PACK_COST = 256  # tokens' worth of time that one more forward and backward pass takes besides its tokens
 
+SLACK = 1.1  # how many times the fewest tokens may be computed for the sake of smaller packs
+
 
 class Segments(NamedTuple):
     """The pack's tree: S stretches of tokens that are always seen together, in depth-first order."""
@@ -83,6 +85,18 @@ def pack_samples(samples: Sequence[Sample], *, budget: int, share: bool = True) 
         _lay_out(ordered[start:end], [0, *shared[start + 1 : end]])
         for start, end in zip(bounds[:-1], bounds[1:], strict=True)
     ]
+
+
+def pack_small(samples: Sequence[Sample], *, budgets: Sequence[int], share: bool = True) -> list[Pack]:
+    """The packs of the smallest of ascending `budgets` that computes at most SLACK times the tokens of the largest.
+
+    A small pack takes less memory and stays in caches; one that is too small for its trees computes stems again.
+    """
+    if not share:
+        return pack_samples(samples, budget=budgets[0], share=False)
+    choices = [pack_samples(samples, budget=budget) for budget in budgets]
+    tokens = [sum(len(pack.token_ids) for pack in packs) for packs in choices]
+    return next(packs for packs, count in zip(choices, tokens, strict=True) if count <= SLACK * tokens[-1])
 
 
 def _common_prefix(left: Sample, right: Sample) -> int:
