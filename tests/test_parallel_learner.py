@@ -1,5 +1,6 @@
 """The learner in several processes: the gradient is that of one, and a dead process ends the run at once."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -337,8 +338,13 @@ class Run:
             *("learner=torch", "learner.processes=2", "engine=embedded", "train.steps=3", "eval=null"),
         ]
 
-    def start(self) -> "subprocess.Popen[str]":
-        return subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    @contextlib.contextmanager
+    def started(self) -> Iterator["subprocess.Popen[str]"]:
+        with subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+            try:
+                yield child
+            finally:
+                child.kill()
 
     def learner_pid(self, rank: int) -> int:
         """Of the process whose logs lie in this run, by what the system knows of it."""
@@ -366,8 +372,8 @@ def until(condition: Callable[[], bool], child: "subprocess.Popen[str]", *, dead
 def test_a_run_whose_learner_loses_a_process_ends_loudly_and_the_same_command_finishes_it(tmp_path: Path) -> None:
     """Rank 1 is stopped while the second step is sampled and killed when the other waits for it in that step."""
     run = Run(tmp_path)
-    with run.start() as child:
-        until(lambda: len(run.files.checkpoint_steps()) == 2, child)
+    with run.started() as child:
+        until(lambda: any(line.split == "train" for line in run.files.metrics()), child)
         victim = run.learner_pid(1)
         os.kill(victim, signal.SIGSTOP)
         until(lambda: len(run.files.scored(1)) == 12, child)
@@ -382,7 +388,7 @@ def test_a_run_whose_learner_loses_a_process_ends_loudly_and_the_same_command_fi
     with pytest.raises(AssertionError, match="no process"):
         run.learner_pid(0)
 
-    with run.start() as child:
+    with run.started() as child:
         _, said = child.communicate(timeout=120)
         assert child.returncode == 0, said
     train = [line for line in run.files.metrics() if line.split == "train"]
@@ -398,7 +404,7 @@ def test_a_run_whose_learner_loses_a_process_ends_loudly_and_the_same_command_fi
 @pytest.mark.slow
 def test_the_learners_processes_end_with_a_run_that_is_killed_outright(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    with run.start() as child:
+    with run.started() as child:
         until(lambda: (run.files.logs / "learner_1.log").exists() and bool(run.files.checkpoint_steps()), child)
         pids = [run.learner_pid(rank) for rank in (0, 1)]
         child.kill()

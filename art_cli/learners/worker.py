@@ -63,7 +63,8 @@ class Wire:
         self._connection.sendall(msgspec.json.encode(message) + b"\n")
 
     def _read(self) -> None:
-        buffer = b""
+        """Until the other end says "end", or is gone: then torchrun sees a failure, and kills whoever cannot end."""
+        buffer, status = b"", 1
         try:
             while self._is_wanted():
                 if select.select([self._connection], [], [], PARENT_EVERY_S)[0]:
@@ -71,10 +72,13 @@ class Wire:
                     if not received:
                         break
                     *lines, buffer = (buffer + received).split(b"\n")
-                    for line in lines:
-                        self.requests.put(msgspec.json.decode(line))
+                    for request in map(msgspec.json.decode, lines):
+                        if request["method"] == "end":
+                            status = 0
+                            return
+                        self.requests.put(request)
         finally:
-            os._exit(0)  # in the middle of whatever: nothing of it is wanted any more
+            os._exit(status)  # in the middle of whatever: nothing of it is wanted any more
 
     def _is_wanted(self) -> bool:
         """A child that the parent forked may hold the connection open after it."""

@@ -3,7 +3,7 @@
 torch's own launcher (torchrun) starts them, once and without restarts. Each connects to a socket in a directory that
 only this user can enter, and from then on a line of JSON goes each way:
 
-    to every process    {"method": "step", "params": {...}}
+    to every process    {"method": "step", "params": {...}}; at last {"method": "end"}
     from each one       {"progress": [3, 8]} while it works, then {"result": ...} or {"error": [kind, message]}
 
 What keeps them together: a process whose connection closes is dead, and then so are all; a process whose connection to
@@ -98,7 +98,7 @@ class Workers:
         deadline = time.monotonic() + START_DEADLINE_S
         while len(self._connections) < self.size:
             if self._launcher.poll() is not None:
-                raise LearnerError(f"the learner's processes did not start; {self._last_lines(None)}")
+                raise LearnerError(f"the learner's processes did not start{self._last_lines(None)}")
             if time.monotonic() > deadline:
                 raise LearnerError(f"the learner's processes did not start within {START_DEADLINE_S:.0f} s")
             with contextlib.suppress(TimeoutError):
@@ -201,7 +201,7 @@ class Workers:
                 self._kill()
                 self._death = (
                     f"process {rank} of the learner's {self.size} died ({how}); nothing is lost: run the same command "
-                    f"again to go on; {self._last_lines(rank)}"
+                    f"again to go on{self._last_lines(rank)}"
                 )
         raise LearnerError(self._death)
 
@@ -225,13 +225,14 @@ class Workers:
         return self.logs / ("learner.log" if rank is None else f"learner_{rank}.log")
 
     def _last_lines(self, rank: int | None) -> str:
+        """As the end of a message; nothing where there are none."""
         path = self._log(rank)
         if not path.is_file() or not path.stat().st_size:
-            return f"{path} is empty"
+            return ""
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
-        return "\n".join([f"the last lines of {path}:", *(f"  {line[:TAIL_WIDTH]}" for line in lines)])
+        return "\n".join([f"; the last lines of {path}:", *(f"  {line[:TAIL_WIDTH]}" for line in lines)])
 
 
 class _Connection:
@@ -273,6 +274,7 @@ class _Connection:
             return True
 
     def hang_up(self) -> None:
-        """The other end sees that nothing more will come."""
+        """The other end may go."""
         with contextlib.suppress(OSError):
+            self.send(b'{"method":"end"}\n')
             self.socket.shutdown(socket.SHUT_WR)
