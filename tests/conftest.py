@@ -1,14 +1,22 @@
 """Set-up of every test session."""
 
+import asyncio
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
+import uvloop
 
 # Test models are far too small for a second thread, and threads that wait for a busy core cost twenty times the work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test asks the hub for anything.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Async tests run in the event loop that the commands run in."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,10 +7,12 @@ import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import httpx
 import msgspec
 import openai
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import ScriptedBackend, encode, logprob, tool_call
@@ -18,6 +20,7 @@ from scripted import ScriptedBackend, encode, logprob, tool_call
 from art_cli.chat import Backend
 from art_cli.chat.app import build_app
 from art_cli.chat.client import HttpBackend
+from art_cli.chat.connection import Connection
 from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import ReplyBuilder
 from art_cli.chat.requests import NEUTRAL, Request, Sampling, _ChatWire, _TextWire, parse_request, with_defaults
@@ -431,6 +434,26 @@ async def test_a_client_that_leaves_in_the_middle_of_a_stream_ends_it() -> None:
         await anext(aiter(stream))
         await stream.close()
         await asyncio.wait_for(closed.wait(), 10)
+
+
+def test_replies_leave_at_once_in_every_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each accepted connection has TCP_NODELAY; asyncio sets it only where the listener names its protocol."""
+    seen = []
+    made = Connection.connection_made
+
+    def connection_made(self: Connection, transport: asyncio.Transport) -> None:
+        seen.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        made(self, transport)
+
+    async def ask() -> None:
+        async with serve(build_app(lambda key: None)) as root, aiohttp.ClientSession(root) as session:
+            assert (await session.get("/health")).status == 200
+
+    monkeypatch.setattr(Connection, "connection_made", connection_made)
+    for make in (asyncio.SelectorEventLoop, uvloop.new_event_loop):
+        with asyncio.Runner(loop_factory=make) as runner:
+            runner.run(ask())
+    assert len(seen) == 2 and all(seen)
 
 
 async def test_a_port_in_use_is_one_line_that_says_so() -> None:

@@ -241,7 +241,7 @@ async def rollout(policy, scenario):
 async def test_a_rollout_that_does_not_end_is_cut_off(stage: Stage, source: str) -> None:
     for trajectory in await stage.play(source, num=3, timeout_s=0.2, concurrency=1):
         assert trajectory.error == "timeout: not finished after 0.2 s (rollout.timeout_s)"
-        assert 0.2 <= trajectory.duration_s < 5
+        assert 0.19 <= trajectory.duration_s < 5  # uvloop counts in whole milliseconds
 
 
 async def test_a_rollout_that_blocks_its_event_loop_is_told_so(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ The checks go from cheap to dear; one that fails stops those that stand on it. N
 directory.
 """
 
-import asyncio
 import json
 import shutil
 import sys
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from art_cli import plugins
+from art_cli import plugins, threads
 from art_cli.config.compose import LoadedConfig, check_trainable, load_config
 from art_cli.errors import ArtError
 from art_cli.judges import make_judge
@@ -116,7 +115,7 @@ class Preflight:
 
     def check_entries(self) -> Finding:
         config = self.loaded.config
-        asyncio.run(make_judge(config.judge, self.loaded.directory).close())
+        threads.run(make_judge(config.judge, self.loaded.directory).close())
         if config.rollout.command:
             program = config.rollout.command[0]
             if shutil.which(program, path=None) is None and not (self.loaded.directory / program).exists():
@@ -142,7 +141,7 @@ class Preflight:
         )
 
     def check_rollout(self) -> Finding:
-        self.trajectory = asyncio.run(self._play_one())
+        self.trajectory = threads.run(self._play_one())
         trajectory = self.trajectory
         if trajectory.error:
             return Finding("rollout", False, trajectory.error, "mend the rollout; it failed on the first scenario")

@@ -4,7 +4,6 @@ A policy is a checkpoint, a run (its newest checkpoint), or a model at any OpenA
 the same scenarios, so differences are paired; the first policy is what the others are compared with.
 """
 
-import asyncio
 import contextlib
 import json
 import sys
@@ -14,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from art_cli import threads
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.schema import OpenAIEngineConfig
 from art_cli.errors import GateError, UsageError
@@ -91,7 +91,7 @@ def _play(loaded: LoadedConfig, source: PolicySource, place: Path, name: str) ->
     with contextlib.ExitStack() as stack:
         is_foreign = loaded.config.engine.name == "openai"
         weights = None if is_foreign else stack.enter_context(open_policy(loaded, source))
-        return asyncio.run(play())
+        return threads.run(play())
 
 
 def compare(results: dict[str, Values]) -> list[Row]:

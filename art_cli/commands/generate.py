@@ -3,13 +3,13 @@
 The output is appended as rollouts finish; run again, it goes on with what is owed.
 """
 
-import asyncio
 import contextlib
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from art_cli import threads
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.loop.choice import settle
 from art_cli.loop.generate import owed, plan_groups
@@ -32,7 +32,7 @@ def run(*, config: Path, overrides: Sequence[str], output: Path, checkpoint: Pat
     log.info("policy: %s", source.checkpoint or ("the endpoint's own" if is_foreign else "the starting policy"))
     with contextlib.ExitStack() as stack:
         weights = None if is_foreign else stack.enter_context(open_policy(loaded, source))
-        num = asyncio.run(_generate(loaded, weights, source, output, source.step if step is None else step))
+        num = threads.run(_generate(loaded, weights, source, output, source.step if step is None else step))
     sys.stdout.write(f"{output}: {num} trajectories\n")
 
 

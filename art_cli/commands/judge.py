@@ -8,7 +8,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from art_cli import threads
 from art_cli.config.compose import LoadedJudge, load_judge
 from art_cli.config.schema import RulerJudgeConfig
 from art_cli.errors import Interrupted, JudgeError, UsageError
@@ -113,16 +114,7 @@ def _judge(loaded: LoadedJudge, source: TrajectoryFile, output: Path, *, is_part
         finally:
             await made.close()
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(judge())
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ModuleNotFoundError:  # not on Windows
-        return None
-    return uvloop.new_event_loop
+    return threads.run(judge())
 
 
 def _in_flight(loaded: LoadedJudge) -> int:
@@ -213,7 +205,7 @@ def _dry_run(
     total = Estimate()
     for group in owed:
         total += estimate(judge, [trajectory for trajectory in source.load(group) if trajectory.error is None])
-    asyncio.run(judge.close())
+    threads.run(judge.close())
     if as_json:
         sys.stdout.write(json.dumps({"groups": len(owed), **asdict(total)}) + "\n")
         return

@@ -1,12 +1,12 @@
 """`art train`: one run, or a sweep of them one after the other."""
 
-import asyncio
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from art_cli import threads
 from art_cli.config.compose import load_config, load_sweep
 from art_cli.loop.train import TrainResult, train
 
@@ -15,7 +15,7 @@ def run(*, config: Path, overrides: Sequence[str], is_fresh: bool, is_multirun: 
     """Trains and reports where each run stands."""
     runs = load_sweep(config, overrides) if is_multirun else [load_config(config, overrides)]
     for loaded in runs:
-        result = asyncio.run(train(loaded, is_fresh=is_fresh))
+        result = threads.run(train(loaded, is_fresh=is_fresh))
         sys.stdout.write(_as_json(result) if as_json else _as_text(result, config))
 
 
