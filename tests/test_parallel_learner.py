@@ -20,6 +20,7 @@ from letters.build import build
 from safetensors.torch import load_file, save_file
 from trees import sampled, scored, turn, turn_trees
 
+from art_cli.config.compose import load_config
 from art_cli.config.schema import (
     DrGrpoConfig,
     GrpoConfig,
@@ -30,7 +31,7 @@ from art_cli.config.schema import (
     TorchLearnerConfig,
     TrainConfig,
 )
-from art_cli.errors import DriftError, LearnerError
+from art_cli.errors import ConfigError, DriftError, LearnerError
 from art_cli.learners.packing import PACK_COST, pack_samples
 from art_cli.learners.parallel import Job, ParallelLearner
 from art_cli.learners.ranks import deal, pack_evenly
@@ -295,6 +296,19 @@ def test_every_sample_is_dealt_once_and_every_process_runs_as_many_packs(
         return sum(length + PACK_COST for length in lengths[::size])
 
     assert duration(packs) <= duration(pack_samples(samples, budget=budget, share=share))
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("model.quantize=4bit", "learner.processes"),
+        ("learner.offload_optimizer=true", "learner.offload_optimizer"),
+        ("learner.device=cuda:1", "learner.device"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(override: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        load_config(TESTS / "letters" / "config.yaml", ["learner=torch", "learner.processes=2", override])
 
 
 # --- death ------------------------------------------------------------------------------------------------------------
