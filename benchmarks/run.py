@@ -1,0 +1,124 @@
+"""Every speed that is claimed, measured in one go: writes benchmarks/RESULTS.md.
+
+    make bench                                   # all of it, under 20 minutes on two cores
+    python -m benchmarks.run --only gateway      # a part; its section alone is written anew
+
+Each part is a command of its own, run one after the other in a fresh process; what it prints is its section. A part
+that fails or takes too long is said so in its section, and the exit code is 1.
+"""
+
+import argparse
+import ast
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "RESULTS.md"
+DEADLINE_S = 900.0  # of one part
+PACKAGES = ("torch", "transformers", "peft", "trl")
+
+
+class Part(NamedTuple):
+    """A command and what it shows."""
+
+    title: str
+    arguments: tuple[str, ...]  # of `python -m`
+
+
+PARTS = {
+    "learner": Part("Training step against TRL; trees against rows", ("benchmarks.learner",)),
+    "loss": Part("The loss with a large vocabulary", ("benchmarks.loss_memory",)),
+    "sampling": Part("Sampling against transformers", ("benchmarks.sampling",)),
+    "loop": Part("The whole loop against TRL", ("benchmarks.loop",)),
+    "gateway": Part("The capturing gateway", ("benchmarks.gateway",)),
+    "utilisation": Part("Share of the machine", ("benchmarks.utilisation",)),
+    "scaling": Part("How a step grows", ("benchmarks.scaling", "--plots", "benchmarks")),
+}
+HEAD = """# Results
+
+Written by `make bench`. Ratios are between things measured in turn in the same run; seconds are of one machine. What
+was tried on the way is in [LOG.md](LOG.md).
+
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=sorted(PARTS), help="may be given several times")
+    options = parser.parse_args()
+    sections = _read() if options.only else {}
+    failed = []
+    for name in options.only or PARTS:
+        print(f"{name} ...", flush=True)
+        begin = time.monotonic()
+        output, is_done = run(PARTS[name])
+        seconds = time.monotonic() - begin
+        sections[name] = _section(name, output, seconds)
+        failed += [] if is_done else [name]
+        print(output, f"\n({seconds:.0f} s)\n", sep="", flush=True)
+        _write(sections)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def run(part: Part) -> tuple[str, bool]:
+    """What the part printed, and whether it came to its end."""
+    command = [sys.executable, "-m", *part.arguments]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        return f"Not done after {DEADLINE_S:.0f} s.", False
+    if done.returncode:
+        return f"{done.stdout}\nFailed: {(done.stderr.strip() or '?').splitlines()[-1]}", False
+    return done.stdout, True
+
+
+def machine() -> str:
+    """Processor, cores, what it computes natively, and versions, on two lines."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = re.search(r"model name\s*: (.*)", text)
+    flags = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if re.search(rf"\b{flag}\b", text)]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    name = model[1] if model else platform.machine()
+    return f"{cores} cores ({name}; {', '.join(flags)}), no GPU.\nPython {platform.python_version()}, {versions}."
+
+
+def _section(name: str, output: str, seconds: float) -> str:
+    part = PARTS[name]
+    source = (ROOT / f"{part.arguments[0].replace('.', '/')}.py").read_text()
+    says = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")[0]
+    lines = [line for line in output.strip().splitlines() if line.strip()]
+    is_markdown = any(line.startswith("|") for line in lines)
+    body = output.strip() if is_markdown else f"```\n{output.strip()}\n```"
+    command = " ".join(("python -m", *part.arguments))
+    when = datetime.now(UTC).strftime("%Y-%m-%d")
+    return f"## {part.title}\n\n{says}\n`{command}`, {seconds:.0f} s, {when}.\n\n{body}\n"
+
+
+def _read() -> dict[str, str]:
+    """The sections that stand already, by part."""
+    if not RESULTS.exists():
+        return {}
+    found = re.split(r"(?m)^(?=## )", RESULTS.read_text())[1:]
+    names = {f"## {part.title}": name for name, part in PARTS.items()}
+    return {names[s.splitlines()[0]]: s.rstrip() + "\n" for s in found if s.splitlines()[0] in names}
+
+
+def _write(sections: dict[str, str]) -> None:
+    body = "\n".join(sections[name] for name in PARTS if name in sections)
+    beside = RESULTS.with_suffix(".tmp")
+    beside.write_text(f"{HEAD}{machine()}\n\n{body}")
+    beside.replace(RESULTS)
+
+
+if __name__ == "__main__":
+    main()
