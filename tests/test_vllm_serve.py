@@ -20,7 +20,7 @@ import pytest_asyncio
 import torch
 import transformers
 from node import clients as install_node_client
-from real_vllm import MARKS, OPTIONS
+from real_vllm import MARKS, OPTIONS, PYTHON, QUICK
 from tool_clients import (
     ANSWER,
     CALL,
@@ -35,7 +35,13 @@ from tool_clients import (
     teach,
 )
 
+from art_cli.chat.requests import Sampling
+from art_cli.config.schema import VllmEngineConfig
+from art_cli.loop.proof import make_probe
 from art_cli.run_dir import RunDir
+from art_cli.serving.export import export
+from art_cli.serving.loader import Loader
+from art_cli.serving.source import Source, find_source
 
 pytestmark = MARKS
 
@@ -215,6 +221,20 @@ async def test_without_the_key_there_is_health_and_nothing_else(served: Served) 
     assert 'art_requests_total{route="/v1/chat/completions",code="200"}' in metrics
     (sampled,) = (line for line in metrics.splitlines() if line.startswith("art_sampled_tokens_total{"))
     assert float(sampled.split()[-1]) > 0
+
+
+async def test_an_export_says_what_its_checkpoint_says(served: Served, tmp_path: Path) -> None:
+    """`art export`, served by another vLLM as it is: each logprob is that of base and adapter to 1e-4 nats."""
+    merged, ids = tmp_path / "merged", make_probe(265)
+    export(find_source(str(served.run.checkpoint_path(0))), merged, dtype="float32", bound=None, probe=make_probe)
+    config = VllmEngineConfig.model_validate({"name": "vllm", "python": PYTHON, **QUICK})
+    engine = await Loader(config, logs=tmp_path).make(
+        Source("merged", str(merged), None, 0, "float32", None, Sampling())
+    )
+    try:
+        assert await engine.score(ids) == pytest.approx(Reference(served.run, 0).logprobs(ids[:1], ids[1:]), abs=1e-4)
+    finally:
+        await engine.close()
 
 
 # --- from here on the server changes, and stops -----------------------------------------------------------------------
