@@ -3,12 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 VLLM_READY := .venv-vllm/.ready
+UNSLOTH := .venv-unsloth
 
-.PHONY: setup setup-vllm demo test test-vllm lint clean
+.PHONY: setup setup-vllm setup-unsloth demo test test-vllm test-unsloth lint bench clean
 
 setup: $(READY)
 
 setup-vllm: $(VLLM_READY)
+
+setup-unsloth: $(UNSLOTH)/.ready
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -40,5 +43,23 @@ $(VLLM_READY):
 test-vllm: $(READY) $(VLLM_READY)  ## the vLLM engine against a real vLLM on the CPU
 	$(BIN)/pytest -m vllm
 
+bench: $(READY)  ## every speed that is claimed, measured; writes benchmarks/RESULTS.md
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python -m benchmarks.run
+
+# Unsloth in its mode without a GPU. It takes no transformers past 5.17, and by its own requirements it would bring CUDA
+# builds: without them, what its import really needs is named here.
+$(UNSLOTH)/.ready:
+	$(PYTHON) -m venv $(UNSLOTH)
+	$(UNSLOTH)/bin/python -m pip install --quiet --upgrade pip
+	$(UNSLOTH)/bin/python -m pip install --quiet torch==2.13.0 transformers==5.17.0 peft==0.21.2 accelerate datasets \
+		sentencepiece protobuf tyro psutil requests pillow triton pydantic msgspec hydra-core httpx openai hypothesis
+	$(UNSLOTH)/bin/python -m pip install --quiet --no-deps unsloth==2026.10.9 unsloth_zoo==2026.10.9 trl==1.15.0 \
+		cut_cross_entropy bitsandbytes==0.50.2
+	touch $@
+
+test-unsloth: $(READY) $(UNSLOTH)/.ready  ## the Unsloth learner against a real Unsloth on the CPU
+	ART_UNSLOTH_PYTHON=$(UNSLOTH)/bin/python $(BIN)/pytest -m unsloth
+
 clean:
-	rm -rf .venv .venv-vllm runs dist
+	rm -rf .venv .venv-vllm $(UNSLOTH) runs dist
