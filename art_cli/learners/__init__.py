@@ -113,13 +113,11 @@ def make_learner(config: "RunConfig", weights: "Weights", *, logs: Path | None =
         "sampling_max_tokens": config.rollout.sampling.max_tokens,
     }
     if has_own_weights(config):
-        from art_cli.learners.parallel import Job, ParallelLearner
-        from art_cli.learners.workers import Workers
-
-        job = Job(base=weights.base, model=config.model, **knobs)
-        return ParallelLearner(job, Workers(job.learner.processes, logs=logs))
+        make = import_module("art_cli.learners.parallel").parallel_learner
+        learner: Learner = make(base=weights.base, model=config.model, logs=logs, **knobs)
+        return learner
     module, _, name = BUILT_INS[config.learner.name].partition(":")
-    learner: Learner = getattr(import_module(module), name)(weights, **knobs)
+    learner = getattr(import_module(module), name)(weights, **knobs)
     return learner
 
 

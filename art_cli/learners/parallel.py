@@ -65,3 +65,9 @@ class ParallelLearner:
             self.workers.call("open", self.job.model_dump(mode="json"))
             self._is_open = True
         return self.workers.call(method, params, progress=progress)
+
+
+def parallel_learner(*, logs: Path | None, **job: Any) -> ParallelLearner:
+    """The learner of that Job; `logs`: where its processes write theirs, None: nowhere that stays."""
+    made = Job(**job)
+    return ParallelLearner(made, Workers(made.learner.processes, logs=logs))
