@@ -89,10 +89,13 @@ def test_short_turns_are_joined_and_long_prompts_are_not() -> None:
     assert MAX_PAIRS < 250 * 250
 
 
-def play(weights: Weights, prompts: list[list[int]], num: int, *, is_fused: bool) -> list[Sequence]:
+def play(
+    weights: Weights, prompts: list[list[int]], num: int, *, is_fused: bool, is_packed: bool = True
+) -> list[Sequence]:
     """Greedy replies through scheduler and runner."""
     runner = Runner(weights)
-    assert runner.is_fused == is_fused
+    assert runner.is_fused == is_fused and runner.is_packed == is_fused
+    runner.is_packed = runner.is_packed and is_packed
     scheduler = Scheduler(max_slots=24, prefill_tokens=500, max_length=1024, max_tokens=100_000)
     sequences = [Sequence(np.array(prompt), len(prompt) + num) for prompt in prompts]
     for sequence in sequences:
@@ -125,11 +128,19 @@ def test_shared_spans_give_what_a_full_forward_gives() -> None:
     assert_as_a_full_forward(weights, play(weights, attempts, 6, is_fused=True))
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_fused_layers_give_what_the_models_own_give(name: str) -> None:
-    """With adapters of random A and B. Mistral looks back 50 tokens; Qwen2 has biases."""
+def test_packed_and_fused_layers_give_what_the_models_own_give(name: str, is_packed: bool) -> None:
+    """With adapters of random A and B, norms of random weight. Mistral looks back 50 tokens; Qwen2 has biases."""
     weights = adapted_weights(name)
-    assert_as_a_full_forward(weights, play(weights, GROUPS, 4, is_fused=True))
+    assert_as_a_full_forward(weights, play(weights, GROUPS, 4, is_fused=True, is_packed=is_packed))
+
+
+def test_large_weights_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = tiny_weights()
+    monkeypatch.setattr("art_cli.engines.embedded.runner.MAX_COPY_BYTES", 1000)
+    runner = Runner(weights)
+    assert runner.is_fused and not runner.is_packed
 
 
 def adapted_weights(name: str) -> Weights:
@@ -195,7 +206,7 @@ def test_below_float32_fused_layers_round_as_the_model_does() -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
     weights = Weights(weights.model, None, CPU, torch.bfloat16, 1024, "bf16", has_adapter=True)
     runner, probe = Runner(weights), list(range(60))
-    assert runner.is_fused
+    assert runner.is_fused and not runner.is_packed
     with torch.no_grad():
         rows = weights.model(torch.tensor([probe])).logits[0, :-1].float().log_softmax(-1)
     expected = rows.gather(1, torch.tensor(probe[1:])[:, None])[:, 0].tolist()

@@ -125,7 +125,10 @@ class AutoEngineConfig(Section):
 
 
 class EmbeddedEngineConfig(Section):
-    """Samples in this process with torch: CPU or GPU, one copy of the weights with the learner."""
+    """Samples in this process with torch: CPU or GPU, one copy of the weights with the learner.
+
+    Only float32 weights below 512 MiB are copied on a CPU, where a copy with the adapter merged is a fifth faster.
+    """
 
     name: Literal["embedded"] = "embedded"
     max_batch: PositiveInt = 128

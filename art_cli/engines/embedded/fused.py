@@ -29,11 +29,8 @@ class FusedDecoder:
 
     def __init__(self, model: Any) -> None:
         """`model`: a transformers causal LM, adapters put in. Raises Unknown."""
-        if type(model).__name__ not in KNOWN:
-            raise Unknown(f"class {type(model).__name__}")
-        if model.config.hidden_act != "silu":
-            raise Unknown(f"activation {model.config.hidden_act}")
-        self._embed = _plain_weight(model.model.embed_tokens, torch.nn.Embedding)
+        check_known(model)
+        self._embed = plain_weight(model.model.embed_tokens, torch.nn.Embedding)
         self._rotary = model.model.rotary_emb
         window = getattr(model.config, "sliding_window", None)  # where the layers do not say
         self._layers = [_Layer(layer, window) for layer in model.model.layers]
@@ -90,12 +87,12 @@ class _Linear:
         self._adapters: list[tuple[Tensor, Tensor, float]] = []
         base = module
         if type(module) is not torch.nn.Linear:
-            base = _adapted(module)
+            base = adapted(module)
             for name in module.active_adapters:
                 if name in module.lora_A:
                     down, up = module.lora_A[name].weight, module.lora_B[name].weight
                     self._adapters.append((down.detach().t(), up.detach().t(), module.scaling[name]))
-        self._weight = _plain_weight(base, torch.nn.Linear).t()
+        self._weight = plain_weight(base, torch.nn.Linear).t()
         self._bias = None if base.bias is None else base.bias.detach()
         self._is_single = self._weight.dtype == torch.float32
 
@@ -118,7 +115,15 @@ class _Linear:
             residual.addmm_(torch.mm(x, down), up, alpha=scaling)
 
 
-def _adapted(module: Any) -> Any:
+def check_known(model: Any) -> None:
+    """Raises Unknown."""
+    if type(model).__name__ not in KNOWN:
+        raise Unknown(f"class {type(model).__name__}")
+    if model.config.hidden_act != "silu":
+        raise Unknown(f"activation {model.config.hidden_act}")
+
+
+def adapted(module: Any) -> Any:
     """The base layer of a plain LoRA layer."""
     from peft.tuners.lora.layer import Linear
 
@@ -132,7 +137,7 @@ def _adapted(module: Any) -> Any:
     return module.base_layer
 
 
-def _plain_weight(module: Any, kind: type) -> Tensor:
+def plain_weight(module: Any, kind: type) -> Tensor:
     is_plain = type(module) is kind
     if not is_plain:
         raise Unknown(f"layer {type(module).__name__}")

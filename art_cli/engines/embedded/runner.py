@@ -1,6 +1,7 @@
 """Runs the model on a step's plan: tokens in, logits out, keys and values kept in slots.
 
-The layers are computed by fused.py where it knows them and gives what the model gives, otherwise by the model itself.
+The layers are computed by packed.py or fused.py where these know them and give what the model gives, otherwise by the
+model itself.
 
 It holds no queue and takes no decision. The caller holds `weights.lock`, so that a learner in the same process never
 runs or changes the model meanwhile. No gradients are recorded, and no tensor made here becomes part of the weights
@@ -20,6 +21,7 @@ from art_cli.engines.embedded import attention
 from art_cli.engines.embedded.attention import Layout
 from art_cli.engines.embedded.cache import SlotCache
 from art_cli.engines.embedded.fused import FusedDecoder, Unknown
+from art_cli.engines.embedded.packed import PackedDecoder
 from art_cli.engines.embedded.runs import Costs, RunPlanner
 from art_cli.engines.embedded.scheduler import Chunk, Shape, StepPlan
 from art_cli.errors import EngineError
@@ -29,6 +31,7 @@ Tensor = torch.Tensor
 log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.25  # of what is free when the engine starts may go to keys and values
+MAX_COPY_BYTES = 2**29  # of weights that may lie in memory a second time, in the layout that the CPU reads fastest
 SCORE_ROWS = 512  # rows of logits turned into logprobs at a time
 PROBE = 12  # tokens on which the fused layers are compared with the model's own
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}  # nats, of the probe's logprobs
@@ -45,9 +48,10 @@ class Runner:
         _register()
         costs = Costs.of(self.bytes_per_token() // self._model.config.num_hidden_layers)
         self._planner = RunPlanner(costs, weights.device)
-        self._fused: FusedDecoder | None = None
-        self._fused_version = -1  # of the weights that `_fused` holds views of
-        self.is_fused = self._compare_fused()
+        self._decoder: PackedDecoder | FusedDecoder | None = None
+        self._decoder_version = -1  # of the weights that `_decoder` was made of
+        self.is_packed = self._copy_bytes() <= MAX_COPY_BYTES and self._is_right(PackedDecoder)
+        self.is_fused = self.is_packed or self._is_right(FusedDecoder)
 
     def forward(self, plan: StepPlan) -> Tensor:
         """[len(plan.rows), V] float32 logits of the token after each of those rows."""
@@ -74,6 +78,10 @@ class Runner:
             ]
             return torch.cat(parts).tolist()
 
+    def refresh(self) -> None:
+        """The weights may be others, whatever their version says. The caller holds the weights."""
+        self._decoder = None
+
     def bytes_per_token(self) -> int:
         """What one token's keys and values take, by the configuration."""
         config = self._model.config
@@ -91,7 +99,7 @@ class Runner:
 
     def _logits(self, layout: Layout, rows: Tensor) -> Tensor:
         if self.is_fused:
-            return self._current_fused().logits(layout, rows).float()
+            return self._current_decoder().logits(layout, rows).float()
         return self._model_logits(layout, rows)
 
     def _model_logits(self, layout: Layout, rows: Tensor) -> Tensor:
@@ -106,27 +114,32 @@ class Runner:
         logits: Tensor = output.logits[0]
         return logits.float()
 
-    def _current_fused(self) -> FusedDecoder:
-        """Parameters may have been replaced together with their content: views are taken again."""
-        if self._fused is None or self._fused_version != self.weights.version:
-            self._fused = FusedDecoder(self._model)
-            self._fused_version = self.weights.version
-        return self._fused
+    def _current_decoder(self) -> PackedDecoder | FusedDecoder:
+        """Parameters may have been replaced together with their content: also views are taken again."""
+        if self._decoder is None or self._decoder_version != self.weights.version:
+            self._decoder = None  # never two copies
+            self._decoder = PackedDecoder(self._model) if self.is_packed else FusedDecoder(self._model)
+            self._decoder_version = self.weights.version
+        return self._decoder
 
-    def _compare_fused(self) -> bool:
-        """Whether the fused layers know this model, and compute what it computes."""
+    def _copy_bytes(self) -> int:
+        """What a copy of the weights takes."""
+        return sum(parameter.nbytes for parameter in self._model.parameters())
+
+    def _is_right(self, kind: type[PackedDecoder] | type[FusedDecoder]) -> bool:
+        """Whether these layers know this model, and compute what it computes."""
         tokens = np.arange(PROBE) * 37 % self._model.config.vocab_size
         rows = torch.arange(PROBE, device=self.weights.device)
         try:
             with torch.no_grad(), self.weights.lock:
-                fused = FusedDecoder(self._model).logits(self._whole(tokens), rows).float().log_softmax(-1)
+                found = kind(self._model).logits(self._whole(tokens), rows).float().log_softmax(-1)
                 own = self._model_logits(self._whole(tokens), rows).log_softmax(-1)
         except Unknown as unknown:
-            log.info("the layers run one by one: %s", unknown)
+            log.info("%s is not used: %s", kind.__name__, unknown)
             return False
-        gap = (fused.exp() * (fused - own).abs()).sum(-1).max().item()  # mean over the vocabulary, worst row
+        gap = (found.exp() * (found - own).abs()).sum(-1).max().item()  # mean over the vocabulary, worst row
         if not gap <= TOLERANCE[self.weights.dtype]:
-            log.warning("the fused layers differ by %.2g nats from the model's own; they are not used", gap)
+            log.warning("%s differs by %.2g nats from the model's own layers; it is not used", kind.__name__, gap)
             return False
         return True
 

@@ -138,11 +138,13 @@ class Worker:
         The caller holds the weights.
         """
         self.step = step
+        self._runner.refresh()
         self._is_stale = True
 
     def let_go(self) -> None:
-        """Frees the cache. The caller holds the weights, so that no step is under way."""
+        """Frees the cache and copies of weights. The caller holds the weights, so that no step is under way."""
         self._runner.cache.clear()
+        self._runner.refresh()
         self._is_stale = True
 
     def close(self, timeout_s: float) -> bool:
