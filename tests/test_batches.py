@@ -14,6 +14,7 @@ from art_cli.errors import LearnerError, UsageError
 from art_cli.judges import make_judge
 from art_cli.learners import Learner, Progress, StepMetrics
 from art_cli.loop.batches import Batches
+from art_cli.loop.choice import settle
 from art_cli.loop.sampler import Sampler
 from art_cli.loop.train import TrainingRun, train
 from art_cli.model import twin
@@ -49,7 +50,7 @@ class WatchedLearner:
 
 def train_watched(loaded: LoadedConfig, first: Callable[[int], None]) -> RunDir:
     run = RunDir(loaded.config.runs / loaded.config.name)
-    training = TrainingRun(loaded, run)
+    training = TrainingRun(settle(loaded, "engine", "learner"), run)
     training.learner = WatchedLearner(training.learner, first)  # type: ignore[assignment]
     asyncio.run(training.train())
     return run
