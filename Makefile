@@ -28,7 +28,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test: lint  ## ruff, mypy, then every test that this machine can run; those of vLLM where setup-vllm was run
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --dist loadfile
 
 # vLLM's own Python with CPU kernels, a test tool in an environment of its own. The torch packages that go again are
 # CUDA builds: beside a CPU torch they install and then break `import transformers`. Where the package index lacks torch's
