@@ -1,0 +1,128 @@
+"""How much of the machine the training step uses: its floating-point operations against matmul's best, in one run.
+
+    python -m benchmarks.utilisation [--repeats 5]
+
+Figure 7: models of 24M and 100M parameters with LoRA of rank 16, T = 2,048 tokens: 8 sequences of 256, all but the
+first token of each trained. Operations of a step, N the weights of the linear layers of the frozen base, N_lora the
+adapter's, per layer d = heads * head_dim, V H the head:
+
+    2 T N + 2 T N          base: forward, and backward to the activations; no gradient of frozen weights
+    6 T N_lora             adapter: forward, backward to activations and to weights
+    2 E V H + 2 E V H      head, E trained positions: forward and backward
+    14 d P layers          attention over P = sum L (L + 1) / 2 pairs: 2 matmuls forward, 5 backward
+
+Nothing that is computed twice is counted twice. Where the rest goes: one profiled step, by kind of operation.
+"""
+
+import argparse
+import time
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+from benchmarks.batches import make_learner, single_turn
+from benchmarks.sides import Row, Side, median, seconds, table
+
+LENGTH, NUM = 256, 8
+KINDS = {  # by the beginning of an operation's name
+    "matmul": ("aten::mm", "aten::addmm", "aten::bmm", "aten::addmv"),
+    "attention": ("aten::_scaled_dot_product",),
+    "head's softmax": ("aten::exp", "aten::amax", "aten::sub_", "aten::scatter", "aten::logsumexp"),
+    "copies": ("aten::copy_", "aten::cat", "aten::fill_", "aten::clone"),
+}
+
+
+class Operations(NamedTuple):
+    """Of one step, in GFLOP."""
+
+    base: float
+    adapter: float
+    head: float
+    attention: float
+
+
+class Step:
+    """A training step of one model."""
+
+    def __init__(self, size: str, dtype: str) -> None:
+        import torch
+
+        from benchmarks.models import build
+
+        self.weights = build(size, has_adapter=True, dtype=getattr(torch, dtype))
+        self.learner = make_learner(self.weights, micro_batch_tokens=LENGTH * NUM)
+        self.groups = single_turn(NUM, 1, prompt=1, completion=LENGTH - 1)
+
+    def step(self) -> None:
+        self.learner.step(self.groups)
+
+    def operations(self) -> Operations:
+        config: Any = self.weights.model.config
+        named = dict(self.weights.model.named_parameters())
+        adapter = sum(p.numel() for name, p in named.items() if "lora_" in name)
+        base = sum(p.numel() for name, p in named.items() if "base_layer.weight" in name)
+        tokens, edges = LENGTH * NUM, (LENGTH - 1) * NUM
+        pairs = NUM * LENGTH * (LENGTH + 1) / 2
+        width = config.num_attention_heads * config.head_dim
+        return Operations(
+            base=4e-9 * tokens * base,
+            adapter=6e-9 * tokens * adapter,
+            head=4e-9 * edges * config.vocab_size * config.hidden_size,
+            attention=14e-9 * width * pairs * config.num_hidden_layers,
+        )
+
+    def split(self) -> dict[str, float]:
+        """Shares of a profiled step's time by kind of operation."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            self.step()
+        found: dict[str, float] = defaultdict(float)
+        for event in profiled.key_averages():
+            kind = next((kind for kind, starts in KINDS.items() if event.key.startswith(starts)), "elementwise, rest")
+            found[kind] += event.self_cpu_time_total
+        total = sum(found.values())
+        return {kind: found[kind] / total for kind in sorted(found, key=lambda kind: -found[kind])}
+
+    def peak(self, dtype: str) -> float:
+        """GFLOP/s of the best of a few large matmuls."""
+        import torch
+
+        size = 2048
+        left, right = (torch.randn(size, size).to(getattr(torch, dtype)) for _ in range(2))
+        best = 0.0
+        for _ in range(5):
+            begin = time.perf_counter()
+            left @ right
+            best = max(best, 2e-9 * size**3 / (time.perf_counter() - begin))
+        return best
+
+
+def measure(*, repeats: int = 5) -> list[Row]:
+    rows = []
+    for size, dtype, target in (("24M", "float32", ">= 0.40"), ("100M", "float32", ">= 0.40"), ("24M", "bfloat16", "")):
+        side = Side(Step, size, dtype)
+        side.call("step")
+        peaks, taken = [], []
+        for _ in range(repeats):  # in turn: the peak is of the same minutes as the steps
+            peaks.append(side.call("peak", dtype))
+            taken.append(side.take())
+        operations, split = Operations(*side.call("operations")), side.call("split")
+        side.close()
+        rate = sum(operations) / median(taken)
+        parts = ", ".join(f"{name} {value:.0f}" for name, value in operations._asdict().items())
+        rest = ", ".join(f"{kind} {share:.0%}" for kind, share in split.items())
+        rows.append(
+            Row("7", f"{size}, {dtype}: share of the matmul peak", f"{rate:.0f} GFLOP/s; {seconds(taken)}",
+                f"{max(peaks):.0f} GFLOP/s", round(rate / max(peaks), 2), target, f"GFLOP: {parts}; time: {rest}")
+        )  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    print(table(measure(repeats=parser.parse_args().repeats)))
+
+
+if __name__ == "__main__":
+    main()
