@@ -25,7 +25,8 @@ class PackedDecoder:
         check_known(model)
         weight = next(model.parameters())
         has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        if weight.device.type != "cpu" or weight.dtype != torch.float32 or not has_onednn:
+        has_products = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # torch's own use: it may go without a word
+        if weight.device.type != "cpu" or weight.dtype != torch.float32 or not (has_onednn and has_products):
             raise Unknown("not float32 on a CPU with oneDNN")
         self._embed = plain_weight(model.model.embed_tokens, torch.nn.Embedding)
         self._rotary = model.model.rotary_emb

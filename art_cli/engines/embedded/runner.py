@@ -134,8 +134,8 @@ class Runner:
             with torch.no_grad(), self.weights.lock:
                 found = kind(self._model).logits(self._whole(tokens), rows).float().log_softmax(-1)
                 own = self._model_logits(self._whole(tokens), rows).log_softmax(-1)
-        except Unknown as unknown:
-            log.info("%s is not used: %s", kind.__name__, unknown)
+        except (Unknown, RuntimeError) as error:  # RuntimeError: torch has no such product on this processor
+            log.info("%s is not used: %s", kind.__name__, error)
             return False
         gap = (found.exp() * (found - own).abs()).sum(-1).max().item()  # mean over the vocabulary, worst row
         if not gap <= TOLERANCE[self.weights.dtype]:
