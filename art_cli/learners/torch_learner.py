@@ -222,6 +222,8 @@ class TorchLearner:
             finally:
                 self.optimizer.clear()
                 self.weights.version += 1
+                if self.weights.device.type == "cuda":
+                    torch.cuda.empty_cache()  # torch keeps what it freed; an engine that wakes on this GPU needs it
 
 
 class _Counter:
