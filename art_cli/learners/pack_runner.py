@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from art_cli.config.schema import BaseLearnerConfig
+from art_cli.learners.flex_attention import FlexAttention
 from art_cli.learners.fused_layers import fused_layers
 from art_cli.learners.logprobs import TokenScores, token_scores
 from art_cli.learners.packing import Pack, pack_samples, pack_small
@@ -45,6 +46,7 @@ class PackRunner:
         self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS.get(weights.device.type, 1024)
         self.model = weights.model.get_base_model() if weights.has_adapter else weights.model
         self.can_pack: bool | None = None  # None: not yet known, see `settle`
+        self.flex = FlexAttention(self.micro_batch_tokens) if weights.device.type == "cuda" else None
         if config.gradient_checkpointing is not False:
             _enable_checkpointing(self.model)
 
@@ -129,7 +131,7 @@ class PackRunner:
         output = backbone(
             input_ids=self._tensor(pack.token_ids)[None],
             position_ids=self._tensor(pack.depths)[None],
-            tree=Tree.of(pack, self.weights.device),
+            tree=Tree.of(pack, self.weights.device, self.flex),
             use_cache=False,
         )
         hidden = output.last_hidden_state[0][self._tensor(pack.edges.positions)]  # [E, H]

@@ -6,8 +6,8 @@ tree comes as the keyword argument `tree` of the model's forward, through the la
 On a CPU no masked block is computed: a segment attends to itself causally, and all its descendants, which lie in one
 stretch behind it, attend to it without a mask. Each of these blocks is one call of torch's flash kernel; their partial
 results are merged by their log-sum-exp (as in ring attention, Liu et al. 2023, arXiv:2310.01889), and in the backward
-pass each block, given the merged result, yields its exact part of the gradient. Elsewhere, and for a sliding window,
-the same pairs are expressed as a mask.
+pass each block, given the merged result, yields its exact part of the gradient. On a GPU the same pairs are the block
+mask of FlexAttention (flex_attention.py). Elsewhere, and for a sliding window on a CPU, they are a dense mask.
 """
 
 import contextlib
@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
 
+from art_cli.learners.flex_attention import FlexAttention
 from art_cli.learners.packing import Pack
 
 NAME = "art_tree"
@@ -33,13 +35,15 @@ class Tree:
     blocks: list[tuple[int, int, int]]  # [S] (start, end, reach)
     depths: Tensor  # [T]
     max_depth: int
+    flex: FlexAttention | None = None  # what attends where it works
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window, made once for all layers
+    block_masks: dict[int | None, BlockMask] = field(default_factory=dict)  # likewise
 
     @classmethod
-    def of(cls, pack: Pack, device: torch.device) -> "Tree":
+    def of(cls, pack: Pack, device: torch.device, flex: FlexAttention | None = None) -> "Tree":
         starts, ends, reaches, _ = pack.segments
         depths = torch.from_numpy(pack.depths).to(device)
-        return cls(list(zip(starts, ends, reaches, strict=True)), depths, int(pack.depths.max()))
+        return cls(list(zip(starts, ends, reaches, strict=True)), depths, int(pack.depths.max()), flex)
 
     def mask(self, window: int | None = None) -> Tensor:
         """[T, T] bool: whether the row's token sees the column's; with `window`, only the nearest so many."""
@@ -47,12 +51,21 @@ class Tree:
             self.masks[window] = self._make_mask(window)
         return self.masks[window]
 
-    def _make_mask(self, window: int | None) -> Tensor:
+    def block_mask(self, flex: FlexAttention, window: int | None = None) -> BlockMask:
+        """The same for `flex`, padded."""
+        if window not in self.block_masks:
+            self.block_masks[window] = flex.mask(self._reaches(), self.depths, window)
+        return self.block_masks[window]
+
+    def _reaches(self) -> Tensor:
+        """[T] where the last descendant of each token's segment ends."""
         device = self.depths.device
         lengths = torch.tensor([end - start for start, end, _ in self.blocks], device=device)
-        reaches = torch.tensor([reach for _, _, reach in self.blocks], device=device).repeat_interleave(lengths)
-        index = torch.arange(len(self.depths), device=device)
-        visible = (index[None, :] <= index[:, None]) & (index[:, None] < reaches[None, :])
+        return torch.tensor([reach for _, _, reach in self.blocks], device=device).repeat_interleave(lengths)
+
+    def _make_mask(self, window: int | None) -> Tensor:
+        index = torch.arange(len(self.depths), device=self.depths.device)
+        visible = (index[None, :] <= index[:, None]) & (index[:, None] < self._reaches()[None, :])
         if window is not None:
             visible &= self.depths[:, None] - self.depths[None, :] < window
         return visible
@@ -95,11 +108,20 @@ def attend(
         raise NotImplementedError("tree attention has no soft cap, no sinks and no dropout")
     window = sliding_window if sliding_window is not None and sliding_window <= tree.max_depth else None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _attend(query, key, value, tree, window, scale).transpose(1, 2), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, window: int | None, scale: float) -> Tensor:
+    """[1, heads, T, D], by the way that computes the fewest masked pairs here."""
+    flex = tree.flex
+    if flex is not None and flex.works is None:
+        flex.settle(query, key, value, tree.block_mask(flex, window), scale)
+    if flex is not None and flex.works:
+        return flex.attend(query, key, value, tree.block_mask(flex, window), scale)
     if window is None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
         out: Tensor = _BlockAttention.apply(query, key, value, tree.blocks, scale)  # type: ignore[no-untyped-call]
-    else:
-        out = masked_attention(query, key, value, tree.mask(window), scale)
-    return out.transpose(1, 2), None
+        return out
+    return masked_attention(query, key, value, tree.mask(window), scale)
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
