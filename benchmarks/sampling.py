@@ -1,7 +1,7 @@
 """Tokens per second of the embedded engine against transformers: same weights, prompts, dtype and process, in turn.
 
-    python benchmarks/sampling.py                              # the table that is claimed, about 4 minutes on 2 cores
-    python benchmarks/sampling.py --case alone --repeats 3     # part of it; --size 1M, --dtype bfloat16, --lora
+    python -m benchmarks.sampling                              # the table that is claimed, about 4 minutes on 2 cores
+    python -m benchmarks.sampling --case alone --repeats 3     # part of it; --size 1M, --dtype bfloat16, --lora
 
 Cases: `alone`, 32 prompts of 200 tokens, 64 new ones each; `groups`, 4 prompts of 800 tokens, 8 attempts at each;
 `turns`, 32 conversations of 6 turns, 200 tokens first, then 32 new ones and 20 of the other side in each. All sample at
@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers
-from models import SIZES, build
 
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.schema import EmbeddedEngineConfig
 from art_cli.engines.embedded.engine import EmbeddedEngine
 from art_cli.model import Weights
+from benchmarks.models import SIZES, build
 
 Prompts = list[list[int]]
 Row = dict[str, Any]
