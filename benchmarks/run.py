@@ -31,6 +31,7 @@ class Part(NamedTuple):
 
     title: str
     arguments: tuple[str, ...]  # of `python -m`
+    plots: tuple[str, ...] = ()  # files it writes beside RESULTS.md
 
 
 PARTS = {
@@ -40,7 +41,11 @@ PARTS = {
     "loop": Part("The whole loop against TRL", ("benchmarks.loop",)),
     "gateway": Part("The capturing gateway", ("benchmarks.gateway",)),
     "utilisation": Part("Share of the machine", ("benchmarks.utilisation",)),
-    "scaling": Part("How a step grows", ("benchmarks.scaling", "--plots", "benchmarks")),
+    "scaling": Part(
+        "How a step grows",
+        ("benchmarks.scaling", "--plots", "benchmarks"),
+        ("learner_attempts.svg", "learner_tokens.svg", "learner_turns.svg"),
+    ),
 }
 HEAD = """# Results
 
@@ -101,7 +106,8 @@ def _section(name: str, output: str, seconds: float) -> str:
     body = output.strip() if is_markdown else f"```\n{output.strip()}\n```"
     command = " ".join(("python -m", *part.arguments))
     when = datetime.now(UTC).strftime("%Y-%m-%d")
-    return f"## {part.title}\n\n{says}\n`{command}`, {seconds:.0f} s, {when}.\n\n{body}\n"
+    plots = "".join(f"\n![{name}]({name})" for name in part.plots)
+    return f"## {part.title}\n\n{says}\n`{command}`, {seconds:.0f} s, {when}.\n\n{body}\n{plots}"
 
 
 def _read() -> dict[str, str]:
