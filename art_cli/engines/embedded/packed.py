@@ -37,13 +37,13 @@ class PackedDecoder:
 
     def logits(self, layout: Layout, rows: Tensor) -> Tensor:
         """[len(rows), V]"""
-        hidden = F.embedding(layout.tokens_T, self._embed)  # [T, hidden]
+        hidden = _padded(F.embedding(layout.tokens_T, self._embed))  # [T and a little more, hidden]
         cos, sin = (part[0][:, None] for part in self._rotary(hidden[None], layout.positions_T[None]))
         half = sin.shape[2] // 2
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
         for layer in self._layers:
             hidden = layer(hidden, layout, cos, sin)
-        return self._head(_scaled(hidden[rows], self._epsilon))
+        return self._head(_scaled(_padded(hidden[rows]), self._epsilon))[: len(rows)]
 
 
 class _Layer:
@@ -67,9 +67,9 @@ class _Layer:
             self._head_norm = torch.cat(norms).detach(), attention.q_norm.variance_epsilon
 
     def __call__(self, hidden: Tensor, layout: Layout, cos: Tensor, sin: Tensor) -> Tensor:
-        """[T, hidden] with both residuals added."""
-        num = len(hidden)
-        states = self._inputs(_scaled(hidden, self._epsilon)).view(num, -1, self._head_dim)
+        """`hidden` with both residuals added. Its rows past the layout's T are padding."""
+        num = len(layout.tokens_T)
+        states = self._inputs(_scaled(hidden, self._epsilon))[:num].view(num, -1, self._head_dim)
         rotated, value = states[:, : self._heads_rotated], states[:, self._heads_rotated :]
         if self._head_norm is not None:
             weight, epsilon = self._head_norm
@@ -77,7 +77,7 @@ class _Layer:
         rotated = torch.addcmul(rotated * cos, rotated.roll(self._head_dim // 2, -1), sin)
         query, key = rotated[:, : self._heads], rotated[:, self._heads :]
         out = layout.attend(self._index, query, key, value, scaling=self._scaling, window=self._window)
-        hidden = self._out.plus(out.reshape(num, -1), hidden)
+        hidden = self._out.plus(_padded(out.reshape(num, -1)), hidden)
         normed = _scaled(hidden, self._mlp_epsilon)
         return self._down.plus(self._up.times(normed, self._gate.silu(normed)), hidden)
 
@@ -126,6 +126,16 @@ def _merged(module: Any) -> tuple[Tensor, Tensor | None]:
                 up, down = module.lora_B[name].weight.detach(), module.lora_A[name].weight.detach()
                 weight.addmm_(up, down, alpha=module.scaling[name])
     return weight, None if base.bias is None else base.bias.detach()
+
+
+def _padded(states: Tensor) -> Tensor:
+    """Rows of zeros below, up to the next of four numbers per doubling: 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, ...
+
+    oneDNN writes code for each number of rows that it meets and keeps it, 0.2 MB each; so there are only a few of them.
+    """
+    num = len(states)
+    step = 2 ** max((num - 1).bit_length() - 3, 0)
+    return F.pad(states, (0, 0, 0, -num % step))
 
 
 def _scaled(x: Tensor, epsilon: float) -> Tensor:
