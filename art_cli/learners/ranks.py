@@ -65,7 +65,7 @@ def pack_evenly(samples: Sequence[Sample], size: int, *, budget: int, share: boo
     if len(packs) % size == 0:
         return packs
     num_places = len(packs) + -len(packs) % size
-    even = -(-sum(len(pack.token_ids) for pack in packs) // num_places)
+    even = min(budget, -(-sum(len(pack.token_ids) for pack in packs) // num_places))
     smaller = pack_samples(samples, budget=even, share=share)
     return min(packs, smaller, key=lambda packs: _duration(packs, size))
 
