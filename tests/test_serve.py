@@ -726,8 +726,11 @@ async def test_it_listens_before_it_has_loaded() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_ends_what_runs_and_refuses_what_is_new(number: signal.Signals) -> None:
+async def test_a_signal_ends_what_runs_and_refuses_what_is_new(
+    number: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
     """One request in flight, one in the queue: both are answered; a new one gets 503; then the port is closed."""
+    caplog.set_level(logging.INFO)
     gate = Gate()
     policies = Policies([ServedPolicy(scripted_source(), ScriptedLoader(gate))])  # type: ignore[arg-type]
     service = Service(policies, keys=Keys(), limits=Limits(concurrency=1))
@@ -738,7 +741,7 @@ async def test_a_signal_ends_what_runs_and_refuses_what_is_new(number: signal.Si
         calls = [asyncio.create_task(say(ai, "policy")) for _ in range(2)]
         await until(lambda: service.admission.num_inside == 2)
         os.kill(os.getpid(), number)
-        await until(lambda: service.admission.state == "draining")
+        await until(lambda: "stopping: 2 requests are ended first" in caplog.text)
         refused = await http.post("/v1/chat/completions", json={"model": "policy", "messages": [USER]})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
         assert "retry-after" in refused.headers
@@ -790,6 +793,32 @@ async def test_draining_has_a_deadline_and_a_second_signal_does_not_wait(
             await call
     assert gate.num_waiting == 0
     assert "stopped with 1 requests unfinished" in caplog.text
+
+
+async def test_what_does_not_let_go_when_it_is_cancelled_keeps_no_service_from_ending(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loading that swallows its cancellation. With no request in the house it still says that it stops."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("art_cli.serving.service.LET_GO_S", 0.1)
+    is_over = asyncio.Event()
+
+    class Stubborn(ScriptedLoader):
+        async def make(self, source: Source) -> Any:
+            while not is_over.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await is_over.wait()
+            raise EngineError("late")
+
+    policies = Policies([ServedPolicy(scripted_source(), Stubborn())])  # type: ignore[arg-type]
+    service = Service(policies, keys=Keys(), limits=Limits())
+    task = asyncio.create_task(service.run("127.0.0.1", 0, lambda root: None))
+    await asyncio.sleep(0.05)
+    service.stop()
+    await asyncio.wait_for(task, 10)
+    is_over.set()
+    assert "stopping: 0 requests" in caplog.text
+    assert "not ended within 0.1 s" in caplog.text
 
 
 async def test_an_engine_that_fails_ends_the_service() -> None:

@@ -32,7 +32,9 @@ class Admission:
         self._answer_s = 1.0  # smoothed mean
 
     def open(self) -> None:
-        self.state = "open"
+        """Requests come in, unless it was told before that none shall."""
+        if self.state == "loading":
+            self.state = "open"
 
     def drain(self) -> None:
         """Nothing more comes in."""

@@ -36,6 +36,7 @@ from art_cli.serving.policies import Policies
 log = logging.getLogger(__name__)
 
 GRACE_S = 1  # after draining: what is left then had its time
+LET_GO_S = 60.0  # for what was cancelled: a vLLM that is ended while it starts takes 20 s
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Service:
         async with serve(self.app, host, port, patience=self.limits.patience, grace_s=GRACE_S) as root:
             with self._signals():
                 try:
-                    if await self._until_stopped(self.policies.start()):
+                    if await self._until_stopped(self.policies.start()) and not self._stop.is_set():
                         self.admission.open()
                         on_ready(root)
                         async with self._followers():
@@ -96,10 +97,13 @@ class Service:
                     await self.policies.close()
 
     def stop(self) -> None:
-        """The first time: ends what runs and then itself. The second time: at once."""
+        """The first time: refuses what is new, ends what runs and then itself. The second time: at once."""
         if self._stop.is_set():
             self._stop_at_once.set()
+            return
         self._stop.set()
+        self.admission.drain()
+        log.info("stopping: %d requests are ended first, at most %g s", self.admission.num_inside, self.limits.drain_s)
 
     # --- from start to end --------------------------------------------------------------------------------------------
 
@@ -113,8 +117,7 @@ class Service:
             return task.done()
         finally:
             stop.cancel()
-            task.cancel()
-            await asyncio.wait((task,))
+            await _let_go(task)
 
     @contextlib.asynccontextmanager
     async def _followers(self) -> AsyncIterator[None]:
@@ -126,17 +129,9 @@ class Service:
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
+            await _let_go(*tasks)
 
     async def _drain(self) -> None:
-        self.admission.drain()
-        if self.admission.num_inside:
-            log.info(
-                "stopping: %d requests are ended first, at most %g s", self.admission.num_inside, self.limits.drain_s
-            )
         emptied = asyncio.create_task(self.admission.emptied(self.limits.drain_s))
         at_once = asyncio.create_task(self._stop_at_once.wait())
         await asyncio.wait((emptied, at_once), return_when=asyncio.FIRST_COMPLETED)
@@ -193,6 +188,15 @@ class Service:
 
 def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def _let_go(*tasks: asyncio.Task[None]) -> None:
+    """Cancels them and waits for their end, for some time."""
+    for task in tasks:
+        task.cancel()
+    _, pending = await asyncio.wait(tasks, timeout=LET_GO_S) if tasks else (tasks, ())
+    for task in pending:
+        log.warning("cancelled, and not ended within %g s: %s", LET_GO_S, task.get_coro())
 
 
 def _raise_first(task: asyncio.Task[None]) -> None:
