@@ -420,7 +420,7 @@ async def test_without_a_key_nobody_gets_in_but_to_health(caplog: pytest.LogCapt
 
 async def test_no_key_is_in_anything_that_the_command_writes(run: RunDir, tmp_path: Path) -> None:
     """`art serve --verbose` on 0.0.0.0, as a process: good keys and a wrong one, right or elsewhere, on every route."""
-    keys = ["environment-key-0123", "file-key-0123", "wrong-key-0123"]
+    keys = ["environment-key-0123", "filekey", "wrong-key-0123"]
     (tmp_path / "keys").write_text(keys[1])
     routes = routes_of(Service(Policies([]), keys=Keys(), limits=Limits()))
     command = [sys.executable, "-m", "art_cli", "--verbose", "serve", str(run.root), "--host", "0.0.0.0", "--port", "0"]
@@ -438,6 +438,8 @@ async def test_no_key_is_in_anything_that_the_command_writes(run: RunDir, tmp_pa
                 assert (401 in statuses) == (key == keys[2])
                 elsewhere = [(await http.post("/v1/completions", **sent)).status_code for sent in ways_to_send(key)]
                 assert set(elsewhere) == {401}
+                for url in (f"/v1/models/{key}", f"/{key}/v1/models", f"/v1/models/a%20{key}", f"/v1/models?key={key}"):
+                    assert (await http.get(url)).status_code == 401
                 broken = f"GET / HTTP/1.1\r\nAuthorization: Bearer {key}\r\n{key}\0\r\n\r\n"
                 assert (await asyncio.to_thread(send_raw, root, broken.encode()))[0].startswith(b"HTTP/1.1 400 ")
         async with client(root, keys[0]) as ai:
@@ -448,6 +450,8 @@ async def test_no_key_is_in_anything_that_the_command_writes(run: RunDir, tmp_pa
     assert process.returncode == 0
     written = (line + out + err).decode()
     assert written.count("POST /v1/completions 401") == 1 + 3 * len(ways_to_send(""))
+    assert written.count("GET /v1/models/* 401") == 2 * len(keys)
+    assert written.count("GET /*/v1/models 401") == len(keys)
     assert "GET /metrics 200" in written  # which stands there under --verbose only
     assert not any(key in written for key in keys)
 

@@ -1,10 +1,12 @@
 """Door: stands before the application. Checks keys, lets requests in or refuses them, writes the access log.
 
 Everything but /health needs a key where there are keys, also what does not exist here: whoever has none learns nothing.
-The log has method, path, status and seconds, never headers, query strings or content.
+The log has method, path, status and seconds, never headers, query strings or content. Of a path that is none of ours
+it has the plain words only: people put keys there.
 """
 
 import logging
+import re
 import time
 from contextlib import ExitStack
 
@@ -24,6 +26,8 @@ OPEN = "/health"
 COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 WATCHED = ("/ready", "/metrics", "/health")  # by machines, every few seconds: not worth a line each
 KNOWN = (*COMPLETIONS, *WATCHED, "/v1/models", "/openapi.json")
+WORD = re.compile(r"v\d|[a-z_]{1,24}")  # of a path such as /v1/embeddings; a key has digits, capitals or is longer
+MAX_WORDS = 8
 GONE = 499  # nginx's status for a client that went away
 
 
@@ -75,5 +79,15 @@ class Door:
         if path in COMPLETIONS:
             self._meter.request_s.add(seconds)
         level = logging.DEBUG if path in WATCHED else logging.INFO
-        shown = scope.get("raw_path", b"").decode("ascii", "replace")[:120]
-        log.log(level, "%s %s %d %.3f s", scope["method"], shown, status, seconds)
+        log.log(level, "%s %s %d %.3f s", scope["method"], self._shown(path), status, seconds)
+
+    def _shown(self, path: str) -> str:
+        """The path without what may be a key: /v1/models/* of /v1/models/sk-42."""
+        if path in KNOWN:
+            return path
+        parts = path.split("/")
+        shown = [part if not part or self._is_word(part) else "*" for part in parts[:MAX_WORDS]]
+        return "/".join(shown + ["..."] * (len(parts) > MAX_WORDS))
+
+    def _is_word(self, part: str) -> bool:
+        return bool(WORD.fullmatch(part)) and not (self._keys and self._keys.admits(part))
