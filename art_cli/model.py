@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +54,13 @@ class Weights:
         assert self.has_adapter, "a model without an adapter has no reference"
         with self.model.disable_adapter():
             yield
+
+
+class Size(NamedTuple):
+    """How many parameters a model has. Example: Size(whole=24_300_000, trained=290_000)"""
+
+    whole: int
+    trained: int
 
 
 class Outline(NamedTuple):
@@ -224,6 +232,14 @@ def save_merged(weights: Weights, directory: Path, dtype: str) -> None:
         weights.model.to(getattr(torch, dtype))
         weights.model.save_pretrained(directory)
         weights.tokenizer.save_pretrained(directory)
+
+
+def count_parameters(model: Any) -> Size:
+    """Of a weight in 4 bits what it stands for, not the bytes that it is packed in."""
+    parameters = list(model.parameters())
+    shapes = [getattr(getattr(p, "quant_state", None), "shape", p.shape) for p in parameters]
+    sizes = [math.prod(shape) for shape in shapes]
+    return Size(sum(sizes), sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad))
 
 
 def token_logprobs(weights: Weights, token_ids: Sequence[int]) -> list[float]:

@@ -185,6 +185,12 @@ def test_adapters_on_one_4_bit_base_share_it(load: Callable[..., Weights], tmp_p
     assert {p.data_ptr() for n, p in policy.model.named_parameters() if "lora_" not in n} == shared
 
 
+def test_parameters_are_counted_as_those_of_the_same_model_in_float32(load: Callable[..., Weights]) -> None:
+    """Two of them share a byte in 4 bits."""
+    assert model.count_parameters(load().model) == model.count_parameters(load(quantize=None).model)
+    assert sum(p.numel() for p in load().model.parameters()) < model.count_parameters(load().model).whole
+
+
 def test_without_bitsandbytes_one_line_says_what_to_install(
     load: Callable[..., Weights], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from art_cli.learners.demos import load_demos
 from art_cli.loop.choice import describe, settle
 from art_cli.loop.generate import plan_groups
 from art_cli.loop.sampler import open_sampler
-from art_cli.model import Weights, find_base
+from art_cli.model import Weights, count_parameters, find_base
 from art_cli.rollouts.scenarios import load_scenarios
 from art_cli.trajectory import Json, Trajectory, Turn, prompt, score_trajectory, sequence
 
@@ -132,11 +132,11 @@ class Preflight:
         base = find_base(config.model.base, directory=self.loaded.directory, built=self.scratch / "base")
         self.weights = load_policy(config, base)
         self.learner = make_learner(config, self.weights)
-        trained, all_of_it = _count(self.weights.model)
+        size = count_parameters(self.weights.model)
         return Finding(
             "model",
             True,
-            f"{config.model.base}: {all_of_it / 1e6:.1f}M parameters, {trained / 1e6:.2f}M trained, "
+            f"{config.model.base}: {size.whole / 1e6:.1f}M parameters, {size.trained / 1e6:.2f}M trained, "
             f"{self.weights.max_length} tokens of context, on {self.weights.device}",
         )
 
@@ -245,9 +245,3 @@ class Preflight:
         free = shutil.disk_usage(place).free
         message = f"about {needed / 1e9:.2f} GB needed under {config.runs}, {free / 1e9:.1f} GB free"
         return Finding("disk", needed < free, message, "" if needed < free else "free some, or set `runs` elsewhere")
-
-
-def _count(model: Any) -> tuple[int, int]:
-    """Trained and all parameters."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes)

@@ -32,7 +32,7 @@ from art_cli.loop.batches import Batch, Batches
 from art_cli.loop.choice import settle
 from art_cli.loop.evaluate import play_evaluation, values_by_scenario
 from art_cli.loop.sampler import Sampler, open_sampler
-from art_cli.model import Weights, find_base, twin
+from art_cli.model import Weights, count_parameters, find_base, twin
 from art_cli.rollouts.scenarios import load_scenarios
 from art_cli.run_dir import Manifest, MetricsLine, RunDir, new_checkpoint, write_file
 from art_cli.trackers import Tracker, make_tracker
@@ -145,11 +145,9 @@ class TrainingRun:
         write_file(self.run.curve_path, picture.encode())
 
     def _describe(self) -> str:
-        model, device = self.weights.model, self.weights.device
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        whole = sum(p.numel() for p in model.parameters())
-        sizes = f"{whole / 1e6:.3g}M parameters, {trained / 1e6:.3g}M trained"
-        names = f"engine {self.config.engine.name}, learner {self.config.learner.name} on {device}"
+        size = count_parameters(self.weights.model)
+        sizes = f"{size.whole / 1e6:.3g}M parameters, {size.trained / 1e6:.3g}M trained"
+        names = f"engine {self.config.engine.name}, learner {self.config.learner.name} on {self.weights.device}"
         if has_own_weights(self.config):
             names += " in processes of its own"
         return f"{self.config.name}: {self.config.model.base}, {sizes}; {names}"
