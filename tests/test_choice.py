@@ -12,14 +12,17 @@ from typing import NamedTuple
 
 import pytest
 from served import make_run, scripted_source
+from tiny import tiny_weights
 
 from art_cli import cli
 from art_cli.commands import doctor
 from art_cli.commands import serve as serve_command
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.schema import EmbeddedEngineConfig, TorchLearnerConfig, VllmEngineConfig
+from art_cli.engines import make_engine
 from art_cli.engines.vllm.probe import VllmFacts, find_vllm
-from art_cli.errors import ConfigError, RunError
+from art_cli.errors import ConfigError, EngineError, LearnerError, RunError
+from art_cli.learners import load_policy, make_learner
 from art_cli.loop.choice import Choice, Facts, Machine, choose, describe, engine_facts, settle
 from art_cli.loop.train import claim_config
 from art_cli.run_dir import RunDir
@@ -173,6 +176,15 @@ def test_what_has_a_name_keeps_it_and_has_no_reason(project: Path, caplog: pytes
     assert settle(loaded, "engine", "learner", machine=machine) is loaded
     assert loaded.config.engine == EmbeddedEngineConfig(max_batch=3)
     assert (loaded.auto, machine.asked, caplog.messages) == ({}, [], [])
+
+
+def test_what_was_not_settled_is_told_and_not_made(project: Path) -> None:
+    config, weights = load(project).config, tiny_weights()
+    with pytest.raises(EngineError, match="engine auto is not settled"):
+        make_engine(config.engine, weights, name="x", logs=project)
+    for make in (lambda: make_learner(config, weights), lambda: load_policy(config, "base")):
+        with pytest.raises(LearnerError, match="learner auto is not settled"):
+            make()
 
 
 def test_only_what_a_command_uses_is_chosen(project: Path) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from art_cli.chat import Backend
 from art_cli.config.schema import EmbeddedEngineConfig, EngineConfig, VllmEngineConfig
 from art_cli.engines.vllm.arguments import ServedModel, served_model
+from art_cli.errors import EngineError
 from art_cli.model import Weights
 
 BUILT_INS = {
@@ -87,6 +88,8 @@ def make_engine(
     has nothing to read. `name` is what its policy is called, `logs` where a process of its own
     writes.
     """
+    if config.name not in BUILT_INS:
+        raise EngineError(f"engine {config.name} is not settled; loop.choice.settle says which engine that is here")
     make = pkgutil.resolve_name(BUILT_INS[config.name])
     if isinstance(config, EmbeddedEngineConfig):
         assert isinstance(weights, Weights), "the embedded engine samples from weights in this process"

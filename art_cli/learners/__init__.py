@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from art_cli.errors import LearnerError
 from art_cli.trajectory import ScoredTrajectory
 
 if TYPE_CHECKING:
@@ -91,9 +92,13 @@ class Learner(Protocol):
 
 
 def load_policy(config: "RunConfig", base: str) -> "Weights":
-    """The starting policy as the configured learner needs it; `base` is a hub id or directory."""
+    """The starting policy as the configured learner needs it; `base` is a hub id or directory.
+
+    Raises LearnerError: `learner: auto`, unsettled.
+    """
     from art_cli import model
 
+    _check_settled(config)
     load = None
     if config.learner.name == "unsloth":
         load = import_module("art_cli.learners.unsloth").load_model
@@ -103,8 +108,10 @@ def load_policy(config: "RunConfig", base: str) -> "Weights":
 def make_learner(config: "RunConfig", weights: "Weights", *, logs: Path | None = None) -> Learner:
     """The learner a configuration names, on these weights; with processes of its own, on their base.
 
-    `logs`: where processes of its own write theirs; None: nowhere that stays.
+    `logs`: where processes of its own write theirs; None: nowhere that stays. Raises LearnerError: `learner: auto`,
+    unsettled.
     """
+    _check_settled(config)
     knobs: dict[str, Any] = {
         "train": config.train,
         "loss": config.loss,
@@ -119,6 +126,12 @@ def make_learner(config: "RunConfig", weights: "Weights", *, logs: Path | None =
     module, _, name = BUILT_INS[config.learner.name].partition(":")
     learner = getattr(import_module(module), name)(weights, **knobs)
     return learner
+
+
+def _check_settled(config: "RunConfig") -> None:
+    if config.learner.name not in BUILT_INS:
+        name = config.learner.name
+        raise LearnerError(f"learner {name} is not settled; loop.choice.settle says which learner that is here")
 
 
 def has_own_weights(config: "RunConfig") -> bool:
