@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_config, tiny_weights
 
+from art_cli.engines.embedded.attention import _attend_normed
 from art_cli.engines.embedded.runner import Runner
 from art_cli.engines.embedded.runs import MAX_PAIRS, MIN_SHARED, Costs, plan_chunk_runs, plan_runs
 from art_cli.engines.embedded.scheduler import Chunk, Scheduler, Sequence
@@ -126,6 +127,18 @@ def test_shared_spans_give_what_a_full_forward_gives() -> None:
     attempts = [[*range(250), *range(250), *range(250), *range(200), tail] for tail in range(20)]
     assert Costs.of(token_bytes=2 * 2 * 16 * 4).shared == 10240 < 19 * 950
     assert_as_a_full_forward(weights, play(weights, attempts, 6, is_fused=True))
+
+
+def test_normalisers_are_the_same_from_torchs_kernel_and_from_plain_products() -> None:
+    """Values twice as wide as keys are not the kernel's; their halves are the values themselves."""
+    query, keys, values = (torch.randn(3, 2, num, 16) for num in (5, 40, 40))
+    mask = torch.zeros(3, 1, 1, 40).masked_fill_(torch.arange(40) > 30, float("-inf"))
+    out, norm = _attend_normed(query, keys, values, mask, None)
+    plain_out, plain_norm = _attend_normed(query, keys, torch.cat((values, values), dim=-1), mask, None)
+    torch.testing.assert_close(norm, plain_norm)
+    torch.testing.assert_close(torch.cat((out, out), dim=-1), plain_out)
+    scores = query @ keys.transpose(-1, -2) / 16**0.5
+    torch.testing.assert_close(norm, scores[..., :31].logsumexp(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("is_packed", [True, False])

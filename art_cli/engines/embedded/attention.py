@@ -146,22 +146,28 @@ def _attend_run_with_shared(
     Two softmaxes over the two spans of tokens are joined by their normalisers: with e the log-sum-exp of a span's
     scores, the weight of the first span is sigmoid(e1 - e2).
     """
-    heads_kv = keys.shape[1]
-    scale = scaling if scaling is not None else query.shape[2] ** -0.5
-    grouped = _grouped(run, query, heads_kv) * scale  # [slots, heads_kv, heads / heads_kv, head_dim]
-    slots, shared, own = slice(run.start, run.stop), slice(run.shared), slice(run.shared, run.length)
-    num, _, group, dim = grouped.shape
-    for_all = grouped.transpose(0, 1).reshape(heads_kv, num * group, dim)
-    out_1, norm_1 = _attend_plain(for_all, keys[run.start, :, shared], values[run.start, :, shared], None)
-    out_1, norm_1 = (part.view(heads_kv, num, group, -1).transpose(0, 1) for part in (out_1, norm_1))
+    grouped = _grouped(run, query, keys.shape[1])
+    num, heads_kv, group, dim = grouped.shape
+    first, slots = slice(run.start, run.start + 1), slice(run.start, run.stop)
+    shared, own = slice(run.shared), slice(run.shared, run.length)
+    for_all = grouped.transpose(0, 1).reshape(1, heads_kv, num * group, dim)
+    out_1, norm_1 = _attend_normed(for_all, keys[first, :, shared], values[first, :, shared], None, scaling)
+    out_1, norm_1 = (part.reshape(heads_kv, num, group, -1).transpose(0, 1) for part in (out_1, norm_1))
     own_mask = None if mask is None else mask[..., own]
-    out_2, norm_2 = _attend_plain(grouped, keys[slots, :, own], values[slots, :, own], own_mask)
+    out_2, norm_2 = _attend_normed(grouped, keys[slots, :, own], values[slots, :, own], own_mask, scaling)
     return _rows(run, torch.lerp(out_2, out_1, torch.sigmoid(norm_1 - norm_2)).to(query.dtype), query.shape[1])
 
 
-def _attend_plain(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention of scaled queries in float32, and the log-sum-exp of its scores [..., 1]."""
-    scores = torch.matmul(query, keys.transpose(-1, -2)).float()
+def _attend_normed(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention in float32, and the log-sum-exp of its scores [..., 1]."""
+    if query.device.type == "cpu" and keys.shape[3] == values.shape[3]:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, norm = flash(query, keys, values, attn_mask=mask, scale=scaling)
+        return out.float(), norm[..., None]
+    scale = scaling if scaling is not None else query.shape[3] ** -0.5
+    scores = torch.matmul(query * scale, keys.transpose(-1, -2)).float()
     if mask is not None:
         scores += mask
     norm = scores.logsumexp(-1, keepdim=True)
