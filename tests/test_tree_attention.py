@@ -9,6 +9,7 @@ from torch import Tensor
 
 from art_cli.learners.packing import pack_samples
 from art_cli.learners.samples import bare_sample
+from art_cli.learners.segment_batches import CALL_COST, LONG
 from art_cli.learners.tree_attention import Tree, attend, masked_attention
 
 KV_HEADS, GROUPS, DIM = 2, 3, 8
@@ -55,6 +56,39 @@ def test_blocks_are_exact(token_lists: list[list[int]], seed: int) -> None:
     expected = by_definition(*inputs, tree.mask(), 0.3)
     for ours, theirs in zip(with_gradients(out.transpose(1, 2), inputs), with_gradients(expected, inputs), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_long_segments_and_short_ones_are_exact_together() -> None:
+    """A short stem over a long segment, under which short ones branch twice; beside it a long one and short ones."""
+    stem, long = [1, 2, 3], list(range(10, 10 + 2 * LONG))
+    tree = tree_of(
+        [
+            [*stem, *long, 4, 5, 6],
+            [*stem, *long, 4, 5, 7, 8, 9],
+            [*stem, *long, 4, 7],
+            [*stem, *long[:LONG], 1],
+            [*stem, *long[LONG:]],
+            [*stem, 8, 9],
+            [2, 2, 2],
+            [2, 2, 3, 4],
+        ]
+    )
+    assert len(tree.division.blocks) == 4  # the stem, the long segment's two parts, the one beside it
+    inputs = states(len(tree.depths))
+    out, _ = attend(torch.nn.Module(), *inputs, None, tree=tree, scaling=0.3)
+    expected = with_gradients(by_definition(*inputs, tree.mask(), 0.3), inputs)
+    for ours, theirs in zip(with_gradients(out.transpose(1, 2), inputs), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=40), min_size=1, max_size=30))
+def test_each_short_segment_is_computed_once_in_few_calls(token_lists: list[list[int]]) -> None:
+    """Trees of under CALL_COST pairs in all are one call: a second would cost more than all the padding."""
+    tree = tree_of(token_lists)
+    own = torch.cat([batch.own for batch in tree.division.batches])
+    assert sorted(own.tolist()) == list(range(len(tree.depths)))
+    if len(tree.segments.starts) * 40 * 40 < CALL_COST:
+        assert len(tree.division.batches) == 1
 
 
 def test_the_mask_is_the_ancestors() -> None:

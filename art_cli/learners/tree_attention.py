@@ -13,6 +13,7 @@ mask of FlexAttention (flex_attention.py). Elsewhere, and for a sliding window o
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from art_cli.learners.flex_attention import FlexAttention
-from art_cli.learners.packing import Pack
+from art_cli.learners.packing import Pack, Segments
+from art_cli.learners.segment_batches import Division, SegmentBatch, divide
 
 NAME = "art_tree"
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -32,7 +34,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 class Tree:
     """A pack's prefix tree as attention needs it. S segments, T tokens; see `packing.Segments`."""
 
-    blocks: list[tuple[int, int, int]]  # [S] (start, end, reach)
+    segments: Segments
     depths: Tensor  # [T]
     max_depth: int
     flex: FlexAttention | None = None  # what attends where it works
@@ -41,9 +43,13 @@ class Tree:
 
     @classmethod
     def of(cls, pack: Pack, device: torch.device, flex: FlexAttention | None = None) -> "Tree":
-        starts, ends, reaches, _ = pack.segments
         depths = torch.from_numpy(pack.depths).to(device)
-        return cls(list(zip(starts, ends, reaches, strict=True)), depths, int(pack.depths.max()), flex)
+        return cls(pack.segments, depths, int(pack.depths.max()), flex)
+
+    @cached_property
+    def division(self) -> Division:
+        """Made once for all layers."""
+        return divide(self.segments)
 
     def mask(self, window: int | None = None) -> Tensor:
         """[T, T] bool: whether the row's token sees the column's; with `window`, only the nearest so many."""
@@ -59,9 +65,10 @@ class Tree:
 
     def _reaches(self) -> Tensor:
         """[T] where the last descendant of each token's segment ends."""
-        device = self.depths.device
-        lengths = torch.tensor([end - start for start, end, _ in self.blocks], device=device)
-        return torch.tensor([reach for _, _, reach in self.blocks], device=device).repeat_interleave(lengths)
+        starts, ends, reaches, _ = (
+            torch.tensor(of_segments, device=self.depths.device) for of_segments in self.segments
+        )
+        return reaches.repeat_interleave(ends - starts)
 
     def _make_mask(self, window: int | None) -> Tensor:
         index = torch.arange(len(self.depths), device=self.depths.device)
@@ -119,7 +126,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, window: int |
     if flex is not None and flex.works:
         return flex.attend(query, key, value, tree.block_mask(flex, window), scale)
     if window is None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
-        out: Tensor = _BlockAttention.apply(query, key, value, tree.blocks, scale)  # type: ignore[no-untyped-call]
+        out: Tensor = _BlockAttention.apply(query, key, value, tree.division, scale)  # type: ignore[no-untyped-call]
         return out
     return masked_attention(query, key, value, tree.mask(window), scale)
 
@@ -133,38 +140,64 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Exact attention of a prefix tree by blocks none of which holds a masked pair but the causal ones."""
+    """Exact attention of a prefix tree by blocks none of which holds a masked pair but the causal ones, and batches of
+    short segments."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Any, scale: float) -> Tensor:
-        out = torch.empty(query.shape, dtype=torch.float32 if query.dtype.itemsize < 4 else query.dtype)
-        lse = torch.empty(query.shape[:-1], dtype=out.dtype)
-        for start, end, _ in blocks:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, division: Division, scale: float) -> Tensor:
+        dtype = torch.float32 if query.dtype.itemsize < 4 else query.dtype
+        out = torch.empty_like(query, dtype=dtype)
+        lse = torch.empty(query.shape[:-1], dtype=dtype)
+        for batch in division.batches:
+            inputs = (
+                _rows(query, batch.queries, batch),
+                _rows(key, batch.keys, batch),
+                _rows(value, batch.keys, batch),
+            )
+            part, part_lse = _flash(*inputs, 0.0, False, attn_mask=batch.mask.to(dtype), scale=scale)
+            _tokens(out)[batch.own] = part.transpose(1, 2).flatten(0, 1)[batch.is_query].to(dtype)
+            lse[0][:, batch.own] = part_lse.transpose(0, 1).flatten(1)[:, batch.is_query]
+        for start, end, _ in division.blocks:
             own = slice(start, end)
             out[:, :, own], lse[:, :, own] = _flash(
                 query[:, :, own], key[:, :, own], value[:, :, own], 0.0, True, scale=scale
             )
-        for start, end, reach in blocks:
+        for start, end, reach in division.blocks:
             if reach > end:
                 own, below = slice(start, end), slice(end, reach)
                 part, part_lse = _flash(query[:, :, below], key[:, :, own], value[:, :, own], 0.0, False, scale=scale)
                 _merge(out[:, :, below], lse[:, :, below], part, part_lse)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.blocks, ctx.scale = blocks, scale
+        ctx.division, ctx.scale = division, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """P = exp(scores - the whole row's log-sum-exp) and D = sum(grad * the whole row's out) make each block's
+        gradient its exact part of the whole."""
         query, key, value, out, lse = ctx.saved_tensors
-        grads = [torch.zeros(tensor.shape, dtype=lse.dtype) for tensor in (query, key, value)]
-        for start, end, reach in ctx.blocks:
+        grads = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (query, key, value)]
+        for batch in ctx.division.batches:
+            whole_lse = lse[0].index_select(1, batch.queries).masked_fill_(~batch.is_query, torch.inf)  # no gradient
+            num = len(batch.mask)
+            parts = _flash_backward(
+                *(_rows(tensor, batch.queries, batch) for tensor in (grad, query)),
+                *(_rows(tensor, batch.keys, batch) for tensor in (key, value)),
+                _rows(out, batch.queries, batch),
+                whole_lse.unflatten(1, (num, -1)).transpose(0, 1).contiguous(),
+                0.0,
+                False,
+                attn_mask=batch.mask.to(lse.dtype),
+                scale=ctx.scale,
+            )
+            for total, where, part in zip(grads, (batch.queries, batch.keys, batch.keys), parts, strict=True):
+                _tokens(total).index_add_(0, where, part.transpose(1, 2).flatten(0, 1).to(total.dtype))
+        for start, end, reach in ctx.division.blocks:
             own = slice(start, end)
             for rows, is_causal in ((own, True), (slice(end, reach), False)):
                 if rows.start == rows.stop:
                     continue
-                # P = exp(scores - the whole row's log-sum-exp) and D = sum(grad * the whole row's out) make each
-                # block's gradient its exact part of the whole
                 parts = _flash_backward(
                     grad[:, :, rows],
                     query[:, :, rows],
@@ -179,6 +212,17 @@ class _BlockAttention(torch.autograd.Function):
                 for total, where, part in zip(grads, (rows, own, own), parts, strict=True):
                     total[:, :, where] += part
         return *(total.to(query.dtype) for total in grads), None, None
+
+
+def _tokens(states: Tensor) -> Tensor:
+    """[T, heads, D], a view of [1, heads, T, D]."""
+    return states[0].transpose(0, 1)
+
+
+def _rows(states: Tensor, positions: Tensor, batch: SegmentBatch) -> Tensor:
+    """[N, heads, Q or K, D] the batch's rows, of [1, heads, T, D]."""
+    rows = _tokens(states).flatten(1).index_select(0, positions)  # a model's layers make [T, heads, D]: no copy before
+    return rows.view(len(batch.mask), -1, states.shape[1], states.shape[3]).transpose(1, 2)
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
