@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from art_cli import threads
 from art_cli.config.compose import LoadedConfig, check_trainable, config_difference, config_hash
 from art_cli.errors import Interrupted, RunError
 from art_cli.judges import Judge, make_judge
@@ -352,9 +353,16 @@ class TrainingRun:
 
     async def _off_loop(self, function: Callable[..., Result], *arguments: Any, **knobs: Any) -> Result:
         """`function` in a thread. An interrupt waits for it, since a thread cannot be stopped halfway."""
+
+        def work() -> Result:
+            try:
+                return function(*arguments, **knobs)
+            finally:
+                threads.let_pool_go()  # the next to compute is the engine, in a thread of its own
+
         self._is_updating = True
         try:
-            return await asyncio.to_thread(function, *arguments, **knobs)
+            return await asyncio.to_thread(work)
         finally:
             self._is_updating = False
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import msgspec
 import numpy as np
 
-from art_cli import model
+from art_cli import model, threads
 from art_cli.chat import Backend
 from art_cli.chat.errors import ChatError, invalid
 from art_cli.chat.replies import Choice, Chunk, Reply
@@ -92,6 +92,7 @@ class EmbeddedEngine:
             step=self.endpoint.step,
         )
         self._worker.start()
+        threads.let_pool_go()  # the runner has tried the model here
 
     async def load(self, checkpoint: Path, step: int) -> None:
         """Raises CheckpointError: what is there does not fit; EngineError: the weights are held for too long."""
@@ -135,6 +136,7 @@ class EmbeddedEngine:
                 return work()
             finally:
                 self._weights.lock.release()
+                threads.let_pool_go()
 
         return await asyncio.to_thread(locked)
 

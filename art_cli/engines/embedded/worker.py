@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from art_cli import threads
 from art_cli.engines.embedded import sampling
 from art_cli.engines.embedded.grammars import GrammarError, Masks, reason
 from art_cli.engines.embedded.runner import Runner
@@ -170,6 +171,8 @@ class Worker:
     def _take_commands(self) -> bool:
         """Does what was asked since the last step; waits where there is nothing to sample. False: close."""
         while not self._is_closing:
+            if self._scheduler.is_idle and self._commands.empty():
+                threads.let_pool_go()
             try:
                 command = self._commands.get(block=self._scheduler.is_idle)
             except queue.Empty:
