@@ -1,6 +1,8 @@
 """`art export`: merged weights that stand alone and are the policy, or nothing."""
 
+import contextlib
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,6 +86,24 @@ def test_weights_that_are_not_the_policy_are_not_exported(
     with pytest.raises(DriftError, match="the merged weights are not the policy"):
         export(find_source(str(run.root)), tmp_path / "out", dtype="float32", bound=None, probe=make_probe)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("apart", "merged", "is_policy"),
+    [
+        ([-0.1, -27.0], [-0.10005, -27.0002], True),  # rounding grows with the logprob
+        ([-0.1, -0.9], [-0.1, -0.9002], False),
+        ([-0.1, -27.0], [-0.1, -27.01], False),
+        ([-0.1, -0.9], [-0.1, math.nan], False),
+        ([-0.1, -0.9], [-0.1, -math.inf], False),
+    ],
+)
+def test_the_bound_is_of_a_nat_and_of_unlikely_tokens_a_share(
+    apart: list[float], merged: list[float], is_policy: bool, tmp_path: Path
+) -> None:
+    exported = module.compare(tmp_path, [apart], [merged])
+    with contextlib.nullcontext() if is_policy else pytest.raises(DriftError):
+        module.check(exported, module.BOUNDS["float32"])
 
 
 def test_the_prompts_are_the_newest_saved_ones_or_the_probe(run: RunDir, tmp_path: Path) -> None:

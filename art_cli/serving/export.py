@@ -5,6 +5,7 @@ read back, and the policy's saved prompts get their tokens' logprobs from it and
 past a bound, nothing is left of the export. An adapter trained on a base in 4 bits is merged into the whole base.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -20,8 +21,8 @@ from art_cli.serving.card import model_card
 from art_cli.serving.source import Source
 from art_cli.trajectory import Trajectory, sequence
 
-# Of one token's logprob, in nats. float32: the order of sums. bfloat16: weights of 8 bits, rounded once merged and once
-# apart.
+# Of one token's logprob, in nats; of one below -1, as a share of it, since rounding grows with it. float32: the order of
+# sums. bfloat16: weights of 8 bits, rounded once merged and once apart.
 BOUNDS: dict[str, float] = {"float32": 1e-4, "bfloat16": 5e-1}
 MAX_PROMPTS = 32
 MAX_TOKENS = 1024  # of each
@@ -35,6 +36,7 @@ class Exported(NamedTuple):
     num_tokens: int  # whose logprobs were compared
     max_gap: float  # nats
     mean_gap: float
+    max_share: float  # of max(1 nat, |logprob|): what the bound is held against
     quantize: str | None = None  # what the base was made smaller to in training; merged into it is the whole base
 
 
@@ -59,7 +61,7 @@ def export(
         merged = _load(written, dtype)
         exported = compare(output, wanted, [model.token_logprobs(merged, ids) for ids in prompts])
         exported = exported._replace(quantize=source.quantize)
-        _check(exported, BOUNDS[dtype] if bound is None else bound)
+        check(exported, BOUNDS[dtype] if bound is None else bound)
         (directory / "README.md").write_text(_card(source, exported, dtype))
     return exported
 
@@ -78,15 +80,19 @@ def saved_prompts(run: RunDir | None) -> list[list[int]]:
 
 def compare(output: Path, wanted: Sequence[list[float]], found: Sequence[list[float]]) -> Exported:
     """The gaps between two scorings of the same tokens."""
-    gaps = [abs(a - b) for ours, theirs in zip(wanted, found, strict=True) for a, b in zip(ours, theirs, strict=True)]
-    return Exported(output, len(wanted), len(gaps), max(gaps), sum(gaps) / len(gaps))
+    pairs = [pair for ours, theirs in zip(wanted, found, strict=True) for pair in zip(ours, theirs, strict=True)]
+    gaps = [abs(a - b) for a, b in pairs]
+    max_share = max(gap / max(1.0, abs(a)) for gap, (a, _) in zip(gaps, pairs, strict=True))
+    return Exported(output, len(wanted), len(gaps), max(gaps), sum(gaps) / len(gaps), max_share)
 
 
-def _check(exported: Exported, bound: float) -> None:
-    if not exported.max_gap <= bound:
+def check(exported: Exported, bound: float) -> None:
+    """Raises DriftError: the two scorings are further apart than `bound`, as in BOUNDS."""
+    if not (exported.max_share <= bound and math.isfinite(exported.mean_gap)):  # a maximum may pass over a NaN
         raise DriftError(
-            f"{exported.path}: not written: the merged weights are not the policy: a token's logprob differs by "
-            f"{exported.max_gap:.2e} nats, bound {bound:.0e}, over {exported.num_tokens} tokens"
+            f"{exported.path}: not written: the merged weights are not the policy: over {exported.num_tokens} tokens, "
+            f"logprobs differ by up to {exported.max_gap:.2e} nats, {exported.max_share:.2e} of max(1, |logprob|); "
+            f"bound {bound:.0e} (--max-gap)"
         )
 
 
