@@ -21,8 +21,8 @@ from art_cli.serving.card import model_card
 from art_cli.serving.source import Source
 from art_cli.trajectory import Trajectory, sequence
 
-# Of one token's logprob, in nats; of one below -1, as a share of it, since rounding grows with it. float32: the order of
-# sums. bfloat16: weights of 8 bits, rounded once merged and once apart.
+# Of one token's logprob, in nats; of one below -1, as a share of it, since rounding grows with it. float32: the order
+# of sums. bfloat16: weights of 8 bits, rounded once merged and once apart.
 BOUNDS: dict[str, float] = {"float32": 1e-4, "bfloat16": 5e-1}
 MAX_PROMPTS = 32
 MAX_TOKENS = 1024  # of each
