@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -32,12 +32,13 @@ from art_cli.config.schema import (
     TrainConfig,
 )
 from art_cli.errors import ConfigError, DriftError, LearnerError
+from art_cli.learners import workers as workers_module
 from art_cli.learners.packing import PACK_COST, pack_samples
 from art_cli.learners.parallel import Job, ParallelLearner
 from art_cli.learners.ranks import deal, pack_evenly
 from art_cli.learners.samples import trajectory_samples
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.learners.workers import Workers
+from art_cli.learners.workers import Silence, Workers
 from art_cli.model import load_weights
 from art_cli.run_dir import RunDir, verify_checkpoint
 from art_cli.trajectory import ScoredTrajectory
@@ -380,6 +381,100 @@ def until(condition: Callable[[], bool], child: "subprocess.Popen[str]", *, dead
         assert child.poll() is None, child.communicate()
         assert time.monotonic() - begin < deadline_s
         time.sleep(0.02)
+
+
+def test_a_process_that_hangs_ends_them_all_and_is_named(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lives, stopped in the middle of a step that the other waits in: that one goes on saying that it runs."""
+    monkeypatch.setattr(workers_module, "HUNG_S", 5.0)
+    workers = Workers(2, logs=tmp_path / "logs")
+    learner = ParallelLearner(job(base), workers)
+    learner.score([1, 2, 3])
+    learner.check()
+    victim, other = workers.pids[1], workers.pids[0]
+    os.kill(victim, signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(LearnerError, match="process 1 of the learner's hangs.*5 s.*same command"):
+        learner.step(played(base))
+    assert time.monotonic() - begin < 30
+    learner.close()
+    begin = time.monotonic()
+    while any(is_running(pid) for pid in (victim, other)):
+        assert time.monotonic() - begin < 10
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """A zombie is not: init, whose child it is now, has not asked for its status yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+HANG = "the learner's processes hang: they have done nothing for {} s"
+
+
+class Clock:
+    """Stands until it is told to go on, in steps as small as those in which it is looked at."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def passed(silence: Silence, clock: Clock, seconds: float, *, beating: Sequence[int] = ()) -> str | None:
+    """What is wrong after some time in which those processes say that they run, and nothing more."""
+    for _ in range(round(seconds / 0.25)):
+        clock.now += 0.25
+        for rank in beating:
+            silence.hear(rank, {"beat": True})
+    return silence.problem()
+
+
+def test_processes_that_run_and_do_nothing_hang_after_ten_times_the_longest_pack() -> None:
+    """The first pack comes after 8 s, the next one after 4: 10 x 8 s; before the first one there are 900."""
+    clock = Clock()
+    silence = Silence([0, 1], 60.0, clock)
+    assert passed(silence, clock, 890, beating=[0, 1]) is None
+    assert (
+        passed(silence, clock, 11, beating=[0, 1]) == "the learner's processes hang: they have done nothing for 900 s"
+    )
+    silence = Silence([0, 1], 60.0, clock)
+    for seconds in (8, 4):
+        assert passed(silence, clock, seconds, beating=[0, 1]) is None
+        silence.hear(0, {"progress": [1, 9]})
+    assert passed(silence, clock, 79, beating=[0, 1]) is None
+    assert passed(silence, clock, 2, beating=[0, 1]) == HANG.format(80)
+
+
+def test_a_process_that_does_not_beat_is_named_whatever_the_others_do() -> None:
+    clock = Clock()
+    silence = Silence([0, 1], 60.0, clock)
+    assert passed(silence, clock, 59, beating=[0]) is None
+    assert passed(silence, clock, 2, beating=[0]) == (
+        "process 1 of the learner's hangs: it lives, and has not moved for 60 s"
+    )
+
+
+def test_quick_packs_leave_a_minute_and_who_has_answered_may_be_silent() -> None:
+    clock = Clock()
+    silence = Silence([0, 1], 60.0, clock)
+    passed(silence, clock, 1)
+    silence.hear(0, {"progress": [1, 9]})
+    silence.hear(1, {"result": None})
+    assert passed(silence, clock, 59, beating=[0]) is None
+    assert passed(silence, clock, 2, beating=[0]) == HANG.format(60)
+
+
+def test_time_in_which_the_owner_was_stopped_itself_does_not_count() -> None:
+    clock = Clock()
+    silence = Silence([0], 60.0, clock)
+    clock.now += 10_000
+    assert silence.problem() is None
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """One process of a learner that has several, started by torchrun: `worker SOCKET LOGS PARENT`.
 
 It answers the requests that workers.py sends to every process: `open` makes its TorchLearner, sharded over all of them;
-the rest are the Learner's methods. It ends, whatever it is doing, when the process that sends them has.
+the rest are the Learner's methods. While it works on one it says every second that it runs. It ends, whatever it is
+doing, when the process that sends them has.
 """
 
 import os
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from art_cli.learners.torch_learner import TorchLearner
 
 COLLECTIVE_DEADLINE_S = 300.0  # in which all processes meet; they part for longest while each reads the model
-PARENT_EVERY_S = 1.0
+BEAT_EVERY_S = 1.0  # also how soon it sees that its parent has gone
 
 Json = dict[str, Any]
 
@@ -52,22 +53,39 @@ def _write_to(path: Path) -> None:
 
 
 class Wire:
-    """The connection to the process that owns this one; a thread of its own reads it and sees its end at once."""
+    """The connection to the process that owns this one; a thread of its own reads it and sees its end at once.
+
+    That thread also says that this process runs, while a request is not answered yet: nobody listens at other times.
+    """
 
     def __init__(self, connection: socket.socket, *, parent: int) -> None:
         self.requests: queue.Queue[Json] = queue.Queue()
         self._connection, self._parent = connection, parent
+        self._sending = threading.Lock()
+        self._is_working = False
         threading.Thread(target=self._read, daemon=True).start()
 
-    def send(self, message: Json) -> None:
-        self._connection.sendall(msgspec.json.encode(message) + b"\n")
+    def send(self, message: Json, *, is_last: bool = False) -> None:
+        """`is_last`: the answer to a request."""
+        with self._sending:
+            self._is_working = self._is_working and not is_last
+            self._connection.sendall(msgspec.json.encode(message) + b"\n")
+
+    def _beat(self) -> None:
+        if self._sending.acquire(blocking=False):  # otherwise it is saying something
+            try:
+                if self._is_working:
+                    self._connection.sendall(b'{"beat":true}\n')
+            finally:
+                self._sending.release()
 
     def _read(self) -> None:
         """Until the other end says "end", or is gone: then torchrun sees a failure, and kills whoever cannot end."""
         buffer, status = b"", 1
         try:
             while self._is_wanted():
-                if select.select([self._connection], [], [], PARENT_EVERY_S)[0]:
+                self._beat()
+                if select.select([self._connection], [], [], BEAT_EVERY_S)[0]:
                     received = self._connection.recv(1 << 20)
                     if not received:
                         break
@@ -76,6 +94,7 @@ class Wire:
                         if request["method"] == "end":
                             status = 0
                             return
+                        self._is_working = True
                         self.requests.put(request)
         finally:
             os._exit(status)  # in the middle of whatever: nothing of it is wanted any more
@@ -104,7 +123,7 @@ class Worker:
                 answer = {"result": getattr(self, f"do_{request['method']}")(**request["params"])}
             except ArtError as error:
                 answer = {"error": [type(error).__name__, str(error)]}
-            self.wire.send(answer)
+            self.wire.send(answer, is_last=True)
 
     def do_open(self, **job: Any) -> None:
         from art_cli.learners.parallel import Job

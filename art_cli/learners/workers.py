@@ -4,10 +4,12 @@ torch's own launcher (torchrun) starts them, once and without restarts. Each con
 only this user can enter, and from then on a line of JSON goes each way:
 
     to every process    {"method": "step", "params": {...}}; at last {"method": "end"}
-    from each one       {"progress": [3, 8]} while it works, then {"result": ...} or {"error": [kind, message]}
+    from each one       {"beat": true} every second and {"progress": [3, 8]} with each pack, while it works;
+                        then {"result": ...} or {"error": [kind, message]}
 
-What keeps them together: a process whose connection closes is dead, and then so are all; a process whose connection to
-this one closes ends itself, whatever it is doing. So none outlives the others, or this process, however it died.
+What keeps them together: a process whose connection closes is dead, and then so are all; one that lives and does not go
+on is ended with all (Silence); a process whose connection to this one closes ends itself, whatever it is doing. So none
+outlives the others, or this process, however it died.
 """
 
 import contextlib
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,7 +39,10 @@ log = logging.getLogger(__name__)
 
 WORKER = "art_cli.learners.worker"
 START_DEADLINE_S = 300.0  # until every process has connected: Python has started, torch is not imported yet
-SILENCE_DEADLINE_S = 900.0  # of all processes while they work; a pass of one pack is reported when it is done
+HUNG_S = 60.0  # without a beat, which comes every second: long enough for a machine that swaps. The first call imports
+# torch, which lets nothing else run, from a disk that may be slow: it has the start's deadline.
+PACK_DEADLINE_S = 900.0  # until something is done: the first pack has all preparation before it, some calls report none
+PACK_FLOOR_S, TIMES_LONGEST = 60.0, 10.0  # from then on: so many times what the longest pack took, at least the floor
 AGREE_DEADLINE_S = 10.0  # in which all fail where one has: they make the same checks on the same data
 SEND_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 10.0
@@ -142,15 +148,17 @@ class Workers:
     def call(self, method: str, params: Any, *, progress: Progress | None = None) -> Any:
         """What the first process answers when all have. Raises the error that all of them answer with.
 
-        LearnerError: one died, only some failed, or none said a word for too long; then all of them are gone.
+        LearnerError: one died or hangs, or only some failed; then all of them are gone.
         """
         line = msgspec.json.encode({"method": method, "params": params}) + b"\n"
         for rank, connection in self._connections.items():
             try:
                 connection.send(line)
+            except TimeoutError:
+                self._end(f"process {rank} of the learner's {self.size} took in nothing for {SEND_DEADLINE_S:.0f} s")
             except OSError:
                 self._mourn(rank)
-        answers = self._collect(progress)
+        answers = self._collect(Silence(self._connections, START_DEADLINE_S if method == "open" else HUNG_S), progress)
         failed = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
         if not failed:
             return answers[0].get("result")
@@ -161,31 +169,26 @@ class Workers:
         error: ArtError = getattr(errors, kind)(message)
         raise error
 
-    def _collect(self, progress: Progress | None) -> dict[int, dict[str, Any]]:
+    def _collect(self, silence: "Silence", progress: Progress | None) -> dict[int, dict[str, Any]]:
         """Each process's answer; fewer, when one has failed and others have not said so in time."""
         answers: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + SILENCE_DEADLINE_S
         with selectors.DefaultSelector() as selector:
             for rank, connection in self._connections.items():
                 selector.register(connection.socket, selectors.EVENT_READ, rank)
-            while len(answers) < self.size and time.monotonic() < deadline:
+            while len(answers) < self.size and not silence.is_disagreed:
                 for key, _ in selector.select(POLL_S):
                     rank = key.data
                     messages = self._connections[rank].read()
                     if messages is None:
                         self._mourn(rank)
                     for message in messages:
-                        if "progress" in message:
-                            deadline = time.monotonic() + SILENCE_DEADLINE_S
-                            if progress is not None:
-                                progress(*message["progress"])
-                        else:
+                        silence.hear(rank, message)
+                        if "progress" in message and progress is not None:
+                            progress(*message["progress"])
+                        elif "result" in message or "error" in message:
                             answers[rank] = message
-                            limit = AGREE_DEADLINE_S if "error" in message else SILENCE_DEADLINE_S
-                            deadline = min(deadline, time.monotonic() + limit)
-        if len(answers) < self.size and not any("error" in answer for answer in answers.values()):
-            silent = sorted(set(self._connections) - set(answers))
-            self._end(f"no word from process {silent[0]} of the learner's for {SILENCE_DEADLINE_S:.0f} s")
+                if (problem := silence.problem()) is not None:
+                    self._end(f"{problem}; nothing is lost: run the same command again to go on")
         return answers
 
     # --- how they die -------------------------------------------------------------------------------------------------
@@ -233,6 +236,57 @@ class Workers:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
         return "\n".join([f"; the last lines of {path}:", *(f"  {line[:TAIL_WIDTH]}" for line in lines)])
+
+
+class Silence:
+    """How long the processes may still be silent in one call, by what was heard of them.
+
+    Its clock stands while this process is stopped (a Ctrl-Z): what came meanwhile is heard first.
+    """
+
+    def __init__(self, ranks: Iterable[int], hung_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`hung_s`: without a beat."""
+        self._hung_s = hung_s
+        self._clock, self._last, self._now = clock, clock(), 0.0
+        self._beats = dict.fromkeys(ranks, 0.0)  # of those that work: when they said anything
+        self._done = 0.0  # when the newest pack was
+        self._longest: float | None = None  # from one pack to the next
+        self._failed: float | None = None  # when the first error came
+
+    def hear(self, rank: int, message: dict[str, Any]) -> None:
+        self._tick()
+        self._beats[rank] = self._now
+        if "progress" in message:
+            self._longest = max(self._longest or 0.0, self._now - self._done)
+            self._done = self._now
+        elif "error" in message and self._failed is None:
+            self._failed = self._now
+        if "error" in message or "result" in message:
+            del self._beats[rank]
+
+    @property
+    def is_disagreed(self) -> bool:
+        """Whether some have failed and the others did not say so in time."""
+        self._tick()
+        return self._failed is not None and self._now - self._failed > AGREE_DEADLINE_S
+
+    def problem(self) -> str | None:
+        """Who does not go on; None: nothing is overdue."""
+        self._tick()
+        for rank, heard in self._beats.items():
+            if self._now - heard > self._hung_s:
+                return f"process {rank} of the learner's hangs: it lives, and has not moved for {self._hung_s:.0f} s"
+        limit = PACK_DEADLINE_S
+        if self._longest is not None:
+            limit = min(limit, max(PACK_FLOOR_S, TIMES_LONGEST * self._longest))
+        if self._failed is None and self._now - self._done > limit:
+            return f"the learner's processes hang: they have done nothing for {limit:.0f} s"
+        return None
+
+    def _tick(self) -> None:
+        now = self._clock()
+        self._now += min(now - self._last, 2 * POLL_S)
+        self._last = now
 
 
 class _Connection:
