@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tiny import tiny_config, tiny_weights
 
 from art_cli.engines.embedded.attention import _attend_normed
+from art_cli.engines.embedded.packed import BLOCK
 from art_cli.engines.embedded.runner import Runner
 from art_cli.engines.embedded.runs import MAX_PAIRS, MIN_SHARED, Costs, plan_chunk_runs, plan_runs
 from art_cli.engines.embedded.scheduler import Chunk, Scheduler, Sequence
@@ -147,6 +148,16 @@ def test_packed_and_fused_layers_give_what_the_models_own_give(name: str, is_pac
     """With adapters of random A and B, norms of random weight. Mistral looks back 50 tokens; Qwen2 has biases."""
     weights = adapted_weights(name)
     assert_as_a_full_forward(weights, play(weights, GROUPS, 4, is_fused=True, is_packed=is_packed))
+
+
+def test_rows_of_several_blocks_give_what_a_full_forward_gives() -> None:
+    weights, ids = tiny_weights(), [place * 37 % 97 for place in range(2 * BLOCK + 3)]
+    runner = Runner(weights)
+    assert runner.is_packed
+    with torch.no_grad():
+        rows = weights.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    expected = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(runner.score(ids)), expected, rtol=0, atol=1e-5)
 
 
 def test_large_weights_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,9 @@ from art_cli.engines.embedded.attention import Layout
 from art_cli.engines.embedded.fused import Unknown, adapted, check_known, plain_weight
 
 Tensor = torch.Tensor
+Blocks = list[Tensor]  # of rows; all but the last have BLOCK
+
+BLOCK = 512  # rows computed together between attentions: what is made of them stays in the caches
 
 
 class PackedDecoder:
@@ -37,13 +40,15 @@ class PackedDecoder:
 
     def logits(self, layout: Layout, rows: Tensor) -> Tensor:
         """[len(rows), V]"""
-        hidden = _padded(F.embedding(layout.tokens_T, self._embed))  # [T and a little more, hidden]
+        hidden = F.embedding(layout.tokens_T, self._embed)  # [T, hidden]
         cos, sin = (part[0][:, None] for part in self._rotary(hidden[None], layout.positions_T[None]))
         half = sin.shape[2] // 2
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        rotary = list(zip(cos.split(BLOCK), sin.split(BLOCK), strict=True))
+        blocks = [_padded(block) for block in hidden.split(BLOCK)]
         for layer in self._layers:
-            hidden = layer(hidden, layout, cos, sin)
-        return self._head(_scaled(_padded(hidden[rows]), self._epsilon))[: len(rows)]
+            blocks = layer(blocks, layout, rotary)
+        return self._head(_scaled(_padded(_whole(blocks)[rows]), self._epsilon))[: len(rows)]
 
 
 class _Layer:
@@ -66,18 +71,27 @@ class _Layer:
             norms = [attention.q_norm.weight.expand(self._heads, -1), attention.k_norm.weight.expand(heads_kv, -1)]
             self._head_norm = torch.cat(norms).detach(), attention.q_norm.variance_epsilon
 
-    def __call__(self, hidden: Tensor, layout: Layout, cos: Tensor, sin: Tensor) -> Tensor:
-        """`hidden` with both residuals added. Its rows past the layout's T are padding."""
-        num = len(layout.tokens_T)
-        states = self._inputs(_scaled(hidden, self._epsilon))[:num].view(num, -1, self._head_dim)
+    def __call__(self, blocks: Blocks, layout: Layout, rotary: list[tuple[Tensor, Tensor]]) -> Blocks:
+        """Blocks of hidden states with both residuals added. Rows past the layout's T are padding."""
+        parts = [self._states(block, cos, sin) for block, (cos, sin) in zip(blocks, rotary, strict=True)]
+        rotated, value = (_whole(list(part)) for part in zip(*parts, strict=True))
+        query, key = rotated[:, : self._heads], rotated[:, self._heads :]
+        out = layout.attend(self._index, query, key, value, scaling=self._scaling, window=self._window)
+        outs = out.reshape(len(out), -1).split(BLOCK)
+        return [self._after(part, block) for part, block in zip(outs, blocks, strict=True)]
+
+    def _states(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """[rows, heads + heads_kv, head_dim] queries and keys, rotated; [rows, heads_kv, head_dim] values."""
+        states = self._inputs(_scaled(hidden, self._epsilon))[: len(cos)].view(len(cos), -1, self._head_dim)
         rotated, value = states[:, : self._heads_rotated], states[:, self._heads_rotated :]
         if self._head_norm is not None:
             weight, epsilon = self._head_norm
             rotated = _scaled(rotated, epsilon).mul_(weight)
-        rotated = torch.addcmul(rotated * cos, rotated.roll(self._head_dim // 2, -1), sin)
-        query, key = rotated[:, : self._heads], rotated[:, self._heads :]
-        out = layout.attend(self._index, query, key, value, scaling=self._scaling, window=self._window)
-        hidden = self._out.plus(_padded(out.reshape(num, -1)), hidden)
+        return torch.addcmul(rotated * cos, rotated.roll(self._head_dim // 2, -1), sin), value
+
+    def _after(self, out: Tensor, hidden: Tensor) -> Tensor:
+        """What follows the attention's output."""
+        hidden = self._out.plus(_padded(out), hidden)
         normed = _scaled(hidden, self._mlp_epsilon)
         return self._down.plus(self._up.times(normed, self._gate.silu(normed)), hidden)
 
@@ -126,6 +140,10 @@ def _merged(module: Any) -> tuple[Tensor, Tensor | None]:
                 up, down = module.lora_B[name].weight.detach(), module.lora_A[name].weight.detach()
                 weight.addmm_(up, down, alpha=module.scaling[name])
     return weight, None if base.bias is None else base.bias.detach()
+
+
+def _whole(blocks: Blocks) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
 def _padded(states: Tensor) -> Tensor:
