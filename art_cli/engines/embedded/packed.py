@@ -44,8 +44,8 @@ class PackedDecoder:
         cos, sin = (part[0][:, None] for part in self._rotary(hidden[None], layout.positions_T[None]))
         half = sin.shape[2] // 2
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-        rotary = list(zip(cos.split(BLOCK), sin.split(BLOCK), strict=True))
-        blocks = [_padded(block) for block in hidden.split(BLOCK)]
+        rotary = list(zip(torch.split(cos, BLOCK), torch.split(sin, BLOCK), strict=True))
+        blocks = [_padded(block) for block in torch.split(hidden, BLOCK)]
         for layer in self._layers:
             blocks = layer(blocks, layout, rotary)
         return self._head(_scaled(_padded(_whole(blocks)[rows]), self._epsilon))[: len(rows)]
@@ -77,7 +77,7 @@ class _Layer:
         rotated, value = (_whole(list(part)) for part in zip(*parts, strict=True))
         query, key = rotated[:, : self._heads], rotated[:, self._heads :]
         out = layout.attend(self._index, query, key, value, scaling=self._scaling, window=self._window)
-        outs = out.reshape(len(out), -1).split(BLOCK)
+        outs = torch.split(out.reshape(len(out), -1), BLOCK)
         return [self._after(part, block) for part, block in zip(outs, blocks, strict=True)]
 
     def _states(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
