@@ -6,70 +6,21 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from node import clients
-from scripted import Engine, ScriptedBackend, encode, tool_call
+from scripted import ScriptedBackend, encode, tool_call
+from stage import ASK, Stage
 
 from art_cli.chat.errors import ChatError
-from art_cli.chat.requests import Request, Sampling
-from art_cli.config.schema import RolloutConfig
+from art_cli.chat.requests import Request
 from art_cli.errors import RolloutError, UsageError
 from art_cli.rollouts import function, progress
-from art_cli.rollouts.gateway import Gateway
 from art_cli.rollouts.progress import Progress
-from art_cli.rollouts.runner import RolloutPlan, Runner
+from art_cli.rollouts.runner import RolloutPlan
 from art_cli.trajectory import Trajectory, prompt
-
-ASK = """
-async def ask(policy, *messages):
-    client = policy.client.with_options(max_retries=0)
-    messages = messages or [{"role": "user", "content": "hi"}]
-    return await client.chat.completions.create(model=policy.model, messages=messages)
-"""
-
-
-class Stage:
-    """A directory with a rollout, a gateway being served, and a runner."""
-
-    def __init__(self, directory: Path, backend: ScriptedBackend | None = None) -> None:
-        self.directory = directory
-        self.backend = backend or ScriptedBackend()
-        self.finished: list[Trajectory] = []
-
-    def plans(self, number: int) -> list[RolloutPlan]:
-        return [
-            RolloutPlan(
-                trajectory_id=f"t{index}",
-                group_id="g",
-                group_size=number,
-                index=index,
-                scenario={"id": "s", "index": index},
-                step=2,
-            )
-            for index in range(number)
-        ]
-
-    @contextlib.asynccontextmanager
-    async def open(self, **options: Any) -> Any:
-        config = RolloutConfig(**{"scenarios": "none", "entry": "rollout.py:rollout", **options})
-        gateway = Gateway(Engine(self.backend, step=2), defaults=Sampling(), seed=0, max_turns=config.max_turns)
-        async with gateway.serve(), Runner(config, self.directory, gateway, backoff_s=0) as runner:
-            yield runner
-        assert gateway._backends == {}  # nothing is kept of a rollout that is over
-
-    async def play(
-        self, source: str = "", *, num: int = 1, on_finished: Callable[[Trajectory], Any] | None = None, **options: Any
-    ) -> list[Trajectory]:
-        """The trajectories of `num` rollouts of the source's function `rollout`, in order of their plans."""
-        (self.directory / "rollout.py").write_text(source)
-        async with self.open(**options) as runner:
-            counts = await runner.run(self.plans(num), on_finished or self.finished.append)
-        assert counts.done == num
-        return sorted(self.finished, key=lambda trajectory: trajectory.index)
 
 
 @pytest.fixture
@@ -255,7 +206,7 @@ async def rollout(policy, scenario):
     with open({str(pipe)!r}) as pipe:
         pipe.read()
 """
-    (trajectory,) = await stage.play(source, timeout_s=0.2)
+    (trajectory,) = await stage.play(source, timeout_s=0.2, processes=0)
     assert trajectory.error is not None
     assert trajectory.error.endswith("it blocks the event loop: await what waits, or make it a plain `def`")
     pipe.write_text("")  # lets it go
@@ -280,7 +231,7 @@ def rollout(policy, scenario):
 done = threading.Event()
 """
     (stage.directory / "rollout.py").write_text(source)
-    async with stage.open() as runner:
+    async with stage.open(processes=0) as runner:
         await runner.run(stage.plans(1), stage.finished.append)
         (module,) = [
             m for name, m in sys.modules.items() if getattr(m, "__file__", "") == str(stage.directory / "rollout.py")

@@ -30,6 +30,8 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         is_set = "overlong_buffer" in config.loss.model_fields_set
         if is_set and config.loss.overlong != "penalty":
             yield "loss.overlong_buffer", f"used with loss.overlong 'penalty' only, which is {config.loss.overlong!r}"
+    if config.rollout.command is not None and "processes" in config.rollout.model_fields_set:
+        yield "rollout.processes", "used with rollout.entry only: each attempt of a command is a process of its own"
     if config.train.max_staleness > 0:
         yield from _stale_conflicts(config)
     if isinstance(config.learner, TorchLearnerConfig) and config.learner.processes > 1:

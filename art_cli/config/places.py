@@ -50,8 +50,10 @@ class Places:
         return key in self._places
 
     def of(self, key: str) -> str:
-        """The place of the key, or of the nearest section around it that has one."""
+        """The place of the key, of what is written below it, or of the nearest section around it that has one."""
         while key and key not in self._places:
+            if below := [place for known, place in self._places.items() if known.startswith(f"{key}.")]:
+                return below[0]
             key = key.rpartition(".")[0]
         return self._places.get(key, COMMAND_LINE)
 

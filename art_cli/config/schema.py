@@ -91,6 +91,8 @@ class RolloutConfig(Section):
     groups_per_step: PositiveInt = 16
     concurrency: PositiveInt = 64
     """Rollouts at once."""
+    processes: Count = 1
+    """Of their own, that run the function; 0: in this process, for a debugger. More for one that computes much."""
     timeout_s: PositiveFloat = 600.0
     """Of one rollout, tries for failed transport included."""
     max_turns: PositiveInt = 50

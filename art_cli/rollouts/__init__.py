@@ -3,6 +3,7 @@
 scenarios.py   reads scenarios, and says which ones a step plays
 policy.py      Policy and Outcome: what a rollout function gets and may return
 function.py    a Python function as a Rollout
+process.py     that function in processes of its own, which is how it runs unless told otherwise
 command.py     an external program as a Rollout
 attempt.py     what can go wrong in one attempt, and which of it is worth another
 runner.py      many rollouts at once: concurrency, timeouts, turn limits, retries; each becomes a Trajectory

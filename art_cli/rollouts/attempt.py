@@ -51,3 +51,8 @@ def is_transport_error(error: BaseException) -> bool:
     """Whether a connection failed or the other side did, rather than the code that used it."""
     names = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(error).__mro__}
     return bool(names & _TRANSPORT)
+
+
+def describe_exit(status: int) -> str:
+    """How a process ended, from its exit status; negative for the signal that ended it. Example: "signal 9"."""
+    return f"signal {-status}" if status < 0 else f"status {status}"

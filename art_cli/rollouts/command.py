@@ -19,7 +19,7 @@ from typing import IO, Any
 import msgspec
 
 from art_cli.errors import RolloutError
-from art_cli.rollouts.attempt import MAX_ERROR_LENGTH, AttemptError
+from art_cli.rollouts.attempt import MAX_ERROR_LENGTH, AttemptError, describe_exit
 from art_cli.rollouts.policy import Json, Outcome, Policy, read_outcome
 
 KILL_TIMEOUT_S = 5.0  # for a killed process to be gone
@@ -106,7 +106,7 @@ class CommandRollout:
 
 def _describe(status: int, stderr: IO[bytes]) -> str:
     """`status 1: <the end of what it wrote to standard error>`"""
-    ended = f"signal {-status}" if status < 0 else f"status {status}"
+    ended = describe_exit(status)
     tail = _tail(stderr, MAX_ERROR_LENGTH // 2).decode(errors="replace").strip()
     return f"{ended}: {tail}" if tail else ended
 

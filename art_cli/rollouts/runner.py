@@ -23,6 +23,7 @@ from art_cli.rollouts.command import CommandRollout
 from art_cli.rollouts.function import load_function
 from art_cli.rollouts.gateway import Gateway
 from art_cli.rollouts.policy import Outcome, Policy
+from art_cli.rollouts.process import ProcessRollout
 from art_cli.rollouts.progress import Progress
 from art_cli.rollouts.recorder import Recorder
 from art_cli.trajectory import Trajectory
@@ -55,12 +56,16 @@ class _Attempt(NamedTuple):
     error: AttemptError | None
 
 
-def make_rollout(config: RolloutConfig, directory: Path) -> Rollout:
+async def open_rollout(config: RolloutConfig, directory: Path) -> Rollout:
     """The user's rollout, loaded. Raises UsageError or RolloutError: it cannot be."""
     if config.command is not None:
         return CommandRollout(config.command, directory=directory)
     assert config.entry is not None, "a config has an entry or a command"
-    return load_function(config.entry, directory)
+    if config.processes == 0:
+        return load_function(config.entry, directory)
+    rollout = ProcessRollout(config.entry, directory=directory, processes=config.processes)
+    await rollout.open()
+    return rollout
 
 
 class Runner:
@@ -71,12 +76,14 @@ class Runner:
     ) -> None:
         self._config = config
         self._gateway = gateway
-        self._rollout = make_rollout(config, directory)
+        self._directory = directory
+        self._rollout: Rollout
         self._backoff_s = backoff_s
         self._places = asyncio.Semaphore(config.concurrency)  # of all runs together; first come, first served
         self._agent = _AgentWatch()
 
     async def __aenter__(self) -> Self:
+        self._rollout = await open_rollout(self._config, self._directory)
         return self
 
     async def __aexit__(

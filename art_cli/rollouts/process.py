@@ -1,0 +1,265 @@
+"""ProcessRollout: the user's Python function in processes of their own (process_worker.py).
+
+What it computes does not take the interpreter from the engine and the gateway here, more than one processor can work
+for it, and what kills its process kills attempts, not the run. A line of JSON goes each way over a socket:
+
+    to the process      Play, Cancel, Explain; its end of file: the process lets go of all and ends
+    from it             Ready or Refused when it has loaded the function; then Done, Failed or Refused for each Play,
+                        Guess for each Explain
+
+A process that dies fails the attempts in it as transport, which is tried again; the next attempt starts a new process.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from art_cli import errors
+from art_cli.errors import ArtError, RolloutError
+from art_cli.rollouts.attempt import AttemptError, describe_exit
+from art_cli.rollouts.policy import Json, Outcome, Policy
+
+PROGRAM = "import sys; sys.path = {path!r}; from art_cli.rollouts.process_worker import main; main()"
+START_DEADLINE_S = 300.0  # for the user's modules to be imported
+EXPLAIN_DEADLINE_S = 5.0
+CLOSE_DEADLINE_S = 15.0  # for the function's clients to be closed, and for what it started in threads
+MAX_LINE_BYTES = 2**30  # of a message
+
+
+class Play(msgspec.Struct, tag=True):
+    id: int
+    base_url: str
+    api_key: str
+    model: str
+    step: int
+    scenario: Json
+
+
+class Cancel(msgspec.Struct, tag=True):
+    id: int
+
+
+class Explain(msgspec.Struct, tag=True):
+    id: int
+
+
+class Ready(msgspec.Struct, tag=True):
+    id: int = 0
+
+
+class Done(msgspec.Struct, tag=True):
+    id: int
+    outcome: Outcome
+
+
+class Failed(msgspec.Struct, tag=True):
+    """An AttemptError."""
+
+    id: int
+    kind: str
+    message: str
+    is_transport: bool
+
+
+class Refused(msgspec.Struct, tag=True):
+    """What every attempt would fail with: an error of errors.py, by name."""
+
+    id: int
+    error: str
+    message: str
+
+
+class Guess(msgspec.Struct, tag=True):
+    id: int
+    text: str
+
+
+ToProcess = Play | Cancel | Explain
+FromProcess = Ready | Done | Failed | Refused | Guess
+
+
+class ProcessRollout:
+    """Plays the function `entry` of `directory` in `processes` processes, each attempt in the least busy one."""
+
+    def __init__(self, entry: str, *, directory: Path, processes: int = 1) -> None:
+        self._entry, self._directory = entry, directory
+        self._processes = [_Process(entry, directory) for _ in range(processes)]
+
+    async def open(self) -> None:
+        """All processes have loaded the function. Raises UsageError: it cannot be; RolloutError: it does not fit."""
+        try:
+            await asyncio.gather(*(process.start() for process in self._processes))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def play(self, policy: Policy, scenario: Json) -> Outcome:
+        """Raises AttemptError: this attempt failed, or its process died; RolloutError: every attempt would."""
+        process = min(self._processes, key=lambda process: process.num_playing)
+        return await process.play(policy, scenario)
+
+    async def explain_timeout(self) -> str:
+        guesses = await asyncio.gather(*(process.explain_timeout() for process in self._processes))
+        return next(filter(None, guesses), "")
+
+    async def close(self) -> None:
+        await asyncio.gather(*(process.close() for process in self._processes))
+
+
+class _Process:
+    """One process, started when it is needed and not there."""
+
+    def __init__(self, entry: str, directory: Path) -> None:
+        self._entry, self._directory = entry, directory
+        self._ids = itertools.count(1)  # 0 is the start
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._starting = asyncio.Lock()
+
+    @property
+    def num_playing(self) -> int:
+        return len(self._answers)
+
+    async def start(self) -> None:
+        """Returns when the function is loaded, in the process there is or a new one."""
+        async with self._starting:
+            if self._writer is not None:
+                return
+            await self._clean_up()
+            self._answers[0] = ready = asyncio.get_running_loop().create_future()
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-u", "-X", "faulthandler", "-c", PROGRAM.format(path=sys.path)),
+                    *(str(theirs.fileno()), self._entry, str(self._directory)),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # a Ctrl-C in the terminal is for this process, which decides
+                )
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
+            assert self._process.stdout is not None
+            self._tasks = [
+                asyncio.create_task(_pass_on(self._process.stdout)),
+                asyncio.create_task(self._receive(reader, writer, self._process)),
+            ]
+            self._writer = writer
+            try:
+                async with asyncio.timeout(START_DEADLINE_S):
+                    await self._answer(0, ready)
+            except TimeoutError:
+                await self._end()
+                raise RolloutError(f"{self._entry}: not imported within {START_DEADLINE_S:.0f} s") from None
+            except AttemptError as error:
+                raise RolloutError(f"{self._entry}: {error.message} while it was imported") from error
+
+    async def play(self, policy: Policy, scenario: Json) -> Outcome:
+        await self.start()
+        id = next(self._ids)
+        try:
+            outcome: Outcome = await self._ask(
+                Play(id, policy.base_url, policy.api_key, policy.model, policy.step, scenario)
+            )
+        except asyncio.CancelledError:
+            self._send(Cancel(id))
+            raise
+        return outcome
+
+    async def explain_timeout(self) -> str:
+        if self._writer is None:
+            return ""
+        with contextlib.suppress(TimeoutError, AttemptError):
+            async with asyncio.timeout(EXPLAIN_DEADLINE_S):
+                return str(await self._ask(Explain(next(self._ids))))
+        return ""
+
+    async def close(self) -> None:
+        """No process is left, nor one that it started in its group."""
+        if self._writer is not None:
+            self._writer.write_eof()
+        if self._process is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), CLOSE_DEADLINE_S)
+        await self._end()
+
+    async def _ask(self, message: Play | Explain) -> Any:
+        future = self._answers[message.id] = asyncio.get_running_loop().create_future()
+        self._send(message)
+        return await self._answer(message.id, future)
+
+    async def _answer(self, id: int, future: asyncio.Future[Any]) -> Any:
+        try:
+            return await future
+        finally:
+            self._answers.pop(id, None)
+
+    def _send(self, message: ToProcess) -> None:
+        if self._writer is not None:
+            self._writer.write(msgspec.json.encode(message) + b"\n")
+
+    async def _receive(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: asyncio.subprocess.Process
+    ) -> None:
+        """Until the process is gone: then whatever still waits for it fails."""
+        decoder = msgspec.json.Decoder(FromProcess)
+        try:
+            with contextlib.suppress(ConnectionError):
+                while line := await reader.readline():
+                    message = decoder.decode(line)
+                    future = self._answers.get(message.id)
+                    if future is not None and not future.done():
+                        _settle(future, message)
+            status = describe_exit(await process.wait())
+        finally:
+            self._writer = None
+            writer.close()
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(AttemptError("process", f"its process ended ({status})", is_transport=True))
+
+    async def _end(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):  # everything of the group is gone already
+                os.killpg(self._process.pid, signal.SIGKILL)
+        await self._clean_up()
+
+    async def _clean_up(self) -> None:
+        """The tasks of the process before have ended."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_DEADLINE_S)
+        self._tasks = []
+
+
+def _settle(future: asyncio.Future[Any], message: FromProcess) -> None:
+    match message:
+        case Done():
+            future.set_result(message.outcome)
+        case Guess():
+            future.set_result(message.text)
+        case Ready():
+            future.set_result(None)
+        case Failed():
+            future.set_exception(AttemptError(message.kind, message.message, is_transport=message.is_transport))
+        case Refused():
+            error: ArtError = getattr(errors, message.error)(message.message)
+            future.set_exception(error)
+
+
+async def _pass_on(output: asyncio.StreamReader) -> None:
+    """What the process prints goes to standard error here, above a progress bar where one is drawn."""
+    while received := await output.read(1 << 16):
+        sys.stderr.write(received.decode(errors="replace"))
+        sys.stderr.flush()
