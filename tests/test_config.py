@@ -270,6 +270,7 @@ judge:
     ]
     blend = "judge={name: blend, blend: {strict: 1.0}, judges: {strict: {name: ruler, modell: x}}}"
     assert mistakes(PLAIN, blend) == ["command line: judge.judges.strict.modell: no such key; did you mean 'model'?"]
+    assert mistakes(PLAIN, "trian.steps=1") == ["command line: trian: no such key; did you mean 'train'?"]
 
 
 def test_a_number_where_text_is_wanted_is_that_text() -> None:
