@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import random
 import re
 import signal
 import socket
@@ -797,6 +798,42 @@ async def test_draining_has_a_deadline_and_a_second_signal_does_not_wait(
             await call
     assert gate.num_waiting == 0
     assert "stopped with 1 requests unfinished" in caplog.text
+
+
+@pytest.mark.slow
+async def test_a_sigterm_at_any_instant_ends_the_process(run: RunDir) -> None:
+    """The command itself, at 12 instants from before its first import to after it is ready, with requests or without.
+
+    Before it listens the system ends it at once; from then on it ends by itself, with 0.
+    """
+    command = [sys.executable, "-m", "art_cli", "serve", str(run.root), "--port", "0", "--json", "--follow"]
+    pipe, draw, whole_s = asyncio.subprocess.PIPE, random.Random(0), 0.0
+    for attempt in range(12):
+        process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+        assert process.stdout
+        begin = time.monotonic()
+        try:
+            if attempt % 4 == 0:
+                line = await asyncio.wait_for(process.stdout.readline(), 120)
+                whole_s = time.monotonic() - begin
+                body = {"model": "mine", "prompt": "abc", "max_tokens": 500, "stream": True}
+                async with (
+                    httpx.AsyncClient() as http,
+                    http.stream("POST", json.loads(line)["url"] + "/completions", json=body, timeout=60) as reply,
+                ):
+                    lines = reply.aiter_lines()
+                    await anext(lines)
+                    process.terminate()
+                    assert [line async for line in lines if line][-1] == "data: [DONE]"
+            else:
+                await asyncio.sleep(draw.uniform(0, whole_s))
+                process.terminate()
+            _, said = await asyncio.wait_for(process.communicate(), 60)
+        finally:
+            if process.returncode is None:
+                process.kill()
+        assert process.returncode == (0 if b"stopping: " in said else -signal.SIGTERM), said.decode()
+        assert b"Traceback" not in said
 
 
 async def test_what_does_not_let_go_when_it_is_cancelled_keeps_no_service_from_ending(

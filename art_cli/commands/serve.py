@@ -1,6 +1,5 @@
 """`art serve`: checkpoints behind an OpenAI-compatible API. Prints how to call it, as lines that work as they stand."""
 
-import asyncio
 import json
 import logging
 import shlex
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from art_cli import checkpoints as files
+from art_cli import threads
 from art_cli.config.schema import EngineConfig
 from art_cli.errors import UsageError
 from art_cli.loop.choice import Machine, choose, engine_facts
@@ -67,7 +67,7 @@ def run(
             logs_content=logs_content,
         )
         key = _how_to_get_key(bool(keys), api_key_file)
-        asyncio.run(service.run(host, port, lambda root: _greet(root, sources, key, as_json)))
+        threads.run(service.run(host, port, lambda root: _greet(root, sources, key, as_json)))
 
 
 def _choose_engine(
