@@ -12,7 +12,7 @@ Adapters stay float32; beside a base in bfloat16 their products are taken in bfl
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,11 +40,20 @@ def fused_layers(model: Any) -> Iterator[None]:
 # --- which modules are known, and what is computed in their place -----------------------------------------------------
 
 
-def _lora_linear(module: Any) -> Forward | None:
-    """PEFT's plain LoRA around a frozen linear layer, one adapter active."""
+class Lora(NamedTuple):
+    """The adapter of one linear layer: s B A x."""
+
+    down: Tensor  # A, [rank, in]
+    up: Tensor  # B, [out, rank]
+    scaling: float
+
+
+def plain_lora(layer: Any) -> Lora | None:
+    """PEFT's plain LoRA around a frozen linear layer, one adapter active; None for anything else."""
     from peft.tuners.lora.layer import Linear
 
-    if type(module) is not Linear or len(module.active_adapters) != 1:
+    module: Any = layer
+    if type(layer) is not Linear or len(module.active_adapters) != 1:
         return None
     base, [name] = module.base_layer, module.active_adapters
     is_plain = type(base) is torch.nn.Linear and not (module.merged or module.fan_in_fan_out or module.lora_variant)
@@ -52,6 +61,13 @@ def _lora_linear(module: Any) -> Forward | None:
         return None
     if type(module.lora_dropout[name]) is not torch.nn.Identity:
         return None
+    return Lora(module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name])
+
+
+def _lora_linear(module: Any) -> Forward | None:
+    if plain_lora(module) is None:
+        return None
+    base, [name] = module.base_layer, module.active_adapters
 
     def forward(x: Tensor) -> Tensor:
         if module.disable_adapters:
@@ -66,9 +82,14 @@ def _lora_linear(module: Any) -> Forward | None:
     return forward
 
 
-def _rms_norm(module: Any) -> Forward | None:
+def is_frozen_norm(module: Any) -> bool:
     """The one of Llama, Mistral and Qwen; Gemma's, which counts its weight from 1, has other attributes."""
-    if not type(module).__name__.endswith("RMSNorm") or not hasattr(module, "variance_epsilon") or _is_trained(module):
+    is_known = type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+    return is_known and not _is_trained(module)
+
+
+def _rms_norm(module: Any) -> Forward | None:
+    if not is_frozen_norm(module):
         return None
     return lambda x: _RmsNorm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[no-untyped-call]
 
@@ -112,27 +133,34 @@ class _LoraLinear(torch.autograd.Function):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """w x / rms(x) over the last dimension n. Zhang and Sennrich 2019 (arXiv:1910.07467), equation 4."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.epsilon = epsilon
-        exact = x.float() if x.dtype.itemsize < 4 else x
-        return weight * F.rms_norm(exact, x.shape[-1:], None, epsilon).to(x.dtype)
+        return rms_norm(x, weight, epsilon)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """With r = 1 / rms and v = w * grad: r v - x r^3 (x . v) / n."""
         x, weight = ctx.saved_tensors
-        slope = grad * weight
-        if x.dtype.itemsize < 4:
-            x, slope = x.float(), slope.float()
-        size = x.shape[-1]
-        inverse = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / size + ctx.epsilon).rsqrt_()
-        dots = torch.linalg.vecdot(x, slope).unsqueeze(-1)
-        slope.mul_(inverse).addcmul_(x, dots.mul_(inverse**3 / -size))
-        return slope.to(grad.dtype), None, None
+        return rms_norm_backward(grad, x, weight, ctx.epsilon), None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """w x / rms(x) over the last dimension n. Zhang and Sennrich 2019 (arXiv:1910.07467), equation 4."""
+    exact = x.float() if x.dtype.itemsize < 4 else x
+    return weight * F.rms_norm(exact, x.shape[-1:], None, epsilon).to(x.dtype)
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """The gradient of x. With r = 1 / rms and v = w * grad: r v - x r^3 (x . v) / n."""
+    slope = grad * weight
+    if x.dtype.itemsize < 4:
+        x, slope = x.float(), slope.float()
+    size = x.shape[-1]
+    inverse = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / size + epsilon).rsqrt_()
+    dots = torch.linalg.vecdot(x, slope).unsqueeze(-1)
+    slope.mul_(inverse).addcmul_(x, dots.mul_(inverse**3 / -size))
+    return slope.to(grad.dtype)
 
 
 class _Gated(torch.autograd.Function):

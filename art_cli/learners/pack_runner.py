@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from art_cli.config.schema import BaseLearnerConfig
+from art_cli.learners.decoder_layer import decoder_layers
 from art_cli.learners.flex_attention import FlexAttention
 from art_cli.learners.fused_layers import fused_layers
 from art_cli.learners.logprobs import TokenScores, token_scores
@@ -128,13 +129,18 @@ class PackRunner:
 
     def _run_packed(self, pack: Pack) -> TokenScores:
         backbone = self.model.base_model
+        tree = Tree.of(pack, self.weights.device, self.flex)
         output = backbone(
             input_ids=self._tensor(pack.token_ids)[None],
             position_ids=self._tensor(pack.depths)[None],
-            tree=Tree.of(pack, self.weights.device, self.flex),
+            tree=tree,
             use_cache=False,
         )
-        hidden = output.last_hidden_state[0][self._tensor(pack.edges.positions)]  # [E, H]
+        hidden = output.last_hidden_state[0]  # [T, H], or of `tree.rows` only (decoder_layer.py)
+        positions = self._tensor(pack.edges.positions)
+        if len(hidden) == len(tree.rows):
+            positions = torch.searchsorted(tree.rows, positions)
+        hidden = hidden[positions]  # [E, H]
         return self._score(hidden, self.model.get_output_embeddings(), pack)
 
     def _run_plain(self, pack: Pack) -> TokenScores:
@@ -166,7 +172,7 @@ class PackRunner:
 @contextlib.contextmanager
 def _packing(model: Any) -> Iterator[None]:
     """Has the model's layers compute packs."""
-    with tree_attention(model), fused_layers(model):
+    with tree_attention(model), fused_layers(model), decoder_layers(model):
         yield
 
 

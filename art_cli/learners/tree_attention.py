@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,6 +38,7 @@ class Tree:
     segments: Segments
     depths: Tensor  # [T]
     max_depth: int
+    rows: Tensor  # the tokens that predict something, ascending; who computes for these only may give these only
     flex: FlexAttention | None = None  # what attends where it works
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window, made once for all layers
     block_masks: dict[int | None, BlockMask] = field(default_factory=dict)  # likewise
@@ -44,7 +46,8 @@ class Tree:
     @classmethod
     def of(cls, pack: Pack, device: torch.device, flex: FlexAttention | None = None) -> "Tree":
         depths = torch.from_numpy(pack.depths).to(device)
-        return cls(pack.segments, depths, int(pack.depths.max()), flex)
+        rows = torch.from_numpy(np.unique(pack.edges.positions)).to(device)
+        return cls(pack.segments, depths, int(pack.depths.max()), rows, flex)
 
     @cached_property
     def division(self) -> Division:
