@@ -8,6 +8,8 @@ from importlib.util import find_spec
 import pytest
 import uvloop
 
+from art_cli import cli
+
 # Test models are far too small for a second thread, and threads that wait for a busy core cost twenty times the work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test asks the hub for anything.
@@ -17,6 +19,18 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Async tests run in the event loop that the commands run in."""
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+def art(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command; its exit code, standard output and standard error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = cli.run([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return run
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

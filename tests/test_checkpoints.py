@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from served import add_checkpoint, make_run
 from tiny import tiny_weights
 
-from art_cli import checkpoints, cli
+from art_cli import checkpoints
 from art_cli.config.compose import load_config
 from art_cli.errors import CheckpointError, RunError, UsageError
 from art_cli.loop.train import train
@@ -23,18 +23,6 @@ LETTERS = Path(__file__).parent / "letters" / "config.yaml"
 ADAPTER = "adapter_model.safetensors"
 
 Art = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def art(capsys: pytest.CaptureFixture[str]) -> Art:
-    """Runs a command; its exit code, standard output and standard error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = cli.run([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def flip(path: Path) -> None:

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from test_learner import Caught, learner, reference_gradient, two_answers
-from tiny import tiny_config, tiny_tokenizer
+from tiny import save_tiny_base
 from trees import sampled, scored, turn
 
 from art_cli import model, quantization
@@ -31,11 +30,7 @@ IDS = list(range(2, 42))
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("base")
-    torch.manual_seed(0)
-    transformers.Qwen3ForCausalLM(tiny_config(hidden=64)).save_pretrained(directory)
-    tiny_tokenizer().save_pretrained(directory)
-    return str(directory)
+    return save_tiny_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture

@@ -25,18 +25,6 @@ ADAPTER = "adapter_model.safetensors"
 Art = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def art(capsys: pytest.CaptureFixture[str]) -> Art:
-    """Runs a command; its exit code, standard output and standard error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = cli.run([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that learned: reward 0.24 at its first step, above 0.6 at its last."""

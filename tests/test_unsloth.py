@@ -15,7 +15,7 @@ import torch
 import transformers
 from fake_unsloth import install
 from test_learner import Caught, reference_gradient, two_answers
-from tiny import tiny_config, tiny_tokenizer
+from tiny import save_tiny_base
 
 from art_cli import model
 from art_cli.config.checks import conflicts
@@ -33,11 +33,7 @@ IGNORES_MASKS = "from fake_unsloth import IgnoresMasks as FastLanguageModel\n"
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("base")
-    torch.manual_seed(0)
-    transformers.Qwen3ForCausalLM(tiny_config(hidden=64)).save_pretrained(directory)
-    tiny_tokenizer().save_pretrained(directory)
-    return str(directory)
+    return save_tiny_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 Everything is made by code, nothing is read or downloaded. About 40k parameters, float32, on the CPU.
 """
 
+from pathlib import Path
+
 import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -83,6 +85,15 @@ def tiny_config(vocab: int = 265, *, layers: int = 2, hidden: int = 32) -> Qwen3
         bos_token_id=None,
         initializer_range=0.2,  # far from uniform: a wrong mask or position then shows in every logprob
     )
+
+
+def save_tiny_base(directory: Path, *, hidden: int = 64) -> str:
+    """Writes a base model of seed 0 and its tokenizer as a transformers directory, and says where."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(tiny_config(hidden=hidden)).save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    return str(directory)
 
 
 def tiny_weights(seed: int = 0, lora_rank: int | None = 4, vocab: int = 265, **shape: int) -> Weights:
