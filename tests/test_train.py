@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from art_cli.config.compose import load_config
 from art_cli.engines.embedded.engine import EmbeddedEngine
-from art_cli.errors import DriftError, RunError
+from art_cli.errors import ArtError, DriftError, RunError
 from art_cli.loop.train import TrainResult, train
 from art_cli.run_dir import RunDir, verify_checkpoint
 from art_cli.trajectory import prompt
@@ -169,6 +169,32 @@ def test_ctrl_c_says_how_to_go_on_and_the_same_command_finishes(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert "goes on from step" in done.stderr
     assert [line.step for line in RunDir(tmp_path / "letters").metrics() if line.split == "train"] == list(range(6))
+
+
+def test_ctrl_c_while_the_model_is_loaded_ends_the_run_before_it_begins(tmp_path: Path) -> None:
+    """The warm-up, in a thread that nobody can stop, would take hours."""
+    demos = tmp_path / "demos.jsonl"
+    talk = {"messages": [{"role": "user", "content": "say 1 letters"}, {"role": "assistant", "content": "aaaa"}]}
+    demos.write_text((json.dumps(talk) + "\n") * 16)
+    settings = [f"runs={tmp_path}", f"+sft.demos={demos}", "+sft.epochs=1000000"]
+    command = [sys.executable, "-m", "art_cli", "train", str(PROJECT / "config.yaml"), *settings]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("engine embedded")
+        os.kill(process.pid, signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(timeout=240) == 130
+    assert "Traceback" not in rest
+    assert RunDir(tmp_path / "letters").checkpoint_steps() == []
+
+
+def test_a_run_that_never_began_takes_another_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ArtError, match=r"model\.base"):
+        run(tmp_path, "model.base=nothing/such", "train.steps=1")
+    result = run(tmp_path, "train.steps=1", "eval=null")
+    with pytest.raises(RunError, match=r"made by another configuration: model\.base"):
+        run(tmp_path, "model.base=nothing/such", "train.steps=1", "eval=null")
+    assert json.loads(RunDir(result.root).config_path.read_text())["model"]["base"] == "build.py:build"
 
 
 def test_sft_comes_first_and_is_the_starting_policy(tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ async def train(loaded: LoadedConfig, *, is_fresh: bool = False) -> TrainResult:
     loaded = settle(loaded, "engine", "learner")
     root = loaded.config.runs / loaded.config.name
     run = RunDir(_beside(root) if is_fresh else root)
-    claim_config(run, loaded)
     with run.lock():
+        claim_config(run, loaded)
         run.clean()
         if _is_finished(run, loaded):
             return TrainResult(run.root, loaded.config.train.steps, True, _evaluations(run))
@@ -81,13 +81,16 @@ def _beside(root: Path) -> Path:
 def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
     """Writes config.json, or holds it against the one that is there. Raises RunError naming each difference.
 
-    Its `auto` says why the engine and the learner are what they are, where the configuration left it to the machine.
+    A run that never came to its first checkpoint is nobody's yet: it takes the new one. Its `auto` says why the engine and the learner are what they are, where the configuration left it to the machine.
     """
     new = loaded.config.model_dump(mode="json")
     if run.config_path.exists():
         old = json.loads(run.config_path.read_text())
         old.pop("auto", None)
-        if differences := config_difference(old, new):
+        differences = config_difference(old, new)
+        if differences and not run.checkpoint_steps():
+            shutil.rmtree(run.base, ignore_errors=True)  # built as the old one said
+        elif differences:
             raise RunError(
                 f"{run.root}: made by another configuration: {'; '.join(differences)}; "
                 "change it back, give the run another name, or start anew beside it with --fresh"
@@ -123,6 +126,7 @@ class TrainingRun:
         log.info("%s", self._describe())
         with self._interruptible():
             try:
+                await asyncio.sleep(0)  # an interrupt while the model was loaded ends the run here, before any thread
                 async with self._watching_learner():
                     step = await self._find_start()
                     async with self._open_sampler(step) as sampler:
