@@ -4,6 +4,7 @@ run             a coroutine to its end, in the fastest event loop there is
 LoopThread      an event loop of its own in a thread, for async functions that may block
 call_in_thread  a blocking function in a thread of its own
 let_pool_go     ends the threads that compute for this one
+compute_alone   none computes for this one
 
 The threads are daemons and belong to no pool: a function that never returns is given up, takes no place that others
 wait for, and does not keep the process from ending.
@@ -66,7 +67,21 @@ def let_pool_go() -> None:
     Nothing where torch came with another OpenMP.
     """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libgomp.so.1", mode=_LOADED).omp_pause_resource_all(_SOFT)
+        _openmp().omp_pause_resource_all(_SOFT)
+
+
+def compute_alone() -> None:
+    """This thread computes by itself from now on. torch has set up its own for it already (`torch.get_num_threads()`).
+
+    Nothing where torch came with another OpenMP than GNU's.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        _openmp().omp_set_num_threads(1)
+
+
+def _openmp() -> ctypes.CDLL:
+    """Raises OSError: torch has not loaded GNU's."""
+    return ctypes.CDLL("libgomp.so.1", mode=_LOADED)
 
 
 def _contained(error: BaseException) -> BaseException:

@@ -347,7 +347,7 @@ def test_doctor_says_what_auto_is_and_what_would_change_it() -> None:
 def test_doctor_in_a_process_of_its_own(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "art_cli", "doctor", "--json"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     found = {finding["name"]: finding for finding in json.loads(done.stdout)}
     assert found["engine"]["message"] == "auto chooses embedded: no GPU here"
     assert found["learner"]["message"] == "auto chooses torch: no GPU here"

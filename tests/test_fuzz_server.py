@@ -39,7 +39,7 @@ async def art_serve(root: Path, *options: str) -> AsyncIterator[tuple[Process, s
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
-        await asyncio.wait_for(process.wait(), 60)
+        await asyncio.wait_for(process.wait(), 240)
 
 
 def resident_mib(pid: int) -> float:

@@ -283,7 +283,7 @@ async def test_the_npm_client_works_as_its_users_use_it() -> None:
             env={**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": "policy"},
             stdout=asyncio.subprocess.PIPE,
         )
-        output, _ = await asyncio.wait_for(program.communicate(), 60)
+        output, _ = await asyncio.wait_for(program.communicate(), 240)
     assert json.loads(output) == {
         "models": ["policy"],
         "contents": ["ok", "ok"],

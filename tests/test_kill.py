@@ -52,7 +52,7 @@ class Trainer:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(self.overrides).encode() + b"\n")
         self.process.stdin.flush()
-        return int(self.lines.get(timeout=60))
+        return int(self.lines.get(timeout=240))
 
     def status(self, timeout_s: float) -> int | None:
         """How the child ended; None when it has not within that time."""
@@ -73,8 +73,8 @@ class Trainer:
     def close(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
-        assert self.process.wait(timeout=60) == 0
-        self.listener.join(timeout=60)
+        assert self.process.wait(timeout=240) == 0
+        self.listener.join(timeout=240)
         self.process.stdout.close()
         self.log.close()
 

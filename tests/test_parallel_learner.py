@@ -488,7 +488,7 @@ def test_a_run_whose_learner_loses_a_process_ends_loudly_and_the_same_command_fi
         until(lambda: len(run.files.scored(1)) == 12, child)
         os.kill(victim, signal.SIGKILL)
         begin = time.monotonic()
-        _, said = child.communicate(timeout=60)
+        _, said = child.communicate(timeout=240)
         assert time.monotonic() - begin < 30
         assert child.returncode == 1
     assert "error: process 1 of the learner's 2 died (killed by SIGKILL)" in said
@@ -498,7 +498,7 @@ def test_a_run_whose_learner_loses_a_process_ends_loudly_and_the_same_command_fi
         run.learner_pid(0)
 
     with run.started() as child:
-        _, said = child.communicate(timeout=120)
+        _, said = child.communicate(timeout=240)
         assert child.returncode == 0, said
     train = [line for line in run.files.metrics() if line.split == "train"]
     assert [line.step for line in train] == [0, 1, 2]
@@ -517,7 +517,7 @@ def test_the_learners_processes_end_with_a_run_that_is_killed_outright(tmp_path:
         until(lambda: (run.files.logs / "learner_1.log").exists() and bool(run.files.checkpoint_steps()), child)
         pids = [run.learner_pid(rank) for rank in (0, 1)]
         child.kill()
-        child.communicate(timeout=60)
+        child.communicate(timeout=240)
     begin = time.monotonic()
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() - begin < 30

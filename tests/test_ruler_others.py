@@ -233,7 +233,7 @@ def test_litellm_reaches_a_provider_waits_out_its_limits_and_keeps_its_key() -> 
     """In a process of its own: importing litellm takes seconds, and must not happen before the first call."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENAI_API_KEY": "sk-canary-0011223344"}
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LITELLM)], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", textwrap.dedent(LITELLM)], env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("done")

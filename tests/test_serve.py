@@ -66,7 +66,7 @@ async def serving(
     )
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(service.run(host, 0, ready.set_result))
-    await asyncio.wait((task, ready), timeout=60, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((task, ready), timeout=240, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         task.result()
     try:
@@ -74,7 +74,7 @@ async def serving(
     finally:
         service.stop()
         service.stop()
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, 240)
 
 
 @contextlib.asynccontextmanager
@@ -447,7 +447,7 @@ async def test_no_key_is_in_anything_that_the_command_writes(run: RunDir, tmp_pa
             await say(ai, "mine", max_tokens=2)
     finally:
         process.terminate()
-        out, err = await asyncio.wait_for(process.communicate(), 30)
+        out, err = await asyncio.wait_for(process.communicate(), 240)
     assert process.returncode == 0
     written = (line + out + err).decode()
     assert written.count("POST /v1/completions 401") == 1 + 3 * len(ways_to_send(""))
@@ -828,7 +828,7 @@ async def test_a_sigterm_at_any_instant_ends_the_process(run: RunDir) -> None:
             else:
                 await asyncio.sleep(draw.uniform(0, whole_s))
                 process.terminate()
-            _, said = await asyncio.wait_for(process.communicate(), 60)
+            _, said = await asyncio.wait_for(process.communicate(), 240)
         finally:
             if process.returncode is None:
                 process.kill()
@@ -944,7 +944,7 @@ async def run_line(line: str) -> str:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec("bash", "-c", line, stdout=pipe, stderr=pipe, env=environment)
-    out, err = await asyncio.wait_for(process.communicate(), 60)
+    out, err = await asyncio.wait_for(process.communicate(), 240)
     assert process.returncode == 0, err.decode()
     return out.decode()
 
@@ -964,7 +964,7 @@ async def test_the_lines_it_prints_work_as_they_stand(run: RunDir) -> None:
         assert (await run_line(lines[4])).endswith("\n")
     finally:
         process.terminate()
-        _, errors = await asyncio.wait_for(process.communicate(), 30)
+        _, errors = await asyncio.wait_for(process.communicate(), 240)
     assert process.returncode == 0, errors
     assert errors.decode().count("POST /v1/chat/completions 200") == 2
 

@@ -1,6 +1,7 @@
-"""Threads that compute: gone when they are let go, and back with the next computation."""
+"""Threads that compute: gone when they are let go, back with the next computation, and none where one does."""
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -29,5 +30,29 @@ def test_a_pool_that_is_let_go_ends_and_comes_back() -> None:
             assert time.monotonic() < deadline
         assert torch.equal(states @ states, first)
         assert set(os.listdir(TASKS)) - before
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@pytest.mark.skipif(not TASKS.exists(), reason="torch has GNU's OpenMP on Linux")
+def test_a_thread_that_computes_alone_leaves_the_others_their_pools() -> None:
+    num_threads, found = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+
+    def work() -> None:
+        found.append(torch.get_num_threads())
+        threads.compute_alone()
+        found.append(torch.get_num_threads())
+
+    def after() -> None:
+        found.append(torch.get_num_threads())
+
+    try:
+        for target in (work, after):
+            thread = threading.Thread(target=target)
+            thread.start()
+            thread.join(DEADLINE_S)
+        assert found == [2, 1, 2]
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(num_threads)

@@ -136,7 +136,7 @@ def test_a_step_taken_from_files_is_the_step_of_the_run_bit_for_bit(finished: Pa
         + ["--checkpoint", str(files.checkpoint_path(2)), "-o", str(output), "--json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert (output / ADAPTER).read_bytes() == adapter(finished, 3)
@@ -162,10 +162,10 @@ def test_ctrl_c_says_how_to_go_on_and_the_same_command_finishes(tmp_path: Path) 
                 break
         os.kill(process.pid, signal.SIGINT)
         rest = process.stderr.read()
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=240) == 130
     assert "go on with: art train" in rest
     assert "Traceback" not in rest
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "goes on from step" in done.stderr
     assert [line.step for line in RunDir(tmp_path / "letters").metrics() if line.split == "train"] == list(range(6))

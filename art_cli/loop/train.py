@@ -81,7 +81,8 @@ def _beside(root: Path) -> Path:
 def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
     """Writes config.json, or holds it against the one that is there. Raises RunError naming each difference.
 
-    A run that never came to its first checkpoint is nobody's yet: it takes the new one. Its `auto` says why the engine and the learner are what they are, where the configuration left it to the machine.
+    A run that never came to its first checkpoint is nobody's yet: it takes the new one. Its `auto` says why the engine
+    and the learner are what they are, where the configuration left it to the machine.
     """
     new = loaded.config.model_dump(mode="json")
     if run.config_path.exists():

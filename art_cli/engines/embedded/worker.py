@@ -160,6 +160,9 @@ class Worker:
 
     def _run(self) -> None:
         ended = EngineError("the embedded engine is closed")
+        if self._runner.is_small:
+            torch.get_num_threads()
+            threads.compute_alone()
         try:
             while self._take_commands():
                 self._step()
