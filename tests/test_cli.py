@@ -156,10 +156,14 @@ def test_a_mistake_in_a_process_of_its_own_has_its_line_on_standard_error_and_no
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
-def test_missing_data_is_exit_code_1(art: Art) -> None:
+def test_a_file_that_is_missing_is_a_mistake_of_usage_and_an_empty_one_is_none_to_learn_from(art: Art) -> None:
     Path("config.yaml").write_text(PLAIN)
+    Path("empty.jsonl").write_text("")
+    empty = art("step", "config.yaml", "empty.jsonl", "-o", "out")
+    assert empty == Result(1, "", "error: empty.jsonl: no scored trajectories: nothing to learn from\n")
+    assert not Path("out").exists()
     result = art("step", "config.yaml", "nowhere.jsonl", "-o", "out")
-    assert result == Result(1, "", "error: nowhere.jsonl: no such file\n")
+    assert result == Result(2, "", "error: nowhere.jsonl: no such file\n")
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from art_cli.config.compose import load_config
-from art_cli.errors import DataError
+from art_cli.errors import DataError, UsageError
 from art_cli.loop.choice import settle
 from art_cli.loop.generate import group
 from art_cli.loop.policy import find_policy, open_learner, save_learner
@@ -38,5 +38,8 @@ def run(
 
 def _read(path: Path) -> list[ScoredTrajectory]:
     if not path.is_file():
-        raise DataError("no such file", path)
-    return list(read_lines(path, ScoredTrajectory))
+        raise UsageError(f"{path}: no such file")
+    scored = list(read_lines(path, ScoredTrajectory))
+    if not scored:
+        raise DataError("no scored trajectories: nothing to learn from", path)
+    return scored
