@@ -11,8 +11,8 @@ progress.py    the counts of a run of rollouts, and their progress bar
 gateway.py     the capturing OpenAI-compatible proxy; the per-rollout key says which trajectory a call belongs to
 recorder.py    one rollout's calls as a prefix tree of turns and a tree of messages
 
-The runner's unit of work is `Rollout.play`: (endpoint, key, scenario) -> outcome, plain data all of it, so that it can
-happen in another process or on another host. Policy is that endpoint and key.
+The runner's unit of work is `Rollout.play`: (endpoint, key, scenario) -> outcome, plain data all of it, so that it
+happens in another process and can on another host. Policy is that endpoint and key.
 """
 
 from typing import TYPE_CHECKING, Any, Protocol
