@@ -48,6 +48,8 @@ def _is_known(layer: Any) -> bool:
     if not any(kind.__name__ in KNOWN for kind in type(layer).__mro__):
         return False
     attention, mlp = layer.self_attn, layer.mlp
+    if not all(_is_own(module) for module in (layer, attention, mlp)):
+        return False
     linear = [getattr(attention, name) for name in ATTENTION] + [getattr(mlp, name) for name in MLP]
     norms = [layer.input_layernorm, layer.post_attention_layernorm, *_head_norms(attention)]
     return (
@@ -55,6 +57,12 @@ def _is_known(layer: Any) -> bool:
         and all(is_frozen_norm(norm) for norm in norms)
         and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
     )
+
+
+def _is_own(module: Any) -> bool:
+    """Whether it computes as transformers, or this package, has it: not what Unsloth, say, has put in its place."""
+    place: str = getattr(module.forward, "__module__", None) or ""
+    return place.partition(".")[0] in ("transformers", __name__.partition(".")[0])
 
 
 def _head_norms(attention: Any) -> list[Any]:
