@@ -157,6 +157,17 @@ async def test_a_function_that_cannot_be_loaded_is_told_before_anything_is_playe
     assert message in str(raised.value)
 
 
+async def test_an_import_that_takes_too_long_is_given_up(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "START_DEADLINE_S", 3.0)
+    pid = stage.directory / "pid"
+    source = (
+        f"import os, time\nfrom pathlib import Path\nPath({str(pid)!r}).write_text(str(os.getpid()))\ntime.sleep(60)"
+    )
+    with pytest.raises(RolloutError, match="not imported within 3 s"):
+        await stage.play(source)
+    assert not pid.exists() or not is_alive(int(pid.read_text()))
+
+
 async def test_a_wrong_outcome_stops_the_run(stage: Stage) -> None:
     with pytest.raises(RolloutError, match="a rollout returns a number"):
         await stage.play("def rollout(policy, scenario): return 'good'")

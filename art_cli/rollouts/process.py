@@ -31,6 +31,7 @@ PROGRAM = "import sys; sys.path = {path!r}; from art_cli.rollouts.process_worker
 START_DEADLINE_S = 300.0  # for the user's modules to be imported
 EXPLAIN_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 15.0  # for the function's clients to be closed, and for what it started in threads
+OUTPUT_DEADLINE_S = 1.0  # for what it printed, which a program that left its group may hold open
 MAX_LINE_BYTES = 2**30  # of a message
 
 
@@ -158,11 +159,13 @@ class _Process:
             try:
                 async with asyncio.timeout(START_DEADLINE_S):
                     await self._answer(0, ready)
-            except TimeoutError:
-                await self._end()
-                raise RolloutError(f"{self._entry}: not imported within {START_DEADLINE_S:.0f} s") from None
-            except AttemptError as error:
-                raise RolloutError(f"{self._entry}: {error.message} while it was imported") from error
+            except BaseException as error:
+                await self._end()  # at once: it is importing, and hears nothing
+                if isinstance(error, TimeoutError):
+                    raise RolloutError(f"{self._entry}: not imported within {START_DEADLINE_S:.0f} s") from None
+                if isinstance(error, AttemptError):
+                    raise RolloutError(f"{self._entry}: {error.message} while it was imported") from error
+                raise
 
     async def play(self, policy: Policy, scenario: Json) -> Outcome:
         await self.start()
@@ -220,6 +223,8 @@ class _Process:
                     future = self._answers.get(message.id)
                     if future is not None and not future.done():
                         _settle(future, message)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()  # a function that closed its socket may live on
             status = describe_exit(await process.wait())
         finally:
             self._writer = None
@@ -235,11 +240,13 @@ class _Process:
         await self._clean_up()
 
     async def _clean_up(self) -> None:
-        """The tasks of the process before have ended."""
-        for task in self._tasks:
-            task.cancel()
+        """The tasks of a process that is gone have ended, its last words passed on."""
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_DEADLINE_S)
+            _, unfinished = await asyncio.wait(self._tasks, timeout=OUTPUT_DEADLINE_S)
+            for task in unfinished:
+                task.cancel()
+            if unfinished:
+                await asyncio.wait(unfinished, timeout=CLOSE_DEADLINE_S)
         self._tasks = []
 
 
