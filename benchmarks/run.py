@@ -1,6 +1,6 @@
 """Every speed that is claimed, measured in one go: writes benchmarks/RESULTS.md.
 
-    make bench                                   # all of it, under 20 minutes on two cores
+    make bench                                   # all of it, 20 to 25 minutes on two cores
     python -m benchmarks.run --only gateway      # a part; its section alone is written anew
 
 Each part is a command of its own, run one after the other in a fresh process; what it prints is its section. A part
