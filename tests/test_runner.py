@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -368,6 +369,17 @@ async def test_a_trajectory_that_cannot_be_written_stops_the_run(stage: Stage) -
 
     with pytest.raises(OSError, match="No space left"):
         await stage.play("def rollout(policy, scenario): return 1", num=5, on_finished=keep)
+
+
+async def test_of_several_that_cannot_be_written_one_is_told(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    async def keep(trajectory: Trajectory) -> None:
+        await asyncio.sleep(0.05 * (1 + trajectory.index))
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        await stage.play("def rollout(policy, scenario): return 1", num=5, on_finished=keep, processes=0)
+    gc.collect()
+    assert caplog.text == ""
 
 
 async def test_a_cancelled_run_finishes_what_is_being_written_and_drops_the_rest(stage: Stage) -> None:

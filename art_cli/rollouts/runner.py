@@ -202,6 +202,8 @@ async def _hand_over(trajectory: Trajectory, on_finished: OnFinished) -> None:
         await asyncio.shield(writing)
     except asyncio.CancelledError:
         await asyncio.wait((writing,), timeout=WRITE_TIMEOUT_S)
+        if writing.done() and not writing.cancelled():
+            writing.exception()  # seen: the run has ended for another reason, or for another's like it
         raise
 
 
