@@ -3,6 +3,7 @@
 run             a coroutine to its end, in the fastest event loop there is
 LoopThread      an event loop of its own in a thread, for async functions that may block
 call_in_thread  a blocking function in a thread of its own
+compute         a function that computes with torch in a thread, which lets its pool go
 let_pool_go     ends the threads that compute for this one
 compute_alone   none computes for this one
 
@@ -56,6 +57,18 @@ async def call_in_thread(function: Callable[..., Result], *arguments: Any) -> Re
 
     threading.Thread(target=work, name=f"call {getattr(function, '__name__', function)}", daemon=True).start()
     return await asyncio.wrap_future(future)
+
+
+async def compute(function: Callable[..., Result], *arguments: Any, **knobs: Any) -> Result:
+    """As `asyncio.to_thread`; the next to compute is another thread, and finds no idle pool beside its own."""
+
+    def work() -> Result:
+        try:
+            return function(*arguments, **knobs)
+        finally:
+            let_pool_go()
+
+    return await asyncio.to_thread(work)
 
 
 def let_pool_go() -> None:

@@ -315,12 +315,18 @@ def test_what_cannot_be_divided_is_refused(override: str, key: str) -> None:
 # --- death ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_process_ends_the_others_and_says_so(base: Path, tmp_path: Path) -> None:
-    """Stopped first, so that it dies in the middle of a step that the other waits in. `check` sees it as well."""
+def warmed_up(base: Path, tmp_path: Path) -> tuple[Workers, ParallelLearner]:
+    """Two processes that have answered once and live."""
     workers = Workers(2, logs=tmp_path / "logs")
     learner = ParallelLearner(job(base), workers)
     learner.score([1, 2, 3])
     learner.check()
+    return workers, learner
+
+
+def test_a_killed_process_ends_the_others_and_says_so(base: Path, tmp_path: Path) -> None:
+    """Stopped first, so that it dies in the middle of a step that the other waits in. `check` sees it as well."""
+    workers, learner = warmed_up(base, tmp_path)
     victim, other = workers.pids[1], workers.pids[0]
     os.kill(victim, signal.SIGSTOP)
     killer = threading.Timer(0.5, os.kill, (victim, signal.SIGKILL))
@@ -388,10 +394,7 @@ def test_a_process_that_hangs_ends_them_all_and_is_named(
 ) -> None:
     """It lives, stopped in the middle of a step that the other waits in: that one goes on saying that it runs."""
     monkeypatch.setattr(workers_module, "HUNG_S", 5.0)
-    workers = Workers(2, logs=tmp_path / "logs")
-    learner = ParallelLearner(job(base), workers)
-    learner.score([1, 2, 3])
-    learner.check()
+    workers, learner = warmed_up(base, tmp_path)
     victim, other = workers.pids[1], workers.pids[0]
     os.kill(victim, signal.SIGSTOP)
     begin = time.monotonic()

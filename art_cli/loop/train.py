@@ -358,16 +358,9 @@ class TrainingRun:
 
     async def _off_loop(self, function: Callable[..., Result], *arguments: Any, **knobs: Any) -> Result:
         """`function` in a thread. An interrupt waits for it, since a thread cannot be stopped halfway."""
-
-        def work() -> Result:
-            try:
-                return function(*arguments, **knobs)
-            finally:
-                threads.let_pool_go()  # the next to compute is the engine, in a thread of its own
-
         self._is_updating = True
         try:
-            return await asyncio.to_thread(work)
+            return await threads.compute(function, *arguments, **knobs)
         finally:
             self._is_updating = False
 

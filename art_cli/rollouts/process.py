@@ -91,7 +91,6 @@ class ProcessRollout:
     """Plays the function `entry` of `directory` in `processes` processes, each attempt in the least busy one."""
 
     def __init__(self, entry: str, *, directory: Path, processes: int = 1) -> None:
-        self._entry, self._directory = entry, directory
         self._processes = [_Process(entry, directory) for _ in range(processes)]
 
     async def open(self) -> None:

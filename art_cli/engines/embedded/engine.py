@@ -136,9 +136,8 @@ class EmbeddedEngine:
                 return work()
             finally:
                 self._weights.lock.release()
-                threads.let_pool_go()
 
-        return await asyncio.to_thread(locked)
+        return await threads.compute(locked)
 
     def _running_worker(self) -> Worker:
         if self._worker is None:

@@ -25,7 +25,7 @@ from art_cli.engines.embedded.packed import PackedDecoder
 from art_cli.engines.embedded.runs import Costs, RunPlanner
 from art_cli.engines.embedded.scheduler import Chunk, Shape, StepPlan
 from art_cli.errors import EngineError
-from art_cli.model import Weights
+from art_cli.model import Weights, count_parameters
 
 Tensor = torch.Tensor
 log = logging.getLogger(__name__)
@@ -126,8 +126,7 @@ class Runner:
     @property
     def is_small(self) -> bool:
         """A CPU's other cores do more for who asks than for this model's small products."""
-        num = sum(parameter.numel() for parameter in self._model.parameters())
-        return self.weights.device.type == "cpu" and num < SMALL
+        return self.weights.device.type == "cpu" and count_parameters(self._model).whole < SMALL
 
     def _copy_bytes(self) -> int:
         """What a copy of the weights takes."""

@@ -161,7 +161,7 @@ class Worker:
     def _run(self) -> None:
         ended = EngineError("the embedded engine is closed")
         if self._runner.is_small:
-            torch.get_num_threads()
+            torch.get_num_threads()  # sets up torch's own for this thread, which would undo what follows
             threads.compute_alone()
         try:
             while self._take_commands():
