@@ -43,9 +43,9 @@ class FusedDecoder:
         cos, sin = (part[0][:, None] for part in self._rotary(hidden[None], layout.positions_T[None]))
         half = sin.shape[2] // 2
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-        for layer in self._layers:
-            layer.add_to(hidden, layout, cos, sin)
-        return self._head(_normed(self._norm, hidden[rows]))
+        for layer in self._layers[:-1]:
+            hidden = layer(hidden, layout, cos, sin)
+        return self._head(_normed(self._norm, self._layers[-1](hidden, layout, cos, sin, rows)))
 
 
 class _Layer:
@@ -59,8 +59,8 @@ class _Layer:
         self._head_dim, self._scaling = attention.head_dim, attention.scaling
         self._index, self._window = attention.layer_idx, getattr(attention, "sliding_window", window)
 
-    def add_to(self, hidden: Tensor, layout: Layout, cos: Tensor, sin: Tensor) -> None:
-        """The layer's two residuals, added in place."""
+    def __call__(self, hidden: Tensor, layout: Layout, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> Tensor:
+        """`hidden` with the layer's two residuals added in place; of `rows` alone, where only they are read of it."""
         normed = _normed(self._attention_norm, hidden)
         query, key, value = (
             linear(normed).view(len(hidden), -1, self._head_dim) for linear in (self._query, self._key, self._value)
@@ -75,9 +75,13 @@ class _Layer:
             scaling=self._scaling,
             window=self._window,
         )
-        self._out.add_to(hidden, out.reshape(len(hidden), -1))
+        out = out.reshape(len(hidden), -1)
+        if rows is not None:
+            out, hidden = out[rows], hidden[rows]
+        self._out.add_to(hidden, out)
         normed = _normed(self._mlp_norm, hidden)
         self._down.add_to(hidden, F.silu(self._gate(normed), inplace=True).mul_(self._up(normed)))
+        return hidden
 
 
 class _Linear:

@@ -46,9 +46,10 @@ class PackedDecoder:
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
         rotary = list(zip(torch.split(cos, BLOCK), torch.split(sin, BLOCK), strict=True))
         blocks = [_padded(block) for block in torch.split(hidden, BLOCK)]
-        for layer in self._layers:
+        for layer in self._layers[:-1]:
             blocks = layer(blocks, layout, rotary)
-        return self._head(_scaled(_padded(_whole(blocks)[rows]), self._epsilon))[: len(rows)]
+        last = self._layers[-1](blocks, layout, rotary, rows)
+        return self._head(_scaled(_whole(last), self._epsilon))[: len(rows)]
 
 
 class _Layer:
@@ -71,13 +72,22 @@ class _Layer:
             norms = [attention.q_norm.weight.expand(self._heads, -1), attention.k_norm.weight.expand(heads_kv, -1)]
             self._head_norm = torch.cat(norms).detach(), attention.q_norm.variance_epsilon
 
-    def __call__(self, blocks: Blocks, layout: Layout, rotary: list[tuple[Tensor, Tensor]]) -> Blocks:
-        """Blocks of hidden states with both residuals added. Rows past the layout's T are padding."""
+    def __call__(
+        self, blocks: Blocks, layout: Layout, rotary: list[tuple[Tensor, Tensor]], rows: Tensor | None = None
+    ) -> Blocks:
+        """Blocks of hidden states with both residuals added. Rows past the layout's T are padding.
+
+        `rows`: those that are read of what this gives, and then all that it gives; the others only leave their keys and
+        values.
+        """
         parts = [self._states(block, cos, sin) for block, (cos, sin) in zip(blocks, rotary, strict=True)]
         rotated, value = (_whole(list(part)) for part in zip(*parts, strict=True))
         query, key = rotated[:, : self._heads], rotated[:, self._heads :]
         out = layout.attend(self._index, query, key, value, scaling=self._scaling, window=self._window)
-        outs = torch.split(out.reshape(len(out), -1), BLOCK)
+        out = out.reshape(len(out), -1)
+        if rows is not None:
+            out, blocks = out[rows], [_padded(block) for block in torch.split(_whole(blocks)[rows], BLOCK)]
+        outs = torch.split(out, BLOCK)
         return [self._after(part, block) for part, block in zip(outs, blocks, strict=True)]
 
     def _states(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
