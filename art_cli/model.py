@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from art_cli import plugins, quantization, run_dir
 from art_cli.config.schema import LoraConfig, ModelConfig
 from art_cli.errors import CheckpointError, UsageError
+from art_cli.precision import choose_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -128,10 +129,10 @@ def load_weights(
     import torch
 
     place = torch.device(_pick_device(device))
-    dtype = _pick_dtype(config.dtype, place)
     if not Path(base).is_dir():
         _find_on_hub(base)
     try:
+        dtype = getattr(torch, config.dtype) if config.dtype != "auto" else choose_dtype(base, place)
         model = (load or _load_model)(config, base, place, dtype, seed)  # Unsloth's comes before transformers' import
         tokenizer = _load_tokenizer(base)
     except (OSError, ValueError) as error:
@@ -259,15 +260,6 @@ def _pick_device(device: str) -> str:
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    import torch
-
-    if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else "float32"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _load_model(config: ModelConfig, base: str, place: torch.device, dtype: torch.dtype, seed: int) -> Any:

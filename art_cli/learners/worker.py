@@ -167,10 +167,8 @@ def make_learner(job: "Job") -> "TorchLearner":
     if not dist.is_initialized():
         backends = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backends, timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S))
-    dtype = "bfloat16" if job.model.dtype == "auto" and device.type == "cuda" else job.model.dtype
     # on the CPU first: a GPU need hold no more of it at a time than one layer and its own share
-    model = job.model.model_copy(update={"dtype": dtype})
-    weights = load_weights(model, job.base, device="cpu", seed=job.train.seed)
+    weights = load_weights(job.model, job.base, device="cpu", seed=job.train.seed)
     shard(weights.model.get_base_model() if weights.has_adapter else weights.model, make_mesh(device))
     weights.device = device
     return TorchLearner(
