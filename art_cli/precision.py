@@ -47,7 +47,8 @@ def gain_of_bfloat16(device: str) -> float:
     taken = [[_seconds(matrix) for matrix in matrices] for _ in range(REPEATS + 1)][1:]  # the first chooses a kernel
     threads.let_pool_go()
     single, half = (min(times) for times in zip(*taken, strict=True))
-    return single / half
+    gain: float = single / half
+    return gain
 
 
 def _seconds(matrix: torch.Tensor) -> float:
@@ -64,7 +65,7 @@ def _count_parameters(base: str) -> int:
     import torch
     import transformers
 
-    config: Any = transformers.AutoConfig.from_pretrained(base)
+    auto: Any = transformers.AutoModelForCausalLM  # untyped there
     with torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(config)
+        model = auto.from_config(transformers.AutoConfig.from_pretrained(base))
     return sum(parameter.numel() for parameter in model.parameters())
