@@ -1,5 +1,9 @@
 """How a step is computed: runs of slots, shared spans, fused layers; each against the plain way."""
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +13,8 @@ from hypothesis import strategies as st
 from tiny import tiny_config, tiny_weights
 
 from art_cli.engines.embedded.attention import _attend_normed
-from art_cli.engines.embedded.packed import BLOCK
+from art_cli.engines.embedded.fused import FusedDecoder
+from art_cli.engines.embedded.packed import BLOCK, PackedDecoder
 from art_cli.engines.embedded.runner import Runner
 from art_cli.engines.embedded.runs import MAX_PAIRS, MIN_SHARED, Costs, plan_chunk_runs, plan_runs
 from art_cli.engines.embedded.scheduler import Chunk, Scheduler, Sequence
@@ -203,6 +208,66 @@ def test_a_model_that_the_fused_layers_do_not_reproduce_runs_itself(caplog: pyte
     weights = Weights(model, None, CPU, torch.float32, 1024, "other", has_adapter=False)
     assert_as_a_full_forward(weights, play(weights, [[1, 2, 3]], 4, is_fused=False))
     assert "differ" in caplog.text
+
+
+def sharp_weights() -> Weights:
+    """Keys and queries ten times as long, in 8 layers: one rounding of an embedding moves logprobs by 4e-3 nats."""
+    weights = tiny_weights(seed=1, layers=8)
+    for name, parameter in weights.model.named_parameters():
+        if "q_norm" in name or "k_norm" in name:
+            parameter.data *= 10
+    return weights
+
+
+def wide_weights() -> Weights:
+    """Logits of up to 100."""
+    weights = tiny_weights()
+    weights.model.get_base_model().model.norm.weight.data *= 30
+    with torch.no_grad():
+        assert weights.model(torch.arange(12)[None]).logits.abs().max() > 80
+    return weights
+
+
+def test_layers_that_are_right_are_used_however_far_rounding_moves_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    """Sharp attention: the gap is 40 times the 1e-4 that others keep to, and one of the model to itself, rounded."""
+    for weights in (sharp_weights(), wide_weights()):
+        runner = Runner(weights)
+        assert runner.is_packed and runner._is_right(FusedDecoder)
+    assert "differs" not in caplog.text
+
+
+class Damaged(PackedDecoder):
+    """Made of another model than the one it is asked for."""
+
+    source: Any
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(self.source)
+
+
+def damage_adapter(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data *= 0.5
+
+
+def damage_norm(model: Any) -> None:
+    model.model.layers[0].post_attention_layernorm.weight.data *= 0.8
+
+
+def damage_layer(model: Any) -> None:
+    torch.nn.init.zeros_(model.model.layers[-1].mlp.down_proj.base_layer.weight)
+
+
+@pytest.mark.parametrize("damage", [damage_adapter, damage_norm, damage_layer])
+@pytest.mark.parametrize("make", [tiny_weights, sharp_weights, wide_weights])
+def test_layers_with_a_mistake_are_not_used(make: Callable[[], Weights], damage: Callable[[Any], None]) -> None:
+    weights = make()
+    runner = Runner(weights)
+    Damaged.source = copy.deepcopy(weights.model.get_base_model())
+    assert runner._is_right(Damaged)
+    damage(Damaged.source)
+    assert not runner._is_right(Damaged)
 
 
 def test_new_adapter_tensors_are_used_at_the_next_version() -> None:
