@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -12,10 +13,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from art_cli.config.compose import load_config
+from art_cli.config.compose import load_config, load_sweep
 from art_cli.engines.embedded.engine import EmbeddedEngine
 from art_cli.errors import ArtError, DriftError, RunError
-from art_cli.loop.train import TrainResult, train
+from art_cli.loop.train import TrainResult, going_on, train
 from art_cli.run_dir import RunDir, verify_checkpoint
 from art_cli.trajectory import prompt
 
@@ -145,16 +146,10 @@ def test_a_step_taken_from_files_is_the_step_of_the_run_bit_for_bit(finished: Pa
     assert any((tensors[name] != other).any() for name, other in load_file(output / ADAPTER).items())
 
 
-def test_ctrl_c_says_how_to_go_on_and_the_same_command_finishes(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "art_cli",
-        "train",
-        str(PROJECT / "config.yaml"),
-        f"runs={tmp_path}",
-        "train.steps=6",
-    ]
+def test_ctrl_c_says_how_to_go_on_and_what_it_says_finishes(tmp_path: Path) -> None:
+    art = [sys.executable, "-m", "art_cli"]
+    runs = tmp_path / "my runs"
+    command = [*art, "train", str(PROJECT / "config.yaml"), f"runs={runs}", "train.steps=6"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
@@ -163,12 +158,29 @@ def test_ctrl_c_says_how_to_go_on_and_the_same_command_finishes(tmp_path: Path) 
         os.kill(process.pid, signal.SIGINT)
         rest = process.stderr.read()
         assert process.wait(timeout=240) == 130
-    assert "go on with: art train" in rest
     assert "Traceback" not in rest
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    program, *hint = shlex.split(rest.partition("go on with: ")[2])
+    assert program == "art"
+    done = subprocess.run([*art, *hint], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "goes on from step" in done.stderr
-    assert [line.step for line in RunDir(tmp_path / "letters").metrics() if line.split == "train"] == list(range(6))
+    assert [line.step for line in RunDir(runs / "letters").metrics() if line.split == "train"] == list(range(6))
+
+
+def test_what_goes_on_is_the_whole_sweep_and_never_begins_anew(tmp_path: Path) -> None:
+    """A run that --fresh made beside `letters` is found again by its name, also one of a sweep."""
+    path = PROJECT / "config.yaml"
+    start = ["art", "train", str(path)]
+    sweep = ["train.steps=1,2", "judge.name=rollout"]
+    _, second = load_sweep(path, sweep)
+    name = second.config.name
+    assert shlex.split(going_on(second, RunDir(tmp_path / name))) == [*start, "-m", *sweep]
+    alone = [*start, "train.steps=2", "judge.name=rollout", f"name={name}-2"]
+    assert shlex.split(going_on(second, RunDir(tmp_path / f"{name}-2"))) == alone
+    once = load_config(path, ["name=mine"])
+    assert shlex.split(going_on(once, RunDir(tmp_path / "mine"))) == [*start, "name=mine"]
+    fresh = going_on(once, RunDir(tmp_path / "mine-2"))
+    assert load_config(path, shlex.split(fresh)[3:]).config.name == "mine-2"
 
 
 def test_ctrl_c_while_the_model_is_loaded_ends_the_run_before_it_begins(tmp_path: Path) -> None:

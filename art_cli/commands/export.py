@@ -1,6 +1,7 @@
 """`art export`: a checkpoint as merged weights that stand alone, checked; to the hub as well, if asked."""
 
 import json
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -44,7 +45,7 @@ def _as_text(exported: Exported, dtype: str) -> str:
         f"art eval tells what that does to the rewards\n"
     )
     return (
-        f"{exported.path}: {dtype}, stands alone: art serve {exported.path}\n"
+        f"{exported.path}: {dtype}, stands alone: art serve {shlex.quote(str(exported.path))}\n"
         f"  {exported.num_prompts} prompts replayed, {exported.num_tokens} tokens: logprobs differ by at most "
         f"{exported.max_gap:.2e} nats, {exported.mean_gap:.2e} in the mean\n" + (note if exported.quantize else "")
     )

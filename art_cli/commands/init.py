@@ -1,5 +1,6 @@
 """`art init`: copies a packaged recipe to a new directory and says what to do there."""
 
+import shlex
 import shutil
 import sys
 from difflib import get_close_matches
@@ -16,7 +17,7 @@ def run(*, directory: Path, recipe: str) -> None:
     copy_recipe(packaged("recipes"), recipe, directory)
     sys.stdout.write(
         f"{directory}: the recipe {recipe!r}; next:\n"
-        f"  cd {directory}\n"
+        f"  cd {shlex.quote(str(directory))}\n"
         "  art check config.yaml     # everything a run needs, tried once\n"
         "  art train config.yaml     # run again, it resumes\n"
     )

@@ -7,7 +7,7 @@ load_judge     only a judge, for `art judge` without a configuration
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,6 +52,8 @@ class LoadedConfig:
     path: Path  # the file as the user named it
     places: Places = field(default_factory=Places, repr=False, compare=False)
     auto: Mapping[str, str] = field(default_factory=dict)  # why each group that said `auto` is what it is: loop/choice
+    overrides: tuple[str, ...] = ()  # what was said beside the file
+    sweep: tuple[str, ...] = ()  # what was said for the whole sweep that this is a run of
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,13 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig
     problems = [Problem(key, composition.places.of(key), message) for key, message in conflicts(config)]
     if problems:
         raise ConfigError(problems)
-    return LoadedConfig(_with_paths(config, composition.directory), composition.directory, path, composition.places)
+    return LoadedConfig(
+        _with_paths(config, composition.directory),
+        composition.directory,
+        path,
+        composition.places,
+        overrides=tuple(overrides),
+    )
 
 
 def load_sweep(path: Path, overrides: Sequence[str]) -> list[LoadedConfig]:
@@ -84,7 +92,7 @@ def load_sweep(path: Path, overrides: Sequence[str]) -> list[LoadedConfig]:
         loaded = load_config(path, arguments)
         name = "-".join(filter(None, [loaded.config.name, suffix]))
         config = loaded.config.model_copy(update={"name": name})
-        runs.append(LoadedConfig(config, loaded.directory, path, loaded.places))
+        runs.append(replace(loaded, config=config, sweep=tuple(overrides)))
     return runs
 
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import math
+import shlex
 import shutil
 import signal
 import time
@@ -369,9 +370,16 @@ class TrainingRun:
             raise self._interruption()
 
     def _interruption(self) -> Interrupted:
-        return Interrupted(
-            f"interrupted; what is complete is in {self.run.root}; go on with: art train {self.loaded.path}"
-        )
+        command = going_on(self.loaded, self.run)
+        return Interrupted(f"interrupted; what is complete is in {self.run.root}; go on with: {command}")
+
+
+def going_on(loaded: LoadedConfig, run: RunDir) -> str:
+    """The command that goes on with `run`, or with the sweep that it is one of, as a shell reads it."""
+    words = ["-m", *loaded.sweep] if loaded.sweep else [*loaded.overrides]
+    if run.root.name != loaded.config.name:  # made by --fresh, which would begin once more
+        words = [*loaded.overrides, f"name={run.root.name}"]
+    return shlex.join(["art", "train", str(loaded.path), *words])
 
 
 def _numbers(metrics: StepMetrics) -> dict[str, float]:
