@@ -1,6 +1,7 @@
 """Packs run on any causal model that attends by softmax, and on all others sample by sample, with the same numbers."""
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,20 @@ def test_models_that_packs_do_not_fit_run_sample_by_sample(config: Any, caplog: 
     assert runner.can_pack is False
     assert sum("cannot run packs" in record.message for record in caplog.records) == 1
     assert_runs_exactly(runner, share=False)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_packs_are_trees_where_that_saves_something(ranks: int) -> None:
+    """Eight samples of 100 tokens: 2 shared are not worth a tree, 30 are. A name is a name."""
+    for packing, shared, is_tree in (("auto", 2, False), ("auto", 30, True), ("tree", 2, True), ("rows", 30, False)):
+        runner = PackRunner(weights_of(transformers.LlamaConfig(**SHAPE)), TorchLearnerConfig(packing=packing))
+        runner.can_pack = True
+        runner.ranks = SimpleNamespace(size=ranks, rank=0)  # of the processes, dealing asks no more
+        some = [np.array([*[1] * shared, *[2 + index] * (100 - shared)]) for index in range(8)]
+        packs = runner.deal([bare_sample(ids, np.array([99]), str(index)) for index, ids in enumerate(some)])
+        assert sum(parent < 0 for pack in packs for parent in pack.segments.parents) == (
+            len(packs) if is_tree else sum(len(pack.samples) for pack in packs)
+        )
 
 
 def test_plain_and_packed_give_the_same_gradient() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art_cli.learners.packing import PACK_COST, Pack, pack_samples, pack_small
+from art_cli.learners.packing import PACK_COST, Pack, pack_samples, pack_small, reuse
 from art_cli.learners.samples import Sample, bare_sample
 
 
@@ -165,3 +165,14 @@ def test_a_tree_of_samples_that_share_nothing_is_rows() -> None:
     [tree], [rows] = (pack_samples(samples, budget=100, share=share) for share in (True, False))
     assert tree.segments == rows.segments
     assert tree.token_ids.tolist() == rows.token_ids.tolist()
+
+
+@given(sequences)
+def test_reuse_is_rows_tokens_for_each_of_one_tree(token_lists: list[list[int]]) -> None:
+    flat = sum(map(len, token_lists))
+    distinct = {tuple(ids[:end]) for ids in token_lists for end in range(1, len(ids) + 1)}
+    assert reuse([sample(ids) for ids in token_lists]) == flat / len(distinct)
+
+
+def test_no_samples_reuse_nothing() -> None:
+    assert reuse([]) == 0

@@ -438,8 +438,9 @@ class BaseLearnerConfig(Section):
     offload_optimizer: bool = False
     """true: what AdamW remembers lives in the CPU's memory and updates are computed there: 8 bytes for each trained
     weight less on the GPU. It does not change the update."""
-    packing: Literal["tree", "rows"] = "tree"
-    """tree: every token that samples of a group share is computed once. rows: one row per sample."""
+    packing: Literal["auto", "tree", "rows"] = "auto"
+    """tree: every token that samples share is computed once. rows: one row per sample. auto: trees where that saves
+    some hundredths of the tokens, as it nearly always does. It does not change the gradient."""
     processes: PositiveInt = 1
     """More than 1: so many processes share the packs of an update and divide the model between them (FSDP2), each on a
     GPU of its own, or all on the CPU; the gradient is the same. The engine has weights of its own then."""

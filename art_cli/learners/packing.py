@@ -75,8 +75,7 @@ def pack_samples(samples: Sequence[Sample], *, budget: int, share: bool = True) 
     `samples` does not matter. No samples give no packs.
     """
     if share:
-        ordered = sorted(samples, key=lambda sample: sample.token_ids.tobytes())
-        shared = [0, *map(_common_prefix, ordered[:-1], ordered[1:])]
+        ordered, shared = _sorted(samples)
     else:
         ordered = sorted(samples, key=lambda sample: len(sample.token_ids))
         shared = [0] * len(ordered)
@@ -85,6 +84,12 @@ def pack_samples(samples: Sequence[Sample], *, budget: int, share: bool = True) 
         _lay_out(ordered[start:end], [0, *shared[start + 1 : end]])
         for start, end in zip(bounds[:-1], bounds[1:], strict=True)
     ]
+
+
+def reuse(samples: Sequence[Sample]) -> float:
+    """How many tokens rows compute for each one that a tree of all samples does: 1 where they share nothing."""
+    flat = sum(len(sample.token_ids) for sample in samples)
+    return flat / max(1, flat - sum(_sorted(samples)[1]))
 
 
 def pack_small(samples: Sequence[Sample], *, budgets: Sequence[int], share: bool = True) -> list[Pack]:
@@ -97,6 +102,12 @@ def pack_small(samples: Sequence[Sample], *, budgets: Sequence[int], share: bool
     choices = [pack_samples(samples, budget=budget) for budget in budgets]
     tokens = [sum(len(pack.token_ids) for pack in packs) for packs in choices]
     return next(packs for packs, count in zip(choices, tokens, strict=True) if count <= SLACK * tokens[-1])
+
+
+def _sorted(samples: Sequence[Sample]) -> tuple[list[Sample], list[int]]:
+    """The samples side by side with those they share most with, and how many leading tokens each has of the last."""
+    ordered = sorted(samples, key=lambda sample: sample.token_ids.tobytes())
+    return ordered, [0, *map(_common_prefix, ordered[:-1], ordered[1:])]
 
 
 def _common_prefix(left: Sample, right: Sample) -> int:
