@@ -32,8 +32,8 @@ TAIL = 64  # tokens at the end of each probe sequence that the two ways are comp
 # time, 2048 12.4 s, 1024 11.7 s: past the caches, time goes into fetching fresh memory. On a CPU it is the least; more,
 # up to twice the longest sample, where trees would be cut and their stems computed again.
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
-# How many times a tree's tokens rows must compute for trees to pay: below, what a sample saves goes into its second look,
-# at what it shares. 1M and 24M parameters: trees are 3 to 12 % slower at 1.01, even at 1.03, 7 % faster at 1.13.
+# How many times a tree's tokens rows must compute for trees to pay: below, what a sample saves goes into its second
+# look, at what it shares. Trees are 3 to 12 % slower at 1.01, even at 1.03, 7 % faster at 1.13 (1M and 24M parameters).
 WORTH = 1.04
 # Mean nats the two ways may differ by: both are the same sums in another order. float32 gives 1e-6 on a 24M-parameter
 # model, a wrong mask or position 1e-2 and up; bfloat16 rounds each logit to 3 digits.
