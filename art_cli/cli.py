@@ -402,7 +402,7 @@ def serve(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Or a run.", show_default=False)],
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Or a run.", show_default=False)],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="A new one.", show_default=False)],
     best: Annotated[bool, typer.Option("--best", help="A run's best evaluated checkpoint, not its newest.")] = False,
     base: Annotated[

@@ -72,19 +72,19 @@ class Outline(NamedTuple):
     chat_template: str | None
 
 
-def outline(base: str, adapter: Path | None) -> Outline:
-    """Reads configurations and tokenizer only. Raises UsageError: nothing loadable at `base`."""
+def outline(base: str, adapter: Path | None, *, named: str | None = None) -> Outline:
+    """Reads configurations and tokenizer only. Raises UsageError: nothing loadable at `base`; `named`: load_weights."""
     import peft
     import transformers
 
     if not Path(base).is_dir():
-        _find_on_hub(base)
+        _find_on_hub(base, named)
     try:
         config: Any = transformers.AutoConfig.from_pretrained(base)
         has_tokenizer = adapter is not None and (adapter / "tokenizer_config.json").is_file()
         tokenizer = transformers.AutoTokenizer.from_pretrained(adapter if has_tokenizer else base)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot load {base!r}: {str(error).strip().splitlines()[0]}") from error
+        raise UsageError(f"{named or repr(base)} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
     rank = 1
     if adapter is not None:
         lora: Any = peft.PeftConfig.from_pretrained(str(adapter))
@@ -94,7 +94,7 @@ def outline(base: str, adapter: Path | None) -> Outline:
     return Outline(max_length, rank, template if isinstance(template, str) else None)
 
 
-def find_base(base: str, *, directory: Path, built: Path) -> str:
+def find_base(base: str, *, directory: Path, built: Path, named: str = "model.base") -> str:
     """The hub id or directory to load `base` from; a builder is run once, into the directory `built`.
 
     Raises UsageError: the builder cannot be found or fails.
@@ -110,7 +110,7 @@ def find_base(base: str, *, directory: Path, built: Path) -> str:
             with run_dir.new_directory(built) as empty:
                 build(empty)
         except Exception as error:
-            raise UsageError(f"model.base: {base} failed: {type(error).__name__}: {error}") from error
+            raise UsageError(f"{named}: {base} failed: {type(error).__name__}: {error}") from error
     return str(built)
 
 
@@ -119,18 +119,25 @@ ModelLoader = Callable[["ModelConfig", str, "torch.device", "torch.dtype", int],
 
 
 def load_weights(
-    config: ModelConfig, base: str, *, device: str = "auto", seed: int = 0, load: ModelLoader | None = None
+    config: ModelConfig,
+    base: str,
+    *,
+    device: str = "auto",
+    seed: int = 0,
+    load: ModelLoader | None = None,
+    named: str | None = None,
 ) -> Weights:
     """The model and tokenizer at `base` (a hub id or directory), with a fresh adapter where the config has one.
 
     The adapter starts as no change at all (B = 0), its A drawn from `seed`. `load`: in place of transformers and peft.
+    `named`: what errors call the base where no configuration names it, as in "--base 'x'".
     Raises UsageError: nothing loadable there, no chat template, a module to adapt that the model does not have.
     """
     import torch
 
     place = torch.device(_pick_device(device))
     if not Path(base).is_dir():
-        _find_on_hub(base)
+        _find_on_hub(base, named)
     try:
         dtype = getattr(torch, config.dtype) if config.dtype != "auto" else choose_dtype(base, place)
         model = (load or _load_model)(config, base, place, dtype, seed)  # Unsloth's comes before transformers' import
@@ -138,12 +145,15 @@ def load_weights(
     except (OSError, ValueError) as error:
         summary = str(error).strip().splitlines()[0]
         raise UsageError(
-            f"model.base: cannot load {base!r} (hub id, directory or file.py:function): {summary}"
+            f"{named} cannot be loaded: {summary}"
+            if named
+            else f"model.base: cannot load {base!r} (hub id, directory or file.py:function): {summary}"
         ) from error
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template.read_text()
     if not tokenizer.chat_template:
-        raise UsageError(f"{base}: its tokenizer has no chat template; name a Jinja file in model.chat_template")
+        cure = "give it a chat_template.jinja" if named else "name a Jinja file in model.chat_template"
+        raise UsageError(f"{base}: its tokenizer has no chat template; {cure}")
     max_length = config.max_length or getattr(model.config, "max_position_embeddings", None) or DEFAULT_LENGTH
     model.eval()
     has_adapter = config.lora is not None
@@ -285,7 +295,7 @@ def _load_tokenizer(base: str) -> Any:
     return transformers.AutoTokenizer.from_pretrained(base)
 
 
-def _find_on_hub(base: str) -> None:
+def _find_on_hub(base: str, named: str | None) -> None:
     """Asks once whether the hub has it, unless it is in the cache: loading asks for minutes before it gives up."""
     import huggingface_hub
 
@@ -296,7 +306,9 @@ def _find_on_hub(base: str) -> None:
     except Exception as error:  # the boundary to the hub's client: a bad id, no such model, no network, no permission
         summary = " ".join(str(error).split())[:200]
         raise UsageError(
-            f"model.base: {base!r} is no directory here, no file.py:function, and not on the hub: {summary}"
+            f"{named} is no directory here, and not on the hub: {summary}"
+            if named
+            else f"model.base: {base!r} is no directory here, no file.py:function, and not on the hub: {summary}"
         ) from error
 
 

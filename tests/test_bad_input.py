@@ -101,6 +101,37 @@ def test_a_base_model_that_is_not_there_is_named(art: Callable[..., tuple[int, s
     assert "model.base: 'no/such-model' is no directory here, no file.py:function, and not on the hub" in line
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["export", "nope"], "error: 'nope' is no directory here, and not on the hub: "),
+        (["serve", "small=no/pe"], "error: 'no/pe' is no directory here, and not on the hub: "),
+        (["export", "./nope"], "error: ./nope: no such directory, and no hub id"),
+        (["export", "adapter", "--base", "no/pe"], "error: --base 'no/pe' is no directory here, and not on the hub: "),
+        (["export", "adapter", "--base", "nope.py:build"], "error: nope.py:build: no such file"),
+        (
+            ["export", "adapter"],
+            "error: adapter: its base model 'no/such' (--base names another) is no directory here, and not on",
+        ),
+    ],
+)
+def test_what_is_no_model_is_told_in_the_command_lines_own_words(
+    art: Callable[..., tuple[int, str]],
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    expected: str,
+) -> None:
+    monkeypatch.chdir(project)
+    (project / "adapter").mkdir()
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "no/such"}
+    (project / "adapter/adapter_config.json").write_text(json.dumps(adapter))
+    (project / "adapter/adapter_model.safetensors").write_bytes(b"")
+    code, line = art(*arguments, *(["-o", "out"] if arguments[0] == "export" else ["--port", "0"]))
+    assert code == 2
+    assert line.startswith(expected)
+
+
 def test_trajectories_of_a_newer_schema_are_refused(art: Callable[..., tuple[int, str]], project: Path) -> None:
     newer = project / "scored.jsonl"
     newer.write_text(json.dumps({"schema_version": 99}) + "\n")

@@ -15,7 +15,7 @@ from art_cli.serving.source import find_source
 
 def run(
     *,
-    checkpoint: Path,
+    checkpoint: str,
     output: Path,
     is_best: bool,
     base: str | None,
@@ -28,8 +28,8 @@ def run(
     token = _find_token() if push is not None else None
     with tempfile.TemporaryDirectory(prefix="art-export-") as scratch:
         if base is not None:
-            base = find_base(base, directory=Path.cwd(), built=Path(scratch) / "base")
-        source = find_source(str(checkpoint), best=is_best, base=base)
+            base = find_base(base, directory=Path.cwd(), built=Path(scratch) / "base", named="--base")
+        source = find_source(checkpoint, best=is_best, base=base)
         exported = export(source, output, dtype=dtype, bound=max_gap, probe=make_probe)
     url = _push(exported.path, push, token) if push is not None and token is not None else None
     if as_json:

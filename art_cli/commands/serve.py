@@ -51,7 +51,7 @@ def run(
     check_exposure(host, keys)
     with tempfile.TemporaryDirectory(prefix="art-serve-") as scratch:
         if base is not None:
-            base = find_base(base, directory=Path.cwd(), built=Path(scratch) / "base")
+            base = find_base(base, directory=Path.cwd(), built=Path(scratch) / "base", named="--base")
         sources = [find_source(text, best=is_best, base=base, dtype=dtype) for text in checkpoints]
         if is_following and not all(source.run is not None for source in sources):
             raise UsageError("--follow: name a run (or a checkpoint in one); nothing else has new checkpoints")

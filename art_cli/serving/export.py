@@ -99,7 +99,7 @@ def check(exported: Exported, bound: float) -> None:
 def _load(source: Source, dtype: str) -> Weights:
     settings = {"base": source.base, "lora": None, "dtype": dtype, "max_length": source.max_length}
     config = ModelConfig.model_validate(settings)
-    base = model.load_weights(config, source.base)
+    base = model.load_weights(config, source.base, named=source.named)
     return base if source.adapter is None else model.on_base(base, source.adapter)
 
 

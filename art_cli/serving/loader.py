@@ -81,10 +81,10 @@ class Loader:
                 "chat_template": own if own is not None and own.is_file() else None,
             }
         )
-        return model.load_weights(config, source.base)
+        return model.load_weights(config, source.base, named=source.named)
 
     def _outline(self, source: Source) -> ServedModel:
-        outline = model.outline(source.base, source.adapter)
+        outline = model.outline(source.base, source.adapter, named=source.named)
         return ServedModel(
             base=source.base,
             dtype=source.dtype if source.dtype != "auto" else "bfloat16" if has_gpu(os.environ) else "float32",

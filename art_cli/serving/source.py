@@ -36,6 +36,7 @@ class Source(NamedTuple):
     run: RunDir | None = None
     manifest: Manifest | None = None
     quantize: str | None = None  # "4bit": what the base was made smaller to when the adapter was trained on it
+    named: str | None = None  # the base in an error, as the user knows it: "--base 'x'"
 
     def __str__(self) -> str:
         what = f"step {self.step} of {self.run.root}" if self.run else str(self.adapter or self.base)
@@ -67,7 +68,7 @@ def find_source(text: str, *, best: bool = False, base: str | None = None, dtype
         raise UsageError(f"{place}: no such directory, and no hub id")
     if best:
         raise UsageError(f"{place}: --best picks among the checkpoints of a run")
-    return Source(name or place, place, None, 0, dtype or "auto", None, Sampling())
+    return Source(name or place, place, None, 0, dtype or "auto", None, Sampling(), named=repr(place))
 
 
 def of_checkpoint(
@@ -78,9 +79,13 @@ def of_checkpoint(
     model, sampling = config.get("model", {}), config.get("rollout", {}).get("sampling", {})
     if found.is_adapter:
         checkpoints.check_adapter(found.path)
+        stands_on = base or checkpoints.base_of(found)
+        named = f"--base {base!r}" if base else f"{found.path}: its base model {stands_on!r} (--base names another)"
+    else:
+        stands_on, named = str(found.path.resolve()), str(found.path)
     return Source(
         name=name or _name(found),
-        base=(base or checkpoints.base_of(found)) if found.is_adapter else str(found.path.resolve()),
+        base=stands_on,
         adapter=found.path if found.is_adapter else None,
         step=found.step,
         dtype=dtype or model.get("dtype") or "auto",
@@ -89,6 +94,7 @@ def of_checkpoint(
         run=found.run,
         manifest=found.manifest,
         quantize=model.get("quantize"),
+        named=named,
     )
 
 
