@@ -202,6 +202,40 @@ def test_demos_train_the_same_in_two_processes(base: Path, workers: Workers, tmp
         assert numbers[1][name] == pytest.approx(numbers[0][name], rel=1e-4), name
 
 
+# --- packs against rows -----------------------------------------------------------------------------------------------
+
+
+def test_the_first_batch_is_compared_in_all_processes(base: Path, workers: Workers) -> None:
+    ParallelLearner(job(base), workers).step(played(base))
+    for rank in range(2):
+        assert "packs hold against plain rows" in (workers.logs / f"learner_{rank}.log").read_text()
+
+
+def test_packs_with_a_wrong_gradient_lose_in_all_processes(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows from the first batch on, with the gradient of one process that is right."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import pytest\nfrom test_packing_check import break_backward\nbreak_backward(pytest.MonkeyPatch())\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(TESTS)]))
+    workers = Workers(2, logs=tmp_path / "logs")
+    try:
+        one, two = alone(job(base)), ParallelLearner(job(base), workers)
+        start, groups = started(base, tmp_path), played(base)
+        one.load(start)
+        two.load(start)
+        one.step(groups)
+        metrics = two.step(groups)
+        first, second = saved(one, tmp_path / "one"), saved(two, tmp_path / "two")
+    finally:
+        workers.close()
+    for rank in range(2):
+        assert "packs do not hold against plain rows" in (tmp_path / "logs" / f"learner_{rank}.log").read_text()
+    assert metrics.tokens_computed == metrics.tokens_flat
+    assert distance(first / MOMENTS, second / MOMENTS, kind=":exp_avg") < 1e-5
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from art_cli.learners.pack_runner import TOLERANCE, PackRunner
 from art_cli.learners.packing import Pack
+from art_cli.learners.ranks import Ranks
 from art_cli.learners.samples import Sample
 
 MAX_SAMPLES = 4  # of the pack: enough to branch, few enough to cost less than the step
@@ -41,9 +42,12 @@ class PackingGap(NamedTuple):
 
 
 def compare_packing(runner: PackRunner, samples: Sequence[Sample]) -> PackingGap:
-    """The gap on the samples of the pack that shares most; `runner` has settled. Leaves no gradient behind."""
+    """The gap on the samples of the pack that shares most; `runner` has settled. Leaves no gradient behind.
+
+    All processes of a learner call it, and run the same: what each gradient is summed over does not change their ratio.
+    """
     chosen = max(runner.pack(samples), key=_shared).samples[:MAX_SAMPLES]
-    plain = PackRunner(runner.weights, runner.config)
+    plain = PackRunner(runner.weights, runner.config, runner.ranks)
     plain.can_pack = False
     packed_logprobs, packed_gradient = _measure(runner, runner.pack(chosen))
     # one row at a time: the model's own layers keep several times what packs do, and this is not to be a step's peak
@@ -73,14 +77,14 @@ def _measure(runner: PackRunner, packs: Sequence[Pack]) -> tuple[dict[int, Tenso
                 of_samples = torch.from_numpy(pack.terms.samples)
                 for index, sample in enumerate(pack.samples):
                     logprobs[id(sample)] = terms.detach().float().cpu()[of_samples == index]
-        return logprobs, _copy_gradient(parameters)
+        return logprobs, _copy_gradient(parameters, runner.ranks)
     finally:
         for parameter in parameters.values():
             parameter.grad = None
 
 
-def _copy_gradient(parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Of MAX_NUMBERS at most, in float32 on the CPU."""
+def _copy_gradient(parameters: Mapping[str, Tensor], ranks: Ranks) -> Mapping[str, Tensor]:
+    """Whole, of MAX_NUMBERS at most, in float32 on the CPU."""
     copied: dict[str, Tensor] = {}
     num_numbers = 0
     for name, parameter in sorted(parameters.items(), key=lambda item: item[1].numel()):
@@ -89,5 +93,5 @@ def _copy_gradient(parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         num_numbers += parameter.numel()
         if copied and num_numbers > MAX_NUMBERS:
             break
-        copied[name] = parameter.grad.float().cpu()
+        copied[name] = ranks.whole(parameter.grad).float().cpu()
     return copied

@@ -203,11 +203,11 @@ class TorchLearner:
 
     def _compare_packing(self, batch: Sequence[Sample]) -> None:
         """Once, on the first batch: where packs do not give what plain rows give, rows from then on (contract 1)."""
-        if self.has_compared or not self.runner.can_pack or self.ranks.size > 1:
+        if self.has_compared or not self.runner.can_pack:
             return
         self.has_compared = True
         gap = compare_packing(self.runner, batch)
-        if gap.is_small:
+        if all(self.ranks.gather(gap.is_small)):
             log.info("packs hold against plain rows: %s", gap)
         else:
             self.runner.can_pack = False
