@@ -162,8 +162,17 @@ def test_a_file_that_is_missing_is_a_mistake_of_usage_and_an_empty_one_is_none_t
     empty = art("step", "config.yaml", "empty.jsonl", "-o", "out")
     assert empty == Result(1, "", "error: empty.jsonl: no scored trajectories: nothing to learn from\n")
     assert not Path("out").exists()
-    result = art("step", "config.yaml", "nowhere.jsonl", "-o", "out")
-    assert result == Result(2, "", "error: nowhere.jsonl: no such file\n")
+    missing = Result(2, "", "error: nowhere.jsonl: no such file\n")
+    assert art("step", "config.yaml", "nowhere.jsonl", "-o", "out") == missing
+    assert art("sft", "config.yaml", "nowhere.jsonl", "-o", "out") == missing
+    assert art("judge", "nowhere.jsonl") == missing
+
+
+def test_a_checkpoint_that_is_missing_is_a_mistake_of_usage(art: Art) -> None:
+    Path("config.yaml").write_text(PLAIN)
+    for words in (["generate", "config.yaml", "-o", "x"], ["eval", "config.yaml", "eval.scenarios=s"]):
+        code, out, err = art(*words, "--checkpoint", "nowhere")
+        assert (code, out, err.splitlines()[-1]) == (2, "", "error: nowhere: no such directory")
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

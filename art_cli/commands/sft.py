@@ -7,6 +7,7 @@ from pathlib import Path
 
 from art_cli.config.compose import load_config
 from art_cli.config.schema import SftConfig
+from art_cli.errors import UsageError
 from art_cli.learners.demos import load_demos
 from art_cli.loop.choice import settle
 from art_cli.loop.policy import PolicySource, find_policy, open_learner, save_learner
@@ -15,6 +16,8 @@ from art_cli.loop.policy import PolicySource, find_policy, open_learner, save_le
 def run(*, config: Path, overrides: Sequence[str], demos: Path, checkpoint: Path | None, output: Path) -> None:
     """Trains on `demos` with the config's `sft` section (its defaults where there is none)."""
     loaded = load_config(config, overrides)
+    if not demos.is_file() and ":" not in demos.name:  # file.py:function
+        raise UsageError(f"{demos}: no such file")
     transcripts = load_demos(str(demos.resolve()), loaded.directory)
     if loaded.config.sft is None:
         section = SftConfig(demos=str(demos))

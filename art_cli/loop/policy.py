@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.config.compose import LoadedConfig, config_hash
-from art_cli.errors import CheckpointError
+from art_cli.errors import CheckpointError, UsageError
 from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.model import Weights, find_base, load_checkpoint, load_weights
 from art_cli.run_dir import Manifest, RunDir, new_checkpoint, verify_checkpoint
@@ -27,8 +27,10 @@ class PolicySource(NamedTuple):
 def find_policy(loaded: LoadedConfig, wanted: Path | None) -> PolicySource:
     """The policy a user means: a checkpoint directory, a run directory (its newest), or nothing (this config's run).
 
-    Raises CheckpointError: named, and not there or not whole.
+    Raises UsageError: named, and not there; CheckpointError: not whole.
     """
+    if wanted is not None and not wanted.is_dir():
+        raise UsageError(f"{wanted}: no such directory")
     if wanted is not None and (wanted / "manifest.json").exists():
         return PolicySource(wanted, verify_checkpoint(wanted).step)
     run = RunDir(wanted or loaded.config.runs / loaded.config.name)
