@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
 
 class Side:
-    """An object in a process of its own, made there by `make(*args)`."""
+    """An object in a process of its own, made there by `make(*args)` at once, while this process goes on."""
 
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -112,7 +112,11 @@ def _status_mb(key: str) -> float:
 
 def _serve(pipe: Connection, make: Callable[..., Any], args: Sequence[Any]) -> None:
     """The other process: makes the object and answers calls until the pipe closes."""
-    side: Any = None
+    side, failure = None, ""
+    try:
+        side = make(*args)
+    except Exception as error:  # told at every call
+        failure = f"{type(error).__name__}: {error}"
     while True:
         try:
             method, given = pipe.recv()
@@ -120,7 +124,7 @@ def _serve(pipe: Connection, make: Callable[..., Any], args: Sequence[Any]) -> N
             return
         try:
             if side is None:
-                side = make(*args)
+                raise RuntimeError(failure)
             if method == "_timed":
                 begin, begin_cpu = time.perf_counter(), time.process_time()
                 getattr(side, *given)()
