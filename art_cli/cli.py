@@ -7,6 +7,7 @@ the traceback under --verbose.
 
 import errno
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -36,8 +37,10 @@ Checkpoint = Annotated[
 
 
 def main() -> NoReturn:
-    """The console script `art`."""
+    """Runs this process's command line and ends the process."""
     code = run(sys.argv[1:])
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is done: Ctrl-C while Python tidies up ends it at once
     try:
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read the output has enough; the interpreter must not flush again when it ends
@@ -50,16 +53,19 @@ def run(arguments: Sequence[str]) -> int:
     """The exit code of a command line, its failure reported. `--verbose` may stand anywhere in it."""
     is_verbose = "--verbose" in arguments
     rest = [argument for argument in arguments if argument != "--verbose"]
-    log.set_up(verbose=is_verbose)
+    code: Any
     try:
-        code: Any = app(rest or ["--help"], prog_name="art", standalone_mode=False)
+        log.set_up(verbose=is_verbose)
+        code = app(rest or ["--help"], prog_name="art", standalone_mode=False)
+    except KeyboardInterrupt:  # outside of what Typer answers for
+        code = 130
     except Exception as error:
         if is_verbose:
             traceback.print_exc()
         lines, failure = report(error)
         sys.stderr.writelines(f"{line}\n" for line in lines)
         return failure
-    if code == 130:  # Typer's answer to Ctrl-C
+    if code == 130:  # also Typer's answer to Ctrl-C
         sys.stderr.write("interrupted\n")
     return code if isinstance(code, int) else 0
 
@@ -84,8 +90,10 @@ def report(error: Exception) -> tuple[list[str], int]:
             return [f"error: {what}no space left on the disk; free some and run the same command again"], 1
         case OSError(strerror=str(reason)):
             return [f"error: {error.filename or 'the system says'}: {reason}"], 1
-    where = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(str(error).split())
+    if "KeyboardInterrupt" in text or isinstance(error.__cause__, KeyboardInterrupt):
+        return ["interrupted"], 130  # pydantic's own code, interrupted while a module is imported, makes this of Ctrl-C
+    where = traceback.extract_tb(error.__traceback__)[-1]
     bug = f"error: this is a bug in art: {type(error).__name__}: {text} ({Path(where.filename).name}:{where.lineno})"
     return [f"{bug}; run it again with --verbose for the traceback"], 1
 

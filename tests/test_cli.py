@@ -195,6 +195,7 @@ def test_a_checkpoint_that_is_missing_is_a_mistake_of_usage(art: Art) -> None:
             ["error: runs/x: no space left on the disk; free some and run the same command again"],
             1,
         ),
+        (RuntimeError('Error building "model" validator:\n  KeyboardInterrupt:'), ["interrupted"], 130),
         (PermissionError(errno.EACCES, "Permission denied", "runs"), ["error: runs: Permission denied"], 1),
         (
             ModuleNotFoundError("No module named 'torch'", name="torch"),
@@ -244,6 +245,55 @@ def test_ctrl_c_is_exit_code_130_and_a_line(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("moment", "said"),
+    [
+        ("art_cli.cli", ""),
+        ("typer", ""),
+        ("typer.main", ""),
+        ("typer's commands", "interrupted\n"),
+        ("art_cli.commands.train", "interrupted\n"),
+        ("hydra.core.override_parser.types", "interrupted\n"),
+    ],
+)
+def test_ctrl_c_is_quiet_from_the_first_moments_on(tmp_path: Path, moment: str, said: str) -> None:
+    """The process signals itself when a module is about to be imported, or Typer makes its commands."""
+    program = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from art_cli.__main__ import main\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {moment!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        f'if {moment!r} == "typer\'s commands":\n'
+        "    import typer.main\n"
+        "    typer.main.get_group = lambda _: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.argv = ['art', 'train', 'config.yaml']\n"
+        "main()\n"
+    )
+    (tmp_path / "config.yaml").write_text(PLAIN)
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
+
+
+def test_ctrl_c_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    """As a shell starts `art ... &`."""
+    program = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from art_cli.__main__ import main\n"
+        "sys.argv = ['art', '--version']\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_reader_that_has_enough_is_no_failure_to_shout_about(tmp_path: Path) -> None:
