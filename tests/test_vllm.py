@@ -28,7 +28,7 @@ from art_cli.chat.replies import ReplyBuilder
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.compose import load_config
 from art_cli.config.schema import VllmEngineConfig
-from art_cli.engines.vllm import arguments
+from art_cli.engines.vllm import arguments, server
 from art_cli.engines.vllm.arguments import ServedModel
 from art_cli.engines.vllm.engine import VllmEngine
 from art_cli.engines.vllm.process import free_port
@@ -381,6 +381,18 @@ async def test_a_server_that_does_not_start_shows_its_last_lines(fake: Fake) -> 
     with pytest.raises(EngineError, match=r"ended while it started \(exit status 3\)(?s:.)*no such model"):
         async with fake.running("no start"):
             pass
+
+
+async def test_a_port_that_somebody_else_was_quicker_to_take_is_left_to_them(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        ports = [taken.getsockname()[1], free_port()]
+        monkeypatch.setattr(server, "free_port", lambda: ports.pop(0))
+        async with fake.running():
+            assert len(fake.starts()) == 2 and not ports
+    assert "address already in use" in (fake.logs / "vllm.log").read_text()
 
 
 async def test_a_server_that_does_not_answer_in_time_is_ended(fake: Fake) -> None:

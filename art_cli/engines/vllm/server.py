@@ -9,6 +9,7 @@ stop()      an own one is gone, a running one left as it is
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -61,16 +62,16 @@ class OwnServer:
         raise EngineError(f"vllm: {MAX_PORTS} ports in a row were taken by others while it started; see {self.log}")
 
     async def _start_at(self, port: int) -> bool:
-        """False: somebody else answers at that port."""
+        """False: somebody else has that port."""
         self.key = secrets.token_urlsafe(32)
         self.control = Control(f"http://127.0.0.1:{port}", self.key)
         self._process = ServerProcess(self._command(port), self._environment(), self.log, secrets=[self.key])
         try:
             await self._process.start()
-            await self._until_healthy()
-            with contextlib.suppress(Refused):  # another's server, which does not know our key
-                if self.base_name in await self.control.models():
-                    return True
+            if await self._until_healthy():
+                with contextlib.suppress(Refused):  # another's server, which does not know our key
+                    if self.base_name in await self.control.models():
+                        return True
         except BaseException:
             await self.stop()
             raise
@@ -103,7 +104,8 @@ class OwnServer:
             has_gpu=self._has_gpu,
         )
 
-    async def _until_healthy(self) -> None:
+    async def _until_healthy(self) -> bool:
+        """Whether a server answers; False: ours ended, because somebody else was quicker to take the port."""
         assert self._process is not None
         ended = asyncio.ensure_future(self._process.wait())
         try:
@@ -111,7 +113,7 @@ class OwnServer:
                 while not ended.done():
                     with contextlib.suppress(Unreachable):
                         if await self.control.is_healthy(timeout_s=HEALTH_TIMEOUT_S):
-                            return
+                            return True
                     await asyncio.wait({ended}, timeout=POLL_S)
         except TimeoutError as error:
             limit = f"{self._config.start_timeout_s:g} s (engine.start_timeout_s)"
@@ -119,6 +121,8 @@ class OwnServer:
         finally:
             ended.cancel()
         lines = self.last_lines()
+        if os.strerror(errno.EADDRINUSE).lower() in lines.lower():
+            return False
         if "No module named 'vllm'" in lines or "No module named vllm" in lines:
             raise EngineError(f"engine.python: {self._python} has no vLLM; `pip install vllm` there, or name another")
         raise EngineError(f"vllm: the server ended while it started ({ended.result()}); {lines}")
