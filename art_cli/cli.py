@@ -5,10 +5,12 @@ that a user can act on is its line on standard error and its exit code; anything
 the traceback under --verbose.
 """
 
+import atexit
 import errno
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +48,19 @@ def main() -> NoReturn:
     except BrokenPipeError:  # whoever read the output has enough; the interpreter must not flush again when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends the process, also under threads that still compute: they may be loading a model that nobody wants any more.
+
+    Daemon threads outlive Python itself by a moment: one that comes back from torch then is an abort of the process.
+    """
+    if any(thread.daemon for thread in threading.enumerate()):
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

@@ -296,6 +296,28 @@ def test_ctrl_c_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_what_still_computes_in_a_thread_does_not_abort_the_process() -> None:
+    """What is to be done at the end is done: handlers of atexit, and what was printed is seen."""
+    program = (
+        "import atexit, threading, torch\n"
+        "from art_cli import cli\n"
+        "def compute():\n"
+        "    while True:\n"
+        "        torch.mm(torch.ones(300, 300), torch.ones(300, 300))\n"
+        "def run(_):\n"
+        "    for _ in range(4):\n"
+        "        threading.Thread(target=compute, daemon=True).start()\n"
+        "    print('done')\n"
+        "    return 7\n"
+        "atexit.register(print, 'bye')\n"
+        "cli.run = run\n"
+        "cli.main()\n"
+    )
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+        assert (done.returncode, done.stdout, done.stderr) == (7, "done\nbye\n", "")
+
+
 def test_a_reader_that_has_enough_is_no_failure_to_shout_about(tmp_path: Path) -> None:
     command = f"'{sys.executable}' -m art_cli --help | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=240)
