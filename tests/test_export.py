@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,6 +62,16 @@ def test_the_tokenizer_and_its_template_come_along(run: RunDir, tmp_path: Path) 
     talk = [{"role": "user", "content": "hé"}]
     assert ours.apply_chat_template(talk) == theirs.apply_chat_template(talk)
     assert ours.chat_template == theirs.chat_template
+
+
+def test_a_template_that_only_the_adapter_has_is_enough(run: RunDir, tmp_path: Path) -> None:
+    bare = shutil.copytree(run.base, tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    source = find_source(str(run.root), base=str(bare))
+    assert transformers.AutoTokenizer.from_pretrained(bare).chat_template is None
+    export(source, tmp_path / "out", dtype="float32", bound=None, probe=make_probe)
+    exported, own = (transformers.AutoTokenizer.from_pretrained(path) for path in (tmp_path / "out", run.base))
+    assert exported.chat_template == own.chat_template is not None
 
 
 def test_the_dtype_is_what_is_written(run: RunDir, tmp_path: Path) -> None:

@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 from art_cli import model
 from art_cli.chat.requests import Sampling
-from art_cli.config.schema import ModelConfig
 from art_cli.errors import DriftError, RunError, UsageError
 from art_cli.model import Weights
 from art_cli.run_dir import RunDir, new_directory, read_lines
 from art_cli.serving.card import model_card
-from art_cli.serving.source import Source
+from art_cli.serving.source import Source, base_config
 from art_cli.trajectory import Trajectory, sequence
 
 # Of one token's logprob, in nats; of one below -1, as a share of it, since rounding grows with it. float32: the order
@@ -97,8 +96,7 @@ def check(exported: Exported, bound: float) -> None:
 
 
 def _load(source: Source, dtype: str) -> Weights:
-    settings = {"base": source.base, "lora": None, "dtype": dtype, "max_length": source.max_length}
-    config = ModelConfig.model_validate(settings)
+    config = base_config(source).model_copy(update={"dtype": dtype, "quantize": None})
     base = model.load_weights(config, source.base, named=source.named)
     return base if source.adapter is None else model.on_base(base, source.adapter)
 

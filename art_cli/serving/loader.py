@@ -14,12 +14,12 @@ from typing import Any
 import pydantic
 import yaml
 
-from art_cli import checkpoints, model
-from art_cli.config.schema import EmbeddedEngineConfig, EngineConfig, ModelConfig, VllmEngineConfig
+from art_cli import model
+from art_cli.config.schema import EmbeddedEngineConfig, EngineConfig, VllmEngineConfig
 from art_cli.engines import Engine, make_engine
 from art_cli.engines.vllm.arguments import ServedModel, has_gpu
 from art_cli.errors import UsageError
-from art_cli.serving.source import Source
+from art_cli.serving.source import Source, base_config
 from art_cli.threads import call_in_thread
 
 log = logging.getLogger(__name__)
@@ -70,18 +70,7 @@ class Loader:
         return model.on_base(self._bases[key], source.adapter)
 
     def _load(self, source: Source) -> model.Weights:
-        own = source.adapter / checkpoints.TEMPLATE_FILE if source.adapter is not None else None
-        config = ModelConfig.model_validate(
-            {
-                "base": source.base,
-                "lora": None,
-                "dtype": source.dtype,
-                "max_length": source.max_length,
-                "quantize": source.quantize,
-                "chat_template": own if own is not None and own.is_file() else None,
-            }
-        )
-        return model.load_weights(config, source.base, named=source.named)
+        return model.load_weights(base_config(source), source.base, named=source.named)
 
     def _outline(self, source: Source) -> ServedModel:
         outline = model.outline(source.base, source.adapter, named=source.named)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from art_cli import checkpoints
 from art_cli.chat.requests import Sampling
 from art_cli.checkpoints import Found
+from art_cli.config.schema import ModelConfig
 from art_cli.errors import UsageError
 from art_cli.run_dir import Manifest, RunDir
 
@@ -41,6 +42,21 @@ class Source(NamedTuple):
     def __str__(self) -> str:
         what = f"step {self.step} of {self.run.root}" if self.run else str(self.adapter or self.base)
         return f"{self.name} ({what})"
+
+
+def base_config(source: Source) -> ModelConfig:
+    """How its base is loaded, without the adapter; the chat template beside that counts, as a base may have none."""
+    own = source.adapter / checkpoints.TEMPLATE_FILE if source.adapter is not None else None
+    return ModelConfig.model_validate(
+        {
+            "base": source.base,
+            "lora": None,
+            "dtype": source.dtype,
+            "max_length": source.max_length,
+            "quantize": source.quantize,
+            "chat_template": own if own is not None and own.is_file() else None,
+        }
+    )
 
 
 def parse_name(text: str) -> tuple[str | None, str]:
