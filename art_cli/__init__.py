@@ -6,10 +6,10 @@ What a rollout's author or a notebook needs is here by name, and imported when i
     await art_cli.train(art_cli.load_config("config.yaml"))            # in a notebook
 """
 
-TYPE_CHECKING = False  # typing's own would have to be imported, before Ctrl-C is quiet (__main__.py)
-if TYPE_CHECKING:
-    from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
     from art_cli.config.compose import LoadedConfig, load_config
     from art_cli.config.schema import RunConfig
     from art_cli.errors import ArtError
@@ -51,9 +51,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> "Any":
-    from importlib import import_module
-
+def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'art_cli' has no attribute {name!r}")
     return getattr(import_module(f"art_cli.{_HOMES[name]}"), name)

@@ -3,9 +3,8 @@
 A handler and no `except`: what an import's own code catches, or reports as its failure, would not come here.
 """
 
-# What `signal` wraps, built in: that one first imports enum, for 4 ms in which Ctrl-C would be a traceback.
-import _signal as signal  # type: ignore[import-not-found]
 import os
+import signal
 
 
 def main() -> None:
