@@ -110,7 +110,7 @@ class Table:
                 if game.result is None:
                     kept.append(place)
             if cache is not None and kept:
-                cache.crop(lengths.pop() + 1)
+                cache.crop(lengths.pop() + 1 - cache.get_seq_length())  # how many too many, negative
                 cache.batch_select_indices(_tensor(kept))
             live = [live[place] for place in kept]
 
