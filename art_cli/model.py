@@ -49,6 +49,11 @@ class Weights:
     version: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
 
+    @property
+    def dtype_name(self) -> str:
+        """As a configuration says it: "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
     @contextlib.contextmanager
     def adapter_off(self) -> Iterator[None]:
         """The reference policy: the same model without its adapter."""

@@ -70,5 +70,5 @@ def _count_parameters(base: str) -> int:
 
     auto: Any = transformers.AutoModelForCausalLM  # untyped there
     with torch.device("meta"):
-        model = auto.from_config(transformers.AutoConfig.from_pretrained(base))
-    return sum(parameter.numel() for parameter in model.parameters())
+        num: int = auto.from_config(transformers.AutoConfig.from_pretrained(base)).num_parameters()
+    return num

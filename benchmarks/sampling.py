@@ -177,7 +177,7 @@ async def measure(name: str, weights: Weights, repeats: int, *, with_batch: bool
     await engine.close()
     if with_batch:
         taken["generate_batch"] = [await take(case.smaller(), GenerateBatch(weights), 0)]
-    shared = {"case": name, "dtype": str(weights.dtype).removeprefix("torch."), "lora": weights.has_adapter}
+    shared = {"case": name, "dtype": weights.dtype_name, "lora": weights.has_adapter}
     return [{**shared, **_row(side, runs, taken["embedded"])} for side, runs in taken.items()]
 
 

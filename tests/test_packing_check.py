@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_learner import Caught, learner, reference_gradient, two_answers
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from art_cli.config.schema import GrpoConfig, TorchLearnerConfig
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing_check import compare_packing
+from art_cli.learners.samples import bare_sample
 
 
 def runner_of(weights: Any) -> PackRunner:
@@ -31,6 +33,22 @@ def test_exact_packs_hold_to_rounding(lora_rank: int | None) -> None:
     assert gap.logprob < 1e-5 and gap.gradient < 1e-5
     assert gap.is_small
     assert all(parameter.grad is None for parameter in weights.model.parameters())
+
+
+def test_trees_are_compared_also_where_the_first_batch_has_none_that_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later batch may have them, and is not compared any more."""
+    runner, parents, run = runner_of(tiny_weights()), [], PackRunner.run
+
+    def keep(self: PackRunner, pack: Any) -> Any:
+        parents.extend(pack.segments.parents)
+        return run(self, pack)
+
+    monkeypatch.setattr(PackRunner, "run", keep)
+    ids = [np.array([1, *[2 + index] * 60]) for index in range(4)]
+    little = [bare_sample(each, np.array([60]), str(index)) for index, each in enumerate(ids)]
+    assert all(parent < 0 for pack in runner.pack(little) for parent in pack.segments.parents)
+    assert compare_packing(runner, little).is_small
+    assert any(parent >= 0 for parent in parents)
 
 
 def test_bfloat16_packs_hold_within_its_bounds() -> None:

@@ -121,10 +121,8 @@ def make_learner(config: "RunConfig", weights: "Weights", *, logs: Path | None =
     }
     if has_own_weights(config):
         make = import_module("art_cli.learners.parallel").parallel_learner
-        dtype = str(weights.dtype).removeprefix("torch.")  # the same for all, whatever each would measure
-        learner: Learner = make(
-            base=weights.base, model=config.model.model_copy(update={"dtype": dtype}), logs=logs, **knobs
-        )
+        model = config.model.model_copy(update={"dtype": weights.dtype_name})  # for all, whatever each would measure
+        learner: Learner = make(base=weights.base, model=model, logs=logs, **knobs)
         return learner
     module, _, name = BUILT_INS[config.learner.name].partition(":")
     learner = getattr(import_module(module), name)(weights, **knobs)

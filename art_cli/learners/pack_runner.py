@@ -90,9 +90,11 @@ class PackRunner:
             "%s cannot run packs (%s); training one sample at a time, slower", type(self.model).__name__, reason
         )
 
-    def pack(self, samples: Sequence[Sample]) -> list[Pack]:
-        """The samples as packs that `run` takes."""
-        return pack_small(samples, budgets=self._budgets(samples), share=self._shares(samples))
+    def pack(self, samples: Sequence[Sample], *, share: bool | None = None) -> list[Pack]:
+        """The samples as packs that `run` takes. `share`: whether they are trees; None: as the config says."""
+        if share is None:
+            share = self._shares(samples)
+        return pack_small(samples, budgets=self._budgets(samples), share=share)
 
     def _shares(self, samples: Sequence[Sample]) -> bool:
         """Whether what the samples have in common is computed once."""

@@ -46,11 +46,12 @@ def compare_packing(runner: PackRunner, samples: Sequence[Sample]) -> PackingGap
 
     All processes of a learner call it, and run the same: what each gradient is summed over does not change their ratio.
     """
-    chosen = max(runner.pack(samples), key=_shared).samples[:MAX_SAMPLES]
+    share = runner.config.packing != "rows"  # also where this batch's trees would not pay: a later one's may
+    chosen = max(runner.pack(samples, share=share), key=_shared).samples[:MAX_SAMPLES]
     # the model's own layers keep several times what packs do, and this is not to be a step's peak: one row at a time
     plain = PackRunner(runner.weights, runner.config.model_copy(update={"gradient_checkpointing": True}), runner.ranks)
     plain.can_pack = False
-    packed_logprobs, packed_gradient = _measure(runner, runner.pack(chosen))
+    packed_logprobs, packed_gradient = _measure(runner, runner.pack(chosen, share=share))
     logprobs, gradient = _measure(plain, [pack for sample in chosen for pack in plain.pack([sample])])
     gaps = torch.cat([(packed_logprobs[key] - logprobs[key]).abs() for key in logprobs])
     difference = sum(float((packed_gradient[name] - part).square().sum()) for name, part in gradient.items())

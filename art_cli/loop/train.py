@@ -260,7 +260,7 @@ class TrainingRun:
         probe = proof.make_probe(self.weights.model.config.vocab_size)
         engine = await sampler.engine.score(probe)
         learner = await self._off_loop(self.learner.score, probe)
-        return proof.compare(engine, learner, dtype=str(self.weights.dtype).removeprefix("torch."), step=step)
+        return proof.compare(engine, learner, dtype=self.weights.dtype_name, step=step)
 
     @contextlib.asynccontextmanager
     async def _watching_learner(self) -> AsyncIterator[None]:

@@ -50,7 +50,7 @@ def served_model(weights: Weights) -> ServedModel:
     template = weights.tokenizer.chat_template
     return ServedModel(
         base=weights.base,
-        dtype=str(weights.dtype).removeprefix("torch."),
+        dtype=weights.dtype_name,
         max_length=weights.max_length,
         lora_rank=max(ranks),
         chat_template=template if isinstance(template, str) else None,
