@@ -369,6 +369,9 @@ def serve(
     knobs: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the engine: max_batch=256; repeat.")
     ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run the vLLM that the run's config.json names: python, args, env.")
+    ] = False,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Of the base: float32, bfloat16; its run's.")] = None,
     host: Annotated[str, typer.Option("--host", help="Any but this machine's own needs a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8000,
@@ -409,6 +412,7 @@ def serve(
         base=base,
         engine=engine,
         knobs=knobs or [],
+        is_trusted=trust,
         dtype=dtype,
         host=host,
         port=port,

@@ -85,9 +85,11 @@ def outline(base: str, adapter: Path | None, *, named: str | None = None) -> Out
     if not Path(base).is_dir():
         _find_on_hub(base, named)
     try:
-        config: Any = transformers.AutoConfig.from_pretrained(base)
+        config: Any = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
         has_tokenizer = adapter is not None and (adapter / "tokenizer_config.json").is_file()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(adapter if has_tokenizer else base)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            adapter if has_tokenizer else base, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         raise UsageError(f"{named or repr(base)} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
     rank = 1
@@ -204,7 +206,7 @@ def on_base(base: Weights, adapter: Path | None) -> Weights:
     model = _wrap(model, adapter)
     tokenizer = base.tokenizer
     if (adapter / "tokenizer_config.json").is_file():
-        tokenizer = transformers.AutoTokenizer.from_pretrained(adapter)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(adapter, trust_remote_code=False)
     weights = replace(base, model=model, tokenizer=tokenizer, has_adapter=True, version=0, lock=threading.RLock())
     load_checkpoint(weights, adapter)
     return weights
@@ -286,7 +288,9 @@ def _load_model(config: ModelConfig, base: str, place: torch.device, dtype: torc
     if config.quantize is not None:
         quantization.require_bitsandbytes()
         few_bits = {"quantization_config": quantization.settings(dtype), "device_map": {"": place}}
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **few_bits)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        base, dtype=dtype, trust_remote_code=False, **few_bits
+    )
     quantization.keep_layout(model)
     if config.lora is not None:
         model = add_adapter(model, config.lora, seed)
@@ -297,7 +301,7 @@ def _load_tokenizer(base: str) -> Any:
     import transformers
 
     _hide_progress_bars()
-    return transformers.AutoTokenizer.from_pretrained(base)
+    return transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
 
 
 def _find_on_hub(base: str, named: str | None) -> None:

@@ -70,5 +70,7 @@ def _count_parameters(base: str) -> int:
 
     auto: Any = transformers.AutoModelForCausalLM  # untyped there
     with torch.device("meta"):
-        num: int = auto.from_config(transformers.AutoConfig.from_pretrained(base)).num_parameters()
+        num: int = auto.from_config(
+            transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
+        ).num_parameters()
     return num

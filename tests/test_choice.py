@@ -21,7 +21,7 @@ from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.schema import EmbeddedEngineConfig, TorchLearnerConfig, VllmEngineConfig
 from art_cli.engines import make_engine
 from art_cli.engines.vllm.probe import VllmFacts, find_vllm
-from art_cli.errors import ConfigError, EngineError, LearnerError, RunError
+from art_cli.errors import ConfigError, EngineError, LearnerError, RunError, UsageError
 from art_cli.learners import load_policy, make_learner
 from art_cli.loop.choice import Choice, Facts, Machine, choose, describe, engine_facts, settle
 from art_cli.loop.train import claim_config
@@ -324,8 +324,26 @@ def test_serving_chooses_by_the_same_facts(tmp_path: Path) -> None:
     section = {"engine": {"name": "vllm", "python": "/trained/python"}}
     run.config_path.write_text(json.dumps(json.loads(run.config_path.read_text()) | section))
     elsewhere = MachineOf(modules=())
-    assert serve_command._choose_engine("auto", [], [of_run], elsewhere).name == "vllm"
+    assert serve_command._choose_engine("auto", [], [of_run], elsewhere, is_trusted=True).name == "vllm"
     assert elsewhere.asked == [Path("/trained/python")]
+
+
+def test_a_run_that_is_not_trusted_has_no_program_tried(tmp_path: Path) -> None:
+    """`auto` tries the run's Python to find out what its vLLM can do: it asks first, and says what it would run."""
+    run = make_run(tmp_path / "run")
+    of_run = scripted_source()._replace(run=run)
+    section = {"engine": {"name": "vllm", "python": "/theirs/python"}}
+    run.config_path.write_text(json.dumps(json.loads(run.config_path.read_text()) | section))
+    machine = MachineOf(modules=("vllm",))
+    for name in ("auto", "vllm"):
+        with pytest.raises(UsageError, match=r'would run vLLM with engine.python="/theirs/python"; add --trust'):
+            serve_command._choose_engine(name, [], [of_run], machine)
+    assert machine.asked == []
+    assert serve_command._choose_engine("embedded", [], [of_run], machine).name == "embedded"
+    assert serve_command._choose_engine("auto", ["python=/mine/python"], [of_run], machine).name == "vllm"
+    assert machine.asked == [Path("/mine/python")]
+    machine.gpu = False
+    assert serve_command._choose_engine("auto", [], [of_run], machine).name == "embedded"
 
 
 def test_doctor_says_what_auto_is_and_what_would_change_it() -> None:

@@ -16,7 +16,7 @@ from art_cli.errors import UsageError
 from art_cli.loop.choice import Machine, choose, engine_facts
 from art_cli.model import find_base
 from art_cli.serving.keys import check_exposure, read_keys
-from art_cli.serving.loader import Loader, engine_config, read_knobs
+from art_cli.serving.loader import Loader, check_trust, engine_config, read_knobs
 from art_cli.serving.policies import Policies, ServedPolicy
 from art_cli.serving.service import Limits, Service
 from art_cli.serving.source import Source, find_source
@@ -34,6 +34,7 @@ def run(
     base: str | None,
     engine: str,
     knobs: Sequence[str],
+    is_trusted: bool,
     dtype: str | None,
     host: str,
     port: int,
@@ -55,7 +56,7 @@ def run(
         sources = [find_source(text, best=is_best, base=base, dtype=dtype) for text in checkpoints]
         if is_following and not all(source.run is not None for source in sources):
             raise UsageError("--follow: name a run (or a checkpoint in one); nothing else has new checkpoints")
-        loader = Loader(_choose_engine(engine, knobs, sources), logs=Path(scratch))
+        loader = Loader(_choose_engine(engine, knobs, sources, is_trusted=is_trusted), logs=Path(scratch))
         if loader.swaps_adapters and len(sources) > 1:
             raise UsageError("--engine vllm serves one checkpoint; start one server for each, or --engine embedded")
         log.info("loading %s into %s", ", ".join(map(str, sources)), loader.config.name)
@@ -71,18 +72,27 @@ def run(
 
 
 def _choose_engine(
-    name: str, knobs: Sequence[str], sources: Sequence[Source], machine: Machine | None = None
+    name: str,
+    knobs: Sequence[str],
+    sources: Sequence[Source],
+    machine: Machine | None = None,
+    *,
+    is_trusted: bool = False,
 ) -> EngineConfig:
-    """The engine that is asked for; `auto` is what this machine has and these sources can be served with."""
-    settings, trained = read_knobs(knobs), _trained_engine(sources)
+    """The engine that is asked for; `auto` is what this machine has and these sources can be served with.
+
+    Raises UsageError: the run decides which program vLLM is, and is not trusted; nothing was run then.
+    """
+    settings, trained, machine = read_knobs(knobs), _trained_engine(sources), machine or Machine()
+    obstacle = "vLLM serves one checkpoint only" if len(sources) > 1 else ""
+    may_be_vllm = name == "vllm" or (name == "auto" and machine.has_gpu() and not obstacle)
+    if may_be_vllm and not is_trusted and sources[0].run is not None:
+        check_trust(trained, settings, place=sources[0].run.config_path)
     if name == "auto":
         of_trained = trained.get("python") if trained.get("name") == "vllm" else None
         python = settings.get("python", of_trained)
         facts = engine_facts(
-            machine or Machine(),
-            obstacle="vLLM serves one checkpoint only" if len(sources) > 1 else "",
-            base=sources[0].base,
-            python=Path(str(python)) if python else None,
+            machine, obstacle=obstacle, base=sources[0].base, python=Path(str(python)) if python else None
         )
         choice = choose("engine", facts)
         log.info("engine %s (auto: %s)", choice.name, choice.reason)

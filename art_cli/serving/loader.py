@@ -4,6 +4,7 @@ Memory: for the embedded engine one base per (base, dtype, context), an adapter 
 policy; while a policy changes to another checkpoint it has two of these. vLLM has all of it in a process of its own.
 """
 
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,9 @@ ENGINES: dict[str, type[EmbeddedEngineConfig] | type[VllmEngineConfig]] = {
     "embedded": EmbeddedEngineConfig,
     "vllm": VllmEngineConfig,
 }
-SOMEBODY_ELSES = ("url", "api_key_env")  # a run's vLLM server that was not its own: not taken over unasked
+NEVER_TAKEN = ("url", "api_key_env")  # settings of a run that would send prompts and a key to another server
+PROGRAMS = ("python", "args", "env")  # settings of a run's vLLM that decide which code is run
+MAX_SHOWN = 160  # characters shown of what a run's configuration would run
 
 
 @dataclass
@@ -85,6 +88,24 @@ class Loader:
         )
 
 
+def check_trust(trained: Mapping[str, Any], knobs: Mapping[str, Any], *, place: Path) -> None:
+    """Raises UsageError: the run's configuration at `place` decides which code is run, and no knob says otherwise.
+
+    A run directory may come from somebody else. What it says is data, so its `engine.python`, `engine.args` and
+    `engine.env` are taken only when the user trusts it.
+    """
+    if trained.get("name") != "vllm":
+        return
+    programs = {f"engine.{key}": trained[key] for key in PROGRAMS if trained.get(key) and key not in knobs}
+    if programs:
+        shown = ", ".join(f"{key}={json.dumps(value)}" for key, value in programs.items())
+        shown = shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
+        raise UsageError(
+            f"{place}: would run vLLM with {shown}; add --trust if this run is yours, or leave its settings with "
+            "--engine embedded or --set KEY=VALUE for each of these"
+        )
+
+
 def engine_config(name: str, knobs: Mapping[str, Any], trained: Mapping[str, Any]) -> EngineConfig:
     """The engine's configuration: that of the run it was trained with where it is the same engine, and `knobs` over it.
 
@@ -93,7 +114,7 @@ def engine_config(name: str, knobs: Mapping[str, Any], trained: Mapping[str, Any
     if name not in ENGINES:
         raise UsageError(f"--engine {name}: one of auto, {', '.join(ENGINES)}")
     settings = dict(trained) if trained.get("name") == name else {}
-    settings = {key: value for key, value in settings.items() if key not in SOMEBODY_ELSES} | {"name": name}
+    settings = {key: value for key, value in settings.items() if key not in NEVER_TAKEN} | {"name": name}
     try:
         return ENGINES[name].model_validate({**settings, **knobs})
     except pydantic.ValidationError as error:
