@@ -83,7 +83,7 @@ def malformed(seed: int) -> Iterator[Malformed]:
 def post(path: str, body: bytes, *more: str) -> bytes:
     lines = [
         f"POST {path} HTTP/1.1",
-        "Host: x",
+        "Host: localhost",
         "Content-Type: application/json",
         f"Content-Length: {len(body)}",
         *more,

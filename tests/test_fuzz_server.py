@@ -93,7 +93,8 @@ async def test_malformed_requests_are_refused_and_cost_nothing(tmp_path: Path) -
         statuses += await bombard(root, requests, NUM_REQUESTS - NUM_REQUESTS // 3)
         growth = resident_mib(process.pid) - before
         good = b'{"model": "mine", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}'
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += b"Connection: close\r\nContent-Length: %d\r\n\r\n"
         assert await send(root, head % len(good) + good, ANSWER_S) == 200
     print(f"\n{NUM_REQUESTS} requests: {dict(sorted(statuses.items()))}, memory {before:.0f} MiB, {growth:+.1f} MiB")
     assert process.returncode == 0

@@ -7,6 +7,8 @@ import logging
 import os
 import random
 import re
+import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -45,6 +47,7 @@ from art_cli.serving.service import Limits, Service
 from art_cli.serving.source import Source, find_source
 
 USER = {"role": "user", "content": "hi"}
+JSON = {"Content-Type": "application/json"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
@@ -457,6 +460,91 @@ async def test_no_key_is_in_anything_that_the_command_writes(run: RunDir, tmp_pa
     assert not any(key in written for key in keys)
 
 
+# What a browser sends for a page of elsewhere; PORT becomes the server's.
+OF_PAGES: list[tuple[dict[str, str], int]] = [
+    ({"Host": "rebound.example"}, 421),
+    ({"Host": "rebound.example:PORT"}, 421),
+    ({"Host": "localhost.rebound.example:PORT"}, 421),
+    ({"Host": "127.0.0.1.rebound.example"}, 421),
+    ({"Host": "192.168.1.5:PORT"}, 421),
+    ({"Host": "localhost@rebound.example"}, 421),
+    ({"Host": "0.0.0.0:PORT"}, 421),  # browsers take it for this machine
+    ({"Host": ""}, 421),
+    ({"Origin": "https://page.example"}, 403),
+    ({"Origin": "null"}, 403),
+    ({"Origin": "http://localhost:1"}, 403),
+    ({"Origin": "http://localhost:PORT.page.example"}, 403),
+    ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, 403),
+    ({"Sec-Fetch-Site": "same-site"}, 403),
+]
+OF_PROGRAMS: list[dict[str, str]] = [
+    {},
+    {"Host": "localhost"},
+    {"Host": "LOCALHOST:PORT"},
+    {"Host": "[::1]:PORT"},
+    {"Host": "127.0.0.1:9"},  # through a forwarded port
+    {"Origin": "http://127.0.0.1:PORT", "Sec-Fetch-Site": "same-origin"},
+    {"Sec-Fetch-Site": "none"},
+    {"Content-Type": "application/json; charset=utf-8"},
+]
+
+
+async def test_a_server_without_a_key_obeys_no_web_page() -> None:
+    """Every route refuses what a browser sends for a foreign page or a rebound name, and nothing reaches the engine."""
+    loader = ScriptedLoader()
+    body = json.dumps({"model": "policy", "messages": [USER]})
+    async with serving(loader=loader) as (service, root), httpx.AsyncClient(base_url=root) as http:
+        port = root.rpartition(":")[2]
+        for headers, status in OF_PAGES:
+            sent = {name: value.replace("PORT", port) for name, value in headers.items()}
+            for method, path in routes_of(service):
+                reply = await http.request(method, path, headers={**JSON, **sent}, content=body)
+                assert reply.status_code == status, (method, path, sent)
+                assert method == "HEAD" or reply.json()["error"]["code"] in ("foreign_host", "foreign_origin")
+                assert not any(name.startswith("access-control-") for name in reply.headers)
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", None):
+            for path in ("/v1/chat/completions", "/v1/completions"):
+                reply = await http.post(path, content=body, headers={} if kind is None else {"Content-Type": kind})
+                assert (reply.status_code, reply.json()["error"]["code"]) == (415, "unsupported_media_type")
+        assert loader.engines[0].requests == []
+        for headers in OF_PROGRAMS:
+            sent = {name: value.replace("PORT", port) for name, value in headers.items()}
+            reply = await http.post("/v1/chat/completions", content=body, headers={**JSON, **sent})
+            assert reply.status_code == 200, sent
+            assert (await http.get("/metrics", headers=sent)).status_code == 200
+        assert len(loader.engines[0].requests) == len(OF_PROGRAMS)
+        twice = f"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nHost: page.example\r\nConnection: close\r\n\r\n"
+        assert (await asyncio.to_thread(send_raw, root, twice.encode()))[0].startswith(b"HTTP/1.1 421 ")
+        old = b"GET /health HTTP/1.0\r\n\r\n"
+        assert (await asyncio.to_thread(send_raw, root, old))[0].split()[1] == b"200"
+
+
+async def test_programs_without_a_key_keep_working() -> None:
+    """curl as the server prints it, the Python client, and node's fetch, which sends Sec-Fetch-Mode."""
+    body = json.dumps({"model": "policy", "messages": [USER]})
+    async with serving(loader=ScriptedLoader()) as (_, root):
+        async with client(root) as ai:
+            assert await say(ai, "policy") == "ok"
+        url = f"{root.replace('127.0.0.1', 'localhost')}/v1/chat/completions"
+        line = f"curl -s --ipv4 {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+        assert json.loads(await run_line(line))["choices"][0]["message"]["content"] == "ok"
+        if shutil.which("node"):
+            options = {"method": "POST", "headers": JSON, "body": body}
+            program = f"fetch('{root}/v1/chat/completions', {json.dumps(options)}).then(r => console.log(r.status))"
+            assert await run_line(f"node -e {shlex.quote(program)}") == "200\n"
+
+
+async def test_a_server_with_a_key_is_reached_by_any_name() -> None:
+    """A proxy hands on the name that the world knows; the key says who asks."""
+    headers = {"Authorization": "Bearer k", "Host": "models.example", "Origin": "https://app.example"}
+    async with (
+        serving(loader=ScriptedLoader(), keys=Keys(["k"])) as (_, root),
+        httpx.AsyncClient(base_url=root) as http,
+    ):
+        body = {"model": "policy", "messages": [USER]}
+        assert (await http.post("/v1/chat/completions", json=body, headers=headers)).status_code == 200
+
+
 def test_an_address_that_others_reach_needs_a_key(capsys: pytest.CaptureFixture[str]) -> None:
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
         with pytest.raises(UsageError, match="it needs a key"):
@@ -517,7 +605,7 @@ async def test_a_body_too_large_is_413() -> None:
         serving(loader=ScriptedLoader(), max_body_bytes=1000) as (service, root),
         httpx.AsyncClient(base_url=root) as http,
     ):
-        reply = await http.post("/v1/chat/completions", content=b"x" * 1001)
+        reply = await http.post("/v1/chat/completions", content=b"x" * 1001, headers=JSON)
         assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
         assert service.admission.num_inside == 0
 
@@ -536,7 +624,10 @@ def send_raw(root: str, *pieces: bytes) -> tuple[bytes, float]:
         return received, time.perf_counter() - begin
 
 
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+HEAD = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 100\r\n"
+)
 
 
 async def test_a_body_too_slow_is_408_and_frees_its_place() -> None:
@@ -583,7 +674,10 @@ async def ask_and_not_read(root: str, wire: socket.socket, *, is_stream: bool) -
     wire.setblocking(False)
     host, _, port = root.removeprefix("http://").partition(":")
     await asyncio.get_running_loop().sock_connect(wire, (host, int(port)))
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    )
+    head += b"Content-Length: %d\r\n\r\n"
     wire.send(head % len(body) + body)
 
 
@@ -927,7 +1021,7 @@ async def test_the_numbers_are_prometheus_and_right() -> None:
         await say(ai, "policy")
         async for _ in await ai.chat.completions.create(model="policy", messages=[USER], stream=True):
             pass
-        await http.post("/v1/chat/completions", content=b"{")
+        await http.post("/v1/chat/completions", content=b"{", headers=JSON)
         reply = await http.get("/metrics")
     assert reply.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     numbers = dict(line.rsplit(" ", 1) for line in reply.text.splitlines() if not line.startswith("#"))

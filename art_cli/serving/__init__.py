@@ -7,6 +7,7 @@
     admission.py   Admission: how many requests are in the house, and whether more may come in
     desk.py        Desk: takes a request to its policy; waits for a place, counts, logs
     keys.py        Keys: who may ask
+    pages.py       keeps web pages out of a server without a key
     door.py        Door: what stands before the application: keys, admission, the access log
     meter.py       Meter: numbers for Prometheus
     openapi.py     the description of the API

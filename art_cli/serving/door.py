@@ -1,6 +1,7 @@
-"""Door: stands before the application. Checks keys, lets requests in or refuses them, writes the access log.
+"""Door: stands before the application. Checks who asks, lets requests in or refuses them, writes the access log.
 
 Everything but /health needs a key where there are keys, also what does not exist here: whoever has none learns nothing.
+Where there are none, programs of this machine may ask, and web pages may not, /health included.
 The log has method, path, status and seconds, never headers, query strings or content. Of a path that is none of ours
 it has the plain words only: people put keys there.
 """
@@ -19,6 +20,7 @@ from art_cli.chat.errors import ChatError
 from art_cli.serving.admission import Admission
 from art_cli.serving.keys import Keys
 from art_cli.serving.meter import Meter
+from art_cli.serving.pages import check_sender
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class Door:
         is_completion = path in COMPLETIONS and scope["method"] == "POST"
         with ExitStack() as stack:
             try:
-                self._check_key(scope)
+                self._check_caller(scope)
                 if is_completion:
                     stack.enter_context(self._admission.entered())
             except ChatError as error:
@@ -67,9 +69,11 @@ class Door:
             if is_completion:
                 await delivered(scope)
 
-    def _check_key(self, scope: Scope) -> None:
-        key = key_of(Headers(scope=scope))
-        if scope["path"] != OPEN and not self._keys.admits(key):
+    def _check_caller(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if not self._keys:
+            check_sender(scope["method"], headers)
+        elif scope["path"] != OPEN and not self._keys.admits(key := key_of(headers)):
             raise wrong_key(key)
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:

@@ -62,20 +62,25 @@ REFUSALS = {
     "429": "Too many requests are here; Retry-After says when to come again.",
     "503": "The model is being loaded, or the server is shutting down.",
 }
+WRONG_KEY = {"401": "No key, or one that is not valid here."}
+OF_A_PAGE = {"403": "A web page of another site asks.", "421": "The Host header names another machine."}
+NO_JSON = {"415": "The body is not declared to be JSON."}
 
 
 def describe(models: Sequence[str], *, version: str, needs_key: bool) -> Json:
     """The OpenAPI document of a server of these models."""
-    refused = {"401": "No key, or one that is not valid here."} if needs_key else {}
+    refused = WRONG_KEY if needs_key else OF_A_PAGE
     document: Json = {
         "openapi": "3.1.0",
         "info": {"title": "art serve", "version": version, "description": "An OpenAI-compatible API."},
         "paths": {
-            "/v1/chat/completions": {"post": _completion("chat", refused)},
-            "/v1/completions": {"post": _completion("text", refused)},
+            "/v1/chat/completions": {"post": _completion("chat", refused if needs_key else {**refused, **NO_JSON})},
+            "/v1/completions": {"post": _completion("text", refused if needs_key else {**refused, **NO_JSON})},
             "/v1/models": {"get": _get("The models served.", {"$ref": "#/components/schemas/models"}, refused)},
             "/v1/models/{name}": {"get": _model(refused)},
-            "/health": {"get": {**_get("The process lives.", {"type": "object"}, {}), "security": []}},
+            "/health": {
+                "get": {**_get("The process lives.", {"type": "object"}, {} if needs_key else refused), "security": []}
+            },
             "/ready": {"get": _get("Requests are answered.", {"type": "object"}, {**refused, "503": REFUSALS["503"]})},
             "/metrics": {"get": _get("Numbers for Prometheus.", {"type": "string"}, refused, "text/plain")},
             "/openapi.json": {"get": _get("This document.", {"type": "object"}, refused)},

@@ -1,0 +1,42 @@
+"""Keeps web pages out of a server without a key. A browser reaches this machine for any page that its user opens.
+
+A page can send a `text/plain` POST to any address without asking, and can give its own host name the address 127.0.0.1
+(DNS rebinding), after which the browser takes the server for the page's own. The browser says in headers that it did
+so, and a page cannot change these. Programs (curl, the OpenAI clients) send none of them.
+"""
+
+import re
+
+from starlette.datastructures import Headers
+
+from art_cli.chat.errors import ChatError
+from art_cli.serving.keys import is_loopback
+
+HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(:\d{0,5})?")
+OWN_SITES = ("same-origin", "none")  # none: the user typed the address
+CURE = "start the server with a key (ART_API_KEY) to reach it this way"
+
+
+def check_sender(method: str, headers: Headers) -> None:
+    """Raises ChatError: 421 for a foreign host name, 403 for another site's page, 415 for a POST that is no JSON.
+
+    A request without a Host is let in: browsers always send one, old health checks do not.
+    """
+    hosts = headers.getlist("host")
+    if not all(_is_own(host) for host in hosts):
+        message = f"the Host header names another machine; this server is localhost, 127.0.0.1 or [::1]; {CURE}"
+        raise ChatError(421, message, code="foreign_host")
+    if any(origin not in [f"http://{host}" for host in hosts] for origin in headers.getlist("origin")):
+        raise ChatError(403, f"a web page of another origin may not ask here; {CURE}", code="foreign_origin")
+    if any(site not in OWN_SITES for site in headers.getlist("sec-fetch-site")):
+        raise ChatError(403, f"a web page of another site may not ask here; {CURE}", code="foreign_origin")
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if method == "POST" and kind != "application/json":
+        message = "a request is JSON and says so: send the header Content-Type: application/json"
+        raise ChatError(415, message, code="unsupported_media_type")
+
+
+def _is_own(host: str) -> bool:
+    """Whether a Host header names this machine by itself, on any port."""
+    found = HOST.fullmatch(host)
+    return found is not None and is_loopback(found[1].strip("[]").lower())
