@@ -352,6 +352,7 @@ def evaluate(
 
 @app.command()
 def serve(
+    context: typer.Context,
     checkpoints: Annotated[
         list[str],
         typer.Argument(
@@ -417,6 +418,7 @@ def serve(
         host=host,
         port=port,
         api_key=api_key,
+        is_key_on_line=_is_on_line(context, "api_key"),
         api_key_file=api_key_file,
         concurrency=concurrency,
         queue=queue,
@@ -425,6 +427,12 @@ def serve(
         logs_content=log_content,
         as_json=json,
     )
+
+
+def _is_on_line(context: typer.Context, name: str) -> bool:
+    """Whether the parameter was given as an option, and not by its environment variable or default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 @app.command()

@@ -7,7 +7,6 @@ directory.
 import json
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from art_cli.loop.generate import plan_groups
 from art_cli.loop.sampler import open_sampler
 from art_cli.model import Weights, count_parameters, find_base
 from art_cli.rollouts.scenarios import load_scenarios
+from art_cli.scratch import scratch
 from art_cli.trajectory import Json, Trajectory, Turn, prompt, score_trajectory, sequence
 
 
@@ -42,18 +42,20 @@ def run(*, config: Path, overrides: Sequence[str], as_json: bool) -> None:
     loaded = load_config(config, overrides)
     check_trainable(loaded.config)
     loaded = settle(loaded, "engine", "learner")
-    with tempfile.TemporaryDirectory(prefix="art-check-") as scratch:
-        preflight = Preflight(loaded, Path(scratch))
+    with scratch("check") as place:
+        preflight = Preflight(loaded, place)
         try:
             findings = preflight.check()
         finally:
             preflight.close()
-    if as_json:
-        sys.stdout.write(json.dumps([finding._asdict() for finding in findings]) + "\n")
-    else:
-        sys.stdout.writelines(_as_line(finding) for finding in findings)
-    if bad := [finding.name for finding in findings if not finding.is_good]:
-        raise ArtError(f"{config}: not ready: {', '.join(bad)}")
+        if as_json:
+            sys.stdout.write(json.dumps([finding._asdict() for finding in findings]) + "\n")
+        else:
+            sys.stdout.writelines(_as_line(finding) for finding in findings)
+        if bad := [
+            finding.name for finding in findings if not finding.is_good
+        ]:  # a finding may name a log, which stays
+            raise ArtError(f"{config}: not ready: {', '.join(bad)}")
 
 
 def _as_line(finding: Finding) -> str:

@@ -7,7 +7,6 @@ the same scenarios, so differences are paired; the first policy is what the othe
 import contextlib
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from art_cli.loop.evaluate import Estimate, Gate, estimate, paired_difference, p
 from art_cli.loop.evaluate import values_by_scenario as values
 from art_cli.loop.policy import PolicySource, find_policy, open_policy
 from art_cli.loop.sampler import open_sampler
+from art_cli.scratch import scratch
 
 Values = dict[str, dict[str, float]]  # metric -> scenario id -> value
 
@@ -52,7 +52,7 @@ def run(
     parsed = [parse_gate(gate) for gate in gates]
     policies = _policies(loaded, checkpoints, endpoints)
     with contextlib.ExitStack() as stack:
-        place = output or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="art-eval-")))
+        place = output or stack.enter_context(scratch("eval"))
         results = {name: _play(policy, source, place, name) for name, (policy, source) in policies.items()}
     rows = compare(results)
     sys.stdout.write(json.dumps([_as_dict(row) for row in rows]) + "\n" if as_json else _as_table(rows))

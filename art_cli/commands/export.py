@@ -3,12 +3,12 @@
 import json
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 
 from art_cli.errors import ArtError, UsageError
 from art_cli.loop.proof import make_probe
 from art_cli.model import find_base
+from art_cli.scratch import scratch
 from art_cli.serving.export import Exported, export
 from art_cli.serving.source import find_source
 
@@ -26,9 +26,9 @@ def run(
 ) -> None:
     """Writes `output` and says how near it is to the checkpoint."""
     token = _find_token() if push is not None else None
-    with tempfile.TemporaryDirectory(prefix="art-export-") as scratch:
+    with scratch("export") as place:
         if base is not None:
-            base = find_base(base, directory=Path.cwd(), built=Path(scratch) / "base", named="--base")
+            base = find_base(base, directory=Path.cwd(), built=place / "base", named="--base")
         source = find_source(checkpoint, best=is_best, base=base)
         exported = export(source, output, dtype=dtype, bound=max_gap, probe=make_probe)
     url = _push(exported.path, push, token) if push is not None and token is not None else None

@@ -4,7 +4,6 @@ import json
 import logging
 import shlex
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from art_cli.config.schema import EngineConfig
 from art_cli.errors import UsageError
 from art_cli.loop.choice import Machine, choose, engine_facts
 from art_cli.model import find_base
+from art_cli.scratch import scratch
 from art_cli.serving.keys import check_exposure, read_keys
 from art_cli.serving.loader import Loader, check_trust, engine_config, read_knobs
 from art_cli.serving.policies import Policies, ServedPolicy
@@ -39,6 +39,7 @@ def run(
     host: str,
     port: int,
     api_key: str | None,
+    is_key_on_line: bool,
     api_key_file: Path | None,
     concurrency: int,
     queue: int,
@@ -48,15 +49,19 @@ def run(
     as_json: bool,
 ) -> None:
     """Serves until SIGTERM or Ctrl-C."""
+    if is_key_on_line:
+        log.warning(
+            "--api-key: anyone on this machine can see it in `ps`; set %s, or give --api-key-file", KEY_VARIABLE
+        )
     keys = read_keys(api_key, api_key_file)
     check_exposure(host, keys)
-    with tempfile.TemporaryDirectory(prefix="art-serve-") as scratch:
+    with scratch("serve") as place:
         if base is not None:
-            base = find_base(base, directory=Path.cwd(), built=Path(scratch) / "base", named="--base")
+            base = find_base(base, directory=Path.cwd(), built=place / "base", named="--base")
         sources = [find_source(text, best=is_best, base=base, dtype=dtype) for text in checkpoints]
         if is_following and not all(source.run is not None for source in sources):
             raise UsageError("--follow: name a run (or a checkpoint in one); nothing else has new checkpoints")
-        loader = Loader(_choose_engine(engine, knobs, sources, is_trusted=is_trusted), logs=Path(scratch))
+        loader = Loader(_choose_engine(engine, knobs, sources, is_trusted=is_trusted), logs=place)
         if loader.swaps_adapters and len(sources) > 1:
             raise UsageError("--engine vllm serves one checkpoint; start one server for each, or --engine embedded")
         log.info("loading %s into %s", ", ".join(map(str, sources)), loader.config.name)

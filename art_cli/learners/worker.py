@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from art_cli import log
+from art_cli import log, private
 from art_cli.errors import ArtError, LearnerError
 from art_cli.trajectory import ScoredTrajectory
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 def _write_to(path: Path) -> None:
     """Whatever this process says from here on, in Python or below it."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, private.FILE)
     for number in (1, 2):
         os.dup2(file, number)
 

@@ -22,7 +22,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -34,6 +33,8 @@ import msgspec
 from art_cli import errors
 from art_cli.errors import ArtError, LearnerError
 from art_cli.learners import Progress
+from art_cli.private import make_directory, owner_only
+from art_cli.scratch import Scratch, scratch
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +57,8 @@ class Workers:
     def __init__(self, size: int, *, logs: Path | None) -> None:
         """`logs`: None for a temporary directory."""
         self.size = size
-        self._scratch = tempfile.TemporaryDirectory(prefix="art-") if logs is None else None
-        self.logs = Path(self._scratch.name) if self._scratch is not None else (logs or Path())
+        self._scratch = Scratch("learner") if logs is None else None
+        self.logs = self._scratch.path if self._scratch is not None else (logs or Path())
         self.pids: dict[int, int] = {}
         self._launcher: subprocess.Popen[bytes] | None = None
         self._connections: dict[int, _Connection] = {}
@@ -69,10 +70,10 @@ class Workers:
     def start(self) -> None:
         """All processes are connected when it returns. Raises LearnerError: one ended, or did not start in time."""
         assert self._launcher is None, "started twice"
-        self.logs.mkdir(parents=True, exist_ok=True)
+        make_directory(self.logs)
         log.info("learner: starting %d processes; their logs: %s", self.size, self.logs / "learner*.log")
-        with tempfile.TemporaryDirectory(prefix="art-") as home, socket.socket(socket.AF_UNIX) as listener:
-            address = Path(home) / "s"  # short: a socket's path has 108 characters at most
+        with scratch("socket") as home, socket.socket(socket.AF_UNIX) as listener:
+            address = home / "s"  # short: a socket's path has 108 characters at most
             listener.bind(str(address))
             listener.listen(self.size)
             listener.settimeout(POLL_S)
@@ -81,11 +82,13 @@ class Workers:
                 self._accept(listener)
             except BaseException:
                 self._kill()
+                if self._scratch is not None:  # the error names a log
+                    self._scratch.keep_logs()
                 raise
 
     def _launch(self, address: Path) -> None:
         threads = max(1, (os.cpu_count() or 1) // self.size)
-        with self._log().open("wb") as file:
+        with open(self._log(), "wb", opener=owner_only) as file:
             self._launcher = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
@@ -124,8 +127,10 @@ class Workers:
         connections, self._connections = self._connections, {}
         for connection in connections.values():
             connection.socket.close()
-        if self._scratch is not None:
-            self._scratch.cleanup()
+        if self._scratch is not None and self._death is None:
+            self._scratch.close()
+        elif self._scratch is not None:  # the error names a log
+            self._scratch.keep_logs()
 
     def _kill(self) -> None:
         """At once. The launcher is the one whose children they are: nobody else waits for them."""

@@ -5,7 +5,6 @@ lies in a temporary directory.
 """
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from art_cli.errors import CheckpointError, UsageError
 from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.model import Weights, find_base, load_checkpoint, load_weights
 from art_cli.run_dir import Manifest, RunDir, new_checkpoint, verify_checkpoint
+from art_cli.scratch import scratch
 
 
 class PolicySource(NamedTuple):
@@ -46,9 +46,9 @@ def find_policy(loaded: LoadedConfig, wanted: Path | None) -> PolicySource:
 def open_base(loaded: LoadedConfig, source: PolicySource) -> Iterator[str]:
     """The hub id or directory of the base model; built ones are taken from the run they belong to, where they do."""
     run = source.checkpoint.parent.parent if source.checkpoint else loaded.config.runs / loaded.config.name
-    with tempfile.TemporaryDirectory(prefix="art-") as scratch:
+    with scratch("base") as temporary:
         built = RunDir(run).base
-        place = built if built.exists() else Path(scratch) / "base"
+        place = built if built.exists() else temporary / "base"
         yield find_base(loaded.config.model.base, directory=loaded.directory, built=place)
 
 

@@ -1,0 +1,22 @@
+"""Makes files and directories that only their owner can read: runs, verdicts and logs hold what people said.
+
+Every file with such content is opened through `owner_only`, and every directory for it made by `make_directory`. What
+is there already keeps its mode, so a user's `chmod` lasts. Exported weights are made to be handed on, and stay out.
+"""
+
+import os
+from pathlib import Path
+
+FILE, DIRECTORY = 0o600, 0o700
+
+
+def owner_only(path: str, flags: int) -> int:
+    """An opener for `open`. Example: open(path, "ab", opener=owner_only)."""
+    return os.open(path, flags, FILE)
+
+
+def make_directory(path: Path) -> None:
+    """Makes the directory and those missing above it. Raises OSError: it cannot be made, or a file is in the way."""
+    for place in reversed([path, *path.parents]):
+        if place == path or not place.exists():
+            place.mkdir(mode=DIRECTORY, exist_ok=True)

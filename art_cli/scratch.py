@@ -1,0 +1,108 @@
+"""Scratch: a temporary directory that ends with its process, also with one that is killed.
+
+    /tmp/art-serve-k3x9/
+      .art-scratch-owner     locked while its process lives: the system lets go of the lock however the process dies
+      base/  vllm.log  ...
+
+Each new one first removes those whose owner is dead. A directory without the lock file is never touched. When the work
+in it fails, its logs stay, because the error names them; nothing removes those but the system or the user.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+PREFIX = "art-"
+OWNER = ".art-scratch-owner"
+
+
+class Scratch:
+    """An empty directory `path` that only this user can read. Example: Scratch("serve").path is /tmp/art-serve-k3x9."""
+
+    def __init__(self, name: str) -> None:
+        remove_abandoned()
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{name}-"))
+        self._owner = _own(self.path)
+
+    def close(self) -> None:
+        """Removes it, unless its logs were kept."""
+        if self._owner < 0:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._let_go()
+
+    def keep_logs(self) -> None:
+        """Removes all of it but the logs, which nobody removes from here on; all of it where none was written."""
+        if self._owner < 0:
+            return
+        logs = [path for path in self.path.glob("*.log") if path.is_file() and path.stat().st_size]
+        if not logs:
+            self.close()
+            return
+        (self.path / OWNER).unlink(missing_ok=True)
+        for path in self.path.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path not in logs:
+                path.unlink(missing_ok=True)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        os.close(self._owner)
+        self._owner = -1
+
+
+@contextlib.contextmanager
+def scratch(name: str) -> Iterator[Path]:
+    """Yields a Scratch's path; on the way out it is removed, but for the logs where the block failed."""
+    made = Scratch(name)
+    try:
+        yield made.path
+    except Exception:
+        made.keep_logs()
+        raise
+    except BaseException:
+        made.close()
+        raise
+    made.close()
+
+
+def remove_abandoned() -> None:
+    """Removes this user's scratch directories whose process is dead. What cannot be removed stays."""
+    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(OSError):
+                    _remove_if_abandoned(Path(entry.path))
+
+
+def _own(place: Path) -> int:
+    """The locked lock file. It is locked before it has its name, so that nobody finds it unlocked while we live."""
+    unnamed = place / f"{OWNER}.new"
+    owner = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    with contextlib.suppress(OSError):  # a file system without locks: then it has no name, and nobody removes it
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unnamed.rename(place / OWNER)
+    return owner
+
+
+def _remove_if_abandoned(place: Path) -> None:
+    """Raises OSError: no lock file, or its owner lives."""
+    owner = os.open(place / OWNER, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        found = [os.fstat(owner), place.lstat()]
+        if not stat.S_ISREG(found[0].st_mode) or {status.st_uid for status in found} != {os.getuid()}:
+            return
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(place, ignore_errors=True)
+        log.info("removed %s: the process that made it was killed", place)
+    finally:
+        os.close(owner)
