@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from art_cli.errors import CheckpointError, DataError, RunError
+from art_cli.private import make_directory, owner_only
 from art_cli.trajectory import SCHEMA_VERSION, ScoredTrajectory, Trajectory
 
 log = logging.getLogger(__name__)
@@ -118,9 +119,9 @@ class LineWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         _mend_tail(path)
-        self._file = path.open("ab", buffering=0)
+        self._file = open(path, "ab", buffering=0, opener=owner_only)  # noqa: SIM115
         self._lock = threading.Lock()  # whole lines, whichever threads write
 
     def append(self, record: Any) -> None:
@@ -171,10 +172,10 @@ def _mend_tail(path: Path) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Writes `path` whole: beside its place, fsynced, renamed. A reader sees the old content or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with beside.open("wb") as file:
+        with open(beside, "wb", opener=owner_only) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -190,17 +191,22 @@ def write_lines(path: Path, records: Iterable[Any]) -> None:
 
 
 @contextlib.contextmanager
-def new_directory(path: Path) -> Iterator[Path]:
-    """Yields an empty directory beside `path`; on a clean exit it is fsynced and renamed to `path`, replacing that."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def new_directory(path: Path, *, is_private: bool = True) -> Iterator[Path]:
+    """Yields an empty directory beside `path`; on a clean exit it is fsynced and renamed to `path`, replacing that.
+
+    `is_private`: only its owner can read it, whatever wrote the files in it.
+    """
+    make_directory(path.parent)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    beside.mkdir()
+    beside.mkdir(mode=0o700 if is_private else 0o777)
     try:
         yield beside
         for file in beside.rglob("*"):
             if file.is_file():
                 with file.open("rb") as handle:
                     os.fsync(handle.fileno())
+            if is_private and not file.is_symlink():
+                file.chmod(0o700 if file.is_dir() else 0o600)
         _fsync_directory(beside)
         if path.exists():
             shutil.rmtree(path)
@@ -314,8 +320,8 @@ class RunDir:
 
         Raises RunError: another process holds it.
         """
-        self.logs.mkdir(parents=True, exist_ok=True)
-        with (self.logs / "lock").open("a+") as file:
+        make_directory(self.logs)
+        with open(self.logs / "lock", "a+", opener=owner_only) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

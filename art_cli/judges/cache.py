@@ -17,6 +17,7 @@ import msgspec
 
 from art_cli.errors import UsageError
 from art_cli.judges.verdict import Entry
+from art_cli.private import make_directory, owner_only
 
 _SCHEMA = """
 create table if not exists verdicts (key text primary key, value blob not null, at real not null);
@@ -73,7 +74,9 @@ class VerdictCache:
         self.path = path
         try:
             if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_directory(path.parent)
+                with open(path, "ab", opener=owner_only):  # SQLite's own files beside it take its mode
+                    pass
             self._db = sqlite3.connect(path or ":memory:", timeout=BUSY_S, isolation_level=None)
             self._db.execute("pragma journal_mode = wal")
             self._db.execute("pragma synchronous = normal")

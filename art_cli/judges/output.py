@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from art_cli import private
 from art_cli.errors import RunError
 from art_cli.judges.files import Group, TrajectoryFile
 from art_cli.run_dir import LineWriter
@@ -38,8 +39,8 @@ class ScoredFile:
 
     def __init__(self, path: Path, source: TrajectoryFile, settings: frozenset[str]) -> None:
         self.path, self._settings = path, settings
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        private.make_directory(path.parent)
+        self._lock = os.open(path, os.O_RDWR | os.O_CREAT, private.FILE)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -54,7 +54,7 @@ def export(
     policy = _load(source, "float32")
     prompts = saved_prompts(source.run) or [probe(policy.model.config.vocab_size)]
     wanted = [model.token_logprobs(policy if dtype == "float32" else _load(source, dtype), ids) for ids in prompts]
-    with new_directory(output) as directory:
+    with new_directory(output, is_private=False) as directory:
         model.save_merged(model.merge(policy), directory, dtype)
         written = Source(source.name, str(directory), None, 0, dtype, source.max_length, Sampling())
         merged = _load(written, dtype)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from art_cli.engines.vllm import keeper
 from art_cli.errors import EngineError
+from art_cli.private import make_directory, owner_only
 
 SPAWN_DEADLINE_S = 30.0
 STOP_DEADLINE_S = keeper.TERM_GRACE_S + 10.0
@@ -38,8 +39,8 @@ class ServerProcess:
 
     async def start(self) -> None:
         """The process is there when it returns. Raises EngineError: it cannot be started at all."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
+        make_directory(self.log.parent)
+        with open(self.log, "ab", opener=owner_only) as log:
             self._log_start = log.tell()
             self._keeper = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", keeper.__file__, *self._command),

@@ -22,6 +22,7 @@ from art_cli.engines.vllm.arguments import ServedModel
 from art_cli.engines.vllm.control import Control, Refused, Unreachable
 from art_cli.engines.vllm.process import ServerProcess, free_port
 from art_cli.errors import EngineError
+from art_cli.run_dir import write_file
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +83,7 @@ class OwnServer:
         template = None
         if self._model.chat_template is not None:
             template = self.log.with_name("vllm_chat_template.jinja").resolve()
-            template.parent.mkdir(parents=True, exist_ok=True)
-            template.write_text(self._model.chat_template, encoding="utf-8")
+            write_file(template, self._model.chat_template.encode())
         return arguments.command(
             self._config,
             self._model,
