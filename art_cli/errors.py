@@ -43,7 +43,13 @@ class Problem(NamedTuple):
     message: str
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.key}: {self.message}" if self.key else f"{self.place}: {self.message}"
+        key = self.key if len(self.key) <= 200 else f"{self.key[:197]}..."
+        return _on_one_line(f"{self.place}: {key}: {self.message}" if key else f"{self.place}: {self.message}")
+
+
+def _on_one_line(text: str) -> str:
+    r"""The text with line breaks, terminal escapes and other invisible characters written as `\x1b`."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 class ConfigError(UsageError):

@@ -19,8 +19,8 @@ from art_cli.config.identity import config_difference, config_hash
 from art_cli.config.knobs import Schema, groups, sections
 from art_cli.config.overrides import expand, suffixes
 from art_cli.config.places import COMMAND_LINE, Places
-from art_cli.config.problems import explain
-from art_cli.config.schema import JudgeConfig, RolloutJudgeConfig, RunConfig, Section, VllmEngineConfig
+from art_cli.config.problems import explain, unwritable
+from art_cli.config.schema import MAX_NAME, JudgeConfig, RolloutJudgeConfig, RunConfig, Section, VllmEngineConfig
 from art_cli.errors import ConfigError, Problem
 
 __all__ = [
@@ -91,6 +91,9 @@ def load_sweep(path: Path, overrides: Sequence[str]) -> list[LoadedConfig]:
     for arguments, suffix in zip(expand(overrides), suffixes(overrides), strict=True):
         loaded = load_config(path, arguments)
         name = "-".join(filter(None, [loaded.config.name, suffix]))
+        if len(name) > MAX_NAME:
+            message = f"{name}: {len(name)} characters with what is swept; at most {MAX_NAME}"
+            raise ConfigError([Problem("name", loaded.places.of("name"), message)])
         config = loaded.config.model_copy(update={"name": name})
         runs.append(replace(loaded, config=config, sweep=tuple(overrides)))
     return runs
@@ -107,8 +110,11 @@ def load_judge(path: Path | None, overrides: Sequence[str] = ()) -> LoadedJudge:
 
 def _judged(composition: Composition, overrides: Sequence[str], schema: type[AnySection]) -> AnySection:
     """What the composition holds, as `schema`. Raises ConfigError; of one key only the first problem is told."""
-    data = _with_defaults(composition.compose(overrides), schema, composition.path)
-    problems = list(composition.problems)
+    composed = composition.compose(overrides)
+    problems = [*composition.problems, *unwritable(composed, composition.places)]
+    if len(problems) > len(composition.problems):  # pydantic's own words for these are hard to read
+        raise ConfigError(sorted(problems, key=_in_reading_order))
+    data = _with_defaults(composed, schema, composition.path)
     try:
         judged = schema.model_validate(data)
     except ValidationError as error:
@@ -141,7 +147,7 @@ def _with_defaults(data: dict[str, Any], schema: Schema, path: Path | None) -> d
 def _default_name(path: Path) -> str:
     """The file's name, or its directory's where the file is called "config"."""
     name = path.resolve().parent.name if path.stem == "config" else path.stem
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-") or "run"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:MAX_NAME] or "run"
 
 
 def _with_paths(config: RunConfig, directory: Path) -> RunConfig:

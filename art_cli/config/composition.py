@@ -11,29 +11,36 @@ nothing, and leaves Hydra, logging and the working directory as they were.
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException
+from hydra.core.plugins import Plugins
+from hydra.errors import MissingConfigException
 from hydra.initialize import get_gh_backup, restore_gh_from_backup
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
+from art_cli.config.documents import bad_yaml, read_document, read_text
+from art_cli.config.interpolation import InterpolationTooLarge, bounded
 from art_cli.config.knobs import Schema, groups
 from art_cli.config.overrides import parse, refuse_sweeps
 from art_cli.config.packaged import options, packaged
-from art_cli.config.places import COMMAND_LINE, Places, join, show
+from art_cli.config.places import COMMAND_LINE, Places, join
 from art_cli.config.problems import no_such_option
 from art_cli.errors import ConfigError, Problem
 
 PRIMARY = "the configuration file"  # what Hydra knows it as, and calls it when it complains
+
+GROUP = re.compile(r"[\w-]{1,64}(/[\w-]{1,64}){0,3}")
 
 
 class Setting(NamedTuple):
@@ -77,18 +84,9 @@ class Composition:
         """The file as it stands, `_self_` last in its defaults list where it has one without."""
         if self.path is None:
             return OmegaConf.create({})
-        if not self.path.is_file():
-            raise ConfigError([Problem("", show(self.path), _no_such_file(self.path))])
-        try:
-            body = OmegaConf.create(self.path.read_text(encoding="utf-8"))
-            self.places.add_file(self.path)
-        except yaml.YAMLError as error:
-            raise ConfigError([_bad_yaml(error, self.path)]) from error
-        except UnicodeDecodeError as error:
-            raise ConfigError([Problem("", show(self.path), f"not UTF-8 text: {error.reason}")]) from error
-        if not isinstance(body, DictConfig):
-            raise ConfigError([Problem("", f"{show(self.path)}:1", "expected 'key: value' lines, not a list")])
-        if isinstance(body.get("defaults"), ListConfig) and "_self_" not in body.defaults:
+        body = read_document(self.path)
+        self.places.add_file(self.path, read_text(self.path))
+        if (defaults := _defaults(body)) and "_self_" not in defaults:
             body.defaults.append("_self_")
         body.pop("hydra", None)  # refused in `compose`; Hydra itself would obey it
         return body
@@ -103,7 +101,9 @@ class Composition:
         try:
             config = compose(PRIMARY, overrides=arguments)
             merged = GlobalHydra.instance().config_loader().compute_defaults_list(PRIMARY, arguments, RunMode.RUN)
-        except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
+        except ConfigError:
+            raise
+        except Exception as error:  # the boundary to Hydra, which meets a wrong defaults list with any exception
             raise ConfigError([self._of_hydra(error)]) from error
         finally:
             del store.repo[f"{PRIMARY}.yaml"]
@@ -116,18 +116,21 @@ class Composition:
         """Of a file that Hydra merged. The packaged ones are right and hold nothing to point at."""
         file = primary if name == PRIMARY else self.directory / f"{name}.yaml"
         if file is not None and file.is_file():
-            self.places.add_file(file, package=package)
+            self.places.add_file(file, read_text(file), package=package)
 
     def _of_hydra(self, error: Exception) -> Problem:
         """Hydra's complaint about the defaults list, on one line."""
         if isinstance(error, yaml.MarkedYAMLError):
-            return _bad_yaml(error, self.path or self.directory)
+            return bad_yaml(error, self.path or self.directory)
         if isinstance(error, MissingConfigException) and error.missing_cfg_file:
             group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
             there_are = options(group, self.sources)
             message = no_such_option(group, name, there_are) if group else f"no {name}.yaml in {self.directory}"
+        elif isinstance(error, RecursionError):
+            message = "the list leads back to itself: a file is named by one that it names"
         else:
             message = " ".join(str(error.__cause__ or error).partition("\nConfig search path")[0].split())
+            message = message or type(error).__name__
         return Problem("defaults", self.places.of("defaults"), message.removeprefix(f"In '{PRIMARY}': "))
 
     # --- groups -------------------------------------------------------------------------------------------------------
@@ -139,7 +142,7 @@ class Composition:
         for override in overrides:
             key, value = override.key_or_group, override.value()
             group = key.removesuffix(".name")
-            is_group = group in self.groups or (group == key and bool(options(key, [self.directory])))
+            is_group = group in self.groups or (group == key and self._is_own_group(key))
             if is_group and group == key and isinstance(value, dict) and "name" in value:
                 chosen[group] = str(value.pop("name"))
                 settings.append(Setting(key, value))
@@ -150,11 +153,16 @@ class Composition:
         known = {group: option for group, option in chosen.items() if self._exists(group, option, COMMAND_LINE)}
         return known, settings
 
+    def _is_own_group(self, key: str) -> bool:
+        """Whether the command line's key is a folder of options beside the file, such as `experiment`."""
+        return GROUP.fullmatch(key) is not None and bool(options(key, [self.directory]))
+
     def _named_in(self, config: DictConfig) -> dict[str, str]:
         """The groups whose section in the files is only a name."""
         named = {}
         for group in self.groups:
-            with contextlib.suppress(OmegaConfBaseException):  # ??? and what cannot be interpolated: see _resolve
+            # ??? and what cannot be interpolated: see _resolve
+            with contextlib.suppress(OmegaConfBaseException, RecursionError), bounded():
                 if isinstance(config.get(group), str):
                     named[group] = config.pop(group)
         return {group: option for group, option in named.items() if self._exists(group, option, self.places.of(group))}
@@ -167,8 +175,8 @@ class Composition:
 
     def _listed(self, body: DictConfig, chosen: Mapping[str, str]) -> list[str]:
         """The choices that Hydra's defaults list must hear of: what it names itself, and groups that are no section."""
-        entries = [entry for item in (body.get("defaults") or []) if isinstance(item, Mapping) for entry in item]
-        listed = {str(entry).split()[-1].partition("@")[0].lstrip("/") for entry in entries}
+        entries = [entry for item in _defaults(body) if isinstance(item, dict) for entry in item]
+        listed = {str(entry).rpartition(" ")[2].partition("@")[0].lstrip("/") for entry in entries}
         return [
             f"{'' if group in listed else '+'}{group}={option}"
             for group, option in chosen.items()
@@ -195,7 +203,7 @@ class Composition:
                 del (OmegaConf.select(config, section) if section else config)[name]
             else:
                 OmegaConf.update(config, key, value, merge=True, force_add=True)
-        except (OmegaConfBaseException, KeyError, TypeError) as error:
+        except Exception as error:  # the boundary to OmegaConf, which meets a hostile key with any exception
             message = "nothing there to remove" if setting.is_removed else " ".join(str(error).split())
             self.problems.append(Problem(key, COMMAND_LINE, message))
             return
@@ -204,22 +212,43 @@ class Composition:
 
     def _resolve(self, config: DictConfig) -> dict[str, Any]:
         """The plain dict; what is `???` or cannot be interpolated is a problem, and null in it."""
+        voided: set[str] = set()
         while True:
             try:
-                for key in sorted(OmegaConf.missing_keys(config)):
-                    self._void(config, key, "'???' is a place for a value; give one here or on the command line")
-                data = OmegaConf.to_container(config, resolve=True)
-            except InterpolationResolutionError as error:
-                assert error.full_key, error
-                self._void(config, error.full_key, _why(error))
-            else:
+                with bounded():
+                    for key in sorted(OmegaConf.missing_keys(config)):
+                        self._void(config, key, "'???' is a place for a value; give one here or on the command line")
+                    data = OmegaConf.to_container(config, resolve=True)
                 assert isinstance(data, dict), data
-                return {str(name): value for name, value in data.items()}
+                return data
+            except InterpolationResolutionError as error:
+                key = error.full_key or ""
+                if key in voided or not key or isinstance(error, InterpolationTooLarge):
+                    raise ConfigError([*self.problems, self._problem(key, _why(error))]) from error
+                voided.add(key)
+                self._void(config, key, _why(error))
+            except (OmegaConfBaseException, RecursionError) as error:
+                raise ConfigError([*self.problems, self._problem("", " ".join(str(error).split()))]) from error
 
     def _void(self, config: DictConfig, key: str, message: str) -> None:
         OmegaConf.update(config, key, None)
+        self.problems.append(self._problem(key, message))
+
+    def _problem(self, key: str, message: str) -> Problem:
+        """`key` as OmegaConf writes it, with brackets around places in lists."""
         dotted = key.replace("[", ".").replace("]", "")
-        self.problems.append(Problem(dotted, self.places.of(dotted), message))
+        return Problem(dotted, self.places.of(dotted), message)
+
+
+class _CheckedFiles(FileConfigSource):
+    """Hydra's own source of files, but for files that it must not read: bombs, tags, pipes (documents.py)."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        path = Path(self.path) / self._normalize_file_name(config_path)
+        header = ConfigSource._get_header_dict(read_text(path)[:512])
+        return ConfigResult(
+            config=read_document(path), path=f"{self.scheme()}://{self.path}", provider=self.provider, header=header
+        )
 
 
 @contextlib.contextmanager
@@ -227,40 +256,30 @@ def _hydra(directory: Path) -> Iterator[None]:
     """Hydra's compose API over a directory; an application of Hydra's that this runs inside is left as it was."""
     outer = get_gh_backup()
     GlobalHydra.instance().clear()
+    Plugins.instance()  # fills the table of sources
+    sources = SourcesRegistry.instance().types
+    own = sources["file"]
+    sources["file"] = _CheckedFiles
     try:
         with initialize_config_dir(str(directory), job_name="art", version_base="1.3"):
             yield
     finally:
+        sources["file"] = own
         restore_gh_from_backup(outer)
+
+
+def _defaults(body: DictConfig) -> list[Any]:
+    """The defaults list as it is written; [] where there is none, or something else."""
+    raw = OmegaConf.to_container(body, resolve=False)
+    found = raw.get("defaults") if isinstance(raw, dict) else None
+    return found if isinstance(found, list) else []
 
 
 def _why(error: InterpolationResolutionError) -> str:
     """Example: "Environment variable 'HOST' not found", out of what OmegaConf wraps around it."""
+    if str(error).startswith("RecursionError"):
+        return "this interpolation leads back to itself"
     return re.sub(r'^\w+ raised while resolving interpolation: "?(.*?)"?$', r"\1", str(error).splitlines()[0])
-
-
-def _no_such_file(path: Path) -> str:
-    """Example: "no such file; did you mean 'my/config.yaml'?"."""
-    if path.is_dir():
-        found = sorted(file for file in path.iterdir() if file.suffix in (".yaml", ".yml"))
-        return "a directory; name the file in it" + (f", for example {show(found[0])}" if found else "")
-    if not path.parent.is_dir():
-        return f"no such file; there is no directory {show(path.parent)}"
-    stems = {file.stem: file for file in sorted(path.parent.iterdir()) if file.suffix in (".yaml", ".yml")}
-    near = get_close_matches(path.stem, list(stems), n=1)
-    return "no such file" + "".join(f"; did you mean {show(stems[stem])!r}?" for stem in near)
-
-
-def _bad_yaml(error: yaml.YAMLError, path: Path) -> Problem:
-    """What the parser saw, with the file and line it saw it in."""
-    mark = getattr(error, "problem_mark", None)
-    file = Path(mark.name) if mark is not None and Path(mark.name).is_file() else path
-    place = f"{show(file)}:{mark.line + 1}" if mark is not None else show(file)
-    what = getattr(error, "problem", None) or str(error).splitlines()[0]
-    begin = getattr(error, "context_mark", None)
-    if mark is not None and begin is not None and begin.line < mark.line:
-        what = f"{error.context} from line {begin.line + 1}: {what}"  # type: ignore[attr-defined]
-    return Problem("", place, f"not valid YAML: {what}")
 
 
 def _quote(path: Path) -> str:

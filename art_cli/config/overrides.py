@@ -5,27 +5,37 @@ It does not know which keys exist; composing and pydantic find that out.
 
 import hashlib
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
-from hydra.errors import HydraException
 
 from art_cli.config.packaged import options, packaged
 from art_cli.config.places import COMMAND_LINE
 from art_cli.errors import ConfigError, Problem
 
+MAX_LENGTH = 10_000  # characters of one argument; Hydra's parser, written in Python, takes a second for so many
+MAX_ALL = 50_000  # characters of all arguments together
+MAX_NESTING = 40  # levels of brackets in a value, or of dots in a key
+MAX_RUNS = 1_000  # runs of one sweep
 MAX_SUFFIX = 80  # characters; the rest of a file name's 255 is left to the run's own name and the files in it
 
 
 def parse(arguments: Sequence[str]) -> list[Override]:
     """The arguments as Hydra reads them. Raises ConfigError with every one that it cannot read."""
     parser, overrides, problems = OverridesParser.create(), [], []
+    if sum(map(len, arguments)) > MAX_ALL:
+        raise ConfigError([Problem("", COMMAND_LINE, f"more than {MAX_ALL} characters; write them into a file")])
     for argument in arguments:
+        if message := _too_large(argument):
+            problems.append(Problem(argument.partition("=")[0], COMMAND_LINE, message))
+            continue
         try:
             override = parser.parse_override(argument)
-        except HydraException:
+            override.value()
+        except Exception:  # the boundary to Hydra's grammar: numbers, casts and functions raise what they like
             problems.append(Problem(argument.partition("=")[0], COMMAND_LINE, _advice(argument)))
             continue
         if not override.key_or_group:
@@ -56,7 +66,14 @@ def expand(arguments: Sequence[str]) -> list[list[str]]:
     intervals = [Problem(each.key_or_group, COMMAND_LINE, message) for each in overrides if each.is_interval_sweep()]
     if intervals:
         raise ConfigError(intervals)
-    return [list(run) for run in itertools.product(*map(_values, overrides))]
+    values = [list(itertools.islice(_values(override), MAX_RUNS + 1)) for override in overrides]
+    if (num_runs := math.prod(map(len, values))) > MAX_RUNS:
+        several = [each.key_or_group for each in overrides if each.is_sweep_override()]
+        message = f"a sweep of {MAX_RUNS} runs at most" + (f", not {num_runs}" if num_runs < 10 * MAX_RUNS else "")
+        raise ConfigError([Problem(several[-1], COMMAND_LINE, message)])
+    if empty := [each for each, found in zip(overrides, values, strict=True) if not found]:
+        raise ConfigError([Problem(each.key_or_group, COMMAND_LINE, "no value to run with") for each in empty])
+    return [list(run) for run in itertools.product(*values)]
 
 
 def suffixes(arguments: Sequence[str]) -> list[str]:
@@ -92,6 +109,19 @@ def _as_name(argument: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", f"{key.rpartition('.')[2]}-{value}".strip("+~'\"[]{}"))
 
 
+def _too_large(argument: str) -> str | None:
+    """Why an argument is not given to Hydra's parser at all."""
+    if len(argument) > MAX_LENGTH:
+        return f"{len(argument)} characters; write what is longer than {MAX_LENGTH} into a file"
+    deepest = depth = 0
+    for letter in argument:
+        depth += (letter in "[{(") - (letter in "]})")
+        deepest = max(deepest, depth)
+    if deepest > MAX_NESTING or argument.partition("=")[0].count(".") > MAX_NESTING:
+        return f"nested deeper than {MAX_NESTING} levels"
+    return None
+
+
 def _digest(run: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(run).encode()).hexdigest()[:8]
 
@@ -100,4 +130,6 @@ def _advice(argument: str) -> str:
     key, separator, value = argument.partition("=")
     if not re.fullmatch(r"[+~]{0,2}[A-Za-z_][\w./@:$-]*", key) or not separator:
         return "expected key=value, for example train.steps=10"
+    if len(value) > 100:
+        return f"cannot read the value, which begins with {value[:60]!r}; quote it for the shell and for Hydra"
     return f"cannot read the value {value!r}; quote it for the shell and for Hydra: {key}='\"{value}\"'"

@@ -17,12 +17,12 @@ class Places:
     def __init__(self) -> None:
         self._places: dict[str, str] = {}
 
-    def add_file(self, path: Path, *, package: str = "") -> None:
-        """Every key of a YAML file, below the dotted key `package`."""
+    def add_file(self, path: Path, text: str, *, package: str = "") -> None:
+        """Every key of a YAML file that holds `text`, below the dotted key `package`."""
         shown = show(path)
         if not package:
             self._places.setdefault("", f"{shown}:1")
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is not None:
             self._add_node(root, package, shown)
 

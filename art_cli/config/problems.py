@@ -5,15 +5,16 @@ Works on the plain dict and the schema; where a key stands it asks Places.
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from art_cli.config.documents import MAX_DEPTH, MAX_DIGITS
 from art_cli.config.knobs import Schema, all_keys, section_at, variant_name, variants
-from art_cli.config.places import Places
+from art_cli.config.places import Places, join
 from art_cli.errors import Problem
 
 EXPECTED = {  # how pydantic's error types begin -> what it wanted
@@ -39,6 +40,28 @@ def explain(error: ValidationError, data: dict[str, Any], schema: Schema, places
         for key, details in by_key.items()
         if not any(other.startswith(f"{key}.") for other in by_key)  # an arm of a union that went further knows better
     ]
+
+
+def unwritable(data: Any, places: Places, key: str = "", depth: int = 0) -> Iterator[Problem]:
+    """A Problem for each value or key of the plain dict that cannot stand in a JSON file or in a path."""
+    if depth > MAX_DEPTH:
+        yield Problem(key, places.of(key), f"nested deeper than {MAX_DEPTH} levels")
+    elif isinstance(data, str) and ("\0" in data or any("\ud800" <= letter <= "\udfff" for letter in data)):
+        yield Problem(key, places.of(key), "the text holds a NUL character, or half of a surrogate pair")
+    elif isinstance(data, int) and abs(data) >= 10**MAX_DIGITS:
+        yield Problem(key, places.of(key), f"a number of more than {MAX_DIGITS} digits")
+    elif isinstance(data, bytes):
+        yield Problem(key, places.of(key), "expected text or a number, not bytes")
+    elif isinstance(data, dict):
+        for name, value in data.items():
+            if isinstance(name, str):
+                yield from unwritable(name, places, join(key, name))
+                yield from unwritable(value, places, join(key, name), depth + 1)
+            else:
+                yield Problem(join(key, str(name)), places.of(key), "a key is text; put it in quotes")
+    elif isinstance(data, list):
+        for index, value in enumerate(data):
+            yield from unwritable(value, places, join(key, str(index)), depth + 1)
 
 
 def no_such_option(group: str, name: object, there_are: Sequence[str]) -> str:
@@ -129,6 +152,10 @@ def _message(key: str, details: Sequence[ErrorDetails], data: dict[str, Any], sc
             return no_such_option(section, first["input"], sorted(variants(schema, section)))
         case "value_error":
             return str(first["ctx"]["error"])
+        case "string_too_long":
+            return f"{len(str(first['input']))} characters; at most {first['ctx']['max_length']}"
+        case "too_short":
+            return "an empty list; it needs at least one item"
         case "string_pattern_mismatch":
             return f"{given}: only letters, digits, '.', '_' and '-', and a letter or digit first"
     wanted = list(dict.fromkeys(_expected(detail) for detail in details))

@@ -18,10 +18,17 @@ def _not_true_or_false(value: Any) -> Any:
     return value
 
 
+MAX_COUNT = 2**31 - 1
+YEAR_S = 31_536_000.0  # event loops refuse timers of 1e308 s
+MAX_PROCESSES = 1024
+MAX_NAME = 200  # characters of a run's name; a file name has 255, and files beside a run add to it
+
 Int = Annotated[int, BeforeValidator(_not_true_or_false)]
 Float = Annotated[float, BeforeValidator(_not_true_or_false)]
-PositiveInt = Annotated[Int, Field(gt=0)]
-Count = Annotated[Int, Field(ge=0)]
+Seed = Annotated[Int, Field(ge=-(2**63), lt=2**63)]
+PositiveInt = Annotated[Int, Field(gt=0, le=MAX_COUNT)]
+Count = Annotated[Int, Field(ge=0, le=MAX_COUNT)]
+Seconds = Annotated[Float, Field(gt=0, le=YEAR_S)]
 PositiveFloat = Annotated[Float, Field(gt=0)]
 NonNegative = Annotated[Float, Field(ge=0)]
 Share = Annotated[Float, Field(ge=0, le=1)]
@@ -83,7 +90,7 @@ class SamplingConfig(Section):
 class RolloutConfig(Section):
     entry: str | None = None
     """ "file.py:function": `async def rollout(policy, scenario)`, or a plain `def`."""
-    command: list[str] | None = None
+    command: Annotated[list[str], Field(min_length=1)] | None = None
     """Or an external program: scenario on standard input, OPENAI_BASE_URL and OPENAI_API_KEY set, one JSON line out."""
     scenarios: str
     """A JSON-lines file, or "file.py:function" that returns an iterable of objects with an `id`."""
@@ -92,9 +99,9 @@ class RolloutConfig(Section):
     groups_per_step: PositiveInt = 16
     concurrency: PositiveInt = 64
     """Rollouts at once."""
-    processes: Count = 1
+    processes: Annotated[Count, Field(le=MAX_PROCESSES)] = 1
     """Of their own, that run the function; 0: in this process, for a debugger. More for one that computes much."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Seconds = 600.0
     """Of one rollout, tries for failed transport included."""
     max_turns: PositiveInt = 50
     """Model calls in one rollout."""
@@ -148,7 +155,7 @@ class OpenAIEngineConfig(Section):
     model: str
     api_key_env: str = "OPENAI_API_KEY"
     """The environment variable that holds the key; the key itself never stands in a file."""
-    timeout_s: PositiveFloat = 300.0
+    timeout_s: Seconds = 300.0
 
 
 # vLLM's own arguments and variables that the engine sets, and where to say it instead.
@@ -179,13 +186,13 @@ class VllmEngineConfig(Section):
     sleep: Literal["auto", 0, 1, 2] = "auto"
     """While the learner works: 1 moves the weights to the host's memory, 2 drops them, 0 keeps them on the GPU.
     auto: 1 where engine and learner share a GPU, else 0."""
-    start_timeout_s: PositiveFloat = 600.0
+    start_timeout_s: Seconds = 600.0
     """From the start of the process until it answers."""
     url: str | None = None
     """A vLLM server that runs already ("http://127.0.0.1:8000") and sees the run's files, instead of one of our own."""
     api_key_env: str = "VLLM_API_KEY"
     """The environment variable that holds the key of the server at `url`."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Seconds = 600.0
     """Of one request."""
 
     @field_validator("args")
@@ -237,7 +244,7 @@ class FunctionJudgeConfig(Section):
     name: Literal["function"]
     entry: str
     """ "file.py:function"."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Seconds = 600.0
 
 
 class PriceConfig(Section):
@@ -283,7 +290,7 @@ class RulerJudgeConfig(JudgeModelConfig):
     """Times each model is asked, each time with the attempts in another order and under other ids."""
     aggregate: Literal["mean", "median"] = "mean"
     """Of the votes."""
-    seed: Int = 0
+    seed: Seed = 0
     """Of orders and ids."""
     max_group: Annotated[Int, Field(ge=4, le=64)] = 16
     """Attempts in one call; a larger group is judged in parts that share anchors, and put on one scale."""
@@ -293,7 +300,7 @@ class RulerJudgeConfig(JudgeModelConfig):
     """Times a vote is asked anew when its answer cannot be used; each time it is sent back once with what is wrong."""
     retries: Count = 6
     """New tries of a call that met a rate limit, a server error, a lost connection or its deadline."""
-    timeout_s: PositiveFloat = 300.0
+    timeout_s: Seconds = 300.0
     """Of one call."""
     concurrency: PositiveInt = 32
     """Calls at once."""
@@ -441,7 +448,7 @@ class BaseLearnerConfig(Section):
     packing: Literal["auto", "tree", "rows"] = "auto"
     """tree: every token that samples share is computed once. rows: one row per sample. auto: trees where that saves
     some hundredths of the tokens, as it nearly always does. It does not change the gradient."""
-    processes: PositiveInt = 1
+    processes: Annotated[PositiveInt, Field(le=MAX_PROCESSES)] = 1
     """More than 1: so many processes share the packs of an update and divide the model between them (FSDP2), each on a
     GPU of its own, or all on the CPU; the gradient is the same. The engine has weights of its own then."""
 
@@ -486,7 +493,7 @@ class TrainConfig(Section):
     """Mean nats between engine and learner past which an on-policy run stops: they no longer hold the same weights."""
     keep_checkpoints: PositiveInt = 3
     """The newest ones that stay; the best evaluated one stays besides."""
-    seed: Int = 0
+    seed: Seed = 0
 
 
 class SftConfig(Section):
@@ -531,7 +538,7 @@ TrackerConfig = Annotated[NoTrackerConfig | WandbTrackerConfig, Field(discrimina
 
 
 class RunConfig(Section):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MAX_NAME)
     """Of the run: its directory is `runs/<name>`."""
     runs: Path = Path("runs")
     """Where run directories lie; relative to the config file."""
