@@ -260,8 +260,8 @@ def test_the_same_machine_gives_the_same_file_and_another_one_goes_on(project: P
     found = json.loads(run.config_path.read_text())
     assert (found["engine"]["name"], found["auto"]["engine"]) == ("embedded", "no GPU here")
     run.checkpoint_path(0).mkdir(parents=True)
-    changed = settle(load(project, "train.learning_rate=1"), "engine", "learner", machine=MachineOf())
-    with pytest.raises(RunError, match=r"another configuration: train\.learning_rate: 1e-05 -> 1\.0; change"):
+    changed = settle(load(project, "train.seed=1"), "engine", "learner", machine=MachineOf())
+    with pytest.raises(RunError, match=r"another configuration: train\.seed: 0 -> 1; change"):
         claim_config(run, changed)
 
 

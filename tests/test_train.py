@@ -87,10 +87,27 @@ def test_a_finished_run_says_so_and_more_steps_go_on_from_it(finished: Path) -> 
 
 
 def test_a_changed_configuration_is_refused_by_name_and_fresh_starts_beside(finished: Path) -> None:
-    with pytest.raises(RunError, match=r"train\.learning_rate: 0\.01 -> 0\.02"):
-        run(finished.parent, "train.learning_rate=0.02")
-    result = run(finished.parent, "train.learning_rate=0.02", "train.steps=1", is_fresh=True)
+    with pytest.raises(RunError, match=r"train\.seed: 0 -> 7.*--fresh"):
+        run(finished.parent, "train.seed=7", "train.learning_rate=0.02")
+    result = run(finished.parent, "train.seed=7", "train.steps=1", is_fresh=True)
     assert result.root == finished.with_name("letters-2")
+
+
+def test_a_run_goes_on_with_another_learning_rate_and_records_from_which_step(tmp_path: Path) -> None:
+    """Two steps at 0.01, one at 0.02, one at 0.005: metrics have each step's rate, config.json where it changed."""
+    small = ["eval=null", "rollout.group_size=2", "rollout.groups_per_step=1", "+train.weight_decay=0.1"]
+    files = RunDir(run(tmp_path, *small, "train.steps=2").root)
+    run(tmp_path, *small, "train.steps=3", "train.learning_rate=0.02", "rollout.timeout_s=77")
+    run(tmp_path, *small, "train.steps=3", "train.learning_rate=0.02", "rollout.timeout_s=77")
+    run(tmp_path, *small, "train.steps=4", "train.learning_rate=0.005", "rollout.timeout_s=77")
+    assert [line.metrics["learning_rate"] for line in files.metrics()] == [0.01, 0.01, 0.02, 0.005]
+    record = json.loads(files.config_path.read_text())
+    assert record["changes"] == [
+        {"step": 2, "key": "rollout.timeout_s", "old": 600.0, "new": 77.0},
+        {"step": 2, "key": "train.learning_rate", "old": 0.01, "new": 0.02},
+        {"step": 3, "key": "train.learning_rate", "old": 0.02, "new": 0.005},
+    ]
+    assert record["train"]["learning_rate"] == 0.005
 
 
 def test_the_newest_and_the_best_checkpoints_stay(tmp_path: Path) -> None:
@@ -112,7 +129,7 @@ def test_steps_without_signal_change_no_weight_and_say_so(tmp_path: Path, caplog
     )
     root = run(tmp_path, "train.steps=2", "train.weight_decay=0.1", "eval=null", project=project).root
     assert adapter(root, 0) == adapter(root, 1) == adapter(root, 2)
-    assert "no signal" in caplog.text
+    assert "step 1/2: no signal" in caplog.text and "step 2/2: no signal" in caplog.text
     assert all(line.metrics["no_signal_share"] == 1.0 for line in RunDir(root).metrics())
 
 

@@ -7,7 +7,10 @@ overrides.py     reads `key=value` arguments, and spreads sweeps out
 problems.py      pydantic's findings as lines, each with the nearest right thing to write
 knobs.py         the tree of keys that the schema allows
 places.py        where each key stands: file and line, or command line
+documents.py     reads one YAML file within bounds
+interpolation.py resolves `${...}` within bounds
 checks.py        sections that do not fit together; what cannot be trained
+references.py    the files, functions and hosts that a configuration names, looked up before anything runs
 identity.py      which training a configuration describes: its hash, and how two differ
 packaged.py      finds configs/ and recipes/ in a wheel or a checkout
 """

@@ -61,14 +61,17 @@ def _process_conflicts(config: RunConfig, learner: TorchLearnerConfig) -> Iterat
         yield "learner.device", "with learner.processes each takes a GPU of its own: auto, cuda or cpu"
 
 
+def untrainable(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(dotted key, message) for what can be sampled from or evaluated, and can never be trained."""
+    if isinstance(config.engine, OpenAIEngineConfig):
+        yield "engine", "'openai' is somebody else's endpoint and cannot be trained; choose embedded or vllm"
+    if config.rollout.group_size == 1:
+        yield "rollout.group_size", "1 gives nothing to compare an attempt with; set it to 2 or more"
+    if config.rollout.sampling.temperature == 0:
+        yield "rollout.sampling.temperature", "at 0 all attempts are the same; set it to 1 to train"
+
+
 def check_trainable(config: RunConfig) -> None:
     """Raises UsageError for what can be sampled from or evaluated, and can never be trained."""
-    lines = []
-    if isinstance(config.engine, OpenAIEngineConfig):
-        lines.append("engine: 'openai' is somebody else's endpoint and cannot be trained; choose embedded or vllm")
-    if config.rollout.group_size == 1:
-        lines.append("rollout.group_size: 1 gives nothing to compare an attempt with; set it to 2 or more")
-    if config.rollout.sampling.temperature == 0:
-        lines.append("rollout.sampling.temperature: at 0 all attempts are the same; set it to 1 to train")
-    if lines:
+    if lines := [f"{key}: {message}" for key, message in untrainable(config)]:
         raise UsageError("\n".join(lines))

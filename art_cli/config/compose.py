@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from art_cli.config.checks import check_trainable, conflicts
 from art_cli.config.composition import Composition
-from art_cli.config.identity import config_difference, config_hash
+from art_cli.config.identity import config_changes, config_difference, config_hash
 from art_cli.config.knobs import Schema, groups, sections
 from art_cli.config.overrides import expand, suffixes
 from art_cli.config.places import COMMAND_LINE, Places
@@ -27,6 +27,7 @@ __all__ = [
     "LoadedConfig",
     "LoadedJudge",
     "check_trainable",
+    "config_changes",
     "config_difference",
     "config_hash",
     "expand",
@@ -77,7 +78,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig
     if problems:
         raise ConfigError(problems)
     return LoadedConfig(
-        _with_paths(config, composition.directory),
+        _with_paths(config, composition),
         composition.directory,
         path,
         composition.places,
@@ -150,13 +151,20 @@ def _default_name(path: Path) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:MAX_NAME] or "run"
 
 
-def _with_paths(config: RunConfig, directory: Path) -> RunConfig:
-    template = config.model.chat_template
-    if template is not None:
-        template = directory / template.expanduser()
-    model = config.model.model_copy(update={"chat_template": template})
+def _with_paths(config: RunConfig, composition: Composition) -> RunConfig:
+    """The paths that the configuration's users take as they are, made absolute. Raises ConfigError: no such user."""
+
+    def absolute(key: str, path: Path) -> Path:
+        try:
+            return composition.directory / path.expanduser()
+        except RuntimeError as error:
+            raise ConfigError([Problem(key, composition.places.of(key), f"{path}: {error}")]) from error
+
+    changed: dict[str, Any] = {"runs": absolute("runs", config.runs)}
+    if config.model.chat_template is not None:
+        template = absolute("model.chat_template", config.model.chat_template)
+        changed["model"] = config.model.model_copy(update={"chat_template": template})
     engine = config.engine
     if isinstance(engine, VllmEngineConfig) and engine.python is not None:  # not resolved: a venv's python is a link
-        engine = engine.model_copy(update={"python": directory / engine.python.expanduser()})
-    runs = directory / config.runs.expanduser()
-    return config.model_copy(update={"runs": runs, "model": model, "engine": engine})
+        changed["engine"] = engine.model_copy(update={"python": absolute("engine.python", engine.python)})
+    return config.model_copy(update=changed)

@@ -1,4 +1,4 @@
-"""Reads one YAML file within bounds: its text, and the plain mapping that it holds, or what is wrong with it.
+"""Reads one YAML file within bounds: the mapping that it holds, or what is wrong with it.
 
 A configuration is a small text of keys and plain values. A file that is anything else (binary, a pipe, a bomb of
 aliases, tags that construct objects) is refused while its parse events are read, before a node of it is built.

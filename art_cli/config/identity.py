@@ -1,14 +1,16 @@
 """Which training a configuration describes: its hash, and how two of them differ.
 
 Both leave out the same keys: what may change between two starts of one run without changing what is learned. So two
-configurations have the same hash exactly when there is no difference to name.
+configurations have the same hash exactly when there is no difference to name. Of the differences, some may hold from a
+step on (how fast the next steps learn, how often the policy is evaluated), as they leave the meaning of past steps
+alone; the others make another run.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from art_cli.config.places import join
 from art_cli.config.schema import RunConfig
@@ -38,6 +40,38 @@ NOT_TRAINING = frozenset(
     }
 )
 
+MAY_CHANGE = frozenset(  # from a step of a run on, which the run records
+    {
+        # how far the next steps go
+        *("train.learning_rate", "train.warmup_steps", "train.weight_decay", "train.max_grad_norm"),
+        "train.max_logprob_gap",
+        # when the policy is evaluated, and how often each scenario is played then
+        *("eval.every", "eval.attempts"),
+        # what stops or repeats a rollout that fails; those that ended stay as they are
+        *("rollout.timeout_s", "rollout.retries", "rollout.processes"),
+        # how often a judge whose answer cannot be used is asked again
+        "judge.attempts",
+    }
+)
+
+
+class Change(NamedTuple):
+    """One key in which two configurations differ. Example: Change("train.learning_rate", 1e-05, 0.0001)."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        if isinstance(self.old, Mapping) and isinstance(self.new, Mapping):  # another variant of a section
+            return f"{self.key}: {self.old.get('name')} -> {self.new.get('name')}"
+        return f"{self.key}: {json.dumps(self.old)} -> {json.dumps(self.new)}"
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether a run may go on with the new value."""
+        return self.key in MAY_CHANGE
+
 
 def config_hash(config: RunConfig) -> str:
     """16 hexadecimal digits, the same for every configuration that trains the same."""
@@ -50,6 +84,11 @@ def config_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[st
 
     Example: ["train.learning_rate: 1e-05 -> 0.0001", "loss: grpo -> dapo"].
     """
+    return list(map(str, config_changes(old, new)))
+
+
+def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    """The keys in which two dumped configurations train differently, in alphabetical order."""
     return list(_differences("", _training(old), _training(new)))
 
 
@@ -65,13 +104,12 @@ def _training(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return kept
 
 
-def _differences(key: str, old: Any, new: Any) -> Iterator[str]:
+def _differences(key: str, old: Any, new: Any) -> Iterator[Change]:
     if old == new:
         return
-    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
-        yield f"{key}: {json.dumps(old)} -> {json.dumps(new)}"
-    elif old.get("name") != new.get("name"):
-        yield f"{key}: {old.get('name')} -> {new.get('name')}"
+    is_section = isinstance(old, Mapping) and isinstance(new, Mapping)
+    if not is_section or old.get("name") != new.get("name"):
+        yield Change(key, old, new)
     else:
         for name in sorted(old.keys() | new.keys()):
             yield from _differences(join(key, name), old.get(name), new.get(name))

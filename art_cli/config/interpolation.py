@@ -1,4 +1,4 @@
-"""Resolves `${...}` in a composed configuration, within bounds on how much one value may become.
+"""Resolves `${...}` in a composed configuration, within bounds on what it may come to.
 
 Interpolations can double each other (`a: ${b}${b}`, `b: ${c}${c}`, ...), and a section can hold itself. What they come
 to is counted while OmegaConf resolves them, so that neither takes more than a moment.

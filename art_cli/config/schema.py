@@ -52,7 +52,7 @@ class LoraConfig(Section):
 
     rank: PositiveInt = 16
     alpha: PositiveInt = 32
-    targets: str | list[str] = "all-linear"
+    targets: str | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Module names that get an adapter, or "all-linear": every linear layer but the head."""
 
 

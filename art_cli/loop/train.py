@@ -23,8 +23,9 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from art_cli import threads
-from art_cli.config.compose import LoadedConfig, check_trainable, config_difference, config_hash
-from art_cli.errors import Interrupted, RunError
+from art_cli.config.compose import LoadedConfig, config_changes, config_hash
+from art_cli.config.references import check_ready, missing_targets
+from art_cli.errors import ConfigError, DataError, Interrupted, Problem, RunError, UsageError
 from art_cli.judges import Judge, make_judge
 from art_cli.learners import Learner, StepMetrics, has_own_weights, load_policy, make_learner
 from art_cli.learners.demos import load_demos
@@ -43,6 +44,7 @@ from art_cli.views.curve import curve, run_series
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
+MEND_RECORD = "restore it, or remove it to go on with the configuration as it is now"
 WATCH_EVERY_S = 1.0  # the learner's processes
 
 
@@ -61,15 +63,16 @@ async def train(loaded: LoadedConfig, *, is_fresh: bool = False) -> TrainResult:
 
     Raises RunError (in use, or made by another configuration), ConfigError, and what its parts raise.
     """
-    check_trainable(loaded.config)
+    check_ready(loaded, is_training=True)
+    _read_data(loaded)
     loaded = settle(loaded, "engine", "learner")
     root = loaded.config.runs / loaded.config.name
     run = RunDir(_beside(root) if is_fresh else root)
-    with run.lock():
+    with _unless_wrong(run), run.lock():
         claim_config(run, loaded)
         run.clean()
-        if _is_finished(run, loaded):
-            return TrainResult(run.root, loaded.config.train.steps, True, _evaluations(run))
+        if (step := _finished_step(run, loaded)) is not None:
+            return TrainResult(run.root, step, True, _evaluations(run))
         return await TrainingRun(loaded, run).train()
 
 
@@ -79,32 +82,86 @@ def _beside(root: Path) -> Path:
     return next(path for path in paths if not path.exists())
 
 
+def _read_data(loaded: LoadedConfig) -> None:
+    """Reads every data file that the run will need at some time. Raises DataError now for what is wrong in one.
+
+    What functions make is left to the time when it is needed, since they are the user's code.
+    """
+    config, directory = loaded.config, loaded.directory
+    for scenarios in [config.rollout.scenarios, *([config.eval.scenarios] if config.eval else [])]:
+        if (directory / scenarios).is_file():
+            load_scenarios(scenarios, directory)
+    if config.sft is not None and (directory / config.sft.demos).is_file():
+        load_demos(config.sft.demos, directory)
+
+
+@contextlib.contextmanager
+def _unless_wrong(run: RunDir) -> Iterator[None]:
+    """Takes a run directory away that was made inside for a configuration that turned out to be wrong.
+
+    Some mistakes are known only when the base model is there, such as a LoRA target that it does not have. A directory
+    that was there before, or that has a checkpoint, stays.
+    """
+    made = [path for path in (run.root, *run.root.parents) if not path.exists()]
+    try:
+        yield
+    except UsageError:
+        if made and not run.checkpoint_steps():
+            shutil.rmtree(run.root, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another run lies there by now
+                for path in made[1:]:
+                    path.rmdir()
+        raise
+
+
 def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
     """Writes config.json, or holds it against the one that is there. Raises RunError naming each difference.
 
-    A run that never came to its first checkpoint is nobody's yet: it takes the new one. Its `auto` says why the engine
-    and the learner are what they are, where the configuration left it to the machine.
+    A run that never came to its first checkpoint is nobody's yet: it takes the new one. A run goes on with other values
+    of the keys in identity.MAY_CHANGE; `changes` says which and from which step on. `auto` says why the engine and the
+    learner are what they are, where the configuration left it to the machine.
     """
     new = loaded.config.model_dump(mode="json")
+    changes: list[dict[str, Any]] = []
     if run.config_path.exists():
-        old = json.loads(run.config_path.read_text())
-        old.pop("auto", None)
-        differences = config_difference(old, new)
-        if differences and not run.checkpoint_steps():
+        old = _read_record(run)
+        changes = old.pop("changes", [])
+        found = config_changes(old, new)
+        if found and not run.checkpoint_steps():
             shutil.rmtree(run.base, ignore_errors=True)  # built as the old one said
-        elif differences:
+        elif refused := [str(change) for change in found if not change.is_allowed]:
             raise RunError(
-                f"{run.root}: made by another configuration: {'; '.join(differences)}; "
+                f"{run.root}: made by another configuration: {'; '.join(refused)}; "
                 "change it back, give the run another name, or start anew beside it with --fresh"
             )
-    write_file(run.config_path, json.dumps(new | {"auto": dict(loaded.auto)}, indent=2).encode() + b"\n")
+        elif found:
+            newest = run.newest_checkpoint()
+            step = newest[1].step if newest is not None else 0
+            log.info("%s: from step %d on: %s", run.root, step + 1, "; ".join(map(str, found)))
+            changes += [{"step": step} | change._asdict() for change in found]
+    record = new | {"auto": dict(loaded.auto), "changes": changes}
+    write_file(run.config_path, json.dumps(record, indent=2).encode() + b"\n")
 
 
-def _is_finished(run: RunDir, loaded: LoadedConfig) -> bool:
+def _read_record(run: RunDir) -> dict[str, Any]:
+    """config.json without what `auto` said. Raises DataError: it is damaged."""
+    try:
+        record = json.loads(run.config_path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not JSON: {error}; {MEND_RECORD}", run.config_path) from None
+    if not isinstance(record, dict) or not isinstance(record.get("changes", []), list):
+        raise DataError(f"not what art wrote; {MEND_RECORD}", run.config_path)
+    record.pop("auto", None)
+    return record
+
+
+def _finished_step(run: RunDir, loaded: LoadedConfig) -> int | None:
+    """The step of the newest checkpoint where nothing is left to do; else None."""
     newest = run.newest_checkpoint()
     if newest is None or newest[1].step < loaded.config.train.steps:
-        return False
-    return loaded.config.eval is None or newest[1].step in _evaluations(run)
+        return None
+    is_evaluated = loaded.config.eval is None or newest[1].step in _evaluations(run)
+    return newest[1].step if is_evaluated else None
 
 
 def _evaluations(run: RunDir) -> dict[int, dict[str, float]]:
@@ -119,6 +176,7 @@ class TrainingRun:
         self.scenarios = load_scenarios(self.config.rollout.scenarios, loaded.directory)
         self.judge: Judge = make_judge(self.config.judge, loaded.directory, job=str(run.root))
         base = find_base(self.config.model.base, directory=loaded.directory, built=run.base)
+        _check_targets(loaded, Path(base))
         self.weights: Weights = load_policy(self.config, base)
         self.learner: Learner = make_learner(self.config, self.weights, logs=run.logs)
         self.tracker: Tracker = make_tracker(self.config, run.root, self.config.model_dump(mode="json"))
@@ -233,7 +291,8 @@ class TrainingRun:
         trained = await self._update(sampler, batch, step)
         metrics = batch.metrics | _numbers(trained)
         if trained.num_updates == 0:
-            log.warning("step %d: no signal: every group's rewards are equal; no weight was changed", step)
+            total = self.config.train.steps
+            log.warning("step %d/%d: no signal: all groups' rewards are equal; no weight changed", step + 1, total)
         metrics["probe_gap"] = await self._hand_over(sampler, step + 1, metrics)
         self._record(step, "train", metrics)
         _announce(step, self.config.train.steps, metrics)
@@ -380,6 +439,12 @@ def going_on(loaded: LoadedConfig, run: RunDir) -> str:
     if run.root.name != loaded.config.name:  # made by --fresh, which would begin once more
         words = [*loaded.overrides, f"name={run.root.name}"]
     return shlex.join(["art", "train", str(loaded.path), *words])
+
+
+def _check_targets(loaded: LoadedConfig, base: Path) -> None:
+    """Raises ConfigError: LoRA targets that no module of the base has, which is known only once it was built."""
+    if wrong := list(missing_targets(loaded.config.model, base)):
+        raise ConfigError([Problem(key, loaded.places.of(key), message) for key, message in wrong])
 
 
 def _numbers(metrics: StepMetrics) -> dict[str, float]:

@@ -1,0 +1,391 @@
+"""Looks up what a configuration refers to (files, functions, hosts), before anything runs.
+
+Programs, web addresses and the modules that a base model must have are looked up as well. It imports no code of the
+user's and writes nothing: a function is looked for in the source of its file, and the modules of a base model in the
+headers of its weights. What only a hub or a builder knows is left to whatever loads it.
+"""
+
+import ast
+import contextlib
+import errno
+import importlib.util
+import ipaddress
+import json
+import os
+import re
+import shutil
+import socket
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from art_cli.config.checks import untrainable
+from art_cli.config.compose import LoadedConfig
+from art_cli.config.places import show
+from art_cli.config.schema import (
+    BlendJudgeConfig,
+    FunctionJudgeConfig,
+    JudgeModelConfig,
+    LoraConfig,
+    ModelConfig,
+    NamedJudgeConfig,
+    OpenAIEngineConfig,
+    RewardModelJudgeConfig,
+    RulerJudgeConfig,
+    VllmEngineConfig,
+)
+from art_cli.errors import ConfigError, EngineError, Problem
+
+ALL = ("runs", "model", "rollout", "gateway", "engine", "judge", "sft", "eval")
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+HOST = re.compile(r"(?=.{0,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+LOOKUP_TIMEOUT_S = 3.0  # longest wait for a host name to be looked up
+MAX_HEADER = 64 * 1024 * 1024  # bytes of a safetensors header; models of a thousand layers have a few MiB
+
+
+class Wrong(NamedTuple):
+    """Example: Wrong("rollout.entry", "no such file: rolout.py")."""
+
+    key: str
+    message: str
+
+
+def check_ready(loaded: LoadedConfig, sections: Sequence[str] = ALL, *, is_training: bool = False) -> None:
+    """Raises ConfigError with everything that these sections refer to and that is not there.
+
+    `is_training` refuses besides what can be sampled from and never trained. Raises EngineError: the port is in use.
+    """
+    found = [Wrong(*each) for each in untrainable(loaded.config)] if is_training else []
+    for section in sections:
+        found += LOOKUPS[section](loaded)
+    if found:
+        raise ConfigError([Problem(key, loaded.places.of(key), message) for key, message in found])
+
+
+# --- the sections -----------------------------------------------------------------------------------------------------
+
+
+def _runs(loaded: LoadedConfig) -> Iterator[Wrong]:
+    root = loaded.config.runs / loaded.config.name
+    try:
+        there = next(path for path in (root, *root.parents) if os.path.lexists(path) and path.stat())
+    except OSError as error:
+        yield Wrong("runs", f"{show(root)}: {error.strerror}")
+        return
+    if not there.is_dir():
+        yield Wrong("runs", f"{show(there)} is a file, and a directory is wanted")
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield Wrong("runs", f"{show(there)}: no permission to write there")
+
+
+def _model(loaded: LoadedConfig) -> Iterator[Wrong]:
+    model = loaded.config.model
+    yield from _base("model.base", model.base, loaded.directory)
+    if model.chat_template is not None:
+        yield from _text("model.chat_template", model.chat_template)
+    if model.lora is not None:
+        yield from _pattern(model.lora)
+        if _is_directory(loaded.directory / model.base):
+            yield from missing_targets(model, loaded.directory / model.base)
+
+
+def _rollout(loaded: LoadedConfig) -> Iterator[Wrong]:
+    rollout, directory = loaded.config.rollout, loaded.directory
+    if rollout.entry is not None:
+        yield from _entry("rollout.entry", rollout.entry, directory)
+    if rollout.command is not None and not _is_program(rollout.command[0], directory):
+        yield Wrong("rollout.command", f"no program {rollout.command[0]!r}; install it, or mend the path")
+    yield from _data("rollout.scenarios", rollout.scenarios, directory)
+
+
+def _gateway(loaded: LoadedConfig) -> Iterator[Wrong]:
+    host, port = loaded.config.gateway.host, loaded.config.gateway.port
+    if not _is_address(host) and not HOST.fullmatch(host):
+        yield Wrong("gateway.host", f"{host!r} is no address and no host name; 127.0.0.1 is usual")
+        return
+    error = _bind(host, port)
+    if error is not None and error.errno == errno.EADDRINUSE:
+        message = f"cannot listen on {host}:{port}: the port is in use; choose another port, or 0 for any free one"
+        raise EngineError(message)
+    if error is not None and error.errno == errno.EACCES:
+        yield Wrong("gateway.port", f"cannot listen on {host}:{port}: {error.strerror}; 0 takes any free port")
+    elif error is not None:
+        reason = error.strerror or str(error)
+        yield Wrong("gateway.host", f"cannot listen on {host!r}: {reason}; 127.0.0.1 is usual")
+
+
+def _engine(loaded: LoadedConfig) -> Iterator[Wrong]:
+    engine = loaded.config.engine
+    if isinstance(engine, VllmEngineConfig):
+        if engine.python is not None and not _is_program(str(engine.python), loaded.directory):
+            yield Wrong("engine.python", f"no program {show(engine.python)}; it names the Python that has vLLM")
+        if engine.url is not None:
+            yield from _url("engine.url", engine.url)
+    elif isinstance(engine, OpenAIEngineConfig):
+        yield from _url("engine.url", engine.url)
+
+
+def _judge(loaded: LoadedConfig) -> Iterator[Wrong]:
+    judge = loaded.config.judge
+    if isinstance(judge, BlendJudgeConfig):
+        for name, each in judge.judges.items():
+            yield from _one_judge(f"judge.judges.{name}", each, loaded.directory)
+    else:
+        yield from _one_judge("judge", judge, loaded.directory)
+
+
+def _one_judge(key: str, judge: NamedJudgeConfig, directory: Path) -> Iterator[Wrong]:
+    if isinstance(judge, FunctionJudgeConfig):
+        yield from _entry(f"{key}.entry", judge.entry, directory)
+    elif isinstance(judge, RewardModelJudgeConfig):
+        yield from _base(f"{key}.model", judge.model, directory, is_buildable=False)
+    elif isinstance(judge, RulerJudgeConfig):
+        for name, path in (("rubric", judge.rubric), ("instructions", judge.instructions), ("cache", judge.cache)):
+            if isinstance(path, Path):
+                yield from _judge_file(f"{key}.{name}", path, directory)
+        asked: dict[str, JudgeModelConfig] = {key: judge}
+        asked |= {f"{key}.panel.{index}": member for index, member in enumerate(judge.panel)}
+        for place, model in asked.items():
+            if model.api_base is not None:
+                yield from _url(f"{place}.api_base", model.api_base)
+
+
+def _judge_file(key: str, path: Path, directory: Path) -> Iterator[Wrong]:
+    try:
+        place = directory / path.expanduser()
+    except RuntimeError as error:
+        yield Wrong(key, f"{path}: {error}")
+        return
+    if not key.endswith(".cache"):
+        yield from _text(key, place)
+    elif _is_directory(place):
+        yield Wrong(key, f"{show(place)}: a directory, and a file is wanted")
+
+
+def _sft(loaded: LoadedConfig) -> Iterator[Wrong]:
+    if loaded.config.sft is not None:
+        yield from _data("sft.demos", loaded.config.sft.demos, loaded.directory)
+
+
+def _eval(loaded: LoadedConfig) -> Iterator[Wrong]:
+    if loaded.config.eval is not None:
+        yield from _data("eval.scenarios", loaded.config.eval.scenarios, loaded.directory)
+
+
+LOOKUPS = {
+    "runs": _runs,
+    "model": _model,
+    "rollout": _rollout,
+    "gateway": _gateway,
+    "engine": _engine,
+    "judge": _judge,
+    "sft": _sft,
+    "eval": _eval,
+}
+
+
+# --- files and functions ----------------------------------------------------------------------------------------------
+
+
+def _data(key: str, spec: str, directory: Path) -> Iterator[Wrong]:
+    """A JSON-lines file, or "file.py:function"."""
+    path = directory / spec
+    if _is_file(path):
+        return
+    if ":" in spec:
+        yield from _entry(key, spec, directory)
+    else:
+        yield Wrong(key, f"{_absence(path)}; it names a JSON-lines file or 'file.py:function'")
+
+
+def _entry(key: str, spec: str, directory: Path) -> Iterator[Wrong]:
+    """A function of a file, looked for in its source, or of an installed package."""
+    module, _, attribute = spec.rpartition(":")
+    if not module or not attribute:
+        yield Wrong(key, f"{spec!r}: expected 'file.py:function' or 'package.module:function'")
+    elif module.endswith(".py"):
+        path = directory / module
+        message = _missing_attribute(path, attribute) if _is_file(path) else _absence(path)
+        if message:
+            yield Wrong(key, message)
+    elif not _is_module(module.partition(".")[0], directory):
+        yield Wrong(key, f"no module {module!r} here; a file is written with its ending, {module}.py:{attribute}")
+
+
+def _missing_attribute(path: Path, attribute: str) -> str | None:
+    """Why the file cannot have the attribute. None: it may have; only what is certain without running it is told."""
+    try:
+        source = path.read_bytes()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the user's own escapes; they are shown when the file is imported
+            tree = ast.parse(source, filename=str(path))
+    except SyntaxError as error:
+        return f"{show(path)}:{error.lineno or 1}: {type(error).__name__}: {error.msg}"
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        return f"{show(path)}: {type(error).__name__}: {error}"
+    if any(word in source for word in (attribute.encode(), b"import *", b"__getattr__")):
+        return None
+    if not all(_is_module(name, path.parent) for name in _imports(tree)):
+        return None  # the import says better what is wrong
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    near = get_close_matches(attribute, [each.name for each in tree.body if isinstance(each, kinds)], n=1)
+    return f"{show(path)} has no {attribute!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    """The names of the modules that a file imports at its top, without what comes after a dot."""
+    for statement in tree.body:
+        if isinstance(statement, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+            yield statement.module.partition(".")[0]
+
+
+def _text(key: str, path: Path) -> Iterator[Wrong]:
+    try:
+        if not _is_file(path):
+            yield Wrong(key, _absence(path))
+        elif not path.read_text(encoding="utf-8").strip():
+            yield Wrong(key, f"{show(path)}: an empty file")
+    except (OSError, UnicodeDecodeError) as error:
+        yield Wrong(key, f"{show(path)}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}")
+
+
+def _absence(path: Path) -> str:
+    """Example: "scenaros.jsonl: no such file; did you mean 'scenarios.jsonl'?"."""
+    with contextlib.suppress(OSError):
+        if path.is_dir():
+            return f"{show(path)}: a directory, and a file is wanted"
+        if path.exists():
+            return f"{show(path)}: not a regular file"
+        near = get_close_matches(path.name, [other.name for other in path.parent.iterdir()], n=1)
+        return f"{show(path)}: no such file" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"{show(path)}: no such file"
+
+
+def _is_file(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.is_file()
+    return False
+
+
+def _is_directory(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.is_dir()
+    return False
+
+
+def _is_program(name: str, directory: Path) -> bool:
+    return shutil.which(directory / name if "/" in name else name) is not None
+
+
+def _is_module(name: str, directory: Path) -> bool:
+    if not name.isidentifier():
+        return False
+    with contextlib.suppress(ImportError, ValueError):
+        if importlib.util.find_spec(name) is not None:
+            return True
+    return _is_file(directory / f"{name}.py") or _is_directory(directory / name)
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
+
+
+def _url(key: str, url: str) -> Iterator[Wrong]:
+    try:
+        parts = urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_good = False
+    if not is_good or any(letter.isspace() for letter in url):
+        yield Wrong(key, f"{url[:100]!r} is no address; expected one such as http://127.0.0.1:8000/v1")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == ""  # every address of this machine
+    return True
+
+
+def _bind(host: str, port: int) -> OSError | None:
+    """What goes wrong when a server takes that address; a host name is looked up with a deadline."""
+    outcome: list[OSError | None] = []
+
+    def bind() -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind((host, port))
+                listener.listen(1)
+        except OSError as error:
+            outcome.append(error)
+        else:
+            outcome.append(None)
+
+    if _is_address(host) or host == "localhost":
+        bind()
+    else:
+        thread = threading.Thread(target=bind, daemon=True)
+        thread.start()
+        thread.join(LOOKUP_TIMEOUT_S)
+    return outcome[0] if outcome else OSError(errno.ETIMEDOUT, "the name could not be looked up")
+
+
+# --- the base model ---------------------------------------------------------------------------------------------------
+
+
+def _base(key: str, base: str, directory: Path, *, is_buildable: bool = True) -> Iterator[Wrong]:
+    path = directory / base
+    if _is_directory(path):
+        if not _is_file(path / "config.json"):
+            yield Wrong(key, f"{show(path)}: a directory without config.json, so there is no model in it")
+    elif ":" in base and is_buildable:
+        yield from _entry(key, base, directory)
+    elif base.startswith((".", "/", "~")):
+        yield Wrong(key, f"{base!r}: no such directory")
+    elif not HUB_ID.fullmatch(base):
+        kinds = "no directory here, no file.py:function" if is_buildable else "no directory here"
+        yield Wrong(key, f"{base[:100]!r} is {kinds}, and no hub id (owner/name)")
+
+
+def _pattern(lora: LoraConfig) -> Iterator[Wrong]:
+    """`targets` as one text is "all-linear" or a regular expression over whole module names."""
+    if isinstance(lora.targets, str):
+        try:
+            re.compile(lora.targets)
+        except (re.error, RecursionError, OverflowError) as error:
+            yield Wrong("model.lora.targets", f"{lora.targets[:60]!r} is no regular expression: {error}")
+
+
+def missing_targets(model: ModelConfig, base: Path) -> Iterator[Wrong]:
+    """The names in `model.lora.targets` that no module of the model in the directory `base` has.
+
+    Nothing where the weights are not in safetensors files: then loading the model will say.
+    """
+    if model.lora is None or isinstance(model.lora.targets, str):
+        return
+    modules = _modules(base)
+    last_parts = sorted({module.rpartition(".")[2] for module in modules})
+    for target in model.lora.targets:
+        if modules and not any(module == target or module.endswith(f".{target}") for module in modules):
+            near = get_close_matches(target, last_parts, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(last_parts[:12])}"
+            yield Wrong("model.lora.targets", f"the model has no module {target!r}; {hint}")
+
+
+def _modules(base: Path) -> set[str]:
+    """The dotted names of the modules that have weights of their own."""
+    names: set[str] = set()
+    for file in sorted(base.glob("*.safetensors")):
+        with contextlib.suppress(OSError, ValueError, RecursionError), file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(size)) if size <= MAX_HEADER else {}
+            names.update(name for name in header if name != "__metadata__")
+    return {name.rpartition(".")[0] for name in names}
