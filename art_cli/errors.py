@@ -44,7 +44,8 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         key = self.key if len(self.key) <= 200 else f"{self.key[:197]}..."
-        return _on_one_line(f"{self.place}: {key}: {self.message}" if key else f"{self.place}: {self.message}")
+        place = self.place if len(self.place) <= 300 else f"...{self.place[-297:]}"
+        return _on_one_line(f"{place}: {key}: {self.message}" if key else f"{place}: {self.message}")
 
 
 def _on_one_line(text: str) -> str:

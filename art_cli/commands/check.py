@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from art_cli import plugins, threads
-from art_cli.config.compose import LoadedConfig, check_trainable, load_config
+from art_cli.config.compose import LoadedConfig, load_config
+from art_cli.config.references import check_ready
 from art_cli.errors import ArtError
 from art_cli.judges import make_judge
 from art_cli.learners import Learner, load_policy, make_learner
@@ -40,7 +41,7 @@ class Finding(NamedTuple):
 def run(*, config: Path, overrides: Sequence[str], as_json: bool) -> None:
     """Prints every finding; raises ArtError (exit code 1) when one is bad, ConfigError (2) for the configuration."""
     loaded = load_config(config, overrides)
-    check_trainable(loaded.config)
+    check_ready(loaded, is_training=True)
     loaded = settle(loaded, "engine", "learner")
     with scratch("check") as place:
         preflight = Preflight(loaded, place)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from art_cli import threads
 from art_cli.config.compose import LoadedConfig, load_config
+from art_cli.config.references import check_ready
 from art_cli.config.schema import OpenAIEngineConfig
 from art_cli.errors import GateError, UsageError
 from art_cli.loop.choice import settle
@@ -49,6 +50,9 @@ def run(
     loaded = load_config(config, overrides)
     if loaded.config.eval is None:
         raise UsageError(f"{config}: no eval section; add `eval: {{scenarios: FILE}}`")
+    if loaded.config.engine.name == "openai" and checkpoints:
+        raise UsageError(f"--checkpoint {checkpoints[0]}: engine 'openai' samples from its own model; use --endpoint")
+    check_ready(loaded, ("model", "rollout", "gateway", "engine", "eval"))
     parsed = [parse_gate(gate) for gate in gates]
     policies = _policies(loaded, checkpoints, endpoints)
     with contextlib.ExitStack() as stack:

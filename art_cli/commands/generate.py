@@ -11,6 +11,8 @@ from pathlib import Path
 
 from art_cli import threads
 from art_cli.config.compose import LoadedConfig, load_config
+from art_cli.config.references import check_ready
+from art_cli.errors import UsageError
 from art_cli.loop.choice import settle
 from art_cli.loop.generate import owed, plan_groups
 from art_cli.loop.policy import PolicySource, find_policy, open_policy
@@ -26,7 +28,10 @@ log = logging.getLogger(__name__)
 def run(*, config: Path, overrides: Sequence[str], output: Path, checkpoint: Path | None, step: int | None) -> None:
     """Writes `output`; `step` chooses which scenarios (None: the checkpoint's own next ones)."""
     loaded = load_config(config, overrides)
+    check_ready(loaded, ("model", "rollout", "gateway", "engine"))
     is_foreign = loaded.config.engine.name == "openai"
+    if is_foreign and checkpoint is not None:
+        raise UsageError(f"--checkpoint {checkpoint}: engine 'openai' samples from its own model; leave one out")
     source = PolicySource(None, 0) if is_foreign else find_policy(loaded, checkpoint)
     loaded = settle(loaded, "engine")
     log.info("policy: %s", source.checkpoint or ("the endpoint's own" if is_foreign else "the starting policy"))

@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from art_cli.config.compose import load_config
+from art_cli.config.places import COMMAND_LINE
+from art_cli.config.references import check_ready
 from art_cli.config.schema import SftConfig
-from art_cli.errors import UsageError
+from art_cli.errors import ConfigError, Problem, UsageError
 from art_cli.learners.demos import load_demos
 from art_cli.loop.choice import settle
 from art_cli.loop.policy import PolicySource, find_policy, open_learner, save_learner
@@ -16,6 +18,9 @@ from art_cli.loop.policy import PolicySource, find_policy, open_learner, save_le
 def run(*, config: Path, overrides: Sequence[str], demos: Path, checkpoint: Path | None, output: Path) -> None:
     """Trains on `demos` with the config's `sft` section (its defaults where there is none)."""
     loaded = load_config(config, overrides)
+    check_ready(loaded, ("model",))
+    if loaded.places.of("sft.demos") == COMMAND_LINE and any("demos" in override for override in loaded.overrides):
+        raise ConfigError([Problem("sft.demos", COMMAND_LINE, f"the transcripts are {demos}; leave one of them out")])
     if not demos.is_file() and ":" not in demos.name:  # file.py:function
         raise UsageError(f"{demos}: no such file")
     transcripts = load_demos(str(demos.resolve()), loaded.directory)

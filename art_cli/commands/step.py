@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from art_cli.config.compose import load_config
+from art_cli.config.references import check_ready
 from art_cli.errors import DataError, UsageError
 from art_cli.loop.choice import settle
 from art_cli.loop.generate import group
@@ -22,6 +23,7 @@ def run(
 ) -> None:
     """The step that `art train` would have taken from `checkpoint` on these trajectories, bit for bit."""
     loaded = load_config(config, overrides)
+    check_ready(loaded, ("model",))
     groups = group(_read(scored))
     source = find_policy(loaded, checkpoint)
     loaded = settle(loaded, "learner")

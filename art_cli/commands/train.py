@@ -8,12 +8,16 @@ from pathlib import Path
 
 from art_cli import threads
 from art_cli.config.compose import load_config, load_sweep
+from art_cli.config.references import check_ready
 from art_cli.loop.train import TrainResult, train
 
 
 def run(*, config: Path, overrides: Sequence[str], is_fresh: bool, is_multirun: bool, as_json: bool) -> None:
     """Trains and reports where each run stands."""
     runs = load_sweep(config, overrides) if is_multirun else [load_config(config, overrides)]
+    if is_multirun:
+        for loaded in runs:  # what is wrong with the last run is known before the first one begins
+            check_ready(loaded, is_training=True)
     for loaded in runs:
         result = threads.run(train(loaded, is_fresh=is_fresh))
         sys.stdout.write(_as_json(result) if as_json else _as_text(result, config))

@@ -9,6 +9,7 @@ nothing, and leaves Hydra, logging and the working directory as they were.
 """
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -57,7 +58,7 @@ class Composition:
     def __init__(self, path: Path | None, schema: Schema) -> None:
         """Without a file there are only overrides."""
         self.path, self.schema, self.groups = path, schema, groups(schema)
-        self.directory = path.resolve().parent if path else Path.cwd()
+        self.directory = Path(os.path.realpath(path)).parent if path else Path.cwd()  # also of a link to itself
         self.sources = [self.directory, packaged("configs")]
         self.places = Places()
         self.problems: list[Problem] = []
@@ -200,6 +201,8 @@ class Composition:
         try:
             if setting.is_removed:
                 section, _, name = key.rpartition(".")
+                if value is not None and (there := OmegaConf.select(config, key)) != value:
+                    self.problems.append(Problem(key, COMMAND_LINE, f"not removed: it is {there}, not {value}"))
                 del (OmegaConf.select(config, section) if section else config)[name]
             else:
                 OmegaConf.update(config, key, value, merge=True, force_add=True)

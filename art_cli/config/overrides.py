@@ -16,8 +16,8 @@ from art_cli.config.packaged import options, packaged
 from art_cli.config.places import COMMAND_LINE
 from art_cli.errors import ConfigError, Problem
 
-MAX_LENGTH = 10_000  # characters of one argument; Hydra's parser, written in Python, takes a second for so many
-MAX_ALL = 50_000  # characters of all arguments together
+MAX_LENGTH = 4_000  # characters of one argument; Hydra's parser, written in Python, takes half a second for so many
+MAX_ALL = 10_000  # characters of all arguments together
 MAX_NESTING = 40  # levels of brackets in a value, or of dots in a key
 MAX_RUNS = 1_000  # runs of one sweep
 MAX_SUFFIX = 80  # characters; the rest of a file name's 255 is left to the run's own name and the files in it
@@ -66,7 +66,7 @@ def expand(arguments: Sequence[str]) -> list[list[str]]:
     intervals = [Problem(each.key_or_group, COMMAND_LINE, message) for each in overrides if each.is_interval_sweep()]
     if intervals:
         raise ConfigError(intervals)
-    values = [list(itertools.islice(_values(override), MAX_RUNS + 1)) for override in overrides]
+    values = [_first_values(override) for override in overrides]
     if (num_runs := math.prod(map(len, values))) > MAX_RUNS:
         several = [each.key_or_group for each in overrides if each.is_sweep_override()]
         message = f"a sweep of {MAX_RUNS} runs at most" + (f", not {num_runs}" if num_runs < 10 * MAX_RUNS else "")
@@ -89,6 +89,14 @@ def suffixes(arguments: Sequence[str]) -> list[str]:
         name if names.count(name) == 1 and len(name) <= MAX_SUFFIX else f"{name[:MAX_SUFFIX]}-{_digest(run)}"
         for name, run in zip(names, runs, strict=True)
     ]
+
+
+def _first_values(override: Override) -> list[str]:
+    """One more than a sweep may have, at most. Raises ConfigError: the range or choice cannot be spread out."""
+    try:
+        return list(itertools.islice(_values(override), MAX_RUNS + 1))
+    except Exception as error:  # the boundary to Hydra's sweeps: a step of 0, values that cannot be sorted
+        raise ConfigError([Problem(override.key_or_group, COMMAND_LINE, f"cannot be swept: {error}")]) from error
 
 
 def _values(override: Override) -> Iterator[str]:

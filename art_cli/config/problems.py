@@ -27,6 +27,7 @@ EXPECTED = {  # how pydantic's error types begin -> what it wanted
     "model_": "a section of 'key: value' lines",
 }
 CLOSE = 0.6  # difflib's own cutoff for a close match
+ABBREVIATED = 0.75  # how likely an abbreviation was meant; below a name that is misspelt by one letter
 SAME_SECTION, BELOW = 0.15, 0.05  # what a near key is likelier by; the exact name elsewhere still wins
 
 
@@ -108,15 +109,38 @@ def _nearest(name: str, section: str, siblings: Iterable[str], schema: Schema) -
     for key in all_keys(schema):
         within, _, other = key.rpartition(".")
         if within != section:
-            rated.append((_likeness(name, other) + (BELOW if key.startswith(f"{section}.") else 0), key))
+            rated.append((_likeness(name, other) + (BELOW if section and key.startswith(f"{section}.") else 0), key))
     best = max(rate for rate, _ in rated)
     return [other for rate, other in rated if best >= CLOSE and rate > best - 1e-9][:3]
 
 
 def _likeness(name: str, other: str) -> float:
-    """difflib's ratio, and far below everything where that is no close match."""
-    ratio = SequenceMatcher(None, name.lower(), other).ratio()
+    """How likely `other` was meant, from 0 to 1: an abbreviation of it, a part of it, or difflib's close match.
+
+    What is none of these is far below everything. A misspelling by a letter stays likelier than an abbreviation.
+    """
+    name, other = name.lower(), other.lower()
+    ratio = SequenceMatcher(None, name, other).ratio()
+    if name and _abbreviates(name, other):
+        return max(ratio, ABBREVIATED)
     return ratio if ratio >= CLOSE else -1
+
+
+def _abbreviates(name: str, other: str) -> bool:
+    """Whether `name` stands for `other`: lr, bs, wd; temp, timeout; grad_norm for max_grad_norm; max_steps for steps.
+
+    Every part of the one begins or is a part of the other, in order, or the letters are the parts' first ones.
+    """
+    short, long = name.split("_"), other.split("_")
+    initials = "".join(part[:1] for part in long)
+    if len(name) > 1 and len(long) > 1 and name == initials:
+        return True
+    if len(name) == 1:
+        return len(long) == 1 and other.startswith(name)
+    rest = iter(long)
+    if all(any(part.startswith(each) for part in rest) for each in short if each):
+        return len(short[0]) > 1
+    return len(long) < len(short) and all(part in short for part in long)
 
 
 def _dotted(detail: ErrorDetails, data: Any) -> str:

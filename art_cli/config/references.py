@@ -70,11 +70,12 @@ def check_ready(loaded: LoadedConfig, sections: Sequence[str] = ALL, *, is_train
 
 
 def _runs(loaded: LoadedConfig) -> Iterator[Wrong]:
-    root = loaded.config.runs / loaded.config.name
+    there = loaded.config.runs / loaded.config.name
     try:
-        there = next(path for path in (root, *root.parents) if os.path.lexists(path) and path.stat())
+        while not _is_there(there):
+            there = there.parent
     except OSError as error:
-        yield Wrong("runs", f"{show(root)}: {error.strerror}")
+        yield Wrong("runs", f"{show(loaded.config.runs)[:100]}: {error.strerror}")
         return
     if not there.is_dir():
         yield Wrong("runs", f"{show(there)} is a file, and a directory is wanted")
@@ -265,6 +266,15 @@ def _absence(path: Path) -> str:
         near = get_close_matches(path.name, [other.name for other in path.parent.iterdir()], n=1)
         return f"{show(path)}: no such file" + (f"; did you mean {near[0]!r}?" if near else "")
     return f"{show(path)}: no such file"
+
+
+def _is_there(path: Path) -> bool:
+    """Raises OSError: not even a name that can be, or no permission to look."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _is_file(path: Path) -> bool:
