@@ -69,11 +69,11 @@ def _policies(
     """Name -> (config to play it with, source). Endpoints are written MODEL@URL."""
     is_foreign = loaded.config.engine.name == "openai"
     wanted: list[Path | None] = list(checkpoints) if checkpoints or endpoints else [None]
+    sources = [PolicySource(None, 0) if is_foreign else find_policy(loaded, path) for path in wanted]
     policies = {}
     if wanted:
         loaded = settle(loaded, "engine")
-    for path in wanted:
-        source = PolicySource(None, 0) if is_foreign else find_policy(loaded, path)
+    for path, source in zip(wanted, sources, strict=True):
         name = str(path or source.checkpoint or ("endpoint" if is_foreign else "start"))
         policies[name] = (loaded, source)
     for endpoint in endpoints:

@@ -221,9 +221,9 @@ class Composition:
                 with bounded():
                     for key in sorted(OmegaConf.missing_keys(config)):
                         self._void(config, key, "'???' is a place for a value; give one here or on the command line")
-                    data = OmegaConf.to_container(config, resolve=True)
+                    data: Any = OmegaConf.to_container(config, resolve=True)
                 assert isinstance(data, dict), data
-                return data
+                return dict(data)
             except InterpolationResolutionError as error:
                 key = error.full_key or ""
                 if key in voided or not key or isinstance(error, InterpolationTooLarge):

@@ -142,7 +142,7 @@ class _Scan:
         within = self.open[-1] if self.open else None
         is_key = within is not None and within.is_mapping and within.num_children % 2 == 0
         key = self._key(within, event, is_key=is_key)
-        place = f"{self.shown}:{event.start_mark.line + 1}"
+        place = f"{self.shown}:{event.start_mark.line + 1 if event.start_mark else 1}"
         if within is None and not isinstance(event, yaml.MappingStartEvent):
             kind = "a list" if isinstance(event, yaml.SequenceStartEvent) else "a single value"
             if getattr(event, "value", None) != "":  # a file of comments alone
@@ -209,13 +209,13 @@ def bad_interpolation(value: str) -> str | None:
     return None
 
 
-def _tagged(tag: str, key: str, place: str) -> Problem:
-    shown = tag.replace("tag:yaml.org,2002:", "!!")
+def _tagged(tag: object, key: str, place: str) -> Problem:
+    shown = str(tag).replace("tag:yaml.org,2002:", "!!")
     return Problem(key, place, f"the tag {shown} is not read in a configuration; write the value plainly")
 
 
 def _kind(value: str) -> str | None:
     """What YAML takes a bare key for; None: text."""
     resolvers = yaml.SafeLoader.yaml_implicit_resolvers.get(value[:1], [])
-    tag = next((tag for tag, pattern in resolvers if pattern.match(value)), "").rpartition(":")[2]
+    tag = str(next((tag for tag, pattern in resolvers if pattern.match(value)), "")).rpartition(":")[2]
     return {"null": "null", "bool": "true or false", "int": "a number", "float": "a number"}.get(tag)

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from art_cli.config.compose import LoadedConfig, config_hash
-from art_cli.errors import CheckpointError, UsageError
+from art_cli.checkpoints import run_config
+from art_cli.config.compose import LoadedConfig, config_changes, config_hash
+from art_cli.errors import CheckpointError, ConfigError, Problem, UsageError
 from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.model import Weights, find_base, load_checkpoint, load_weights
 from art_cli.run_dir import Manifest, RunDir, new_checkpoint, verify_checkpoint
@@ -27,8 +28,16 @@ class PolicySource(NamedTuple):
 def find_policy(loaded: LoadedConfig, wanted: Path | None) -> PolicySource:
     """The policy a user means: a checkpoint directory, a run directory (its newest), or nothing (this config's run).
 
-    Raises UsageError: named, and not there; CheckpointError: not whole.
+    Raises UsageError: named, and not there, or trained on another model than the configuration says; CheckpointError:
+    not whole.
     """
+    source = _find(loaded, wanted)
+    if source.checkpoint is not None:
+        _check_model(loaded, source.checkpoint)
+    return source
+
+
+def _find(loaded: LoadedConfig, wanted: Path | None) -> PolicySource:
     if wanted is not None and not wanted.is_dir():
         raise UsageError(f"{wanted}: no such directory")
     if wanted is not None and (wanted / "manifest.json").exists():
@@ -40,6 +49,35 @@ def find_policy(loaded: LoadedConfig, wanted: Path | None) -> PolicySource:
     if wanted is not None:
         raise CheckpointError(f"{wanted}: neither a checkpoint (no manifest.json) nor a run with a valid one")
     return PolicySource(None, 0)
+
+
+def _check_model(loaded: LoadedConfig, checkpoint: Path) -> None:
+    """Raises ConfigError: the run of this checkpoint has another base model or adapter than the configuration says.
+
+    A checkpoint that lies in no run has nothing to compare with.
+    """
+    home = checkpoint.resolve().parent
+    known = run_config(RunDir(home.parent)).get("model") if home.name == "checkpoints" else None
+    if not isinstance(known, dict):
+        return
+    said = loaded.config.model.model_dump(mode="json")
+    if _is_same_place(loaded, known.get("base"), said["base"]):
+        known = known | {"base": said["base"]}
+    names = [name for name in ("base", "lora") if name in known]
+    old, new = ({"model": {name: model[name] for name in names}} for model in (known, said))
+    cure = "change it back, or name another run (name=...) or --checkpoint"
+    if problems := [
+        Problem(change.key, loaded.places.of(change.key), f"{home.parent} was trained with another: {change}; {cure}")
+        for change in config_changes(old, new)
+    ]:
+        raise ConfigError(problems)
+
+
+def _is_same_place(loaded: LoadedConfig, one: object, other: object) -> bool:
+    """Whether two values of `model.base` are the same directory, written differently."""
+    if not isinstance(one, str) or not isinstance(other, str) or not (loaded.directory / other).is_dir():
+        return False
+    return (loaded.directory / one).resolve() == (loaded.directory / other).resolve()
 
 
 @contextlib.contextmanager
