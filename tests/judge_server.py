@@ -147,6 +147,11 @@ class Conduct:
     says: str = ""  # the explanation of every entry; "": the place it was shown at
     key: str | None = None  # the key it wants; a wrong one is answered with 401 that quotes it
     log: Path | None = None  # a line per answered call: digest of its prompt
+    headers: dict[str, str] = field(default_factory=dict)  # besides, of every answer
+    error: str = ""  # the message of a 429 or 500; "": a harmless one
+    usage: Any = None  # in place of the true one
+    change_text: Callable[[str], str] | None = None  # applied to what the model says
+    change_body: Callable[[bytes], bytes] | None = None  # applied to the whole body of an answer, behind the head
 
 
 Entry = dict[str, Any]
@@ -290,24 +295,30 @@ class JudgeServer:
         content = next(message["content"] for message in body["messages"] if message["role"] == "user")
         entries = judge_record(read_record(content), self.conduct, self._rng)
         text = MISBEHAVIOURS[misbehaviour](entries) if misbehaviour else _dump(entries)
+        if self.conduct.change_text is not None:
+            text = self.conduct.change_text(text)
         self.num_answered += 1
         if self.conduct.log is not None:
             with self.conduct.log.open("a") as file:
                 file.write(hashlib.sha256(content.encode()).hexdigest() + "\n")
         prompt_tokens = sum(len(message["content"]) for message in body["messages"]) // 4
-        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": len(text) // 4}
+        usage = self.conduct.usage or {"prompt_tokens": prompt_tokens, "completion_tokens": len(text) // 4}
         reason = "length" if misbehaviour == "cut_off" else "stop"
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
         reply = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"]}
-        return await _respond(writer, 200, {**reply, "choices": [choice], "usage": usage})
+        body = {**reply, "choices": [choice], "usage": usage}
+        return await _respond(writer, 200, body, self.conduct.headers, change=self.conduct.change_body)
 
     async def _misbehave(self, writer: asyncio.StreamWriter, kind: str) -> bool:
         match kind:
             case "429":
-                headers = {"Retry-After": self.conduct.retry_after}
-                return await _respond(writer, 429, {"error": {"message": "slow down"}}, headers)
+                headers = {"Retry-After": self.conduct.retry_after} if self.conduct.retry_after else {}
+                headers |= self.conduct.headers
+                message = self.conduct.error or "slow down"
+                return await _respond(writer, 429, {"error": {"message": message}}, headers)
             case "500" | "503":
-                return await _respond(writer, int(kind), {"error": {"message": "oops"}})
+                message = self.conduct.error or "oops"
+                return await _respond(writer, int(kind), {"error": {"message": message}}, self.conduct.headers)
             case "hang":
                 await asyncio.get_running_loop().create_future()
             case "disconnect":
@@ -327,9 +338,15 @@ class JudgeServer:
 
 
 async def _respond(
-    writer: asyncio.StreamWriter, status: int, body: dict[str, Any], headers: dict[str, str] | None = None
+    writer: asyncio.StreamWriter,
+    status: int,
+    body: dict[str, Any],
+    headers: dict[str, str] | None = None,
+    *,
+    change: Callable[[bytes], bytes] | None = None,
 ) -> bool:
     data = json.dumps(body).encode()
+    data = data if change is None else change(data)
     lines = [f"HTTP/1.1 {status} X", "Content-Type: application/json", f"Content-Length: {len(data)}"]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + data)

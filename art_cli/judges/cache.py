@@ -1,21 +1,24 @@
 """Verdicts already paid for, and what every call cost: one SQLite file that several processes may share.
 
 A verdict's key is a digest of all that decides it (prompt, model, endpoint, parameters), so a changed rubric or a
-changed attempt is another key. The file holds scores and explanations; it holds no prompts and no API keys. A commit
-survives the death of the process at any instant (write-ahead log).
+changed attempt is another key. A row begins with a digest of its key and its content, since SQLite would hand out a
+flipped bit. The file holds scores and explanations; it holds no prompts and no API keys. A commit survives the death of
+the process at any instant (write-ahead log).
 """
 
 import contextlib
 import hashlib
 import os
 import sqlite3
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from art_cli.errors import UsageError
+from art_cli.errors import JudgeStopped, UsageError
 from art_cli.judges.verdict import Entry
 from art_cli.private import make_directory, owner_only
 
@@ -27,7 +30,22 @@ create table if not exists calls (
     at real not null);
 create index if not exists calls_by_job on calls (job);
 """
-BUSY_S = 30.0  # how long to wait for another process's commit
+# Refuses a file whose tables are another program's. Sums leave out what no call takes: a damaged row is no money back.
+_CHECK = (
+    "select key, value, at from verdicts limit 0",
+    "select job, model, group_id, outcome, prompt_tokens, completion_tokens, cost_usd, latency_s, at from calls "
+    "limit 0",
+)
+_SPENT = """
+select total(case when cost_usd between 0 and 1e9 then cost_usd else 0 end),
+       total(case when prompt_tokens between 0 and 1e9 then prompt_tokens else 0 end)
+     + total(case when completion_tokens between 0 and 1e9 then completion_tokens else 0 end)
+from calls where job = ?
+"""
+DIGEST = 16  # bytes of a row's digest
+MAX_ROW = 10_000_000  # bytes; 64 attempts with long explanations take 500 kB
+MAX_COUNT = 1e12  # calls, tokens, dollars or seconds of one vote; a larger number is not one
+BUSY_S = 10.0  # longest wait for another process's commit
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -68,7 +86,12 @@ class Spent(NamedTuple):
 
 
 class VerdictCache:
-    """Opens (and makes) the file. `path` None keeps everything in memory, for this process only."""
+    """Opens (and makes) the file. `path` None keeps everything in memory, for this process only.
+
+    A row that cannot be read is one that is not there. What the file itself refuses raises UsageError when it is
+    opened, JudgeStopped later. Each call may wait for another process and may come from any thread: an event loop makes
+    it in one.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -77,53 +100,93 @@ class VerdictCache:
                 make_directory(path.parent)
                 with open(path, "ab", opener=owner_only):  # SQLite's own files beside it take its mode
                     pass
-            self._db = sqlite3.connect(path or ":memory:", timeout=BUSY_S, isolation_level=None)
+            self._db = sqlite3.connect(
+                path or ":memory:", timeout=BUSY_S, isolation_level=None, check_same_thread=False
+            )
+            self._db.execute("pragma trusted_schema = off")
             self._db.execute("pragma journal_mode = wal")
             self._db.execute("pragma synchronous = normal")
             self._db.executescript(_SCHEMA)
-        except (sqlite3.Error, OSError) as error:
+            for query in _CHECK:
+                self._db.execute(query)
+        except (sqlite3.Error, OSError, UnicodeError) as error:
             raise UsageError(
                 f"judge.cache: {path}: {error}; name another file, or turn it off with judge.cache=null"
             ) from error
         self._decoder = msgspec.msgpack.Decoder(StoredVote)
+        self._lock = threading.Lock()
 
-    def get(self, key: str) -> StoredVote | None:
-        row = self._db.execute("select value from verdicts where key = ?", (key,)).fetchone()
-        return self._decoder.decode(row[0]) if row else None
+    def get(self, key: str, num_attempts: int) -> StoredVote | None:
+        """The vote of that key on so many attempts; None also for a row that is none."""
+        query = "select cast(value as blob) from verdicts where key = ? and length(value) between 1 and ?"
+        with self._use() as db:
+            row = db.execute(query, (key, MAX_ROW)).fetchone()
+        value = row[0][DIGEST:] if row else b""
+        if not row or row[0][:DIGEST] != _digest(key, value):
+            return None
+        try:
+            vote = self._decoder.decode(value)
+        except (ValueError, RecursionError):
+            return None
+        return vote if _is_usable(vote, num_attempts) else None
+
+    @contextlib.contextmanager
+    def _use(self) -> Iterator[sqlite3.Connection]:
+        """The database, for one thread at a time. Raises JudgeStopped for what it refuses."""
+        with self._lock:
+            try:
+                yield self._db
+            except (sqlite3.Error, UnicodeError) as error:
+                raise JudgeStopped(
+                    f"judge.cache: {self.path}: {error}; move it away, name another file, or turn it off with "
+                    "judge.cache=null; what is scored is saved"
+                ) from error
 
     def put(self, key: str, vote: StoredVote) -> None:
         """On disk when it returns."""
-        self._db.execute(
-            "insert or replace into verdicts values (?, ?, ?)", (key, msgspec.msgpack.encode(vote), time.time())
-        )
+        value = msgspec.msgpack.encode(vote)
+        with self._use() as db:
+            row = key, _digest(key, value) + value, time.time()
+            db.execute("insert or replace into verdicts values (?, ?, ?)", row)
 
     def record_call(self, *, job: str, model: str, group_id: str, outcome: str, usage: Usage) -> None:
         """Writes one billed call down; `outcome`: "verdict", or why its answer could not be used."""
-        self._db.execute(
-            "insert into calls values (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                job,
-                model,
-                group_id,
-                outcome,
-                usage.prompt_tokens,
-                usage.completion_tokens,
-                usage.cost_usd,
-                usage.latency_s,
-                time.time(),
-            ),
-        )
+        texts = (_storable(text) for text in (job, model, group_id, outcome))
+        tokens = usage.prompt_tokens, usage.completion_tokens
+        with self._use() as db:
+            db.execute(
+                "insert into calls values (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*texts, *tokens, usage.cost_usd, usage.latency_s, time.time()),
+            )
 
     def spent(self, job: str) -> Spent:
         """What all calls of a job took so far, those of killed processes and of refused answers included."""
-        usd, tokens = self._db.execute(
-            "select total(cost_usd), total(prompt_tokens + completion_tokens) from calls where job = ?", (job,)
-        ).fetchone()
+        with self._use() as db:
+            usd, tokens = db.execute(_SPENT, (_storable(job),)).fetchone()
         return Spent(usd, int(tokens))
 
     def close(self) -> None:
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
+
+
+def _digest(key: str, value: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + value).digest()[:DIGEST]
+
+
+def _is_usable(vote: StoredVote, num_attempts: int) -> bool:
+    """Whether a stored vote says what a usable answer says; another program or a flipped bit may have written it."""
+    places_are_whole = sorted(vote.positions) == list(range(num_attempts))
+    scores_are_in_range = all(0 <= entry.score <= 1 for entry in vote.entries)  # NaN, too, is not
+    usage = vote.usage
+    counts = usage.calls, usage.prompt_tokens, usage.completion_tokens, usage.cost_usd or 0.0, usage.latency_s
+    is_paid = all(0 <= count < MAX_COUNT for count in counts)
+    return len(vote.entries) == num_attempts and places_are_whole and scores_are_in_range and is_paid
+
+
+def _storable(text: str) -> str:
+    """The text as SQLite takes it, without lone surrogates."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def user_cache_path() -> Path:

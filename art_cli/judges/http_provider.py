@@ -1,6 +1,8 @@
 """Judges through any OpenAI-compatible endpoint (`api_base`), spoken to with httpx alone."""
 
 import asyncio
+import json
+import logging
 import os
 import ssl
 import time
@@ -11,13 +13,25 @@ from typing import Any
 import httpx
 
 from art_cli.config.schema import JudgeModelConfig
+from art_cli.judges.answer_limit import ENCODINGS, AnswerTooLarge, limit
 from art_cli.judges.cache import Usage
 from art_cli.judges.keys import Secrets
 from art_cli.judges.prices import find_price
-from art_cli.judges.provider import Answer, CallFailed, classify, one_line, quiet_time, retry_after
+from art_cli.judges.provider import (
+    LONG_ANSWER,
+    MAX_ERROR,
+    Answer,
+    CallFailed,
+    classify,
+    content_text,
+    one_line,
+    read_count,
+)
 from art_cli.judges.shorten import count_tokens
-from art_cli.judges.transcript import clean
+from art_cli.judges.waits import quiet_time, retry_after
 from art_cli.trajectory import Json
+
+log = logging.getLogger(__name__)
 
 DEFAULT_KEY = "OPENAI_API_KEY"  # what every OpenAI-compatible client reads
 
@@ -31,6 +45,7 @@ class HttpProvider:
         self._name = member.model.removeprefix("openai/")  # litellm's way of saying "as OpenAI does it"
         self._price = find_price(member)
         self._clients = _Clients()
+        self._is_usage_odd = False  # the log has said so
 
     async def ask(self, messages: Sequence[Json], schema: Json | None, *, timeout_s: float) -> Answer:
         body: Json = {"model": self._name, "messages": list(messages), **self._member.params}
@@ -40,13 +55,16 @@ class HttpProvider:
         started = time.monotonic()
         response = await self._post(body, timeout_s)
         if response.status_code != 200:
-            text = response.text
+            text = response.content[:MAX_ERROR].decode(errors="replace")
             raise CallFailed(
                 f"{self._where()} answered {response.status_code}: {one_line(text, self._secrets)}",
                 classify(response.status_code, text),
-                retry_after_s=retry_after(response.headers),
+                retry_after_s=retry_after(response.headers, text),
             )
-        return self._read(response, messages, time.monotonic() - started)
+        latency_s = time.monotonic() - started
+        if len(response.content) < LONG_ANSWER:
+            return self._read(response, messages, latency_s)
+        return await asyncio.to_thread(self._read, response, messages, latency_s)
 
     async def _post(self, body: Json, timeout_s: float) -> httpx.Response:
         """The response, read whole before the deadline. A lost connection or a missed deadline can be tried again."""
@@ -61,31 +79,39 @@ class HttpProvider:
             raise CallFailed(f"{self._where()} cannot be reached: {self._line(error)}", "unreachable") from error
         except (httpx.InvalidURL, httpx.UnsupportedProtocol, UnicodeError) as error:
             raise CallFailed(f"{self._where()}: {self._line(error)}; check judge.api_base", "stopped") from error
+        except AnswerTooLarge as error:
+            raise CallFailed(f"{self._where()}: {error}", "too_large") from error
         except httpx.HTTPError as error:
             raise CallFailed(f"{self._where()}: connection lost: {self._line(error)}", "retry") from error
 
     def _read(self, response: httpx.Response, messages: Sequence[Json], latency_s: float) -> Answer:
         try:
-            body = response.json()
+            body = json.loads(response.content)
             choice = body["choices"][0]
-            content = choice["message"].get("content")
+            text = content_text(choice["message"].get("content"), self._secrets)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CallFailed(f"{self._where()} answered 200 with something else than a completion", "retry") from error
-        text = self._secrets.redact(_content_text(content))
+        reason = choice.get("finish_reason")
         return Answer(
             text=text,
-            finish_reason=str(choice.get("finish_reason")),
+            finish_reason=reason if isinstance(reason, str) else "",
             usage=self._usage(body.get("usage"), messages, text, latency_s),
             pause_s=quiet_time(response.headers),
         )
 
     def _usage(self, usage: Any, messages: Sequence[Json], text: str, latency_s: float) -> Usage:
-        """What the endpoint says it took; an estimate where it does not say."""
+        """What the endpoint says it took; an estimate where it does not say, or says what cannot be."""
         usage = usage if isinstance(usage, dict) else {}
-        prompt = _count(usage.get("prompt_tokens"), sum(count_tokens(str(m.get("content"))) for m in messages))
-        completion = _count(usage.get("completion_tokens"), count_tokens(text))
+        prompt, completion = read_count(usage.get("prompt_tokens")), read_count(usage.get("completion_tokens"))
+        if usage and None in (prompt, completion) and not self._is_usage_odd:
+            self._is_usage_odd = True
+            log.warning("%s: its usage is not a number of tokens; tokens and cost are estimated", self._where())
+        if prompt is None:
+            prompt = sum(count_tokens(str(message.get("content"))) for message in messages)
+        if completion is None:
+            completion = count_tokens(text)
         details = usage.get("prompt_tokens_details")
-        cached = min(_count(details.get("cached_tokens"), 0), prompt) if isinstance(details, dict) else 0
+        cached = min(read_count(details.get("cached_tokens")) or 0, prompt) if isinstance(details, dict) else 0
         cost = self._price.cost(prompt, completion, cached) if self._price else None
         return Usage(1, prompt, completion, cost, latency_s)
 
@@ -123,19 +149,13 @@ class _Clients:
 
     def _make(self) -> httpx.AsyncClient:
         self._ssl = self._ssl or httpx.create_ssl_context()
-        return httpx.AsyncClient(timeout=None, verify=self._ssl)  # the caller's deadline covers every wait
+        return httpx.AsyncClient(
+            timeout=None,  # the caller's deadline covers every wait
+            verify=self._ssl,
+            headers={"Accept-Encoding": ENCODINGS},
+            event_hooks={"response": [limit]},
+        )
 
     async def close(self) -> None:
         while self._idle:
             await self._idle.pop().aclose()
-
-
-def _content_text(content: Any) -> str:
-    """An assistant message's content as one text; a list of parts is put together."""
-    if isinstance(content, list):
-        return "".join(clean(part.get("text")) for part in content if isinstance(part, dict))
-    return clean(content)
-
-
-def _count(value: Any, otherwise: int) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else otherwise

@@ -16,7 +16,7 @@ from art_cli.judges import votes
 from art_cli.judges.cache import StoredVote, Usage, VerdictCache, make_key
 from art_cli.judges.caller import Caller
 from art_cli.judges.prompt import Prompt, schema, write_prompt
-from art_cli.judges.provider import Answer
+from art_cli.judges.provider import LONG_ANSWER, Answer
 from art_cli.judges.transcript import Attempt
 from art_cli.judges.verdict import Entry, VerdictError, parse_verdict
 from art_cli.trajectory import Json
@@ -47,7 +47,7 @@ class Poll:
 
     def stored(self, prompt: Prompt) -> StoredVote | None:
         """The vote on this first prompt, if it was paid for."""
-        return self._cache.get(vote_key(self.member, prompt))
+        return self._cache.get(vote_key(self.member, prompt), len(prompt.ids))
 
     async def vote(
         self, attempts: Sequence[Attempt], tools: Sequence[Json], *, seed: str, vote: int, group_id: str
@@ -56,11 +56,11 @@ class Poll:
         first = self.prompt(attempts, tools, seed=seed, vote=vote, ask=0)
         key = vote_key(self.member, first)
         async with self._locks.setdefault(key, asyncio.Lock()):  # a group with the same content waits for this one
-            if stored := self._cache.get(key):
+            if stored := await asyncio.to_thread(self._cache.get, key, len(attempts)):
                 self.num_cached += 1
                 return stored
             fresh = await self._ask_until_usable(first, attempts, tools, seed=seed, vote=vote, group_id=group_id)
-            self._cache.put(key, fresh)
+            await asyncio.to_thread(self._cache.put, key, fresh)
             return fresh
 
     async def _ask_until_usable(
@@ -94,22 +94,34 @@ class Poll:
             answer = await self.caller.ask(messages, schema(prompt.ids), num_attempts=len(prompt.ids))
             usage += answer.usage
             try:
-                found = parse_verdict(answer.text, prompt.ids)
+                found = await _parse(answer.text, prompt.ids)
             except VerdictError as error:
                 problem = str(error) + (" (the answer was cut off)" if answer.finish_reason == "length" else "")
-                self._record(answer, group_id, problem)
+                await self._record(answer, group_id, problem)
                 log.debug("%s: %s: %s", group_id, self.member.model, problem)
                 messages = [*prompt.messages, *_complaint(answer, error, prompt.ids)]
             else:
-                self._record(answer, group_id, "verdict")
+                await self._record(answer, group_id, "verdict")
                 return [found[name] for name in prompt.ids], usage, ""
         return None, usage, problem
 
-    def _record(self, answer: Answer, group_id: str, outcome: str) -> None:
+    async def _record(self, answer: Answer, group_id: str, outcome: str) -> None:
         self.total += answer.usage
-        self._cache.record_call(
-            job=self._job, model=self.member.model, group_id=group_id, outcome=outcome[:200], usage=answer.usage
+        await asyncio.to_thread(
+            self._cache.record_call,
+            job=self._job,
+            model=self.member.model,
+            group_id=group_id,
+            outcome=outcome[:200],
+            usage=answer.usage,
         )
+
+
+async def _parse(text: str, ids: Sequence[str]) -> dict[str, Entry]:
+    """`parse_verdict`, of a long answer in a thread."""
+    if len(text) < LONG_ANSWER:
+        return parse_verdict(text, ids)
+    return await asyncio.to_thread(parse_verdict, text, ids)
 
 
 def vote_key(member: JudgeModelConfig, prompt: Prompt) -> str:

@@ -7,23 +7,29 @@
 A provider makes one call and says what came of it. It does not try again.
 """
 
-import re
-from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from art_cli.judges.cache import Usage
 from art_cli.judges.keys import Secrets
+from art_cli.judges.transcript import clean
+from art_cli.judges.verdict import MAX_ANSWER
 from art_cli.trajectory import Json
 
 # retry: the same call may succeed later.  late: so may this one, whose deadline passed.  unreachable: and this one,
-# which nobody was there to answer.  refused: this call will not (too long).  stopped: no call will (a wrong key).
-FailureKind = Literal["retry", "late", "unreachable", "refused", "stopped"]
+# which nobody was there to answer.  refused: this call will not (too long).  too_large: its answer is no verdict, and
+# asking in other words does not help.  used_up: no call will until the quota is renewed.  stopped: no call will (a
+# wrong key).
+FailureKind = Literal["retry", "late", "unreachable", "refused", "too_large", "used_up", "stopped"]
 
 MAX_MESSAGE = 300  # characters of a provider's error text that are shown
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
-_UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+MAX_ERROR = 64_000  # characters of it that are read
+LONG_ANSWER = 8_000  # bytes or characters from which an answer is read in a thread, not on the event loop
+MAX_TOKENS = 100_000_000  # of one call; a larger number is not one
+# How providers say that the money or the quota is gone, which no short wait cures.
+_USED_UP = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active", "credit balance is too low")
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,8 +59,9 @@ class Provider(Protocol):
 
 def classify(status: int, text: str) -> FailureKind:
     """What an HTTP error status means for this call and for the ones after it."""
-    if "insufficient_quota" in text:  # a 429 that no waiting cures
-        return "stopped"
+    said = text[:MAX_ERROR].lower()
+    if status == 402 or (status in (400, 403, 429) and any(words in said for words in _USED_UP)):
+        return "used_up"
     if status in (408, 409, 425, 429) or status >= 500:
         return "retry"
     return "stopped" if status in (401, 403, 404, 405) else "refused"
@@ -62,30 +69,25 @@ def classify(status: int, text: str) -> FailureKind:
 
 def one_line(text: str, secrets: Secrets) -> str:
     """A provider's error text for our own: redacted, on one line, not long."""
-    line = " ".join(secrets.redact(text).split())
+    line = " ".join(secrets.redact(text[:MAX_ERROR]).split())
     return line if len(line) <= MAX_MESSAGE else line[:MAX_MESSAGE] + "..."
 
 
-def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that `retry-after-ms` or `retry-after` asks to wait; None where neither says (or says a date)."""
-    for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-        try:
-            seconds = float(headers.get(name, "")) * unit
-        except ValueError:
-            continue
-        if 0 <= seconds < float("inf"):
-            return seconds
-    return None
+def content_text(content: Any, secrets: Secrets) -> str:
+    """A reply's content as one text without secrets; a list of parts is put together. Raises TypeError for others.
 
-
-def quiet_time(headers: Mapping[str, str]) -> float:
-    """Seconds until a used-up rate limit is reset, by OpenAI's `x-ratelimit-*` headers; 0 while something remains.
-
-    Example: remaining-requests "0" and reset-requests "1m3s" -> 63.
+    Of a text longer than any verdict no more is kept than shows that.
     """
-    longest = 0.0
-    for what in ("requests", "tokens"):
-        if headers.get(f"x-ratelimit-remaining-{what}", "").strip() == "0":
-            reset = headers.get(f"x-ratelimit-reset-{what}", "")
-            longest = max(longest, sum(float(number) * _UNIT_S[unit] for number, unit in _DURATION.findall(reset)))
-    return longest
+    if isinstance(content, list):
+        texts = (part.get("text") for part in content if isinstance(part, dict))
+        content = "".join(text for text in texts if isinstance(text, str))
+    if not isinstance(content, str | None):
+        raise TypeError(f"content is a {type(content).__name__}")
+    return secrets.redact(clean((content or "")[: MAX_ANSWER + 1]))
+
+
+def read_count(value: Any) -> int | None:
+    """A number of tokens as a provider says it; None where it says none that can be believed."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_TOKENS:  # nor is NaN
+        return None
+    return int(value)

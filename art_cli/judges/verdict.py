@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 from art_cli.judges.transcript import clean
 
-_FENCE = re.compile(r"```[A-Za-z]*\s*\n(.*?)```", re.DOTALL)
+_FENCE = "```"
 _THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)  # of models whose server leaves it in the answer
 MAX_ANSWER = 1_000_000  # characters; a longer answer is not one
 MAX_STARTS = 500  # opening braces tried in prose
+MAX_READ = 4  # times the answer's length, and 10,000 characters: what is read from all of them together
+MAX_PROBLEMS = 20  # faults of an answer that are told
 MAX_EXPLANATION = 2_000  # characters of it that are kept
 
 
@@ -46,7 +48,7 @@ def parse_verdict(text: str, ids: Sequence[str]) -> dict[str, Entry]:
     if not text.strip():
         raise VerdictError(["the answer is empty"])
     if len(text) > MAX_ANSWER:
-        raise VerdictError([f"the answer is {len(text)} characters long"])
+        raise VerdictError([f"the answer is longer than {MAX_ANSWER:,} characters"])
     documents = list(_documents(_THINKING.sub("", text)))
     if not documents:
         raise VerdictError(['no JSON object with a list "scores" was found; it may have been cut off'])
@@ -64,11 +66,13 @@ def check_document(document: Any, ids: Sequence[str]) -> dict[str, Entry]:
     problems: list[str] = []
     found: dict[str, Entry] = {}
     for place, entry in enumerate(entries, 1):
+        if len(problems) >= MAX_PROBLEMS:
+            raise VerdictError(problems)
         name = entry.get("id") if isinstance(entry, dict) else None
         if not isinstance(name, str):
             problems.append(f"entry {place} has no id")
         elif name not in ids:
-            problems.append(f"there is no attempt {name[:20]!r}")
+            problems.append(f"there is no attempt {clean(name[:20])!r}")
         elif name in found:
             problems.append(f"{name} is scored twice")
         else:
@@ -87,10 +91,15 @@ def check_document(document: Any, ids: Sequence[str]) -> dict[str, Entry]:
 def _check_score(score: Any) -> str | None:
     """What is wrong with a score; None: nothing."""
     if isinstance(score, bool) or not isinstance(score, int | float):
-        return f"is not a number: {str(score)[:20]!r}"
+        return f"is not a number: {_shown(score)!r}"
     if not 0 <= score <= 1:  # NaN, too, is not
-        return f"is {str(score)[:20]}, not between 0 and 1"
+        return f"is {_shown(score)}, not between 0 and 1"
     return None
+
+
+def _shown(value: Any) -> str:
+    """The start of a value; of a list or an object, which may be deep, no more than what it is."""
+    return {list: "a list", dict: "an object"}.get(type(value)) or clean(str(value)[:20])
 
 
 def _scores(verdict: dict[str, Entry]) -> dict[str, float]:
@@ -102,24 +111,43 @@ def _documents(text: str) -> Iterator[Any]:
     if (whole := _load(text)) is not None:
         yield whole
         return
-    fenced = [found for block in _FENCE.findall(text) if (found := _load(block)) is not None]
+    fenced = [found for block in _fenced(text) if (found := _load(block)) is not None]
     if fenced:
         yield from fenced
         return
     decoder = _decoder()
     place = text.find("{")
+    num_read = 0
     for _ in range(MAX_STARTS):
         if place < 0:
             return
+        if num_read > MAX_READ * len(text) + 10_000:
+            break
         try:
             document, end = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError) as error:
+        except RecursionError:
+            raise VerdictError(["the answer is nested deeper than any verdict"]) from None
+        except ValueError as error:
             _refuse_twofold(error)
+            num_read += (error.pos if isinstance(error, json.JSONDecodeError) else len(text)) - place
             place = text.find("{", place + 1)
             continue
         if isinstance(document, dict) and "scores" in document:
             yield document
         place = text.find("{", end)
+    if place >= 0:  # what is not read may say something else
+        raise VerdictError(["the answer holds too many braces that are no JSON"])
+
+
+def _fenced(text: str) -> Iterator[str]:
+    """What stands in code fences: behind a line that begins one (with a language's name or none), up to the next."""
+    start = text.find(_FENCE)
+    while start >= 0 and (end := text.find(_FENCE, start + len(_FENCE))) >= 0:
+        line, newline, block = text[start + len(_FENCE) : end].partition("\n")
+        is_opening = bool(newline) and (not line.strip() or line.strip().isalpha())
+        if is_opening:
+            yield block
+        start = text.find(_FENCE, end + len(_FENCE)) if is_opening else end
 
 
 def _load(text: str) -> Any:

@@ -1,0 +1,91 @@
+"""How long a provider asks to wait, in whichever header, form and unit it says so. Pure but for the clock.
+
+Retry-After: 30                            Retry-After: Wed, 21 Oct 2026 07:28:00 GMT
+x-ratelimit-reset-requests: 1m3s           anthropic-ratelimit-tokens-reset: 2026-10-21T07:28:00Z
+x-ratelimit-reset: 1792567680000           "retryDelay": "34s" or "try again in 7m12s" in an error's text
+"""
+
+import re
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+MAX_TEXT = 20_000  # characters of an error's text that are searched
+_MAX_VALUE = 64  # characters of a header's value that are read
+_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?")
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)")
+_UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_EPOCH_S, _EPOCH_MS = (1e9, 1e10), (1e12, 1e13)  # numbers between are a time since 1970 (2001 to 2286), not a wait
+_SAID = re.compile(r'(?:"retryDelay":\s?"|(?:try again|retry) (?:in|after) )([0-9][0-9.hms]{0,40})', re.IGNORECASE)
+# (what remains, when it is reset), by OpenAI and those who follow it, Anthropic, OpenRouter, the IETF's draft.
+_LIMITS = (
+    *((f"x-ratelimit-remaining-{what}", f"x-ratelimit-reset-{what}") for what in ("requests", "tokens")),
+    *(
+        (f"anthropic-ratelimit-{what}-remaining", f"anthropic-ratelimit-{what}-reset")
+        for what in ("requests", "tokens", "input-tokens", "output-tokens")
+    ),
+    ("x-ratelimit-remaining", "x-ratelimit-reset"),
+    ("ratelimit-remaining", "ratelimit-reset"),
+)
+
+
+def retry_after(headers: Mapping[str, str], text: str = "") -> float | None:
+    """Seconds that an error asks to wait, by its headers or else by its text; None where neither says."""
+    milliseconds = read_wait(headers.get("retry-after-ms", ""))
+    if milliseconds is not None:
+        return milliseconds / 1000
+    seconds = read_wait(headers.get("retry-after", ""))
+    if seconds is None:
+        seconds = quiet_time(headers) or None
+    if seconds is None and (said := _SAID.search(text[:MAX_TEXT])):
+        seconds = read_wait(said[1].rstrip("."))
+    return seconds
+
+
+def quiet_time(headers: Mapping[str, str]) -> float:
+    """Seconds until a used-up rate limit is reset; 0 while something remains.
+
+    Example: remaining-requests "0" and reset-requests "1m3s" -> 63.
+    """
+    used_up = (reset for remaining, reset in _LIMITS if headers.get(remaining, "").strip() == "0")
+    return max((read_wait(headers.get(reset, "")) or 0.0 for reset in used_up), default=0.0)
+
+
+def read_wait(value: str) -> float | None:
+    """Seconds from now: of a number, a duration, or a time (one that has passed is 0). None: it is none of them."""
+    value = value.strip()[:_MAX_VALUE]
+    if _NUMBER.fullmatch(value):
+        number = float(value)
+        if _EPOCH_S[0] <= number < _EPOCH_S[1]:
+            return max(0.0, number - time.time())
+        if _EPOCH_MS[0] <= number < _EPOCH_MS[1]:
+            return max(0.0, number / 1000 - time.time())
+        return number
+    parts = _DURATION.findall(value)
+    if parts and "".join(map("".join, parts)) == value:
+        return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
+    return _read_time(value)
+
+
+def _read_time(value: str) -> float | None:
+    """Seconds until an HTTP date, or one of RFC 3339."""
+    for read in (parsedate_to_datetime, datetime.fromisoformat):
+        try:
+            moment = read(value)
+            aware = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+            return max(0.0, aware.timestamp() - time.time())
+        except (ValueError, TypeError, LookupError, OverflowError):
+            continue
+    return None
+
+
+def until(seconds: float) -> str:
+    """When a wait ends, in words. Example: until(86400) -> "until 2026-10-22 07:28 UTC (24 h)"."""
+    hours = f"{seconds / 3600:,.0f} h" if seconds >= 7200 else f"{seconds / 60:.0f} min"
+    short = f"{seconds:.0f} s" if seconds < 120 else hours
+    try:
+        moment = datetime.fromtimestamp(time.time() + seconds).astimezone()
+    except (ValueError, OverflowError, OSError):
+        return f"for {seconds:.3g} s"
+    return f"until {moment:%H:%M:%S} ({short})" if seconds < 3600 else f"until {moment:%Y-%m-%d %H:%M %Z} ({short})"
