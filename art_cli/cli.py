@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from art_cli import log
-from art_cli.errors import ArtError, Interrupted
+from art_cli.errors import ArtError, ConfigError, EngineError, Interrupted, LearnerError, UsageError
 
 # What a module that is not installed belongs to: `pip install 'art-cli[EXTRA]'`.
 EXTRAS = {"torch": "train", "transformers": "train", "peft": "train", "safetensors": "train", "numpy": "train"} | {
@@ -76,7 +76,7 @@ def run(arguments: Sequence[str]) -> int:
         code = 130
     except Exception as error:
         if is_verbose:
-            traceback.print_exc()
+            sys.stderr.write(log.printable_lines(traceback.format_exc()))
         lines, failure = report(error)
         sys.stderr.writelines(f"{line}\n" for line in lines)
         return failure
@@ -86,14 +86,23 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def report(error: Exception) -> tuple[list[str], int]:
-    """What to say of a failure, and the exit code."""
+    """What to say of a failure, and the exit code. What a file, a model or a provider said in it is no line of ours."""
+    lines, code = _lines(error)
+    return [log.printable(line) for line in lines], code
+
+
+def _lines(error: Exception) -> tuple[list[str], int]:
     match error:
         case Interrupted():
             return [str(error)], error.exit_code
+        case ConfigError():
+            return [f"error: {problem}" for problem in error.problems], error.exit_code
+        case UsageError() | EngineError() | LearnerError():  # several mistakes; the last words of another process
+            return [f"error: {line}" for line in str(error).split("\n")], error.exit_code
         case ArtError():
-            return [f"error: {line}" for line in str(error).splitlines()], error.exit_code
+            return [f"error: {error}"], error.exit_code
         case ExceptionGroup():
-            return report(error.exceptions[0])
+            return _lines(error.exceptions[0])
         case typer.TyperException():
             path = getattr(getattr(error, "ctx", None), "command_path", "art")
             return [f"error: {error.format_message()} (see {path} --help)"], error.exit_code

@@ -20,6 +20,7 @@ from art_cli.errors import ArtError
 from art_cli.judges import make_judge
 from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.learners.demos import load_demos
+from art_cli.log import printable_lines
 from art_cli.loop.choice import describe, settle
 from art_cli.loop.generate import plan_groups
 from art_cli.loop.sampler import open_sampler
@@ -50,12 +51,12 @@ def run(*, config: Path, overrides: Sequence[str], as_json: bool) -> None:
         finally:
             preflight.close()
         if as_json:
-            sys.stdout.write(json.dumps([finding._asdict() for finding in findings]) + "\n")
+            sys.stdout.write(json.dumps([finding._asdict() for finding in findings]) + "
+")
         else:
-            sys.stdout.writelines(_as_line(finding) for finding in findings)
-        if bad := [
-            finding.name for finding in findings if not finding.is_good
-        ]:  # a finding may name a log, which stays
+            sys.stdout.writelines(printable_lines(_as_line(finding)) for finding in findings)
+        bad = [finding.name for finding in findings if not finding.is_good]
+        if bad:  # raised while the scratch directory is there, so that a log which a finding names stays
             raise ArtError(f"{config}: not ready: {', '.join(bad)}")
 
 

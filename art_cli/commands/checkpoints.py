@@ -8,6 +8,7 @@ from pathlib import Path
 from art_cli import checkpoints
 from art_cli.checkpoints import Listed
 from art_cli.errors import UsageError
+from art_cli.log import printable_lines
 from art_cli.run_dir import RunDir
 
 MIB = 2**20
@@ -54,7 +55,7 @@ def _place(run: Path, name: str) -> Path:
 
 
 def _say(as_json: bool, value: object, text: str) -> None:
-    sys.stdout.write((json.dumps(value) if as_json else text) + "\n")
+    sys.stdout.write((json.dumps(value) if as_json else printable_lines(text)) + "\n")
 
 
 def _as_table(entries: Sequence[Listed]) -> str:

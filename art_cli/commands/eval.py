@@ -17,6 +17,7 @@ from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.references import check_ready
 from art_cli.config.schema import OpenAIEngineConfig
 from art_cli.errors import GateError, UsageError
+from art_cli.log import printable_lines
 from art_cli.loop.choice import settle
 from art_cli.loop.evaluate import Estimate, Gate, estimate, paired_difference, parse_gate, play_evaluation
 from art_cli.loop.evaluate import values_by_scenario as values
@@ -59,7 +60,8 @@ def run(
         place = output or stack.enter_context(scratch("eval"))
         results = {name: _play(policy, source, place, name) for name, (policy, source) in policies.items()}
     rows = compare(results)
-    sys.stdout.write(json.dumps([_as_dict(row) for row in rows]) + "\n" if as_json else _as_table(rows))
+    text = json.dumps([_as_dict(row) for row in rows]) + "\n" if as_json else printable_lines(_as_table(rows))
+    sys.stdout.write(text)
     _check(parsed, rows, list(results)[-1])
 
 

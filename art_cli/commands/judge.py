@@ -25,6 +25,7 @@ from art_cli.judges.files import TrajectoryFile
 from art_cli.judges.pipeline import Tally
 from art_cli.judges.session import Progress, Session, Summary, judgeable
 from art_cli.judges.spending import usage_of
+from art_cli.log import printable
 
 IN_FLIGHT = 16  # groups at once for a judge that makes no calls
 SHOWN = 5  # owed groups that are named
@@ -163,16 +164,16 @@ def _progress(judge: Judge) -> Iterator[Progress | None]:
 def as_text(summary: Summary) -> str:
     mean = "no reward" if summary.mean is None else f"mean reward {summary.mean:.3f}"
     before = f" ({summary.groups_before} were before)" if summary.groups_before else ""
-    lines = [f"{summary.scored}: {summary.groups} groups scored{before}, {mean}"]
+    lines = [f"{printable(summary.scored)}: {summary.groups} groups scored{before}, {mean}"]
     if summary.calls or summary.cached_votes:
         tokens = summary.prompt_tokens + summary.completion_tokens
         paid = f"{summary.calls} calls, {tokens:,} tokens, {_dollars(summary.cost_usd)}"
         lines.append(f"  {paid}; {summary.cached_votes} votes from the cache")
     owed = [item for item in summary.owed_because.items() if item[1] != summary.stopped]
     for group_id, reason in owed[:SHOWN]:
-        lines.append(f"  owed: {group_id}: {reason}")
+        lines.append(f"  owed: {printable(group_id)}: {printable(reason)}")
     for group_id, reason in list(summary.incomplete.items())[:SHOWN]:
-        lines.append(f"  incomplete: {group_id}: {reason} (--partial judges them as they are)")
+        lines.append(f"  incomplete: {printable(group_id)}: {reason} (--partial judges them as they are)")
     return "\n".join(lines) + "\n"
 
 

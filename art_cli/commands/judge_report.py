@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from art_cli.errors import GateError, UsageError
+from art_cli.log import printable
 
 
 def is_scored(path: Path) -> bool:
@@ -55,7 +56,7 @@ def report(
         sys.stdout.write(json.dumps({**summary, "report": plain, "values": values}) + "\n")
     else:
         sys.stdout.write(f"{before}")
-        sys.stdout.writelines(f"{name:26s} {value}".rstrip() + "\n" for name, value in lines)
+        sys.stdout.writelines(printable(f"{name:26s} {value}".rstrip()) + "\n" for name, value in lines)
     for gate in parsed:
         if gate.metric not in values:
             raise UsageError(

@@ -11,6 +11,7 @@ from art_cli.config.references import check_ready
 from art_cli.config.schema import SftConfig
 from art_cli.errors import ConfigError, Problem, UsageError
 from art_cli.learners.demos import load_demos
+from art_cli.log import printable
 from art_cli.loop.choice import settle
 from art_cli.loop.policy import PolicySource, find_policy, open_learner, save_learner
 
@@ -33,4 +34,4 @@ def run(*, config: Path, overrides: Sequence[str], demos: Path, checkpoint: Path
         metrics = learner.sft(transcripts)
         save_learner(learner, output, loaded, step=source.step, metrics=metrics)
     sys.stdout.write(f"{output}: sft on {len(transcripts)} transcripts\n")
-    sys.stdout.writelines(f"  {name} {value:.6g}\n" for name, value in metrics.items())
+    sys.stdout.writelines(f"  {printable(name)} {value:.6g}\n" for name, value in metrics.items())

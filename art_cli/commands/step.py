@@ -11,6 +11,7 @@ import msgspec
 from art_cli.config.compose import load_config
 from art_cli.config.references import check_ready
 from art_cli.errors import DataError, UsageError
+from art_cli.log import printable
 from art_cli.loop.choice import settle
 from art_cli.loop.generate import group
 from art_cli.loop.policy import find_policy, open_learner, save_learner
@@ -35,7 +36,7 @@ def run(
         sys.stdout.write(json.dumps({"checkpoint": str(output), "step": source.step + 1, "metrics": numbers}) + "\n")
     else:
         sys.stdout.write(f"{output}: step {source.step + 1} from {len(groups)} groups\n")
-        sys.stdout.writelines(f"  {name} {value:.6g}\n" for name, value in numbers.items())
+        sys.stdout.writelines(f"  {printable(name)} {value:.6g}\n" for name, value in numbers.items())
 
 
 def _read(path: Path) -> list[ScoredTrajectory]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from art_cli import threads
 from art_cli.config.compose import load_config, load_sweep
 from art_cli.config.references import check_ready
+from art_cli.log import printable_lines
 from art_cli.loop.train import TrainResult, train
 
 
@@ -20,7 +21,7 @@ def run(*, config: Path, overrides: Sequence[str], is_fresh: bool, is_multirun: 
             check_ready(loaded, is_training=True)
     for loaded in runs:
         result = threads.run(train(loaded, is_fresh=is_fresh))
-        sys.stdout.write(_as_json(result) if as_json else _as_text(result, config))
+        sys.stdout.write(_as_json(result) if as_json else printable_lines(_as_text(result, config)))
 
 
 def _as_json(result: TrainResult) -> str:

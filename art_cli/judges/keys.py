@@ -4,31 +4,157 @@ A key is handed to the provider and to nothing else. Every text that comes back 
 before it can reach a file, a log or an error.
 """
 
+import base64
+import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping
+import string
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_SECRET_PARAM = re.compile(r"api_?key|secret|password|credential|headers|authorization|[a-z]_token$", re.IGNORECASE)
 _LINE = re.compile(r"""\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*?)\s*$""")
 _USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
+# One escaped character: %2d, \\u002d (also \\\\u002d), \\x2d, &#45;, &#x2d;, or any other behind backslashes.
+_ESCAPE = re.compile(
+    r"""(?:%|\\{1,8}u00|\\{1,8}u\{|\\{1,8}x)(?P<hex>[0-9a-fA-F]{2})\}?"""
+    r"""|&\#[xX]0{0,6}(?P<hash>[0-9a-fA-F]{2});?|&\#0{0,6}(?P<decimal>[0-9]{2,3});?|\\{1,8}(?P<char>[^\\])""",
+    re.DOTALL,
+)
+_BASE64 = frozenset(string.ascii_letters + string.digits + "+/-_=")
+_URL_SAFE = str.maketrans("+/", "-_")
+MAX_ESCAPES = 50_000  # of a text; the rest is left out
+MAX_ROUNDS = 3  # times that escapes are undone: a key in a URL in a JSON text in a JSON text
+Span = tuple[int, int]
 MIN_LENGTH = 6  # a shorter value is not a key, and replacing it would garble texts
 
 
 class Secrets:
-    """The values that must not be shown."""
+    """The values that must not be shown, in none of the forms in which they come back.
+
+    Example: of sk-a/b1, all of these: "SK-A/B1", "sk-a\\/b1", "\\u0073k-a/b1", "sk-a%2fb1", "sk-a%252Fb1",
+    "&#115;k-a/b1", base64 of any text that holds it, and its hexadecimal digits.
+    """
 
     def __init__(self, values: Iterable[str]) -> None:
-        self._values = sorted({value for value in values if len(value) >= MIN_LENGTH}, key=len, reverse=True)
+        values = {value for value in values if len(value) >= MIN_LENGTH}
+        self._plain = sorted({value.lower() for value in values}, key=len, reverse=True)
+        self._plain += sorted({value.encode().hex() for value in values})
+        self._encoded = sorted({form for value in values for form in _base64_forms(value)})
 
     def redact(self, text: str) -> str:
         """The text with every secret, and every user:password of a URL, as ***."""
-        for value in self._values:
-            text = text.replace(value, "***")
+        if self._plain:
+            if too_many := next(itertools.islice(_ESCAPE.finditer(text), MAX_ESCAPES, None), None):
+                text = text[: too_many.start()]  # no verdict and no error has so many; undoing them takes seconds
+            text = _mask(text, sorted(self._find(text)))
         return _USERINFO.sub("***@", text)
 
+    def _find(self, text: str) -> Iterator[Span]:
+        """Where secrets stand in the text, as it is and with its escapes undone, up to MAX_ROUNDS times."""
+        decoded = _Decoded(text, None)
+        for _ in range(MAX_ROUNDS + 1):
+            lowered = _lower(decoded.text)
+            for value in self._plain:
+                yield from (decoded.span(start, start + len(value)) for start in _places(lowered, value))
+            for form in self._encoded:
+                for start in _places(decoded.text, form):
+                    yield decoded.span(*_around(decoded.text, start, start + len(form)))
+            further = decoded.undo_escapes()
+            if further is None:
+                return
+            decoded = further
+
     def __repr__(self) -> str:
-        return f"Secrets({len(self._values)} values)"
+        return f"Secrets({len(self._plain) // 2} values)"
+
+
+class _Decoded:
+    """A text with its escapes undone; `starts` are the places of its characters in the original, and its end."""
+
+    def __init__(self, text: str, starts: Sequence[int] | None) -> None:
+        self.text, self._starts = text, starts  # None: the original itself
+
+    def span(self, start: int, end: int) -> Span:
+        """A stretch of this text, in the original."""
+        return (start, end) if self._starts is None else (self._starts[start], self._starts[end])
+
+    def undo_escapes(self) -> "_Decoded | None":
+        """One round of it; None where there is none."""
+        pieces: list[str] = []
+        places = array("q")
+        before = 0
+        for found in _ESCAPE.finditer(self.text):
+            pieces += (self.text[before : found.start()], _character(found))
+            places.extend(range(before, found.start()))
+            places.append(found.start())
+            before = found.end()
+        if not pieces:
+            return None
+        places.extend(range(before, len(self.text) + 1))
+        starts = places if self._starts is None else array("q", [self._starts[place] for place in places])
+        return _Decoded("".join(pieces) + self.text[before:], starts)
+
+
+def _character(escape: "re.Match[str]") -> str:
+    """The one character that an escape stands for."""
+    digits = next((group for group in escape.group("hex", "hash") if group), "")
+    try:
+        code = int(digits, 16) if digits else int(escape["decimal"])
+        return chr(code)
+    except (TypeError, ValueError, OverflowError):
+        return escape["char"] or "\ufffd"
+
+
+def _lower(text: str) -> str:
+    """In lower case, each character still one."""
+    lowered = text.lower()
+    return lowered if len(lowered) == len(text) else "".join(c if len(c.lower()) != 1 else c.lower() for c in text)
+
+
+def _places(text: str, value: str) -> Iterator[int]:
+    start = text.find(value)
+    while start >= 0:
+        yield start
+        start = text.find(value, start + len(value))
+
+
+def _around(text: str, start: int, end: int) -> Span:
+    """The whole word of base64 around a stretch of it: what stands beside a key encodes some of its bits."""
+    while start > 0 and text[start - 1] in _BASE64:
+        start -= 1
+    while end < len(text) and text[end] in _BASE64:
+        end += 1
+    return start, end
+
+
+def _base64_forms(value: str) -> Iterator[str]:
+    """What is the same in base64 of every text that holds the value: at three alignments, in two alphabets."""
+    data = value.encode("utf-8", "surrogatepass")
+    for shift in range(3):
+        whole = base64.b64encode(b"\0" * shift + data).rstrip(b"=")
+        first = (0, 2, 3)[shift]
+        last = (shift + len(data)) // 3 * 4 + (0, 1, 2)[(shift + len(data)) % 3]
+        core = whole[first:last].decode()
+        if len(core) >= MIN_LENGTH:
+            yield from {core, core.translate(_URL_SAFE)}
+
+
+def _mask(text: str, spans: Sequence[Span]) -> str:
+    """The text with *** for the stretches, which are in order and may overlap."""
+    pieces: list[str] = []
+    before = 0
+    for start, end in spans:
+        if end <= before:
+            continue
+        if start >= before:
+            pieces += (text[before:start], "***")
+        before = end
+    return "".join([*pieces, text[before:]])
 
 
 def load_environment(directory: Path) -> None:
@@ -56,7 +182,41 @@ def read_dotenv(path: Path) -> dict[str, str]:
     return found
 
 
-def find_secrets(environment: Mapping[str, str], *, names: Iterable[str] = ()) -> Secrets:
-    """The values of variables that are named like secrets, and of `names`."""
+def find_secrets(
+    environment: Mapping[str, str], *, names: Iterable[str] = (), urls: Iterable[str] = (), params: Iterable[Any] = ()
+) -> Secrets:
+    """The values of variables that are named like secrets, and of `names`; passwords and queries of `urls`; what has
+    such a name in `params`, and their headers.
+    """
     named = set(names)
-    return Secrets(value for name, value in environment.items() if name in named or _SECRET_NAME.search(name))
+    values = [value for name, value in environment.items() if name in named or _SECRET_NAME.search(name)]
+    for url in urls:
+        values += _secrets_of_url(url)
+    for each in params:
+        values += _secrets_of_params(each, is_secret=False)
+    return Secrets(values)
+
+
+def _secrets_of_url(url: str) -> list[str]:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return []
+    query = [value for _, value in parse_qsl(parts.query)]
+    password = unquote(parts.password or "")
+    return [password, f"{unquote(parts.username or '')}:{password}", *query] if password else query
+
+
+def _secrets_of_params(value: Any, *, is_secret: bool) -> list[str]:
+    """The texts in parameters under a name like a secret's, or under one of headers."""
+    if isinstance(value, dict):
+        return [
+            text
+            for name, inner in value.items()
+            for text in _secrets_of_params(inner, is_secret=is_secret or bool(_SECRET_PARAM.search(str(name))))
+        ]
+    if isinstance(value, list):
+        return [text for inner in value for text in _secrets_of_params(inner, is_secret=is_secret)]
+    if not is_secret or not isinstance(value, str):
+        return []
+    return [value, value.rpartition(" ")[2]]  # also of "Bearer KEY" the key alone

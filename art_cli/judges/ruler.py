@@ -71,7 +71,12 @@ class RulerJudge:
         self.budget = Budget(
             config.budget_usd, config.budget_tokens, self.cache.spent(job) if job else Spent(usd=0.0, tokens=0)
         )
-        secrets = find_secrets(os.environ, names=[member.api_key_env or "" for member in self.panel])
+        secrets = find_secrets(
+            os.environ,
+            names=[member.api_key_env or "" for member in self.panel],
+            urls=[member.api_base or "" for member in self.panel],
+            params=[member.params for member in self.panel],
+        )
         slots = asyncio.Semaphore(config.concurrency)
         self.polls = []
         for member in self.panel:

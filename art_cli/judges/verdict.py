@@ -99,7 +99,9 @@ def _check_score(score: Any) -> str | None:
 
 def _shown(value: Any) -> str:
     """The start of a value; of a list or an object, which may be deep, no more than what it is."""
-    return {list: "a list", dict: "an object"}.get(type(value)) or clean(str(value)[:20])
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    return clean(str(value)[:20])
 
 
 def _scores(verdict: dict[str, Entry]) -> dict[str, float]:

@@ -233,7 +233,8 @@ class VllmEngine:
                 await self._clear_away()
                 if number == MAX_RESTARTS:
                     raise EngineError(message)
-                log.warning("%s\nit is started once more", message)
+                for line in (*message.splitlines(), "it is started once more"):
+                    log.warning("%s", line)
                 await self._may_restart.wait()
                 await self._bring_up()
                 log.warning("vllm: the server answers again")
