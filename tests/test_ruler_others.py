@@ -194,12 +194,12 @@ def test_prices_come_from_litellms_table_without_importing_it() -> None:
 
 
 LITELLM = """
-import asyncio, os, sys
+import asyncio, gzip, os, resource, sys
 from pathlib import Path
 from tests.judge_server import Conduct, JudgeServer
 from tests.ruler_cases import rated
 from art_cli.config.schema import RulerJudgeConfig
-from art_cli.errors import JudgeStopped
+from art_cli.errors import JudgeError, JudgeStopped
 from art_cli.judges.ruler import RulerJudge
 
 async def main():
@@ -221,6 +221,33 @@ async def main():
             assert os.environ["OPENAI_API_KEY"] not in str(stopped) and "***" in str(stopped), str(stopped)
         else:
             raise AssertionError("a wrong key was accepted")
+        await judge.close()
+        bomb = gzip.compress(b" " * (1 << 20), 9) * 1000
+        right = os.environ["OPENAI_API_KEY"]
+        for change, encoding, says in ((bomb, "gzip", "larger than 4 MiB"), (b" " * (1 << 23), "identity", "larger than")):
+            server.conduct = Conduct(
+                key=right, change_body=lambda data: change, headers={"Content-Encoding": encoding}
+            )
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            judge = RulerJudge(config, Path("."), first_delay_s=0.01)
+            try:
+                await judge.judge(rated([0.1, 0.7]))
+            except JudgeError as owed:
+                assert says in str(owed), str(owed)
+            else:
+                raise AssertionError("a bomb was read")
+            assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+        server.conduct = Conduct(key=right, usage={"prompt_tokens": 10**30, "completion_tokens": -4, "total_tokens": 1})
+        judge = RulerJudge(config, Path("."), first_delay_s=0.01)
+        await judge.judge(rated([0.1, 0.7]))
+        assert 0 < judge.usage.tokens < 10_000 and 0 < judge.usage.cost_usd < 0.1, judge.usage
+        server.conduct = Conduct(key=right, misbehaviour="429", retry_after="86400")
+        try:
+            await judge.judge(rated([0.3, 0.7]))
+        except JudgeStopped as stopped:
+            assert "quota is used up until" in str(stopped), str(stopped)
+        else:
+            raise AssertionError("a day was waited")
         await judge.close()
 
 asyncio.run(main())

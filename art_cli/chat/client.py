@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
+from art_cli.chat.answers import MAX_ANSWER, MAX_ERROR, AnswerTooLarge, read_answer
 from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request, Sampling
@@ -22,6 +23,7 @@ from art_cli.chat.requests import Request, Sampling
 Json = dict[str, Any]
 
 CONNECT_TIMEOUT_S = 10.0
+MAX_MESSAGE = 10_000  # characters of an endpoint's error that are passed on
 IDLE_S = 4.0  # below uvicorn's keep-alive of 5 s: it is we who close an idle connection, never both at once
 
 
@@ -43,7 +45,7 @@ class HttpBackend:
     async def reply(self, request: Request) -> Reply:
         """Raises ChatError: what the endpoint answered, 502 when it cannot be reached, 504 when it is too slow."""
         async with self._post(request, is_stream=False) as response:
-            body = await response.read()
+            body = await read_answer(response)
         wire = self._decode(body)
         if not wire.choices:
             raise self._broken("no choices in the reply")
@@ -96,7 +98,7 @@ class HttpBackend:
                     if response.status == 200:
                         yield response
                         return
-                    answer = await response.read()
+                    answer = await read_answer(response, MAX_ERROR)
                     if not self._dialect.learn(request, response.status, answer):
                         raise self._refusal(response.status, answer, response.headers.get("Retry-After"))
 
@@ -119,6 +121,8 @@ class HttpBackend:
         except TimeoutError as error:
             message = f"{self._url}: no answer within {self._timeout_s:.0f} s"
             raise ChatError(504, message, code="upstream_timeout") from error
+        except AnswerTooLarge as error:
+            raise self._broken(str(error)) from error
         except aiohttp.ClientError as error:
             message = f"{self._url}: {type(error).__name__}: {self._hide_key(str(error))}"
             raise ChatError(502, message, code="upstream_unreachable") from error
@@ -128,7 +132,7 @@ class HttpBackend:
         if status in (401, 403):
             return ChatError(status, f"{self._url}: it refused our API key", code="upstream_authentication")
         error = _read_error(answer)
-        message = self._hide_key(error.message or answer[:200].decode(errors="replace"))
+        message = self._hide_key(error.message or answer[:200].decode(errors="replace"))[:MAX_MESSAGE]
         status = status if 400 <= status < 600 else 502
         return ChatError(status, message, error.type, error.param, error.code, retry_after=retry_after)
 
@@ -355,9 +359,14 @@ def _usage(wire: _WireReply) -> tuple[int, int] | None:
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """The data of each server-sent event. (aiohttp's own line reader refuses lines as long as a prompt's token ids.)"""
-    rest = b""
+    rest = bytearray()
     async for piece in response.content.iter_any():
-        *lines, rest = (rest + piece).split(b"\n")
+        *lines, last = piece.split(b"\n")
         for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
+            rest += line
+            if rest.startswith(b"data:"):
+                yield bytes(rest[5:]).strip()
+            rest.clear()
+        rest += last
+        if len(rest) > MAX_ANSWER:
+            raise AnswerTooLarge(f"a line of the stream is larger than {MAX_ANSWER >> 20} MiB")

@@ -139,7 +139,8 @@ def _limit_answers() -> None:
     """
     from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler
 
-    make = AsyncHTTPHandler.create_async_transport
+    handler: Any = AsyncHTTPHandler
+    make = handler.create_async_transport
     if getattr(make, "is_limited", False):
         return
 
@@ -148,7 +149,7 @@ def _limit_answers() -> None:
         return None if transport is None else limit_transport(transport)
 
     create_async_transport.is_limited = True  # type: ignore[attr-defined]
-    AsyncHTTPHandler.create_async_transport = staticmethod(create_async_transport)
+    handler.create_async_transport = staticmethod(create_async_transport)
 
 
 def _content(response: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from art_cli.chat.answers import AnswerTooLarge, read_answer
 from art_cli.errors import EngineError
 
 Json = dict[str, Any]
@@ -17,6 +18,7 @@ Json = dict[str, Any]
 CALL_DEADLINE_S = 60.0
 ADAPTER_DEADLINE_S = 300.0  # an adapter of a large model, read from a slow disk
 SLEEP_DEADLINE_S = 300.0  # all weights to the host's memory and back
+MAX_MESSAGE = 10_000  # characters of the server's error that are shown
 NUM_TOP = 20  # vLLM's own limit where nobody raised it (--max-logprobs)
 
 
@@ -129,9 +131,11 @@ class Control:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(method, self.root + path, json=body, timeout=timeout) as response:
-                answer = await response.read()
+                answer = await read_answer(response)
         except TimeoutError as error:
             raise Unreachable(f"{self.root}{path}: no answer within {timeout_s:.0f} s") from error
+        except AnswerTooLarge as error:
+            raise EngineError(f"{self.root}{path}: {error}") from error
         except aiohttp.ClientError as error:
             raise Unreachable(f"{self.root}{path}: {type(error).__name__}: {error}") from error
         if response.status != 200:
@@ -141,7 +145,7 @@ class Control:
     def _message(self, answer: bytes) -> str:
         error = _json(answer).get("error", _json(answer).get("detail"))
         message = error.get("message") if isinstance(error, dict) else error
-        text = str(message or answer[:300].decode(errors="replace")).strip()
+        text = str(message or answer[:300].decode(errors="replace")).strip()[:MAX_MESSAGE]
         return (text.replace(self._key, "***") if self._key else text) or "no reason given"
 
 
