@@ -224,7 +224,7 @@ async def main():
         await judge.close()
         bomb = gzip.compress(b" " * (1 << 20), 9) * 1000
         right = os.environ["OPENAI_API_KEY"]
-        for change, encoding, says in ((bomb, "gzip", "larger than 4 MiB"), (b" " * (1 << 23), "identity", "larger than")):
+        for change, encoding in ((bomb, "gzip"), (b" " * (1 << 23), "identity")):
             server.conduct = Conduct(
                 key=right, change_body=lambda data: change, headers={"Content-Encoding": encoding}
             )
@@ -233,7 +233,7 @@ async def main():
             try:
                 await judge.judge(rated([0.1, 0.7]))
             except JudgeError as owed:
-                assert says in str(owed), str(owed)
+                assert "larger than 4 MiB" in str(owed), str(owed)
             else:
                 raise AssertionError("a bomb was read")
             assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
