@@ -135,11 +135,12 @@ class _Clients:
     def __init__(self) -> None:
         self._idle: list[httpx.AsyncClient] = []
         self._ssl: ssl.SSLContext | None = None  # made once: it reads a file of certificates
+        self._lock = asyncio.Lock()
 
     @asynccontextmanager
     async def borrow(self) -> AsyncIterator[httpx.AsyncClient]:
         """A client that no other call has; where the call fails, its connection is closed."""
-        client = self._idle.pop() if self._idle else self._make()
+        client = self._idle.pop() if self._idle else await self._make()
         try:
             yield client
         except BaseException:
@@ -147,8 +148,9 @@ class _Clients:
             raise
         self._idle.append(client)
 
-    def _make(self) -> httpx.AsyncClient:
-        self._ssl = self._ssl or httpx.create_ssl_context()
+    async def _make(self) -> httpx.AsyncClient:
+        async with self._lock:
+            self._ssl = self._ssl or await asyncio.to_thread(_prepare)
         return httpx.AsyncClient(
             timeout=None,  # the caller's deadline covers every wait
             verify=self._ssl,
@@ -159,3 +161,10 @@ class _Clients:
     async def close(self) -> None:
         while self._idle:
             await self._idle.pop().aclose()
+
+
+def _prepare() -> ssl.SSLContext:
+    """The certificates; what httpx imports for its first client is imported here, too: both hold an event loop."""
+    import httpcore  # noqa: F401
+
+    return httpx.create_ssl_context()
