@@ -51,8 +51,7 @@ def run(*, config: Path, overrides: Sequence[str], as_json: bool) -> None:
         finally:
             preflight.close()
         if as_json:
-            sys.stdout.write(json.dumps([finding._asdict() for finding in findings]) + "
-")
+            sys.stdout.write(json.dumps([finding._asdict() for finding in findings]) + "\n")
         else:
             sys.stdout.writelines(printable_lines(_as_line(finding)) for finding in findings)
         bad = [finding.name for finding in findings if not finding.is_good]
