@@ -19,12 +19,23 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from art_cli import log
-from art_cli.errors import ArtError, ConfigError, EngineError, Interrupted, LearnerError, UsageError
+from art_cli.errors import (
+    ArtError,
+    ConfigError,
+    EngineError,
+    Interrupted,
+    LearnerError,
+    UsageError,
+    printable,
+    printable_lines,
+)
 
 # What a module that is not installed belongs to: `pip install 'art-cli[EXTRA]'`.
 EXTRAS = {"torch": "train", "transformers": "train", "peft": "train", "safetensors": "train", "numpy": "train"} | {
     name: name for name in ("wandb", "vllm", "unsloth")
 }
+
+MAX_ERROR = 4_000  # characters of an error's line; file names, ids and providers' words may be of any length
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
@@ -76,7 +87,7 @@ def run(arguments: Sequence[str]) -> int:
         code = 130
     except Exception as error:
         if is_verbose:
-            sys.stderr.write(log.printable_lines(traceback.format_exc()))
+            sys.stderr.write(printable_lines(traceback.format_exc()))
         lines, failure = report(error)
         sys.stderr.writelines(f"{line}\n" for line in lines)
         return failure
@@ -88,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
 def report(error: Exception) -> tuple[list[str], int]:
     """What to say of a failure, and the exit code. What a file, a model or a provider said in it is no line of ours."""
     lines, code = _lines(error)
-    return [log.printable(line) for line in lines], code
+    return [printable(line, limit=MAX_ERROR) for line in lines], code
 
 
 def _lines(error: Exception) -> tuple[list[str], int]:

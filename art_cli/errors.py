@@ -18,6 +18,7 @@
 A programmer's mistake is an assertion, not one of these. Each message is one line: what, where, what to do.
 """
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -45,12 +46,7 @@ class Problem(NamedTuple):
     def __str__(self) -> str:
         key = self.key if len(self.key) <= 200 else f"{self.key[:197]}..."
         place = self.place if len(self.place) <= 300 else f"...{self.place[-297:]}"
-        return _on_one_line(f"{place}: {key}: {self.message}" if key else f"{place}: {self.message}")
-
-
-def _on_one_line(text: str) -> str:
-    r"""The text with line breaks, terminal escapes and other invisible characters written as `\x1b`."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+        return printable(f"{place}: {key}: {self.message}" if key else f"{place}: {self.message}")
 
 
 class ConfigError(UsageError):
@@ -108,3 +104,38 @@ class GateError(ArtError):
 
 class Interrupted(ArtError):
     exit_code = 130
+
+
+# Controls of C0 and C1, line and paragraph separators, marks that turn the writing direction, lone surrogates.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+_UNPRINTABLE_IN_LINES = re.compile(_UNPRINTABLE.pattern.replace("\x00-\x1f", "\x00-\x08\x0b-\x1f"))
+
+
+def printable(text: object, *, limit: int | None = None) -> str:
+    """The text on one line, each character that a terminal would act on as its escape: "\\x1b", "\\n", "\\u202e".
+
+    A text of more than `limit` characters is cut there.
+    """
+    whole = str(text)
+    return _UNPRINTABLE.sub(_escape, whole if limit is None or len(whole) <= limit else f"{whole[:limit]}...")
+
+
+def printable_lines(text: str) -> str:
+    """The same of a text whose newlines and tabs are ours."""
+    return _UNPRINTABLE_IN_LINES.sub(_escape, text)
+
+
+def _escape(found: "re.Match[str]") -> str:
+    return found[0].encode("unicode_escape").decode()
+
+
+def describe(error: BaseException) -> str:
+    """What other people's code raised, as one printable line; also where its own text raises.
+
+    Example: KeyError("x") -> "KeyError: 'x'"
+    """
+    try:
+        text = str(error)
+    except Exception as failure:  # the exception's own `__str__` is other people's code too
+        text = f"its text cannot be had: {type(failure).__name__}"
+    return printable(f"{type(error).__name__}: {' '.join(text.split())}", limit=1000)

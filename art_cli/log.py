@@ -1,31 +1,14 @@
-"""Logging, set up once by the command line: to stderr, one line a record, no secrets; and text for a terminal.
+"""Logging, set up once by the command line: to stderr, one line a record, no secrets.
 
 Modules log with `logging.getLogger(__name__)`; results go to stdout elsewhere, numbers to metrics.jsonl. What is shown
 may hold texts of models, providers and files, which must not steer the terminal nor look like a line of ours: records
-go through `printable` here, other text where it is written.
+go through `printable` (errors.py) here, other text where it is written.
 """
 
 import logging
-import re
 import sys
 
-# Controls of C0 and C1, line and paragraph separators, marks that turn the writing direction, lone surrogates.
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
-_UNPRINTABLE_IN_LINES = re.compile(_UNPRINTABLE.pattern.replace("\x00-\x1f", "\x00-\x08\x0b-\x1f"))
-
-
-def printable(text: object) -> str:
-    """The text on one line, each character that a terminal would act on as its escape: "\\x1b", "\\n", "\\u202e"."""
-    return _UNPRINTABLE.sub(_escape, str(text))
-
-
-def printable_lines(text: str) -> str:
-    """The same of a text whose newlines and tabs are ours."""
-    return _UNPRINTABLE_IN_LINES.sub(_escape, text)
-
-
-def _escape(found: "re.Match[str]") -> str:
-    return found[0].encode("unicode_escape").decode()
+from art_cli.errors import printable, printable_lines
 
 
 class _Formatter(logging.Formatter):

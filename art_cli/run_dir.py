@@ -16,7 +16,7 @@ worked out from what is there. It holds no opinion on what the bytes mean to tor
 import contextlib
 import fcntl
 import hashlib
-import json
+import io
 import logging
 import os
 import shutil
@@ -29,12 +29,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from art_cli import json_lines
 from art_cli.errors import CheckpointError, DataError, RunError
 from art_cli.private import make_directory, owner_only
 from art_cli.trajectory import SCHEMA_VERSION, ScoredTrajectory, Trajectory
 
 log = logging.getLogger(__name__)
 Record = TypeVar("Record")
+
+HOLD_TRIES = 20  # times a file is opened anew because it was replaced while it was being locked
+TAIL_BYTES = 2**16  # size of the pieces in which the end of a file is looked for
 
 
 class Manifest(msgspec.Struct, kw_only=True):
@@ -74,54 +78,58 @@ def read_lines(path: Path, kind: type[Record]) -> Iterator[Record]:
     if not path.exists():
         return
     decoder = msgspec.json.Decoder(kind)
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n") and not _is_whole(line):
-                log.warning("%s:%d: the last line is torn; left out", path, number)
-                return
-            if not line.strip():
-                continue
-            try:
-                record = decoder.decode(line)
-            except msgspec.DecodeError as error:
-                raise DataError(_explain(error, line), path, number) from error
-            version = getattr(record, "schema_version", SCHEMA_VERSION)
-            if version > SCHEMA_VERSION:
-                raise DataError(_newer(version), path, number)
-            yield record
+    for number, _, line in json_lines.lines(path):
+        if json_lines.is_torn(line):
+            log.warning("%s:%d: the last line is torn; left out", path, number)
+            return
+        try:
+            record = json_lines.decode(line, decoder)
+        except ValueError as error:
+            raise DataError(_explain(error, line), path, number) from error
+        version = getattr(record, "schema_version", SCHEMA_VERSION)
+        if version > SCHEMA_VERSION:
+            raise DataError(newer_schema(version), path, number)
+        yield record
 
 
-def _is_whole(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
+class _Version(msgspec.Struct):
+    schema_version: int = SCHEMA_VERSION
 
 
 def _explain(error: Exception, line: bytes) -> str:
-    with contextlib.suppress(ValueError, TypeError):
-        version = json.loads(line).get("schema_version", SCHEMA_VERSION)
-        if isinstance(version, int) and version > SCHEMA_VERSION:
-            return _newer(version)
+    """What is wrong with a line; where a newer program wrote it, that is what is wrong."""
+    with contextlib.suppress(ValueError):
+        version = json_lines.decode(line, msgspec.json.Decoder(_Version)).schema_version
+        if version > SCHEMA_VERSION:
+            return newer_schema(version)
     return str(error)
 
 
-def _newer(version: int) -> str:
+def newer_schema(version: int) -> str:
+    """The refusal of a record of schema `version`."""
     return f"written by a newer art (schema {version}, this one reads up to {SCHEMA_VERSION}); upgrade art"
 
 
 class LineWriter:
-    """Appends records to a JSON-lines file, each flushed to the system before `append` returns.
+    """Appends records to a JSON-lines file, each flushed to the system before `append` returns; one writer at a time.
 
-    Opening repairs the tail: a torn last line is cut off, so that the next record starts on a line of its own.
+    Opening holds the file for this process, as long as it lives, and repairs the tail: a torn last line is cut off, so
+    that the next record starts on a line of its own. `is_fresh` empties the file first, once it is held.
+
+    Raises RunError: another writer holds the file; DataError: what it ends with was not written by this class.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_fresh: bool = False) -> None:
         self.path = path
         make_directory(path.parent)
-        _mend_tail(path)
-        self._file = open(path, "ab", buffering=0, opener=owner_only)  # noqa: SIM115
+        self._file = _hold(path)
+        try:
+            if is_fresh:
+                self.truncate(0)
+            _mend_tail(self._file.fileno(), path)
+        except BaseException:
+            self._file.close()
+            raise
         self._lock = threading.Lock()  # whole lines, whichever threads write
 
     def append(self, record: Any) -> None:
@@ -140,6 +148,14 @@ class LineWriter:
                 os.ftruncate(self._file.fileno(), start)
                 raise
 
+    def truncate(self, size: int) -> None:
+        """Cuts the file off after `size` bytes."""
+        os.ftruncate(self._file.fileno(), size)
+
+    def is_in_place(self) -> bool:
+        """Whether `path` still names the file that is written: false when it was removed or replaced meanwhile."""
+        return _is_at(self._file.fileno(), self.path)
+
     def close(self) -> None:
         with self._lock:
             self._file.close()
@@ -151,20 +167,53 @@ class LineWriter:
         self.close()
 
 
-def _mend_tail(path: Path) -> None:
-    """Ends the file with a newline: completes a whole last line, cuts off a torn one."""
-    if not path.exists() or path.stat().st_size == 0:
+def _hold(path: Path) -> io.FileIO:
+    """The file open for appending and locked; it is made where there is none. Raises RunError: another holds it.
+
+    The lock is on the file, not on its name: one that was removed or replaced before the lock was there is let go.
+    """
+    for _ in range(HOLD_TRIES):
+        file = io.FileIO(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise RunError(f"{path}: another process is writing it; wait for it, or name another file") from None
+        except OSError as error:  # a file system without locks: that there is one writer is up to the user
+            log.debug("%s: not locked: %s", path, error)
+        if _is_at(file.fileno(), path):
+            return file
+        file.close()
+    raise RunError(f"{path}: other processes keep replacing it; name another file")
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _mend_tail(handle: int, path: Path) -> None:
+    """Ends the file with a newline: completes a whole last line, cuts off a torn one. Raises DataError for others."""
+    size = os.fstat(handle).st_size
+    start, tail = size, b""
+    while start > 0 and b"\n" not in tail:
+        step = min(TAIL_BYTES, start)
+        start -= step
+        tail = os.pread(handle, step, start) + tail
+    tail = tail[tail.rfind(b"\n") + 1 :]
+    if not tail:
         return
-    with path.open("rb+") as file:
-        data = file.read()
-        if data.endswith(b"\n"):
-            return
-        start = data.rfind(b"\n") + 1
-        if _is_whole(data[start:]):
-            file.write(b"\n")
-        else:
-            log.warning("%s: cut off a torn last line of %d bytes", path, len(data) - start)
-            file.truncate(start)
+    if json_lines.is_torn(tail):
+        log.warning("%s: cut off a torn last line of %d bytes", path, len(tail))
+        os.ftruncate(handle, size - len(tail))
+        return
+    try:
+        json_lines.decode(tail, msgspec.json.Decoder(_Version))
+    except ValueError as error:
+        raise DataError(f"its last line is no record ({error}); name another file", path) from error
+    os.write(handle, b"\n")
 
 
 # --- whole files ------------------------------------------------------------------------------------------------------

@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 from art_cli.cli import report
-from art_cli.errors import ConfigError, DataError, EngineError, JudgeError, Problem
+from art_cli.errors import ConfigError, DataError, EngineError, JudgeError, Problem, printable, printable_lines, set_up
 from art_cli.judges.keys import Secrets, find_secrets
-from art_cli.log import printable, printable_lines, set_up
 from art_cli.run_dir import write_lines
 from tests.judge_server import Conduct, serving
 from tests.ruler_cases import rated

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 from art_cli import plugins, threads
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.references import check_ready
-from art_cli.errors import ArtError
+from art_cli.errors import ArtError, printable_lines
 from art_cli.judges import make_judge
 from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.learners.demos import load_demos
-from art_cli.log import printable_lines
 from art_cli.loop.choice import describe, settle
 from art_cli.loop.generate import plan_groups
 from art_cli.loop.sampler import open_sampler

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from art_cli import checkpoints
 from art_cli.checkpoints import Listed
-from art_cli.errors import UsageError
-from art_cli.log import printable_lines
+from art_cli.errors import UsageError, printable_lines
 from art_cli.run_dir import RunDir
 
 MIB = 2**20

@@ -16,8 +16,7 @@ from art_cli import threads
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.references import check_ready
 from art_cli.config.schema import OpenAIEngineConfig
-from art_cli.errors import GateError, UsageError
-from art_cli.log import printable_lines
+from art_cli.errors import GateError, UsageError, printable_lines
 from art_cli.loop.choice import settle
 from art_cli.loop.evaluate import Estimate, Gate, estimate, paired_difference, parse_gate, play_evaluation
 from art_cli.loop.evaluate import values_by_scenario as values

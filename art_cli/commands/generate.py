@@ -49,9 +49,9 @@ async def _generate(
     order = ScenarioOrder([s["id"] for s in scenarios], seed=loaded.config.train.seed, shuffle=config.shuffle)
     chosen = [scenarios[index] for index in order.groups(step, config.groups_per_step)]
     plans = plan_groups(chosen, step=source.step, group_size=config.group_size)
-    done = list(read_lines(output, Trajectory))
-    missing = owed(plans, done)
     with LineWriter(output) as writer:
+        done = list(read_lines(output, Trajectory))  # once the file is held: another process may have just finished
+        missing = owed(plans, done)
         async with open_sampler(
             loaded, weights, checkpoint=source.checkpoint, step=source.step, logs=output.parent
         ) as sampler:

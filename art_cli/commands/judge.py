@@ -19,13 +19,12 @@ import msgspec
 from art_cli import threads
 from art_cli.config.compose import LoadedJudge, load_judge
 from art_cli.config.schema import RulerJudgeConfig
-from art_cli.errors import Interrupted, JudgeError, UsageError
+from art_cli.errors import Interrupted, JudgeError, UsageError, printable
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.files import TrajectoryFile
 from art_cli.judges.pipeline import Tally
 from art_cli.judges.session import Progress, Session, Summary, judgeable
 from art_cli.judges.spending import usage_of
-from art_cli.log import printable
 
 IN_FLIGHT = 16  # groups at once for a judge that makes no calls
 SHOWN = 5  # owed groups that are named

@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from art_cli.errors import GateError, UsageError
-from art_cli.log import printable
+from art_cli.errors import GateError, UsageError, printable
 
 
 def is_scored(path: Path) -> bool:

@@ -9,9 +9,8 @@ from art_cli.config.compose import load_config
 from art_cli.config.places import COMMAND_LINE
 from art_cli.config.references import check_ready
 from art_cli.config.schema import SftConfig
-from art_cli.errors import ConfigError, Problem, UsageError
+from art_cli.errors import ConfigError, Problem, UsageError, printable
 from art_cli.learners.demos import load_demos
-from art_cli.log import printable
 from art_cli.loop.choice import settle
 from art_cli.loop.policy import PolicySource, find_policy, open_learner, save_learner
 

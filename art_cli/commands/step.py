@@ -10,8 +10,7 @@ import msgspec
 
 from art_cli.config.compose import load_config
 from art_cli.config.references import check_ready
-from art_cli.errors import DataError, UsageError
-from art_cli.log import printable
+from art_cli.errors import DataError, UsageError, printable
 from art_cli.loop.choice import settle
 from art_cli.loop.generate import group
 from art_cli.loop.policy import find_policy, open_learner, save_learner

@@ -9,7 +9,7 @@ from pathlib import Path
 from art_cli import threads
 from art_cli.config.compose import load_config, load_sweep
 from art_cli.config.references import check_ready
-from art_cli.log import printable_lines
+from art_cli.errors import printable_lines
 from art_cli.loop.train import TrainResult, train
 
 

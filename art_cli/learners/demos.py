@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from art_cli.errors import DataError, LearnerError
+from art_cli.errors import DataError, LearnerError, describe
 from art_cli.learners.samples import Ints, Sample, bare_sample
 from art_cli.plugins import resolve
 from art_cli.run_dir import read_lines
@@ -53,17 +53,20 @@ def _call(spec: str, directory: Path) -> list[Demo]:
     make = resolve(spec, base=directory)
     try:
         items = make() if callable(make) else make
+        if not isinstance(items, Iterable):
+            raise DataError(f"expected an iterable of transcripts, not {type(items).__name__}", spec)
+        return [_convert(item, f"{spec}, item {number}") for number, item in enumerate(items, 1)]
+    except DataError:
+        raise
     except Exception as error:  # the boundary to the user's function
-        raise DataError(f"it raised {type(error).__name__}: {error}", spec) from error
-    if not isinstance(items, Iterable):
-        raise DataError(f"expected an iterable of transcripts, not {type(items).__name__}", spec)
-    demos = []
-    for number, item in enumerate(items, 1):
-        try:
-            demos.append(msgspec.convert(item, Demo))
-        except msgspec.ValidationError as error:
-            raise DataError(str(error), f"{spec}, item {number}") from None
-    return demos
+        raise DataError(f"it raised {describe(error)}", spec) from error
+
+
+def _convert(item: object, source: str) -> Demo:
+    try:
+        return msgspec.convert(item, Demo)
+    except msgspec.ValidationError as error:
+        raise DataError(str(error), source) from None
 
 
 def demo_samples(demo: Json, tokenizer: Any, *, name: str, max_length: int) -> list[Sample]:
@@ -97,8 +100,11 @@ def demo_samples(demo: Json, tokenizer: Any, *, name: str, max_length: int) -> l
 
 def _render_turn(messages: list[Json], tools: list[Json] | None, tokenizer: Any, where: str) -> tuple[Ints, int]:
     """The tokens of the conversation up to the stop token of its last message, and where that message begins."""
-    prompt = tokenizer.apply_chat_template(messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True)
-    whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    try:
+        prompt = tokenizer.apply_chat_template(messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    except Exception as error:  # the boundary to the model's own template, which raises what it likes
+        raise LearnerError(f"{where}: the chat template refuses the conversation: {describe(error)}") from error
     if not whole.startswith(prompt) or whole == prompt:
         raise LearnerError(
             f"{where}: the chat template's rendering of this reply does not go on from its prompt; "

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from art_cli.errors import DataError
+from art_cli import json_lines
+from art_cli.errors import DataError, describe, printable
 from art_cli.plugins import resolve
 
 Json = dict[str, Any]
@@ -38,17 +39,16 @@ def _read(path: Path) -> list[Json]:
         raise DataError("no such file; `rollout.scenarios` names a JSON-lines file or 'file.py:function'", path)
     scenarios: list[Json] = []
     lines: dict[str, int] = {}  # id -> line
-    for number, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        if not line.strip():
-            continue
+    decoder = msgspec.json.Decoder()
+    for number, _, line in json_lines.lines(path):
         try:
-            scenario = msgspec.json.decode(line)
-        except (ValueError, RecursionError) as error:
+            scenario = json_lines.decode(line, decoder)
+        except ValueError as error:
             raise DataError(f"not a JSON object on one line: {error}", path, number) from None
         scenarios.append(_check(scenario, path, number))
         first = lines.setdefault(str(scenario["id"]), number)
         if first != number:
-            raise DataError(f"the id {scenario['id']!r} is there already, in line {first}", path, number)
+            raise DataError(f"the id {_brief(scenario['id'])} is there already, in line {first}", path, number)
     return scenarios
 
 
@@ -62,7 +62,7 @@ def _call(spec: str, directory: Path) -> list[Json]:
     except DataError:
         raise
     except Exception as error:  # the boundary to the user's function
-        raise DataError(f"it raised {type(error).__name__}: {error}", spec) from error
+        raise DataError(f"it raised {describe(error)}", spec) from error
     return scenarios
 
 
@@ -74,10 +74,10 @@ def _collect(items: Iterable[Any], spec: str) -> list[Json]:
         scenario = _check(item, f"{spec}, item {number}")
         try:
             msgspec.json.encode(scenario)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise DataError(f"a scenario is plain JSON data: {error}", f"{spec}, item {number}") from None
         if str(scenario["id"]) in scenarios:
-            raise DataError(f"the id {scenario['id']!r} is there already", f"{spec}, item {number}")
+            raise DataError(f"the id {_brief(scenario['id'])} is there already", f"{spec}, item {number}")
         scenarios[str(scenario["id"])] = scenario
     return list(scenarios.values())
 
@@ -88,8 +88,13 @@ def _check(value: Any, source: object, line: int | None = None) -> Json:
     if "id" not in value:
         raise DataError('the scenario has no "id"', source, line)
     if not isinstance(value["id"], str | int) or isinstance(value["id"], bool) or value["id"] == "":
-        raise DataError(f'"id" is a string or a whole number, not {value["id"]!r}', source, line)
+        raise DataError(f'"id" is a string or a whole number, not {_brief(value["id"])}', source, line)
     return value
+
+
+def _brief(value: object) -> str:
+    """An id as an error may quote it."""
+    return printable(repr(value), limit=80)
 
 
 class ScenarioOrder:

@@ -27,7 +27,7 @@ def axis(values: Sequence[float], name: str, *, low: float | None = None, high: 
     """A range that holds all values, never empty; `low` and `high` where they are given."""
     bottom = min(values, default=0.0) if low is None else low
     top = max(values, default=1.0) if high is None else high
-    return Axis(bottom, top if top > bottom else bottom + 1.0, name)
+    return Axis(bottom, top if top > bottom else bottom + max(1.0, abs(bottom)), name)
 
 
 def scatter(title: str, points: Sequence[Point], x: Axis, y: Axis, line: tuple[Point, Point] | None = None) -> str:

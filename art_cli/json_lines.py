@@ -1,0 +1,115 @@
+"""Reads JSON lines that any program may have written: what Python's json writes is read, the rest is refused in words.
+
+Python writes NaN, Infinity and half surrogate pairs, which are not JSON, and Windows programs put a byte order mark in
+front. Such a line is mended: a number that is not finite is read as null (and left out of a record's `metrics`), half a
+pair as U+FFFD. Every ValueError from here is one printable line that says what is wrong; the caller adds the place.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from art_cli.errors import DataError, printable
+
+Record = TypeVar("Record")
+
+MAX_LINE_BYTES = 256 * 2**20  # longest line that is read; a trajectory of a million tokens takes about 30 MiB
+_MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark
+_HALF_PAIRS = re.compile("[\ud800-\udfff]")
+
+
+class Line(NamedTuple):
+    """One line of a file. Example: Line(number=2, offset=812, data=b'{"id": "a"}\\n')."""
+
+    number: int  # from 1
+    offset: int  # of its first byte
+    data: bytes  # with its newline; without one only at the end of the file
+
+
+def lines(path: Path) -> Iterator[Line]:
+    """The lines of a file that are not blank. Raises DataError: the file is UTF-16 or UTF-32, or a line has no end."""
+    offset = number = 0
+    with path.open("rb") as file:
+        while data := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if number == 1 and (encoding := _foreign_encoding(data)):
+                raise DataError(f"the text is {encoding}; save it as UTF-8", path)
+            if len(data) > MAX_LINE_BYTES:
+                raise DataError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB", path, number)
+            if data.strip():
+                yield Line(number, offset, data)
+            offset += len(data)
+
+
+def decode(line: bytes, decoder: "msgspec.json.Decoder[Record]") -> Record:
+    """The record of one line, mended where it needs it. Raises ValueError with what is wrong, as one line."""
+    try:
+        return decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        mended = _mend(line)
+    try:
+        return decoder.decode(mended)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(_in_words(error)) from error
+
+
+def is_torn(line: bytes) -> bool:
+    """Whether a line is the beginning of a record whose writer was killed: a last line, no whole JSON value."""
+    if line.endswith(b"\n") or not line.removeprefix(_MARK).lstrip().startswith(b"{"):
+        return False
+    try:
+        json.loads(line)
+    except ValueError:
+        return True
+    except RecursionError:
+        return False
+    return False
+
+
+def _foreign_encoding(start: bytes) -> str | None:
+    """The encoding of a text that is not UTF-8, by its first bytes; None: it may be UTF-8."""
+    if not any(start[:4]):
+        return None
+    encoding = json.detect_encoding(start[:4]).upper()
+    return None if encoding.startswith("UTF-8") else encoding.removesuffix("-LE").removesuffix("-BE")
+
+
+def _mend(line: bytes) -> bytes:
+    """The line as strict JSON. Raises ValueError: not what any JSON writer writes."""
+    try:
+        record = json.loads(
+            line.removeprefix(_MARK).decode(), parse_constant=lambda _: None, parse_float=_finite, parse_int=_whole
+        )
+        if isinstance(record, dict) and isinstance(metrics := record.get("metrics"), dict):
+            record["metrics"] = {name: value for name, value in metrics.items() if value is not None}
+        text = json.dumps(record, ensure_ascii=False)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(_in_words(error)) from error
+    return _HALF_PAIRS.sub("\ufffd", text).encode()
+
+
+def _finite(digits: str) -> float | None:
+    """The number; None where it is beyond all floats ("1e999")."""
+    value = float(digits)
+    return value if math.isfinite(value) else None
+
+
+def _whole(digits: str) -> int | None:
+    """The number; None where it is beyond all floats, which no count and no id is."""
+    return int(digits) if len(digits) <= 308 else None
+
+
+def _in_words(error: Exception) -> str:
+    match error:
+        case RecursionError():
+            return "JSON is nested too deeply"
+        case UnicodeDecodeError():
+            return f"the text is not UTF-8 (byte {error.start} of the line)"
+        case json.JSONDecodeError():
+            return f"JSON is malformed: {error.msg} (column {error.colno})"
+    return printable(error, limit=200)
