@@ -106,12 +106,18 @@ class ScoredTrajectory(Trajectory, kw_only=True):
 
     reward: float | None = None
     scores: list[Score] = []
+    judge_settings: str | None = (
+        None  # digest of the judge that gave the reward: model, rubric, function, weights, ...;
+    )
+    # `art judge` writes it, and goes on with a file only under the same one. None: written by a run or an older art
 
 
-def score_trajectory(trajectory: Trajectory, reward: float | None, scores: Sequence[Score] = ()) -> ScoredTrajectory:
+def score_trajectory(
+    trajectory: Trajectory, reward: float | None, scores: Sequence[Score] = (), *, settings: str | None = None
+) -> ScoredTrajectory:
     """The trajectory as a ScoredTrajectory; everything else is carried over as it is."""
     fields = {name: getattr(trajectory, name) for name in Trajectory.__struct_fields__}
-    return ScoredTrajectory(**fields, reward=reward, scores=list(scores))
+    return ScoredTrajectory(**fields, reward=reward, scores=list(scores), judge_settings=settings)
 
 
 def sequence(turns: Sequence[Turn], index: int) -> list[int]:

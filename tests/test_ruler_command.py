@@ -49,11 +49,11 @@ def judge(server: JudgeServer, *arguments: str, file: str = "t.jsonl") -> int:
     return cli.run(["judge", file, f"judge.api_base={server.api_base}", "judge.model=rule", *arguments])
 
 
-def scored(path: str = "scored.jsonl") -> list[ScoredTrajectory]:
+def scored(path: str = "t.scored.jsonl") -> list[ScoredTrajectory]:
     return list(read_lines(Path(path), ScoredTrajectory))
 
 
-def rewards(path: str = "scored.jsonl") -> dict[str, float | None]:
+def rewards(path: str = "t.scored.jsonl") -> dict[str, float | None]:
     return {trajectory.id: trajectory.reward for trajectory in scored(path)}
 
 
@@ -67,9 +67,10 @@ def test_everything_of_a_trajectory_is_unchanged_and_a_failed_one_is_passed_on(s
     assert judge(server) == 0
     for row, out in zip(rows, sorted(scored(), key=lambda each: (each.group_id, each.index)), strict=True):
         plain = msgspec.to_builtins(out)
-        given, reward = plain.pop("scores"), plain.pop("reward")
+        given, reward, settings = (plain.pop(name) for name in ("scores", "reward", "judge_settings"))
         assert plain == msgspec.to_builtins(row)
         assert (reward is None) == (row.error is not None) == (not given)
+        assert settings and all(score["settings"] == settings for score in given)
     shown = [read_record(asked["messages"][1]["content"]) for asked in server.asked]
     assert sorted(len(record.attempts) for record in shown) == [2, 3]  # the judge does not see the failed one
 
@@ -78,7 +79,7 @@ def test_lines_of_groups_may_be_mixed_and_a_scored_file_can_be_judged_again(serv
     rows = groups(4)
     write_lines(Path("t.jsonl"), sorted(rows, key=lambda row: (row.index, row.group_id)))
     assert judge(server) == 0
-    assert judge(server, "-o", "again.jsonl", file="scored.jsonl") == 0
+    assert judge(server, "-o", "again.jsonl", file="t.scored.jsonl") == 0
     assert rewards() == rewards("again.jsonl") == {row.id: pytest.approx(row.index / 3) for row in rows}
 
 
@@ -184,7 +185,7 @@ def test_what_is_scored_is_not_judged_again_and_what_is_owed_is(
 def test_a_torn_output_is_mended_and_its_group_written_again_whole(server: JudgeServer) -> None:
     write_lines(Path("t.jsonl"), groups(3))
     assert judge(server) == 0
-    out = Path("scored.jsonl")
+    out = Path("t.scored.jsonl")
     whole = out.read_bytes()
     for lost in (1, 300, 1000):
         out.write_bytes(whole[:-lost])
@@ -201,10 +202,10 @@ def test_an_output_of_another_file_or_another_judge_is_not_mixed_into(
     assert judge(server, "judge.votes=2") == 1
     assert "judged with other settings" in capsys.readouterr().err
     write_lines(Path("other.jsonl"), rated([0.1, 0.2], group="new"))
-    assert judge(server, file="other.jsonl") == 1
+    assert judge(server, "-o", "t.scored.jsonl", file="other.jsonl") == 1
     assert "holds group 'g0', which other.jsonl does not" in capsys.readouterr().err
     assert judge(server, "judge.votes=2", "--fresh") == 0
-    assert judge(server, file="scored.jsonl") == 2
+    assert judge(server, "-o", "t.scored.jsonl", file="t.scored.jsonl") == 2
     assert "input and output are the same file" in capsys.readouterr().err
 
 
@@ -215,12 +216,12 @@ def test_a_dry_run_says_what_it_takes_and_asks_and_writes_nothing(
     arguments = ["judge.votes=3", "judge.price={input: 1, output: 1}", "--json"]
     assert judge(server, "--dry-run", *arguments) == 0
     before = json.loads(capsys.readouterr().out)
-    assert before["calls"] == 6 and server.asked == [] and not Path("scored.jsonl").exists()
+    assert before["calls"] == 6 and server.asked == [] and not Path("t.scored.jsonl").exists()
     assert judge(server, *arguments) == 0
     after = json.loads(capsys.readouterr().out)
     assert after["calls"] == 6
     assert before["prompt_tokens"] == pytest.approx(after["prompt_tokens"], rel=0.02)
-    Path("scored.jsonl").unlink()
+    Path("t.scored.jsonl").unlink()
     assert judge(server, "--dry-run", *arguments) == 0
     again = json.loads(capsys.readouterr().out)
     assert (again["calls"], again["cached"], again["usd"]) == (0, 6, 0.0)
@@ -250,12 +251,12 @@ def test_a_report_and_its_gate(server: JudgeServer, capsys: pytest.CaptureFixtur
     assert judge(server, "--report", "--gold", "returned_reward", "--html", "r.html") == 0
     assert "Kendall" in capsys.readouterr().out
     gold = ["--gold", "returned_reward"]
-    assert cli.run(["judge", "scored.jsonl", *gold, "--gate", "pairwise_accuracy>=0.75", "--json"]) == 0
+    assert cli.run(["judge", "t.scored.jsonl", *gold, "--gate", "pairwise_accuracy>=0.75", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)["values"]
     assert values["pairwise_accuracy"] == 0.75 and values["kendall_tau"] == 0.5 and values["best_of_group"] == 0.75
-    assert cli.run(["judge", "scored.jsonl", *gold, "--gate", "pairwise_accuracy>=0.8"]) == 1
+    assert cli.run(["judge", "t.scored.jsonl", *gold, "--gate", "pairwise_accuracy>=0.8"]) == 1
     assert "gate missed: pairwise_accuracy is 0.7500, not >= 0.8" in capsys.readouterr().err
-    assert cli.run(["judge", "scored.jsonl", *gold, "--gate", "accuracy>=0.8"]) == 2
+    assert cli.run(["judge", "t.scored.jsonl", *gold, "--gate", "accuracy>=0.8"]) == 2
     assert Path("r.html").read_text().startswith("<!doctype html>")
 
 

@@ -19,10 +19,13 @@ import msgspec
 from art_cli import threads
 from art_cli.config.compose import LoadedJudge, load_judge
 from art_cli.config.schema import RulerJudgeConfig
-from art_cli.errors import Interrupted, JudgeError, UsageError, printable
+from art_cli.errors import DataError, Interrupted, JudgeError, UsageError, printable
 from art_cli.judges import Judge, make_judge
-from art_cli.judges.files import TrajectoryFile
+from art_cli.judges.estimate import Estimate, estimate
+from art_cli.judges.files import Group, TrajectoryFile
+from art_cli.judges.output import scored_groups
 from art_cli.judges.pipeline import Tally
+from art_cli.judges.ruler import RulerJudge
 from art_cli.judges.session import Progress, Session, Summary, judgeable
 from art_cli.judges.spending import usage_of
 
@@ -48,24 +51,22 @@ def run(
     html: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Writes `output` (scored.jsonl beside the trajectories). Raises JudgeError when groups stay owed, GateError."""
+    """Writes `output` (T.scored.jsonl beside T.jsonl). Raises JudgeError when groups stay owed, GateError."""
     from art_cli.commands.judge_report import is_scored, report
 
     wants_report = bool(is_report or gold or gates or html)
     if wants_report and is_scored(trajectories):
         report(trajectories, gold=gold, gates=gates, html=html, as_json=as_json)
         return
-    output = output or trajectories.with_name("scored.jsonl")
-    if output.resolve() == trajectories.resolve():
+    output = output or trajectories.with_name(f"{trajectories.name.removesuffix('.jsonl')}.scored.jsonl")
+    if _is_same_file(output, trajectories):
         raise UsageError(f"{trajectories}: input and output are the same file; name another one with -o")
     loaded = choose_judge(config, overrides, model=model, rubric=rubric)
     source = TrajectoryFile(trajectories, group_by=group_by)
     if is_dry_run:
         _dry_run(loaded, source, None if is_fresh else output, is_partial=is_partial, as_json=as_json)
         return
-    if is_fresh:
-        output.unlink(missing_ok=True)
-    summary = _judge(loaded, source, output, is_partial=is_partial)
+    summary = _judge(loaded, source, output, is_partial=is_partial, is_fresh=is_fresh)
     if wants_report and summary.groups + summary.groups_before:
         before = msgspec.to_builtins(summary) if as_json else as_text(summary)
         is_whole = not summary.owed
@@ -73,6 +74,11 @@ def run(
     else:
         sys.stdout.write(json.dumps(msgspec.to_builtins(summary)) + "\n" if as_json else as_text(summary))
     _refuse_owed(summary)
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    """Whether both names mean one file, be it by a link."""
+    return one.resolve() == other.resolve() or (one.exists() and other.exists() and one.samefile(other))
 
 
 def choose_judge(
@@ -99,7 +105,7 @@ def choose_judge(
     return LoadedJudge(loaded.config.model_copy(update=chosen), loaded.directory)
 
 
-def _judge(loaded: LoadedJudge, source: TrajectoryFile, output: Path, *, is_partial: bool) -> Summary:
+def _judge(loaded: LoadedJudge, source: TrajectoryFile, output: Path, *, is_partial: bool, is_fresh: bool) -> Summary:
     """What came of it. Raises Interrupted, with everything complete on disk."""
 
     async def judge() -> Summary:
@@ -107,7 +113,7 @@ def _judge(loaded: LoadedJudge, source: TrajectoryFile, output: Path, *, is_part
         try:
             with _interruptible(), _progress(made) as progress:
                 session = Session(made, source, output, is_partial=is_partial)
-                return await session.run(in_flight=_in_flight(loaded), progress=progress)
+                return await session.run(in_flight=_in_flight(loaded), is_fresh=is_fresh, progress=progress)
         except asyncio.CancelledError:
             message = f"interrupted; what is scored is in {output}; the same command goes on with the rest"
             raise Interrupted(message) from None
@@ -170,7 +176,7 @@ def as_text(summary: Summary) -> str:
         lines.append(f"  {paid}; {summary.cached_votes} votes from the cache")
     owed = [item for item in summary.owed_because.items() if item[1] != summary.stopped]
     for group_id, reason in owed[:SHOWN]:
-        lines.append(f"  owed: {printable(group_id)}: {printable(reason)}")
+        lines.append(f"  owed: {printable(group_id)}: {printable(reason, limit=1000)}")
     for group_id, reason in list(summary.incomplete.items())[:SHOWN]:
         lines.append(f"  incomplete: {printable(group_id)}: {reason} (--partial judges them as they are)")
     return "\n".join(lines) + "\n"
@@ -187,24 +193,33 @@ def _refuse_owed(summary: Summary) -> None:
     if not reasons:
         return
     why = summary.stopped or next(iter(summary.owed_because.values()), None)
-    raise JudgeError(f"{'; '.join(reasons)}{f' ({why})' if why else ''}; the same command goes on with them")
+    because = f" ({printable(why, limit=1000)})" if why else ""
+    raise JudgeError(f"{'; '.join(reasons)}{because}; the same command goes on with them")
+
+
+def _estimate_group(judge: RulerJudge, source: TrajectoryFile, group: Group) -> Estimate:
+    try:
+        return estimate(judge, [trajectory for trajectory in source.load(group) if trajectory.error is None])
+    except RecursionError as error:
+        raise DataError("JSON is nested too deeply", source.path, group.first_line) from error
 
 
 def _dry_run(
     loaded: LoadedJudge, source: TrajectoryFile, output: Path | None, *, is_partial: bool, as_json: bool
 ) -> None:
     """Prints what judging would take; no call is made and nothing is written."""
-    from art_cli.judges.estimate import Estimate, estimate
-    from art_cli.judges.ruler import RulerJudge
-
     judge = make_judge(loaded.config, loaded.directory)
     if not isinstance(judge, RulerJudge):
         raise UsageError(f"--dry-run: judge={loaded.config.name} makes no calls that could be counted beforehand")
-    done = TrajectoryFile(output).groups if output is not None and output.exists() else {}
+    done = (
+        scored_groups(TrajectoryFile(output), source, judge.settings)
+        if output is not None and output.exists()
+        else set()
+    )
     owed = [group for group in judgeable(source, is_partial=is_partial) if group.group_id not in done]
     total = Estimate()
     for group in owed:
-        total += estimate(judge, [trajectory for trajectory in source.load(group) if trajectory.error is None])
+        total += _estimate_group(judge, source, group)
     threads.run(judge.close())
     if as_json:
         sys.stdout.write(json.dumps({"groups": len(owed), **asdict(total)}) + "\n")

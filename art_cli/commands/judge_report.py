@@ -1,5 +1,6 @@
 """`art judge --report`: prints what a scored file says of its judge, writes the page, holds it against gates."""
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -10,18 +11,19 @@ from typing import Any
 import msgspec
 
 from art_cli.errors import GateError, UsageError, printable
+from art_cli.json_lines import decode, lines
 
 
 def is_scored(path: Path) -> bool:
-    """Whether the first line is a scored trajectory."""
+    """Whether the first line is a scored trajectory. Raises DataError: the file is no text in UTF-8."""
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
-    with path.open("rb") as file:
-        try:
-            first = json.loads(file.readline() or b"{}")
-        except ValueError:
-            return False
-    return isinstance(first, dict) and "reward" in first and "group_size" in first
+    for line in lines(path):
+        with contextlib.suppress(ValueError):
+            first = decode(line.data, msgspec.json.Decoder(dict[str, Any]))
+            return "reward" in first and "group_size" in first
+        return False
+    return False
 
 
 def report(

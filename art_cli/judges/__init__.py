@@ -46,6 +46,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Judge(Protocol):
+    @property
+    def settings(self) -> str:
+        """A digest of all that decides its rewards: two files with the same one can be compared. May read files."""
+        ...
+
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
         """One verdict per trajectory id, complete. An empty group gives an empty mapping. Raises JudgeError."""
         ...

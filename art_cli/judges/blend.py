@@ -9,6 +9,7 @@ from pathlib import Path
 
 from art_cli.config.schema import BlendJudgeConfig, NamedJudgeConfig, RolloutJudgeConfig, RulerJudgeConfig
 from art_cli.judges import Judge, Verdict, make_judge
+from art_cli.judges.cache import make_key
 from art_cli.trajectory import Score, Trajectory
 
 
@@ -23,6 +24,12 @@ class BlendJudge:
         }
         named = defaults | config.judges
         self.judges: dict[str, Judge] = {name: make_judge(named[name], directory, job=job) for name in config.blend}
+
+    @property
+    def settings(self) -> str:
+        """A digest of the weights and of what each judge goes by."""
+        parts = {name: [weight, self.judges[name].settings] for name, weight in self.weights.items()}
+        return make_key(blend=parts)[:12]
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
         """The weighted mean, with every judge's scores beside it. Raises what the first failing judge raises."""

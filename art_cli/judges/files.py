@@ -7,21 +7,26 @@ memory does not grow with the file's texts. A line says what it is by its keys:
     {"trajectories": [{"messages_and_choices": [..]}, ..]}          a group of ART's
     {"messages": [..], "group_id": ..}                              a conversation; or ART's, with messages_and_choices
 
-What a foreign line says besides is kept in `metadata`, its reward in `returned_reward`.
+What a foreign line says besides is kept in `metadata`, its reward in `returned_reward`. A line that cannot be placed in
+a group refuses the file; what is wrong inside one is found when its group is loaded, and concerns that group alone.
 """
 
-import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from art_cli.errors import DataError, UsageError
+from art_cli.errors import DataError, UsageError, printable
+from art_cli.json_lines import Line, decode, is_torn, lines
+from art_cli.run_dir import newer_schema
 from art_cli.trajectory import SCHEMA_VERSION, Json, Trajectory
 
-_OWN_KEYS = ("id", "group_id", "group_size", "index")
+log = logging.getLogger(__name__)
+
+MAX_GROUP_SIZE = 1_000_000  # attempts of one group; a larger number in a file is a mistake
 
 
 class _Head(msgspec.Struct):
@@ -51,7 +56,7 @@ class _Foreign(msgspec.Struct):
     additional_histories: list[_History] | None = None
     tools: list[Json] | None = None
     reward: float | None = None
-    metrics: dict[str, float | bool] | None = None
+    metrics: dict[str, float | bool | None] | None = None
     metadata: Json | None = None
 
 
@@ -60,11 +65,19 @@ class _ArtGroup(msgspec.Struct):
     exceptions: list[Json] | None = None
 
 
+_HEAD = msgspec.json.Decoder(_Head)
+_OWN = msgspec.json.Decoder(Trajectory)
+_ANY = msgspec.json.Decoder(Json)
+
+Kind = Literal["own", "art", "plain"]  # what a group's lines are: our trajectories, one group of ART's, conversations
+
+
 @dataclass
 class Group:
-    """One group of the outline. Example: Group("s1", size=4, lines={0: (1, 0), 1: (2, 812)}): two of four are there."""
+    """One group of the outline. Example: Group("s1", "own", size=4, lines={0: (1, 0), 1: (2, 812)}): two of four."""
 
     group_id: str
+    kind: Kind
     size: int  # how many trajectories it should have
     lines: dict[int, tuple[int, int]] = field(default_factory=dict)  # place -> (line number, byte offset)
     count: int = 0  # how many it has
@@ -72,6 +85,10 @@ class Group:
     @property
     def is_complete(self) -> bool:
         return self.count == self.size
+
+    @property
+    def first_line(self) -> int:
+        return min(number for number, _ in self.lines.values())
 
 
 class TrajectoryFile:
@@ -85,65 +102,73 @@ class TrajectoryFile:
             raise UsageError(f"{path}: no such file")
         self.path, self.group_by = path, group_by
         self.groups: dict[str, Group] = {}
-        self._read_outline()
+        self._owners: dict[tuple[str, int], str] = {}  # (group, place in it) -> id of the trajectory
+        for line in lines(path):
+            if is_torn(line.data):
+                log.warning("%s:%d: the last line is torn; left out", path, line.number)
+                break
+            try:
+                self._place(decode(line.data, _HEAD), line)
+            except ValueError as error:
+                raise DataError(str(error), path, line.number) from error
 
-    def _read_outline(self) -> None:
-        head = msgspec.json.Decoder(_Head)
-        owners: dict[tuple[str, int], str] = {}  # (group, place in it) -> id of the trajectory
-        offset = 0
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                start, offset = offset, offset + len(line)
-                if not line.strip():
-                    continue
-                try:
-                    outline = head.decode(line)
-                except msgspec.DecodeError as error:
-                    if not line.endswith(b"\n") and not isinstance(error, msgspec.ValidationError):
-                        return  # torn: its writer was killed, and what it held is owed by whoever wrote it
-                    raise DataError(str(error), self.path, number) from error
-                try:
-                    self._place(outline, line, (number, start), owners)
-                except ValueError as error:
-                    raise DataError(str(error), self.path, number) from error
-
-    def _place(self, head: _Head, line: bytes, where: tuple[int, int], owners: dict[tuple[str, int], str]) -> None:
+    def _place(self, head: _Head, line: Line) -> None:
         """Puts one line into its group. Raises ValueError with what is wrong with it."""
         if head.schema_version > SCHEMA_VERSION:
-            message = f"written by a newer art (schema {head.schema_version}, this one reads up to {SCHEMA_VERSION})"
-            raise ValueError(f"{message}; upgrade art")
+            raise ValueError(newer_schema(head.schema_version))
         if head.trajectories is not None:
-            name = f"line-{where[0]}"
-            size = len(head.trajectories) + len(head.exceptions or ())
-            self.groups[name] = Group(name, size, {0: where}, count=size)
-            return
-        if _is_own(head):
-            assert head.index is not None and head.group_size is not None
-            group = self.groups.setdefault(str(head.group_id), Group(str(head.group_id), head.group_size))
-            owner = owners.setdefault((group.group_id, head.index), str(head.id))
-            if owner != str(head.id):
-                raise ValueError(
-                    f"place {head.index} of group {group.group_id!r} is {owner!r} already, not {head.id!r}"
-                )
-            group.lines[head.index] = where
+            self._place_art_group(head, line)
+        elif _is_own(head):
+            self._place_own(head, line)
         else:
-            name = self._find_group_id(head, line)
-            group = self.groups.setdefault(name, Group(name, 0))
-            group.lines[group.count] = where
-            group.size = len(group.lines)
+            group = self._open_group(self._find_group_id(head, line.data), "plain", size=0)
+            group.lines[group.count] = (line.number, line.offset)
+            group.size = group.count = len(group.lines)
+
+    def _place_art_group(self, head: _Head, line: Line) -> None:
+        size = len(head.trajectories or ()) + len(head.exceptions or ())
+        if not size:
+            log.warning("%s:%d: a group without trajectories; left out", self.path, line.number)
+            return
+        group = self._open_group(f"line-{line.number}", "art", size=size)
+        group.lines, group.count = {0: (line.number, line.offset)}, size
+
+    def _place_own(self, head: _Head, line: Line) -> None:
+        assert head.index is not None and head.group_size is not None
+        if not isinstance(head.id, str) or not isinstance(head.group_id, str):
+            raise ValueError('"id" and "group_id" of a trajectory are strings')
+        if not 1 <= head.group_size <= MAX_GROUP_SIZE:
+            raise ValueError(f'"group_size" is {_brief(head.group_size)}, not between 1 and {MAX_GROUP_SIZE:,}')
+        if not 0 <= head.index < head.group_size:
+            raise ValueError(f'"index" is {_brief(head.index)}, not between 0 and group_size - 1')
+        group = self._open_group(head.group_id, "own", size=head.group_size)
+        name = _brief(group.group_id)
+        if group.size != head.group_size:
+            raise ValueError(f"group {name} has {group.size} attempts by an earlier line, {head.group_size} by this")
+        owner = self._owners.setdefault((group.group_id, head.index), head.id)
+        if owner != head.id:
+            raise ValueError(f"place {head.index} of group {name} is {_brief(owner)} already, not {_brief(head.id)}")
+        group.lines[head.index] = (line.number, line.offset)
         group.count = len(group.lines)
+
+    def _open_group(self, name: str, kind: Kind, *, size: int) -> Group:
+        """The group of that name, made where there is none. Raises ValueError: its lines are of another kind."""
+        group = self.groups.setdefault(name, Group(name, kind, size))
+        if group.kind != kind or (kind == "art" and group.lines):
+            raise ValueError(f"group {_brief(name)} is there already, in line {group.first_line}, in another format")
+        return group
 
     def _find_group_id(self, head: _Head, line: bytes) -> str:
         if not bytes(head.messages) and not bytes(head.messages_and_choices):
             raise ValueError('expected a trajectory, an ART group, or {"messages": [...]}')
         key = self.group_by or "group_id"
-        found = _select(json.loads(line), key)
+        found = _select(decode(line, _ANY), key) if self.group_by else head.group_id
         if found is None or isinstance(found, dict | list):
             raise ValueError(f"no {key!r} to group by; name the key with --group-by")
         return str(found)
 
     def load(self, group: Group) -> list[Trajectory]:
-        """The trajectories of one group, in order of place."""
+        """The trajectories of one group, in order of place. Raises DataError: a line of it cannot be read."""
         trajectories: list[Trajectory] = []
         names: set[str] = set()
         with self.path.open("rb") as file:
@@ -151,11 +176,11 @@ class TrajectoryFile:
                 file.seek(offset)
                 try:
                     read = _read(file.readline(), group, place)
-                except msgspec.DecodeError as error:
-                    raise DataError(str(error), self.path, number) from error
+                except (ValueError, RecursionError) as error:
+                    raise DataError(_words(error), self.path, number) from error
                 for trajectory in read:
                     if trajectory.id in names:
-                        raise DataError(f"id {trajectory.id!r} is used twice in its group", self.path, number)
+                        raise DataError(f"id {_brief(trajectory.id)} is used twice in its group", self.path, number)
                     names.add(trajectory.id)
                 trajectories += read
         return trajectories
@@ -165,7 +190,16 @@ class TrajectoryFile:
 
 
 def _is_own(head: _Head) -> bool:
-    return all(getattr(head, key) is not None for key in _OWN_KEYS)
+    return None not in (head.id, head.group_id, head.group_size, head.index)
+
+
+def _brief(value: object) -> str:
+    """A value of the file as an error may quote it."""
+    return printable(repr(value), limit=80)
+
+
+def _words(error: Exception) -> str:
+    return "JSON is nested too deeply" if isinstance(error, RecursionError) else printable(str(error))
 
 
 def _select(record: Any, dotted: str) -> Any:
@@ -177,12 +211,13 @@ def _select(record: Any, dotted: str) -> Any:
 
 def _read(line: bytes, group: Group, index: int) -> list[Trajectory]:
     """The trajectories of one line; `index` is the place of the first, where the line does not say."""
-    record = msgspec.json.decode(line)
-    if all(record.get(key) is not None for key in _OWN_KEYS):
-        return [msgspec.json.decode(line, type=Trajectory)]
-    if "trajectories" in record:
-        return _read_art_group(record, group)
-    return [_read_foreign(record, group, index)]
+    if group.kind == "own":
+        trajectory = decode(line, _OWN)
+        if (trajectory.group_id, trajectory.index) != (group.group_id, index):
+            raise ValueError("the file was changed while it was read; run the same command again")
+        return [trajectory]
+    record = decode(line, _ANY)
+    return _read_art_group(record, group) if group.kind == "art" else [_read_foreign(record, group, index)]
 
 
 def _read_art_group(record: Json, group: Group) -> list[Trajectory]:
@@ -210,7 +245,7 @@ def _read_foreign(record: Json, group: Group, index: int) -> Trajectory:
         messages=_messages(found.messages_and_choices or found.messages or []),
         branches=[_messages(history.messages_and_choices) for history in found.additional_histories or ()],
         tools=found.tools or [],
-        metrics={key: float(value) for key, value in (found.metrics or {}).items()},
+        metrics={key: float(value) for key, value in (found.metrics or {}).items() if value is not None},
         metadata=(found.metadata or {}) | rest,
         returned_reward=found.reward,
     )

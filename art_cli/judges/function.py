@@ -7,16 +7,19 @@ A list is in the order of the group, a dict by trajectory id. Either must be com
 
 import asyncio
 import copy
+import hashlib
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from art_cli.config.schema import FunctionJudgeConfig
-from art_cli.errors import JudgeError, UsageError
+from art_cli.errors import JudgeError, UsageError, describe
 from art_cli.judges import Verdict
+from art_cli.judges.cache import make_key
 from art_cli.plugins import place_of, resolve
 from art_cli.threads import LoopThread, call_in_thread
 from art_cli.trajectory import Score, Trajectory
@@ -34,6 +37,7 @@ class FunctionJudge:
         self._function: Callable[[list[Trajectory]], Any] = resolve(config.entry, base=directory)
         if not callable(self._function):
             raise UsageError(f"{config.entry}: not a function but {type(self._function).__name__}")
+        self.settings = _digest(config.entry, directory)
         self._loop = LoopThread("judge")
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
@@ -59,7 +63,7 @@ class FunctionJudge:
                 raise JudgeError(f"{self._entry}: no answer within {self._timeout_s:g} s (judge.timeout_s)") from error
             place = place_of(error, self._root)
             where = f" ({place})" if place else ""
-            raise JudgeError(f"{self._entry}: {type(error).__name__}: {error}{where}") from error
+            raise JudgeError(f"{self._entry}: {describe(error)}{where}") from error
 
     def _check(self, answer: Any, group: Sequence[Trajectory]) -> dict[str, float]:
         """The answer by id, each a finite number."""
@@ -78,9 +82,23 @@ class FunctionJudge:
         return {id: self._number(value, id) for id, value in zip(ids, answer, strict=True)}
 
     def _number(self, value: Any, id: str) -> float:
-        if not isinstance(value, Real) or not math.isfinite(value):
+        try:
+            number = float(value) if isinstance(value, Real) else math.nan
+        except (OverflowError, ValueError):  # a whole number beyond all floats
+            number = math.inf
+        if not math.isfinite(number):
             raise JudgeError(f"{self._entry}: the reward of {id} is {value!r:.60}, not a finite number")
-        return float(value)
+        return number
+
+
+def _digest(entry: str, directory: Path) -> str:
+    """A digest of the function's name and of the file it is loaded from; what that file imports is not looked at."""
+    module, _, name = entry.rpartition(":")
+    source = (
+        directory / module if module.endswith(".py") else Path(getattr(sys.modules[module], "__file__", None) or "")
+    )
+    text = source.read_bytes() if source.is_file() else entry.encode()
+    return make_key(function=name, source=hashlib.sha256(text).hexdigest())[:12]
 
 
 def _kind(value: object) -> str:

@@ -1,54 +1,37 @@
 """The scored file while it is written: what it holds already, and groups appended whole. One process at a time.
 
 A group's lines are written in one piece. What a kill tore is at the end of the file and is cut off when it is opened
-again, so that every group stands there once or not at all.
+again, so that every group stands there once or not at all. A file is gone on with only where each of its lines is the
+source's trajectory, scored, by this judge: names of groups and ids alone do not tell two files apart.
 """
 
-import fcntl
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from art_cli import private
-from art_cli.errors import RunError
+from art_cli.errors import RunError, printable
+from art_cli.json_lines import decode
 from art_cli.judges.files import Group, TrajectoryFile
 from art_cli.run_dir import LineWriter
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.trajectory import ScoredTrajectory, Trajectory, score_trajectory
 
 log = logging.getLogger(__name__)
 
-
-class _ScoreHead(msgspec.Struct):
-    settings: str | None = None
-
-
-class _ScoredHead(msgspec.Struct):
-    """As much of a scored line as says whether its judge was this one."""
-
-    scores: list[_ScoreHead] = []
+_SCORED = msgspec.json.Decoder(ScoredTrajectory)
+_CURES = "name another file with -o, or start anew with --fresh (verdicts already paid for are kept in the cache)"
 
 
 class ScoredFile:
-    """Open for appending; `done` are the groups it holds whole.
+    """Open for appending; `done` are the groups it holds whole. `is_fresh` empties it first.
 
-    Raises RunError: in use, or made from another file or by a judge with other settings.
+    Raises RunError: in use, or not this source's trajectories as this judge scored them.
     """
 
-    def __init__(self, path: Path, source: TrajectoryFile, settings: frozenset[str]) -> None:
+    def __init__(self, path: Path, source: TrajectoryFile, settings: str, *, is_fresh: bool = False) -> None:
         self.path, self._settings = path, settings
-        private.make_directory(path.parent)
-        self._lock = os.open(path, os.O_RDWR | os.O_CREAT, private.FILE)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise RunError(
-                f"{path}: another process is writing it; wait for it, or name another file with -o"
-            ) from None
-        self._writer = LineWriter(path)  # cuts off a torn last line
+        self._writer = LineWriter(path, is_fresh=is_fresh)  # holds the file; cuts off a torn last line
         try:
             self.done = self._resume(source)
         except BaseException:
@@ -57,46 +40,96 @@ class ScoredFile:
 
     def _resume(self, source: TrajectoryFile) -> set[str]:
         """The groups that are there whole; of one that is not, the lines are taken out again."""
-        there = TrajectoryFile(self.path).groups
-        whole = {name for name, group in there.items() if name in source.groups and _is_whole(group, source)}
-        for name, group in there.items():
-            if name not in source.groups:
-                raise RunError(f"{self.path}: holds group {name!r}, which {source.path} does not; name another -o")
-            self._check_settings(group)
-        torn = [group for name, group in there.items() if name not in whole]
+        there = TrajectoryFile(self.path)
+        whole = scored_groups(there, source, self._settings)
+        torn = [group for group in there if group.group_id not in whole]
         if torn:
-            self._cut_off(torn, [group for name, group in there.items() if name in whole])
+            self._cut_off(torn, [group for group in there if group.group_id in whole])
         return whole
-
-    def _check_settings(self, group: Group) -> None:
-        with self.path.open("rb") as file:
-            for number, offset in group.lines.values():
-                file.seek(offset)
-                head = msgspec.json.decode(file.readline(), type=_ScoredHead)
-                found = {score.settings for score in head.scores if score.settings}
-                if not found <= self._settings:
-                    raise RunError(
-                        f"{self.path}:{number}: judged with other settings (model, rubric, votes, ...); name another "
-                        "file with -o, or start anew with --fresh (verdicts already paid for are kept in the cache)"
-                    )
 
     def _cut_off(self, torn: Sequence[Group], whole: Sequence[Group]) -> None:
         start = min(offset for group in torn for _, offset in group.lines.values())
         last = max((offset for group in whole for _, offset in group.lines.values()), default=-1)
         if last > start:
-            names = ", ".join(group.group_id for group in torn[:3])
+            names = ", ".join(printable(group.group_id) for group in torn[:3])
             raise RunError(f"{self.path}: groups {names} are incomplete in the middle of it; start anew with --fresh")
-        os.ftruncate(self._lock, start)
+        self._writer.truncate(start)
         log.warning("%s: cut off %d incomplete groups at its end; they are judged again", self.path, len(torn))
 
     def append(self, group: Sequence[ScoredTrajectory]) -> None:
         """All lines of a group, in one write."""
+        for trajectory in group:
+            trajectory.judge_settings = self._settings
         self._writer.append_all(group)
+
+    def check_place(self) -> None:
+        """Raises RunError: the file was removed or replaced, and with it what was written."""
+        if not self._writer.is_in_place():
+            raise RunError(f"{self.path}: was removed or replaced while it was written; run the same command again")
 
     def close(self) -> None:
         self._writer.close()
-        os.close(self._lock)
 
 
-def _is_whole(group: Group, source: TrajectoryFile) -> bool:
-    return group.count == source.groups[group.group_id].count
+def scored_groups(scored: TrajectoryFile, source: TrajectoryFile, settings: str) -> set[str]:
+    """The groups of `source` that the scored file holds whole. Changes nothing.
+
+    Raises RunError with the line: one that is not a trajectory of `source`, scored by the judge of `settings`.
+    """
+    path, whole = scored.path, set()
+    for name, group in scored.groups.items():
+        if name not in source.groups:
+            shown = printable(repr(name))
+            raise RunError(f"{path}:{group.first_line}: holds group {shown}, which {source.path} does not; {_CURES}")
+        _check_group(path, group, source, settings)
+        if group.count == source.groups[name].count:
+            whole.add(name)
+    return whole
+
+
+def _check_group(path: Path, group: Group, source: TrajectoryFile, settings: str) -> None:
+    """Raises RunError for the first line of a group that cannot be gone on with."""
+    expected = {trajectory.index: trajectory for trajectory in source.load(source.groups[group.group_id])}
+    with path.open("rb") as file:
+        for place, (number, offset) in sorted(group.lines.items()):
+            file.seek(offset)
+            try:
+                found = decode(file.readline(), _SCORED)
+            except ValueError as error:
+                raise RunError(f"{path}:{number}: not a scored trajectory: {error}; {_CURES}") from error
+            if wrong := _find_fault(found, expected.get(place), source, settings):
+                raise RunError(f"{path}:{number}: {wrong}; {_CURES}")
+
+
+def _find_fault(
+    found: ScoredTrajectory, expected: Trajectory | None, source: TrajectoryFile, settings: str
+) -> str | None:
+    """Why a line of the output is not `expected`, scored by the judge of `settings`; None: it is."""
+    name = printable(repr(found.id), limit=80)
+    if expected is None or found.id != expected.id:
+        return f"trajectory {name} is not in {source.path}"
+    if not _is_same(found, expected):
+        return f"trajectory {name} is another attempt than the one of that id in {source.path}"
+    if found.error is not None:
+        return None
+    if found.reward is None:
+        return "not scored: neither a reward nor an error"
+    if _settings_of(found) != settings:
+        return "judged with other settings (judge, model, rubric, function, weights, ...)"
+    return None
+
+
+def _is_same(scored: ScoredTrajectory, trajectory: Trajectory) -> bool:
+    """Whether everything but reward and scores is equal."""
+    try:
+        return score_trajectory(trajectory, scored.reward, scored.scores, settings=scored.judge_settings) == scored
+    except RecursionError:
+        return False
+
+
+def _settings_of(scored: ScoredTrajectory) -> str | None:
+    """The digest of a line's judge; an older art wrote it with RULER's scores alone."""
+    if scored.judge_settings is not None:
+        return scored.judge_settings
+    found = {score.settings for score in scored.scores}
+    return found.pop() if len(found) == 1 else None

@@ -10,13 +10,17 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from art_cli.errors import JudgeError, JudgeStopped
+from art_cli.errors import DataError, JudgeError, JudgeStopped, printable
 from art_cli.judges import Judge
+from art_cli.judges.files import Group
 from art_cli.trajectory import ScoredTrajectory, Trajectory, score_trajectory
 
 log = logging.getLogger(__name__)
 
+Load = Callable[[Group], list[Trajectory]]
 Keep = Callable[[list[ScoredTrajectory]], None]
+
+MAX_REWARD = 1e100  # past it sums and squares of rewards are no longer finite numbers
 
 
 @dataclass
@@ -30,39 +34,48 @@ class Tally:
 
 async def judge_group(judge: Judge, group: Sequence[Trajectory]) -> list[ScoredTrajectory]:
     """The group scored, in its order; the judge sees only what finished without error. Raises JudgeError."""
-    verdicts = await judge.judge([trajectory for trajectory in group if trajectory.error is None])
+    try:
+        verdicts = await judge.judge([trajectory for trajectory in group if trajectory.error is None])
+    except RecursionError as error:  # texts, copies and digests of what is nested walk it level by level
+        raise JudgeError("its messages are nested too deeply to be judged") from error
     scored = []
     for trajectory in group:
         if trajectory.error is not None:
             scored.append(score_trajectory(trajectory, None))
         else:
             verdict = verdicts[trajectory.id]
+            if not abs(verdict.reward) <= MAX_REWARD:
+                raise JudgeError(f"trajectory {trajectory.id}: the reward {verdict.reward:g} is beyond {MAX_REWARD:g}")
             scored.append(score_trajectory(trajectory, verdict.reward, verdict.scores))
     return scored
 
 
 async def judge_groups(
     judge: Judge,
-    groups: Iterator[list[Trajectory]],
+    groups: Iterator[Group],
+    load: Load,
     keep: Keep,
     *,
     in_flight: int,
     progress: Callable[[Tally], None] | None = None,
 ) -> Tally:
-    """Judges all groups and `keep`s each. Cancelled, it lets go of what is in flight; what was kept stays kept."""
+    """Loads and judges all groups and `keep`s each. A group that cannot be read stays owed, as one without a verdict.
+
+    Cancelled, it lets go of what is in flight; what was kept stays kept.
+    """
     tally = Tally()
 
     async def work() -> None:
         while tally.stopped is None and (group := next(groups, None)) is not None:
             try:
-                keep(await judge_group(judge, group))
+                keep(await judge_group(judge, load(group)))
                 tally.num_scored += 1
-            except JudgeError as error:
-                tally.owed[group[0].group_id] = str(error)
+            except (JudgeError, DataError) as error:
+                tally.owed[group.group_id] = str(error)
                 if isinstance(error, JudgeStopped):
                     tally.stopped = tally.stopped or str(error)
                 else:
-                    log.warning("%s: not scored, still owed: %s", group[0].group_id, error)
+                    log.warning("%s: not scored, still owed: %s", printable(group.group_id), printable(str(error)))
             if progress is not None:
                 progress(tally)
 
@@ -70,6 +83,6 @@ async def judge_groups(
         async with asyncio.TaskGroup() as workers:
             for _ in range(in_flight):
                 workers.create_task(work())
-    except BaseExceptionGroup as failures:  # a line that cannot be read, a full disk: the first one says it all
+    except BaseExceptionGroup as failures:  # a full disk, say: the first one says it all
         raise failures.exceptions[0] from None
     return tally

@@ -14,9 +14,11 @@ from typing import Any
 
 import msgspec
 
-from art_cli.errors import DataError, UsageError
+from art_cli.errors import DataError, UsageError, printable
 from art_cli.judges import agreement
 from art_cli.judges.agreement import EQUAL, Measure, Ratio
+from art_cli.judges.files import MAX_GROUP_SIZE
+from art_cli.judges.pipeline import MAX_REWARD
 from art_cli.run_dir import read_lines
 from art_cli.trajectory import Score
 
@@ -34,6 +36,25 @@ class Row(msgspec.Struct):
     metrics: dict[str, float] = {}
     scores: list[Score] = []
     schema_version: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: a number that cannot be added up, or votes and places that do not fit together."""
+        for score in self.scores:
+            _check_score(score)
+        for value in (self.reward, self.returned_reward, *self.metrics.values()):
+            if value is not None and not abs(value) <= MAX_REWARD:
+                raise ValueError(f"the number {value:g} is beyond {MAX_REWARD:g}")
+
+
+def _check_score(score: Score) -> None:
+    shares = (score.spread, score.cost_usd, score.prompt_tokens, score.completion_tokens, score.latency_s)
+    for value in (score.score, *score.votes, *shares):
+        if value is not None and not abs(value) <= MAX_REWARD:
+            raise ValueError(f"the number {value:g} in a score is beyond {MAX_REWARD:g}")
+    if score.positions and len(score.positions) != len(score.votes):
+        raise ValueError(f"a score has {len(score.votes)} votes and {len(score.positions)} positions")
+    if not all(0 <= position < MAX_GROUP_SIZE for position in score.positions):
+        raise ValueError("a score has a position outside of its group")
 
 
 class Agreement(msgspec.Struct, frozen=True):
@@ -141,7 +162,8 @@ def read_gold(groups: dict[str, list[Row]], name: str) -> dict[str, list[float]]
             metrics = sorted({metric for row in rows for metric in row.metrics})
             known = ["returned_reward", *(f"metrics.{metric}" for metric in metrics)]
             raise UsageError(
-                f"--gold {name}: not every trajectory of {group_id!r} has it; choose of {', '.join(known)}"
+                f"--gold {name}: not every trajectory of {printable(repr(group_id))} has it; choose of "
+                + ", ".join(map(printable, known))
             )
         found[group_id] = [value for value in values if value is not None]
     return found

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from art_cli.errors import printable
 from art_cli.judges.agreement import Measure
 from art_cli.judges.report import Agreement, JudgeReport, Report
 
@@ -31,7 +32,7 @@ def report_lines(report: Report) -> Lines:
 
 def _judge_lines(judge: JudgeReport, gold: str | None) -> Lines:
     votes = f"{judge.num_votes} votes" if judge.num_votes > 1 else "1 vote"
-    lines = [("judge", f"{judge.judge} {judge.model or ''}".rstrip() + f", {votes} an attempt")]
+    lines = [("judge", printable(f"{judge.judge} {judge.model or ''}".rstrip()) + f", {votes} an attempt")]
     if judge.order_bias is not None:
         lines.append(("  order bias", _bias_words(judge.order_bias)))
     if judge.spread is not None:

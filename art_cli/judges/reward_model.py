@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from art_cli.config.schema import RewardModelJudgeConfig
-from art_cli.errors import JudgeError, JudgeStopped
+from art_cli.errors import JudgeError, JudgeStopped, describe
 from art_cli.judges import Verdict
+from art_cli.judges.cache import make_key
 from art_cli.judges.transcript import clean
+from art_cli.run_dir import hash_files
 from art_cli.trajectory import Json, Score, Trajectory
 
 
@@ -21,6 +23,17 @@ class RewardModelJudge:
         self.config, self._directory = config, directory
         self._lock = asyncio.Lock()  # one forward pass at a time
         self._loaded: tuple[Any, Any] | None = None  # model, tokenizer
+
+    @property
+    def settings(self) -> str:
+        """A digest of the model, of a directory every file, and of what its output is made into; reads the weights."""
+        told = self.config.model_dump(mode="json", include={"label", "activation", "max_length"})
+        return make_key(model=self._digest_model(), told=told)[:12]
+
+    def _digest_model(self) -> str | dict[str, str]:
+        """A hub id as it is; the hash of each file of a directory by its name, the chat template among them."""
+        path = self._directory / self.config.model
+        return hash_files(path) if path.is_dir() else self.config.model
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
         """The chosen output of each attempt. Raises JudgeError: it is not a finite number; JudgeStopped: no model."""
@@ -74,8 +87,9 @@ class RewardModelJudge:
             try:
                 ids = tokenizer.apply_chat_template(list(conversation), tokenize=True, return_dict=False)
             except Exception as error:  # the boundary to the model's own template, which raises what it likes
-                line = " ".join(str(error).split())[:300]
-                raise JudgeError(f"{self.config.model}: its chat template refuses a conversation: {line}") from error
+                raise JudgeError(
+                    f"{self.config.model}: its chat template refuses a conversation: {describe(error)}"
+                ) from error
         else:
             text = "\n\n".join(f"{message.get('role')}: {clean(message.get('content'))}" for message in conversation)
             ids = tokenizer(text)["input_ids"]

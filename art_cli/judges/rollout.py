@@ -10,6 +10,8 @@ from art_cli.trajectory import Trajectory
 
 
 class RolloutJudge:
+    settings = "rollout"  # there is nothing to set
+
     def __init__(self, config: RolloutJudgeConfig, directory: Path) -> None:
         """Nothing to set up; both arguments are what every judge is made with."""
 

@@ -3,7 +3,8 @@
 Reads a TrajectoryFile, appends to a ScoredFile. Nothing else remembers anything: run again, it goes on.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,8 +13,8 @@ from art_cli.judges import Judge
 from art_cli.judges.files import Group, TrajectoryFile
 from art_cli.judges.output import ScoredFile
 from art_cli.judges.pipeline import Tally, judge_groups
-from art_cli.judges.spending import settings_of, usage_of
-from art_cli.trajectory import ScoredTrajectory, Trajectory
+from art_cli.judges.spending import usage_of
+from art_cli.trajectory import ScoredTrajectory
 
 Progress = Callable[[int, Tally], None]  # (groups owed at the start, what became of them so far)
 
@@ -46,9 +47,12 @@ class Session:
         self.num_before = self.num_trajectories = self.num_rewards = 0
         self.reward_sum = 0.0
 
-    async def run(self, *, in_flight: int, progress: Progress | None = None) -> Summary:
-        """Judges what is owed. Raises RunError: the output is in use or another judge's. Cancelled, it lets go."""
-        output = ScoredFile(self.path, self.source, settings_of(self.judge))
+    async def run(self, *, in_flight: int, is_fresh: bool = False, progress: Progress | None = None) -> Summary:
+        """Judges what is owed, with `is_fresh` everything. Cancelled, it lets go.
+
+        Raises RunError: the output is in use, holds another file's or another judge's scores, or was removed meanwhile.
+        """
+        output = await asyncio.to_thread(self._open, is_fresh=is_fresh)
         try:
             owed = [group for group in self.groups if group.group_id not in output.done]
             self.num_before = len(self.groups) - len(owed)
@@ -61,14 +65,17 @@ class Session:
                 if progress is not None:
                     progress(len(owed), tally)
 
-            tally = await judge_groups(self.judge, self._load(owed), keep, in_flight=in_flight, progress=report)
+            tally = await judge_groups(
+                self.judge, iter(owed), self.source.load, keep, in_flight=in_flight, progress=report
+            )
+            output.check_place()
         finally:
             output.close()
         return self._summary(tally)
 
-    def _load(self, groups: Sequence[Group]) -> Iterator[list[Trajectory]]:
-        for group in groups:
-            yield self.source.load(group)
+    def _open(self, *, is_fresh: bool) -> ScoredFile:
+        """The output, compared with the source: that reads both files, and maybe a reward model's."""
+        return ScoredFile(self.path, self.source, self.judge.settings, is_fresh=is_fresh)
 
     def _count(self, scored: Sequence[ScoredTrajectory]) -> None:
         rewards = [trajectory.reward for trajectory in scored if trajectory.reward is not None]

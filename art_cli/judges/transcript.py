@@ -123,7 +123,8 @@ def _read_part(part: Any) -> Piece:
     """One element of a content list."""
     if not isinstance(part, dict):
         return Piece("text", clean(part))
-    kind = part.get("type")
+    named = part.get("type")
+    kind = named if isinstance(named, str) else ""  # anything may stand there; a list could not even be looked up
     if kind in _TEXT_PARTS:
         return Piece("text", clean(part.get("text")))
     if kind in _IMAGE_PARTS:
