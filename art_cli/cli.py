@@ -248,7 +248,9 @@ def generate(
 def judge(
     trajectories: Annotated[Path, typer.Argument(metavar="FILE", help="Trajectories.", show_default=False)],
     overrides: Overrides = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Scored trajectories.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Of T.jsonl: T.scored.jsonl beside it.")
+    ] = None,
     model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Which model judges: openai/o3.")] = None,
     rubric: Annotated[Path | None, typer.Option("--rubric", metavar="FILE", help="What it judges by.")] = None,
     config: Annotated[Path | None, typer.Option("--config", metavar="CONFIG", help="Whose judge to use.")] = None,
