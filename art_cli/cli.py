@@ -230,10 +230,11 @@ def generate(
     overrides: Overrides = None,
     checkpoint: Checkpoint = None,
     step: Annotated[int | None, typer.Option("--step", min=0, help="Whose scenarios; its own, if not given.")] = None,
+    json: Json = False,
 ) -> None:
     """Play scenarios, write trajectories.
 
-    Those of one step. Run again, it goes on with what is missing.
+    Those of one step. Run again, it goes on with what is missing. Exit code 1 where every attempt failed.
 
     \b
     art generate config.yaml -o trajectories.jsonl
@@ -241,7 +242,7 @@ def generate(
     """
     from art_cli.commands import generate as command
 
-    command.run(config=config, overrides=overrides or [], output=output, checkpoint=checkpoint, step=step)
+    command.run(config=config, overrides=overrides or [], output=output, checkpoint=checkpoint, step=step, as_json=json)
 
 
 @app.command()

@@ -1,19 +1,14 @@
 """`art step`: one policy update from a file of scored trajectories; writes a checkpoint."""
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from art_cli.config.compose import load_config
-from art_cli.config.references import check_ready
 from art_cli.errors import DataError, UsageError, printable
-from art_cli.loop.choice import settle
 from art_cli.loop.generate import group
-from art_cli.loop.policy import find_policy, open_learner, save_learner
+from art_cli.loop.stages import take_step
 from art_cli.run_dir import read_lines
 from art_cli.trajectory import ScoredTrajectory
 
@@ -23,19 +18,14 @@ def run(
 ) -> None:
     """The step that `art train` would have taken from `checkpoint` on these trajectories, bit for bit."""
     loaded = load_config(config, overrides)
-    check_ready(loaded, ("model",))
-    groups = group(_read(scored))
-    source = find_policy(loaded, checkpoint)
-    loaded = settle(loaded, "learner")
-    with open_learner(loaded, source) as learner:
-        metrics = learner.step(list(groups.values()))
-        numbers = {name: value for name, value in msgspec.structs.asdict(metrics).items() if not math.isnan(value)}
-        save_learner(learner, output, loaded, step=source.step + 1, metrics=numbers)
+    trajectories = _read(scored)
+    taken = take_step(loaded, trajectories, output, checkpoint=checkpoint)
     if as_json:
-        sys.stdout.write(json.dumps({"checkpoint": str(output), "step": source.step + 1, "metrics": numbers}) + "\n")
+        result = {"checkpoint": str(output), "step": taken.step, "metrics": taken.metrics}
+        sys.stdout.write(json.dumps(result) + "\n")
     else:
-        sys.stdout.write(f"{output}: step {source.step + 1} from {len(groups)} groups\n")
-        sys.stdout.writelines(f"  {printable(name)} {value:.6g}\n" for name, value in numbers.items())
+        sys.stdout.write(f"{output}: step {taken.step} from {len(group(trajectories))} groups\n")
+        sys.stdout.writelines(f"  {printable(name)} {value:.6g}\n" for name, value in taken.metrics.items())
 
 
 def _read(path: Path) -> list[ScoredTrajectory]:

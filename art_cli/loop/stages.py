@@ -1,0 +1,111 @@
+"""The stages of the loop, each run alone on files: what `art generate` and `art step` do, and a notebook as well."""
+
+import contextlib
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from art_cli import threads
+from art_cli.config.compose import LoadedConfig
+from art_cli.config.references import check_ready
+from art_cli.errors import UsageError
+from art_cli.judges import make_judge
+from art_cli.judges.pipeline import judge_group
+from art_cli.loop.choice import settle
+from art_cli.loop.generate import group, owed, plan_groups
+from art_cli.loop.policy import PolicySource, find_policy, open_learner, open_policy, save_learner
+from art_cli.loop.sampler import open_sampler
+from art_cli.model import Weights
+from art_cli.rollouts.runner import RolloutPlan
+from art_cli.rollouts.scenarios import ScenarioOrder, load_scenarios
+from art_cli.run_dir import LineWriter, read_lines
+from art_cli.trajectory import ScoredTrajectory, Trajectory
+
+log = logging.getLogger(__name__)
+
+
+class StepTaken(NamedTuple):
+    """One policy update. Example: StepTaken(Path("step_0001"), 1, {"loss": 0.02, "reward_mean": 0.4})"""
+
+    checkpoint: Path
+    step: int  # where the policy stands now
+    metrics: dict[str, float]
+
+
+def generate(loaded: LoadedConfig, output: Path, *, checkpoint: Path | None, step: int | None) -> list[Trajectory]:
+    """Plays one step's scenarios with a checkpoint: all trajectories of `output`, those played before included.
+
+    `step` chooses which scenarios (None: the checkpoint's own next ones). What `output` holds already is not played
+    again; what is missing is appended as it finishes.
+    """
+    check_ready(loaded, ("model", "rollout", "gateway", "engine"))
+    is_foreign = loaded.config.engine.name == "openai"
+    if is_foreign and checkpoint is not None:
+        raise UsageError(f"--checkpoint {checkpoint}: engine 'openai' samples from its own model; leave one out")
+    source = PolicySource(None, 0) if is_foreign else find_policy(loaded, checkpoint)
+    loaded = settle(loaded, "engine")
+    log.info("policy: %s", source.checkpoint or ("the endpoint's own" if is_foreign else "the starting policy"))
+    plans = _plan(loaded, source, source.step if step is None else step)
+    with contextlib.ExitStack() as stack:
+        weights = None if is_foreign else stack.enter_context(open_policy(loaded, source))
+        return threads.run(_play(loaded, weights, source, output, plans))
+
+
+def _plan(loaded: LoadedConfig, source: PolicySource, step: int) -> list[RolloutPlan]:
+    config = loaded.config.rollout
+    scenarios = load_scenarios(config.scenarios, loaded.directory)
+    order = ScenarioOrder([s["id"] for s in scenarios], seed=loaded.config.train.seed, shuffle=config.shuffle)
+    chosen = [scenarios[index] for index in order.groups(step, config.groups_per_step)]
+    return plan_groups(chosen, step=source.step, group_size=config.group_size)
+
+
+async def _play(
+    loaded: LoadedConfig, weights: Weights | None, source: PolicySource, output: Path, plans: Sequence[RolloutPlan]
+) -> list[Trajectory]:
+    with LineWriter(output) as writer:
+        played = list(read_lines(output, Trajectory))  # read once the file is held: another process may have just ended
+
+        def keep(trajectory: Trajectory) -> None:
+            writer.append(trajectory)
+            played.append(trajectory)
+
+        async with open_sampler(
+            loaded, weights, checkpoint=source.checkpoint, step=source.step, logs=output.parent
+        ) as sampler:
+            await sampler.play_shown(owed(plans, played), keep, title="generate")
+    return played
+
+
+async def judge(loaded: LoadedConfig, trajectories: Sequence[Trajectory]) -> list[ScoredTrajectory]:
+    """The complete groups among the trajectories, scored by the configuration's judge, group by group.
+
+    Raises JudgeError: a group cannot be scored.
+    """
+    judges = make_judge(loaded.config.judge, loaded.directory)
+    try:
+        groups = [await judge_group(judges, members) for members in group(trajectories).values()]
+    finally:
+        await judges.close()
+    return [scored for members in groups for scored in members]
+
+
+def take_step(
+    loaded: LoadedConfig, scored: Sequence[ScoredTrajectory], output: Path, *, checkpoint: Path | None
+) -> StepTaken:
+    """The step that `art train` would have taken from `checkpoint` on these trajectories; `output` is its checkpoint.
+
+    Incomplete groups are left out.
+    """
+    check_ready(loaded, ("model",))
+    groups = list(group(scored).values())
+    source = find_policy(loaded, checkpoint)
+    loaded = settle(loaded, "learner")
+    with open_learner(loaded, source) as learner:
+        metrics = learner.step(groups)
+        numbers = {name: value for name, value in msgspec.structs.asdict(metrics).items() if not math.isnan(value)}
+        save_learner(learner, output, loaded, step=source.step + 1, metrics=numbers)
+    return StepTaken(output, source.step + 1, numbers)
