@@ -41,6 +41,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0  # 0: off
     finish_reason: str = "stop"  # stop, length, tool_calls
     is_masked: bool = False  # the mask is in `logprobs` all the same: vLLM tells no others
+    asked: dict[str, float | None] | None = None  # what the client asked for and rollout.sampling.force replaced
 
     @property
     def is_truncated_sampling(self) -> bool:

@@ -47,12 +47,25 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     wants_token_ids: bool = False  # vLLM's return_token_ids
     echo: bool = False  # the application puts the prompt before the text; backends leave it aside
     user_set: frozenset[str] = frozenset()  # the sampling fields that the client itself gave
+    overridden: Json = {}  # those of them that were replaced by force, with the values the client gave
 
 
 def with_defaults(request: Request, defaults: Sampling) -> Request:
     """The request with `defaults` wherever the client itself gave nothing."""
     given = {name: getattr(request.sampling, name) for name in request.user_set}
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(defaults, **given))
+
+
+FORCED = ("temperature", "top_p", "top_k", "seed")  # what makes attempts alike, or their logprobs those of a cut
+
+
+def force_sampling(request: Request, defaults: Sampling) -> Request:
+    """The request with `defaults` for everything in FORCED; what the client gave otherwise is kept in `overridden`."""
+    given = {name: getattr(request.sampling, name) for name in FORCED if name in request.user_set}
+    overridden = {name: value for name, value in given.items() if value != getattr(defaults, name)}
+    forced = {name: getattr(defaults, name) for name in FORCED}
+    sampling = msgspec.structs.replace(request.sampling, **forced)
+    return msgspec.structs.replace(request, sampling=sampling, overridden=overridden)
 
 
 def text_of(content: str | list[Json] | None) -> str:

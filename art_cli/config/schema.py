@@ -77,7 +77,7 @@ class ModelConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Defaults for calls that do not set these themselves."""
+    """Defaults for calls that do not set these themselves; with `force`, for all calls."""
 
     temperature: NonNegative = 1.0
     top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
@@ -85,6 +85,9 @@ class SamplingConfig(Section):
     """0: off."""
     max_tokens: PositiveInt = 1024
     """Of one reply."""
+    force: bool = False
+    """true: temperature, top_p and top_k are these, and seeds art's own, also where a call sets them. What it asked for
+    is recorded in its turn."""
 
 
 class RolloutConfig(Section):

@@ -76,7 +76,13 @@ async def open_sampler(
             top_k=settings.top_k,
             max_tokens=settings.max_tokens,
         )
-        gateway = Gateway(engine, defaults=defaults, seed=config.train.seed, max_turns=config.rollout.max_turns)
+        gateway = Gateway(
+            engine,
+            defaults=defaults,
+            seed=config.train.seed,
+            max_turns=config.rollout.max_turns,
+            is_forced=settings.force,
+        )
         async with (
             gateway.serve(config.gateway.host, config.gateway.port),
             Runner(config.rollout, loaded.directory, gateway) as runner,

@@ -19,7 +19,7 @@ from art_cli.chat import Backend
 from art_cli.chat.app import build_app, closing_stream
 from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import Chunk, Reply, ReplyBuilder
-from art_cli.chat.requests import Request, Sampling, with_defaults
+from art_cli.chat.requests import Request, Sampling, force_sampling, with_defaults
 from art_cli.chat.server import serve
 from art_cli.rollouts.recorder import Recorder
 
@@ -43,8 +43,12 @@ class Upstream(Protocol):
 class Gateway:
     """Everything of one run or evaluation that stands between rollouts and the engine."""
 
-    def __init__(self, upstream: Upstream, *, defaults: Sampling, seed: int, max_turns: int) -> None:
+    def __init__(
+        self, upstream: Upstream, *, defaults: Sampling, seed: int, max_turns: int, is_forced: bool = False
+    ) -> None:
+        """`is_forced`: the defaults' temperature, top_p and top_k hold also for calls that set their own."""
         self.upstream = upstream
+        self.is_forced = is_forced
         self.max_turns = max_turns
         self.seed = seed
         self.base_url = ""  # set while it is served
@@ -138,6 +142,8 @@ class RecordingBackend:
         number = self._num_admitted
         self._num_admitted += 1
         request = with_defaults(request, self._defaults)
+        if self._gateway.is_forced:
+            request = force_sampling(request, self._defaults)
         if request.sampling.seed is not None:
             return request
         seed = call_seed(self._gateway.seed, self._trajectory_id, number)

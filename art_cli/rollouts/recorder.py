@@ -108,6 +108,7 @@ class Recorder:
                 top_k=sampling.top_k,
                 finish_reason=choice.finish_reason,
                 is_masked=choice.is_masked,
+                asked=request.overridden or None,
             )
         )
         self._sequences.append(prompt + array("I", choice.token_ids).tobytes())
