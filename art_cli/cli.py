@@ -187,18 +187,26 @@ def init(
 
 
 @app.command()
-def check(config: Config, overrides: Overrides = None, json: Json = False) -> None:
+def check(
+    config: Config,
+    overrides: Overrides = None,
+    judge: Annotated[
+        bool, typer.Option("--judge/--no-judge", help="Ask a judge that costs money once, for cents.")
+    ] = True,
+    json: Json = False,
+) -> None:
     """Try everything a run needs, once.
 
-    Composes the configuration, loads the model, plays a rollout, takes an update; says of each finding what cures it.
-    Changes nothing.
+    Composes the configuration, loads the model, plays a rollout twice, takes an update, asks the judge; says of each
+    finding what cures it. Changes nothing.
 
     \b
     art check config.yaml
+    art check config.yaml --no-judge        only says what asking the judge would cost
     """
     from art_cli.commands import check as command
 
-    command.run(config=config, overrides=overrides or [], as_json=json)
+    command.run(config=config, overrides=overrides or [], as_json=json, asks_judge=judge)
 
 
 @app.command()

@@ -1,32 +1,46 @@
 """`art check`: a preflight that changes nothing: everything a run needs, tried once, each finding with its cure.
 
 The checks go from cheap to dear; one that fails stops those that stand on it. Nothing is written outside a temporary
-directory.
+directory. A judge that costs money is asked once about two short attempts, and its line says what that cost.
 """
 
 import json
+import logging
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from art_cli import plugins, threads
+from art_cli.chat.requests import text_of
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.references import check_ready
+from art_cli.config.schema import RolloutJudgeConfig, RulerJudgeConfig, VllmEngineConfig
+from art_cli.engines.vllm.probe import find_vllm
 from art_cli.errors import ArtError, printable_lines
-from art_cli.judges import make_judge
+from art_cli.judges import make_judge, trial
+from art_cli.judges.estimate import Estimate
 from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.learners.demos import load_demos
 from art_cli.loop.choice import describe, settle
 from art_cli.loop.generate import plan_groups
 from art_cli.loop.sampler import open_sampler
+from art_cli.loop.train import find_clash
 from art_cli.model import Weights, count_parameters, find_base
 from art_cli.rollouts.scenarios import load_scenarios
+from art_cli.run_dir import RunDir
 from art_cli.scratch import scratch
 from art_cli.trajectory import Json, Trajectory, Turn, prompt, score_trajectory, sequence
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 10.0  # to a vLLM server that is said to run
 
 
 class Finding(NamedTuple):
@@ -38,13 +52,16 @@ class Finding(NamedTuple):
     cure: str = ""
 
 
-def run(*, config: Path, overrides: Sequence[str], as_json: bool) -> None:
-    """Prints every finding; raises ArtError (exit code 1) when one is bad, ConfigError (2) for the configuration."""
+def run(*, config: Path, overrides: Sequence[str], as_json: bool, asks_judge: bool = True) -> None:
+    """Prints every finding; raises ArtError (exit code 1) when one is bad, ConfigError (2) for the configuration.
+
+    `asks_judge`: a judge that costs money is asked about two short attempts; otherwise only what it would cost is told.
+    """
     loaded = load_config(config, overrides)
     check_ready(loaded, is_training=True)
     loaded = settle(loaded, "engine", "learner")
     with scratch("check") as place:
-        preflight = Preflight(loaded, place)
+        preflight = Preflight(loaded, place, asks_judge)
         try:
             findings = preflight.check()
         finally:
@@ -69,23 +86,30 @@ class Preflight:
 
     loaded: LoadedConfig
     scratch: Path
+    asks_judge: bool = True
     scenarios: list[Json] = field(default_factory=list)
     weights: Weights | None = None
     learner: Learner | None = None
-    trajectory: Trajectory | None = None
+    played: list[Trajectory] = field(default_factory=list)  # two attempts at the first scenario
+
+    @property
+    def trajectory(self) -> Trajectory | None:
+        return self.played[0] if self.played else None
 
     def check(self) -> list[Finding]:
-        findings = [
-            Finding("config", True, f"{self.loaded.path}: composes"),
-            Finding("auto", True, describe(self.loaded, "engine", "learner")),
-        ]
-        checks: list[tuple[str, Callable[[], Finding]]] = [
+        findings = [Finding("config", True, f"{self.loaded.path}: composes"), self.check_engine()]
+        if not findings[-1].is_good:
+            return findings
+        checks: list[tuple[str, Callable[[], Finding | None]]] = [
+            ("run", self.check_run),
             ("scenarios", self.check_scenarios),
             ("entries", self.check_entries),
             ("model", self.check_model),
             ("rollout", self.check_rollout),
+            ("tools", self.check_tools),
             ("tokens", self.check_tokens),
             ("update", self.check_update),
+            ("judge", self.check_judge),
             ("disk", self.check_disk),
         ]
         for name, check in checks:
@@ -94,6 +118,8 @@ class Preflight:
                 finding = check()
             except ArtError as error:
                 return [*findings, Finding(name, False, str(error))]
+            if finding is None:
+                continue
             took = time.perf_counter() - begin
             findings.append(finding._replace(message=f"{finding.message} ({took:.1f} s)"))
             if not finding.is_good and name != "disk":
@@ -103,6 +129,24 @@ class Preflight:
     def close(self) -> None:
         if self.learner is not None:
             self.learner.close()
+
+    def check_engine(self) -> Finding:
+        """What engine and learner are; a vLLM that was asked for by name has to be there."""
+        engine = self.loaded.config.engine
+        if isinstance(engine, VllmEngineConfig) and (problem := _vllm_problem(engine)):
+            cure = "pip install 'art-cli[vllm]', name a Python that has it in engine.python, or engine=embedded"
+            return Finding("engine", False, problem, "start it, or mend engine.url" if engine.url else cure)
+        return Finding("auto", True, describe(self.loaded, "engine", "learner"))
+
+    def check_run(self) -> Finding | None:
+        """What `art train` would do with the run that has this name. None: there is no such run yet."""
+        run = RunDir(self.loaded.config.runs / self.loaded.config.name)
+        steps = run.checkpoint_steps()
+        if not steps:
+            return None
+        if clash := find_clash(run, self.loaded):
+            return Finding("run", False, clash)
+        return Finding("run", True, f"{run.root}: art train goes on from step {steps[-1]}")
 
     def check_scenarios(self) -> Finding:
         config = self.loaded.config
@@ -118,6 +162,9 @@ class Preflight:
     def check_entries(self) -> Finding:
         config = self.loaded.config
         threads.run(make_judge(config.judge, self.loaded.directory).close())
+        for name, model in trial.missing_keys(config.judge, self.loaded.directory).items():
+            cure = f"set it in the environment, or in a file .env in {self.loaded.directory}"
+            return Finding("judge", False, f"{name} is not set, and {model} needs it", cure)
         if config.rollout.command:
             program = config.rollout.command[0]
             if shutil.which(program, path=None) is None and not (self.loaded.directory / program).exists():
@@ -143,16 +190,23 @@ class Preflight:
         )
 
     def check_rollout(self) -> Finding:
-        self.trajectory = threads.run(self._play_one())
-        trajectory = self.trajectory
+        """Two attempts at once at the first scenario, as training plays them."""
+        self.played = threads.run(self._play_pair())
+        for trajectory in self.played:
+            if problem := self._rollout_problem(trajectory):
+                return problem
+        first = self.played[0]
+        reward = (
+            "no reward (a judge gives it)" if first.returned_reward is None else f"reward {first.returned_reward:g}"
+        )
+        message = f"{len(first.turns)} turns, {first.num_sampled} sampled tokens, {reward}"
+        return Finding("rollout", True, message, _sampling_note(self.played))
+
+    def _rollout_problem(self, trajectory: Trajectory) -> Finding | None:
         if trajectory.error:
             return Finding("rollout", False, trajectory.error, "mend the rollout; it failed on the first scenario")
-        reward = (
-            "no reward (a judge gives it)"
-            if trajectory.returned_reward is None
-            else f"reward {trajectory.returned_reward:g}"
-        )
-        if trajectory.returned_reward is None and self.loaded.config.judge.name == "rollout":
+        needs_reward = any(isinstance(part, RolloutJudgeConfig) for part in trial.parts(self.loaded.config.judge))
+        if trajectory.returned_reward is None and needs_reward:
             return Finding(
                 "rollout", False, "it returned no reward, and judge is 'rollout'", "return one, or choose a judge"
             )
@@ -160,16 +214,34 @@ class Preflight:
             return Finding(
                 "rollout", False, "it made no model call", "use policy.client, or policy.base_url and api_key"
             )
-        return Finding(
-            "rollout", True, f"{len(trajectory.turns)} turns, {trajectory.num_sampled} sampled tokens, {reward}"
-        )
+        if all(turn.temperature == 0.0 for turn in trajectory.turns):
+            return Finding(
+                "rollout",
+                False,
+                "it samples at temperature 0: all attempts of a group say the same, and nothing is learned from them",
+                "leave temperature out of the agent's call, or set rollout.sampling.force=true "
+                "(and rollout.sampling.temperature above 0)",
+            )
+        return None
 
-    async def _play_one(self) -> Trajectory:
+    async def _play_pair(self) -> list[Trajectory]:
         played: list[Trajectory] = []
-        plans = plan_groups(self.scenarios[:1], step=0, group_size=1)
+        plans = plan_groups(self.scenarios[:1], step=0, group_size=2)
         async with open_sampler(self.loaded, self.weights, checkpoint=None, step=0, logs=self.scratch) as sampler:
             await sampler.play_shown(plans, played.append, title="check")
-        return played[0]
+        return sorted(played, key=lambda trajectory: trajectory.index)
+
+    def check_tools(self) -> Finding | None:
+        """Whether the chat template shows the model the tools that the agent sends. None: it sends none."""
+        assert self.weights
+        with_tools = next((trajectory for trajectory in self.played if trajectory.tools), None)
+        if with_tools is None:
+            return None
+        names = ", ".join(str(tool.get("function", {}).get("name")) for tool in with_tools.tools[:5])
+        if _shows_tools(self.weights.tokenizer, with_tools):
+            return Finding("tools", True, f"the chat template shows {names}")
+        cure = "choose a model whose template knows tools, or name a template that does in model.chat_template"
+        return Finding("tools", False, f"the chat template leaves out the tools: the model never sees {names}", cure)
 
     def check_tokens(self) -> Finding:
         """Decodes and re-encodes what was recorded, and has the learner score it: contract 2 on one trajectory."""
@@ -228,6 +300,34 @@ class Preflight:
         metrics = self.learner.step([pair])
         return Finding("update", True, f"a row of {length} tokens forward and backward in {metrics.train_s:.1f} s")
 
+    def check_judge(self) -> Finding | None:
+        """Asks the judge. None: the rollout's own reward is all there is to judge by."""
+        notes, cures = [], []
+        for part in trial.parts(self.loaded.config.judge):
+            if isinstance(part, RulerJudgeConfig):
+                note, cure = self._ask_ruler(part)
+                notes.append(note)
+                cures += [cure] if cure else []
+            elif not isinstance(part, RolloutJudgeConfig):
+                verdicts = threads.run(trial.score(part, self.loaded.directory, self.played))
+                rewards = [f"{verdicts[trajectory.id].reward:g}" for trajectory in self.played]
+                notes.append(f"{part.name} gave the two attempts {' and '.join(rewards)}")
+        return Finding("judge", True, "; ".join(notes), "; ".join(cures)) if notes else None
+
+    def _ask_ruler(self, config: RulerJudgeConfig) -> tuple[str, str]:
+        """What to say of a judge that costs money, and a cure ("": none is needed). Raises JudgeError."""
+        models = ", ".join(member.model for member in config.panel) or config.model
+        would = _as_price(trial.expected(config, self.loaded.directory))
+        if not self.asks_judge:
+            return f"{models}: not asked (--no-judge); asking once about two short attempts would take {would}", ""
+        log.info("judge: asking %s once about two short attempts: %s", models, would)
+        asked = threads.run(trial.ask(config, self.loaded.directory))
+        cost = "price unknown" if asked.usage.cost_usd is None else f"${asked.usage.cost_usd:.4f}"
+        took = f"{asked.usage.calls} calls, {asked.usage.tokens:,} tokens, {cost}"
+        is_sound = asked.right > asked.wrong
+        cure = "" if is_sound else "it prefers a wrong answer to two plus two; look at judge.model and judge.rubric"
+        return f"{models} gave a right answer {asked.right:g} and a wrong one {asked.wrong:g}: {took}", cure
+
     def check_disk(self) -> Finding:
         """Checkpoints that stay, one more being written, and the trajectories of every step."""
         assert self.learner and self.trajectory
@@ -247,3 +347,54 @@ class Preflight:
         free = shutil.disk_usage(place).free
         message = f"about {needed / 1e9:.2f} GB needed under {config.runs}, {free / 1e9:.1f} GB free"
         return Finding("disk", needed < free, message, "" if needed < free else "free some, or set `runs` elsewhere")
+
+
+def _vllm_problem(engine: VllmEngineConfig) -> str:
+    """Why the vLLM that the configuration names cannot be used here; "": nothing is known against it."""
+    if engine.url is not None:
+        address = urlsplit(engine.url)
+        try:
+            socket.create_connection((address.hostname or "", address.port or 80), CONNECT_TIMEOUT_S).close()
+        except (OSError, ValueError) as error:
+            return f"engine.url: nothing answers at {engine.url}: {error}"
+        return ""
+    if engine.python is None and find_spec("vllm") is None:
+        return "engine is vllm, and vLLM is not installed"
+    found = find_vllm(engine.python)
+    return "" if found.version else f"engine is vllm, and vLLM does not work in {found.python}: {found.error}"
+
+
+def _sampling_note(played: Sequence[Trajectory]) -> str:
+    """What about the way of sampling leaves attempts alike; "": nothing."""
+    turns = [turn for trajectory in played for turn in trajectory.turns]
+    if any(turn.temperature == 0.0 for turn in turns):
+        return "some calls set temperature 0: what they say is the same in every attempt; rollout.sampling.force=true"
+    said = [[turn.sampled_ids for turn in trajectory.turns] for trajectory in played]
+    if len(said) > 1 and all(other == said[0] for other in said):
+        return "both attempts sampled the same tokens: does the agent set a `seed`? rollout.sampling.force=true"
+    return ""
+
+
+def _shows_tools(tokenizer: Any, trajectory: Trajectory) -> bool:
+    """Whether the trajectory's first prompt is another one with its tools than without them."""
+    asked = []
+    for message in trajectory.messages:
+        if message["role"] == "assistant":
+            break
+        role = "system" if message["role"] == "developer" else message["role"]
+        asked.append({"role": role, "content": text_of(message.get("content"))})
+    asked = asked or [{"role": "user", "content": "hi"}]
+    try:
+        rendered = [
+            tokenizer.apply_chat_template(asked, tools=tools, tokenize=False, add_generation_prompt=True)
+            for tools in (trajectory.tools, None)
+        ]
+    except Exception:  # a template is a program of its own and fails in any way; the rollout's own calls went through
+        return True
+    return bool(rendered[0] != rendered[1])
+
+
+def _as_price(expected: Estimate) -> str:
+    price = "at a price that is not known" if expected.usd is None else f"about ${expected.usd:.4f}"
+    tokens = expected.prompt_tokens + expected.completion_tokens
+    return f"{expected.calls} calls, about {tokens:,} tokens, {price}"

@@ -13,7 +13,7 @@ score it does not invent: it raises JudgeError and the group stays owed.
       votes.py scale.py orders and means; groups too large for one call
     files.py output.py pipeline.py session.py          a file judged into another, resumed
     report.py report_text.py agreement.py              how far a judge can be trusted
-    estimate.py spending.py call.py                    --dry-run; what was spent; ruler_score_group
+    estimate.py spending.py trial.py call.py           --dry-run; what was spent; `art check`; ruler_score_group
 """
 
 from collections.abc import Mapping, Sequence

@@ -15,7 +15,7 @@ import shlex
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -24,9 +24,11 @@ import msgspec
 
 from art_cli import threads
 from art_cli.config.compose import LoadedConfig, config_changes, config_hash
+from art_cli.config.identity import Change
 from art_cli.config.references import check_ready, missing_targets
 from art_cli.errors import ConfigError, DataError, Interrupted, Problem, RunError, UsageError
 from art_cli.judges import Judge, make_judge
+from art_cli.judges.trial import require_keys
 from art_cli.learners import Learner, StepMetrics, has_own_weights, load_policy, make_learner
 from art_cli.learners.demos import load_demos
 from art_cli.loop import proof
@@ -66,6 +68,7 @@ async def train(loaded: LoadedConfig, *, is_fresh: bool = False) -> TrainResult:
     check_ready(loaded, is_training=True)
     _read_data(loaded)
     loaded = settle(loaded, "engine", "learner")
+    await asyncio.to_thread(require_keys, loaded.config.judge, loaded.directory)
     root = loaded.config.runs / loaded.config.name
     run = RunDir(_beside(root) if is_fresh else root)
     with _unless_wrong(run), run.lock():
@@ -129,11 +132,8 @@ def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
         found = config_changes(old, new)
         if found and not run.checkpoint_steps():
             shutil.rmtree(run.base, ignore_errors=True)  # built as the old one said
-        elif refused := [str(change) for change in found if not change.is_allowed]:
-            raise RunError(
-                f"{run.root}: made by another configuration: {'; '.join(refused)}; "
-                "change it back, give the run another name, or start anew beside it with --fresh"
-            )
+        elif refusal := _refusal(run, found):
+            raise RunError(refusal)
         elif found:
             newest = run.newest_checkpoint()
             step = newest[1].step if newest is not None else 0
@@ -141,6 +141,23 @@ def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
             changes += [{"step": step} | change._asdict() for change in found]
     record = new | {"auto": dict(loaded.auto), "changes": changes}
     write_file(run.config_path, json.dumps(record, indent=2).encode() + b"\n")
+
+
+def find_clash(run: RunDir, loaded: LoadedConfig) -> str:
+    """Why the run that is there is another one than the configuration describes, as a line; "": it is not."""
+    if not run.config_path.exists():
+        return ""
+    return _refusal(run, config_changes(_read_record(run), loaded.config.model_dump(mode="json")))
+
+
+def _refusal(run: RunDir, changes: Sequence[Change]) -> str:
+    refused = [str(change) for change in changes if not change.is_allowed]
+    if not refused:
+        return ""
+    return (
+        f"{run.root}: made by another configuration: {'; '.join(refused)}; "
+        "change it back, give the run another name, or start anew beside it with --fresh"
+    )
 
 
 def _read_record(run: RunDir) -> dict[str, Any]:
