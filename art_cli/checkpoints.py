@@ -11,7 +11,6 @@ one; it becomes step 0 of a run when it is imported, and is taken as it is where
 
 import json
 import logging
-import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,7 +81,7 @@ def find(path: Path, *, best: bool = False) -> Found | None:
 def newest(run: RunDir, *, best: bool) -> Found:
     """The newest checkpoint of a run, or the best evaluated one; those that do not verify are passed over.
 
-    Raises CheckpointError: there is none.
+    Raises CheckpointError: there is none; UsageError: evaluations without a reward say of none that it is the best.
     """
     there = run.checkpoint_steps()
     for step in _by_reward(run) if best else reversed(there):
@@ -92,6 +91,11 @@ def newest(run: RunDir, *, best: bool) -> Found:
             return _found(run.checkpoint_path(step), run)
         except CheckpointError as error:
             log.warning("passed over a checkpoint: %s", error)
+    if best and _evaluations(run) and not any(True for _ in _by_reward(run)):
+        raise UsageError(
+            f"{run.root}: --best: its evaluations have no reward, since the rollout returns none and eval.judge was "
+            "off; compare checkpoints with art eval --checkpoint A --checkpoint B, and name one"
+        )
     if best:
         raise CheckpointError(f"{run.root}: no checkpoint here was evaluated; leave out --best, or name one")
     raise CheckpointError(f"{run.root}: a run without a valid checkpoint")
@@ -185,8 +189,8 @@ def best_step(run: RunDir) -> int | None:
 
 
 def _by_reward(run: RunDir) -> Iterator[int]:
-    """The evaluated steps, highest reward first, the latest of equals first."""
-    rewards = {step: metrics.get("reward", -math.inf) for step, metrics in _evaluations(run).items()}
+    """The steps whose evaluation has a reward, highest first, the latest of equals first."""
+    rewards = {step: metrics["reward"] for step, metrics in _evaluations(run).items() if "reward" in metrics}
     yield from sorted(rewards, key=lambda step: (rewards[step], step), reverse=True)
 
 
@@ -211,6 +215,9 @@ def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
         shutil.copytree(found.path, new.checkpoint_path(found.step))
         if run.base.is_dir():
             shutil.copytree(run.base, new.base)
+        if (first := run.first_eval_path()) is not None:  # a judge goes on comparing with the same attempts
+            (directory / first.parent.name).mkdir()
+            shutil.copy(first, directory / first.parent.name / first.name)
         write_lines(new.metrics_path, lines)
     return _found(RunDir(root).checkpoint_path(found.step), RunDir(root))
 

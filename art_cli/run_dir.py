@@ -332,6 +332,10 @@ class RunDir:
     def eval_path(self, step: int) -> Path:
         return self.root / f"step_{step:04d}" / "eval.jsonl"
 
+    def first_eval_path(self) -> Path | None:
+        """The evaluation of the earliest step, whose attempts a judge compares others with; None: there is none."""
+        return min(self.root.glob("step_*/eval.jsonl"), key=lambda path: int(path.parent.name[5:]), default=None)
+
     def checkpoint_path(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:04d}"
 

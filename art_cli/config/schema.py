@@ -520,6 +520,9 @@ class EvalConfig(Section):
     """Per scenario."""
     temperature: NonNegative | None = None
     """null: as in `rollout.sampling`."""
+    judge: bool = True
+    """Where rollouts return no reward: the judge compares each policy's attempts with those of the first policy that
+    was evaluated, and `reward` is the share that it prefers. false: such evaluations have no reward."""
 
 
 class NoTrackerConfig(Section):

@@ -7,6 +7,7 @@
     proof.py      the proof of weights: engine and learner score the same probe
     evaluate.py   plays the evaluation scenarios and compares policies
     stages.py     the stages, each run alone
+    contest.py    evaluation by a judge, against fixed reference attempts
     train.py      TrainingRun: resumes, loops, keeps checkpoints
 
 It holds no mathematics and no file format: those are the learner's and run_dir's. What it knows at any moment it can

@@ -35,12 +35,14 @@ from art_cli.loop import proof
 from art_cli.loop.bar import shown_updates
 from art_cli.loop.batches import Batch, Batches
 from art_cli.loop.choice import settle
+from art_cli.loop.contest import is_judged, judge_contest
 from art_cli.loop.evaluate import play_evaluation, values_by_scenario
 from art_cli.loop.sampler import Sampler, open_sampler
 from art_cli.model import Weights, count_parameters, find_base, twin
 from art_cli.rollouts.scenarios import load_scenarios
-from art_cli.run_dir import Manifest, MetricsLine, RunDir, new_checkpoint, write_file
+from art_cli.run_dir import Manifest, MetricsLine, RunDir, new_checkpoint, read_lines, write_file
 from art_cli.trackers import Tracker, make_tracker
+from art_cli.trajectory import Trajectory
 from art_cli.views.curve import curve, run_series
 
 log = logging.getLogger(__name__)
@@ -368,10 +370,18 @@ class TrainingRun:
         trajectories = await play_evaluation(
             sampler, self.loaded, step=step, path=self.run.eval_path(step), title=f"eval at step {step}"
         )
-        means = {name: sum(v.values()) / len(v) for name, v in values_by_scenario(trajectories).items() if v}
+        values = values_by_scenario(trajectories)
+        if is_judged(self.config, trajectories):
+            values["reward"] = await judge_contest(self.judge, trajectories, self._references(trajectories))
+        means = {name: sum(v.values()) / len(v) for name, v in values.items() if v}
         self._record(step, "eval", means)
         shown = sorted(name for name in means if not name.startswith("num_"))
         log.info("eval at step %d: %s", step, "  ".join(f"{name} {means[name]:.3f}" for name in shown))
+
+    def _references(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """The attempts of this run's first evaluation, which may be the one that was just played."""
+        path = self.run.first_eval_path()
+        return trajectories if path is None else list(read_lines(path, Trajectory))
 
     # --- what stays ---------------------------------------------------------------------------------------------------
 

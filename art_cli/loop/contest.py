@@ -1,0 +1,88 @@
+"""An evaluation by a judge: attempts against fixed reference attempts.
+
+A judge such as RULER compares what it is shown together, so its scores of two checkpoints cannot be compared unless
+both met the same opponents. Here each scenario's attempts are judged in one group with the reference attempts (those of
+the first policy that was evaluated), and the reward is the share of comparisons won. Only the order of scores within
+one group counts, so a judge that is harsher in one call than in another changes nothing.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from art_cli.config.schema import RunConfig
+from art_cli.errors import JudgeError
+from art_cli.judges import Judge
+from art_cli.judges.pipeline import judge_groups
+from art_cli.trajectory import ScoredTrajectory, Trajectory
+
+IN_FLIGHT = 32  # scenarios that are judged at once; a judge that makes calls bounds those itself
+REFERENCE = "reference-"  # how the ids of reference attempts begin while they are judged
+
+
+def is_judged(config: RunConfig, trajectories: Sequence[Trajectory]) -> bool:
+    """Whether an evaluation's reward is the judge's to give: the rollouts finished and returned none."""
+    assert config.eval is not None, "no eval section"
+    finished = [trajectory for trajectory in trajectories if trajectory.error is None]
+    is_silent = bool(finished) and all(trajectory.returned_reward is None for trajectory in finished)
+    return config.eval.judge and config.judge.name != "rollout" and is_silent
+
+
+async def judge_contest(
+    judge: Judge, attempts: Sequence[Trajectory], references: Sequence[Trajectory]
+) -> dict[str, float]:
+    """Scenario id -> the share of comparisons between an attempt and a reference attempt that the attempt wins.
+
+    A tie is half of one. An attempt that failed loses to one that did not. The references against themselves have 0.5
+    everywhere, and cost nothing. A scenario without references is left out. Raises JudgeError: most scenarios could not
+    be scored, or no further one can be.
+    """
+    theirs = _by_scenario(references)
+    ours = {name: members for name, members in _by_scenario(attempts).items() if name in theirs}
+    if {trajectory.id for trajectory in attempts} == {t.id for t in references} and attempts == references:
+        return dict.fromkeys(ours, 0.5)
+    won: dict[str, float] = {}
+
+    def keep(scored: list[ScoredTrajectory]) -> None:
+        won[scored[0].group_id] = _share_won(scored)
+
+    groups = (_mix(name, members, theirs[name]) for name, members in ours.items())
+    tally = await judge_groups(judge, groups, keep, in_flight=IN_FLIGHT)
+    if tally.stopped or len(tally.owed) > tally.num_scored:
+        reason = tally.stopped or next(iter(tally.owed.values()))
+        raise JudgeError(f"evaluation: {len(ours) - len(won)} of {len(ours)} scenarios were not judged ({reason})")
+    return won
+
+
+def _by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
+    found: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        found[str(trajectory.scenario.get("id", trajectory.group_id))].append(trajectory)
+    return found
+
+
+def _mix(name: str, attempts: Sequence[Trajectory], references: Sequence[Trajectory]) -> list[Trajectory]:
+    """One group of both, with ids of its own: two policies at the same step have the same ones."""
+    sides = [("attempt-", attempts), (REFERENCE, references)]
+    named = [(f"{side}{number}", t) for side, members in sides for number, t in enumerate(members)]
+    return [
+        msgspec.structs.replace(trajectory, id=id, group_id=name, group_size=len(named), index=index)
+        for index, (id, trajectory) in enumerate(named)
+    ]
+
+
+def _share_won(scored: Sequence[ScoredTrajectory]) -> float:
+    pairs = list(_pairs(scored))
+    return sum(1.0 if ours > theirs else 0.5 if ours == theirs else 0.0 for ours, theirs in pairs) / len(pairs)
+
+
+def _pairs(scored: Sequence[ScoredTrajectory]) -> Iterator[tuple[float, float]]:
+    worst = float("-inf")  # a failed attempt has no reward
+    for ours in scored:
+        for theirs in scored:
+            if not ours.id.startswith(REFERENCE) and theirs.id.startswith(REFERENCE):
+                yield (
+                    worst if ours.reward is None else ours.reward,
+                    worst if theirs.reward is None else theirs.reward,
+                )
