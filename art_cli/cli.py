@@ -45,7 +45,7 @@ Overrides = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="The result as JSON.")]
 Checkpoint = Annotated[
-    Path | None, typer.Option("--checkpoint", metavar="DIR", help="A checkpoint, or a run: its newest one.")
+    Path | None, typer.Option("--checkpoint", metavar="DIR", help="A checkpoint, a run (its newest one), or base.")
 ]
 
 
@@ -349,13 +349,15 @@ def evaluate(
     config: Config,
     overrides: Overrides = None,
     checkpoint: Annotated[
-        list[Path] | None, typer.Option("--checkpoint", metavar="DIR", help="A checkpoint or a run; repeat to compare.")
+        list[Path] | None,
+        typer.Option("--checkpoint", metavar="DIR", help="A checkpoint, run, directory of runs, or base; repeat."),
     ] = None,
     endpoint: Annotated[
         list[str] | None, typer.Option("--endpoint", metavar="MODEL@URL", help="Any OpenAI-compatible one; repeat.")
     ] = None,
     gate: Annotated[
-        list[str] | None, typer.Option("--gate", metavar="METRIC>=X", help="Exit 1 where the last policy misses it.")
+        list[str] | None,
+        typer.Option("--gate", metavar="METRIC>=X", help="Exit 1 where the last policy misses it; X: baseline-0.02."),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="DIR", help="Keep the trajectories.")] = None,
     json: Json = False,
@@ -367,6 +369,8 @@ def evaluate(
     \b
     art eval config.yaml --checkpoint runs/mine --gate 'reward>=0.8'
     art eval config.yaml --checkpoint runs/a --checkpoint runs/b --endpoint gpt-5@https://api.openai.com/v1
+    art eval config.yaml --checkpoint base --checkpoint runs/mine --gate 'reward>=baseline-0.02'
+    art eval config.yaml --checkpoint 'runs/sweep-*'          a table over a sweep, the best run on top
     """
     from art_cli.commands import eval as command
 

@@ -7,7 +7,8 @@ import statistics
 import pytest
 
 from art_cli.errors import UsageError
-from art_cli.loop.evaluate import Gate, estimate, paired_difference, parse_gate, values_by_scenario
+from art_cli.loop.evaluate import estimate, paired_difference, values_by_scenario
+from art_cli.loop.gates import Gate, parse_gate
 from art_cli.trajectory import Trajectory
 
 

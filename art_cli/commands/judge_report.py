@@ -42,7 +42,7 @@ def report(
     """
     from art_cli.judges.report import make_report
     from art_cli.judges.report_text import report_lines
-    from art_cli.loop.evaluate import parse_gate
+    from art_cli.loop.gates import parse_gate
 
     parsed = [parse_gate(gate) for gate in gates]
     found, sample = make_report(path, gold=gold)

@@ -1,18 +1,17 @@
-"""Plays the evaluation scenarios and compares policies: means, bootstrap intervals, paired differences, gates.
+"""Plays the evaluation scenarios and compares policies: means, bootstrap intervals, paired differences.
 
 Pure numbers below, rollouts above. Every attempt at a scenario counts; an attempt that failed has reward 0 for the
 comparison (an agent that crashes has not done its job) and is counted apart.
 """
 
 import random
-import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.config.compose import LoadedConfig
-from art_cli.errors import UsageError
+from art_cli.judges.prices import Price
 from art_cli.loop.generate import owed, plan_groups
 from art_cli.loop.sampler import Sampler
 from art_cli.rollouts.scenarios import load_scenarios
@@ -31,21 +30,19 @@ class Estimate(NamedTuple):
     num: int  # scenarios
 
 
-class Gate(NamedTuple):
-    """A bound that a mean must keep. Example: Gate("reward", ">=", 0.8)."""
-
-    metric: str
-    operator: str
-    bound: float
-
-    def holds(self, value: float) -> bool:
-        return value >= self.bound if self.operator == ">=" else value <= self.bound
-
-
 async def play_evaluation(
-    sampler: Sampler, loaded: LoadedConfig, *, step: int, path: Path, title: str
+    sampler: Sampler,
+    loaded: LoadedConfig,
+    *,
+    step: int,
+    path: Path,
+    title: str,
+    watch: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
-    """The evaluation's trajectories, those already in `path` included; what was owed is appended there."""
+    """The evaluation's trajectories, those already in `path` included; what was owed is appended there.
+
+    `watch` sees each one after it is written; what it raises ends the evaluation.
+    """
     config = loaded.config.eval
     assert config is not None, "no eval section"
     scenarios = load_scenarios(config.scenarios, loaded.directory)
@@ -58,21 +55,50 @@ async def play_evaluation(
             def keep(trajectory: Trajectory) -> None:
                 writer.append(trajectory)
                 done.append(trajectory)
+                if watch is not None:
+                    watch(trajectory)
 
             await sampler.play_shown(missing, keep, title=title)
     return done
 
 
 def values_by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
-    """metric -> scenario id -> mean over its attempts; "reward" and "failed" besides the rollout's own metrics."""
+    """metric -> scenario id -> mean over its attempts; "reward" and "failed" besides the rollout's own metrics.
+
+    There is no "reward" where attempts finished and none returned one: failures alone would make it 0.
+    """
+    finished = [trajectory for trajectory in trajectories if trajectory.error is None]
+    has_reward = not finished or any(trajectory.returned_reward is not None for trajectory in finished)
     seen: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trajectory in trajectories:
         scenario = str(trajectory.scenario.get("id", trajectory.group_id))
         failed = trajectory.error is not None
         seen["failed"][scenario].append(float(failed))
-        if failed or trajectory.returned_reward is not None:
+        if has_reward and (failed or trajectory.returned_reward is not None):
             seen["reward"][scenario].append(0.0 if failed else trajectory.returned_reward or 0.0)
         for name, value in trajectory.metrics.items():
+            seen[name][scenario].append(value)
+    return {
+        metric: {scenario: sum(values) / len(values) for scenario, values in rows.items()}
+        for metric, rows in seen.items()
+    }
+
+
+def spent_by_scenario(trajectories: Sequence[Trajectory], price: Price | None) -> dict[str, dict[str, float]]:
+    """What an attempt took, in the form of `values_by_scenario`: "seconds", "tokens_in", "tokens_out", "cost_usd".
+
+    Tokens are those of all calls together, each prompt counted whole. There is no "cost_usd" without a price.
+    """
+    seen: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for trajectory in trajectories:
+        scenario = str(trajectory.scenario.get("id", trajectory.group_id))
+        tokens_in = sum(turn.kept + len(turn.prompt_ids) for turn in trajectory.turns)
+        tokens_in += round(trajectory.metrics.get("num_prompt", 0))
+        tokens_out = trajectory.num_sampled + round(trajectory.metrics.get("num_completion", 0))
+        spent = {"seconds": trajectory.duration_s, "tokens_in": float(tokens_in), "tokens_out": float(tokens_out)}
+        if price is not None:
+            spent["cost_usd"] = price.cost(tokens_in, tokens_out)
+        for name, value in spent.items():
             seen[name][scenario].append(value)
     return {
         metric: {scenario: sum(values) / len(values) for scenario, values in rows.items()}
@@ -94,11 +120,3 @@ def paired_difference(values: Mapping[str, float], baseline: Mapping[str, float]
     """Mean of value - baseline over the scenarios both have; None when they share none."""
     common = sorted(values.keys() & baseline.keys())
     return estimate([values[name] - baseline[name] for name in common], seed=seed) if common else None
-
-
-def parse_gate(text: str) -> Gate:
-    """`reward>=0.8` or `failed<=0.01`. Raises UsageError."""
-    match = re.fullmatch(r"\s*([A-Za-z_][\w./-]*)\s*(>=|<=)\s*(-?\d+(?:\.\d+)?(?:e-?\d+)?)\s*", text)
-    if match is None:
-        raise UsageError(f"--gate {text!r}: expected METRIC>=NUMBER or METRIC<=NUMBER, for example reward>=0.8")
-    return Gate(match[1], match[2], float(match[3]))

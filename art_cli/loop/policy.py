@@ -17,27 +17,44 @@ from art_cli.model import Weights, find_base, load_checkpoint, load_weights
 from art_cli.run_dir import Manifest, RunDir, new_checkpoint, verify_checkpoint
 from art_cli.scratch import scratch
 
+BASE = "base"  # what a user calls the base model in the place of a checkpoint
+
 
 class PolicySource(NamedTuple):
     """Where a policy comes from. Example: PolicySource(Path("runs/ttt/checkpoints/step_0040"), 40)."""
 
-    checkpoint: Path | None  # None: the starting policy, without any checkpoint
+    checkpoint: Path | None  # None: the base model, without any checkpoint
     step: int
+    run: Path | None = None  # whose base it is; None: the run of the checkpoint, or that of the configuration
 
 
 def find_policy(loaded: LoadedConfig, wanted: Path | None) -> PolicySource:
     """The policy a user means: a checkpoint directory, a run directory (its newest), or nothing (this config's run).
 
-    Raises UsageError: named, and not there, or trained on another model than the configuration says; CheckpointError:
-    not whole.
+    "base" is the configuration's base model without an adapter, and RUN/base that of a run. Raises UsageError: named,
+    and not there; ConfigError: trained on another model than the configuration says; CheckpointError: not whole.
     """
-    source = _find(loaded, wanted)
-    if source.checkpoint is not None:
-        _check_model(loaded, source.checkpoint)
+    source = _find_base(wanted) or _find_trained(loaded, wanted)
+    _check_model(loaded, source)
     return source
 
 
-def _find(loaded: LoadedConfig, wanted: Path | None) -> PolicySource:
+def _find_base(wanted: Path | None) -> PolicySource | None:
+    """What "base" and RUN/base mean; None: something else is meant."""
+    if (
+        wanted is None
+        or wanted.name != BASE
+        or (wanted / "manifest.json").exists()
+        or RunDir(wanted).checkpoint_steps()
+    ):
+        return None
+    if wanted == Path(BASE):
+        return PolicySource(None, 0)
+    is_run = RunDir(wanted.parent).config_path.exists() or bool(RunDir(wanted.parent).checkpoint_steps())
+    return PolicySource(None, 0, wanted.parent) if is_run else None
+
+
+def _find_trained(loaded: LoadedConfig, wanted: Path | None) -> PolicySource:
     if wanted is not None and not wanted.is_dir():
         raise UsageError(f"{wanted}: no such directory")
     if wanted is not None and (wanted / "manifest.json").exists():
@@ -51,14 +68,14 @@ def _find(loaded: LoadedConfig, wanted: Path | None) -> PolicySource:
     return PolicySource(None, 0)
 
 
-def _check_model(loaded: LoadedConfig, checkpoint: Path) -> None:
-    """Raises ConfigError: the run of this checkpoint has another base model or adapter than the configuration says.
+def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
+    """Raises ConfigError: the run of this policy has another base model or adapter than the configuration says.
 
     A checkpoint that lies in no run has nothing to compare with.
     """
-    home = checkpoint.resolve().parent
-    known = run_config(RunDir(home.parent)).get("model") if home.name == "checkpoints" else None
-    if not isinstance(known, dict):
+    run = source.run or _run_of(source.checkpoint)
+    known = run_config(RunDir(run)).get("model") if run else None
+    if run is None or not isinstance(known, dict):
         return
     said = loaded.config.model.model_dump(mode="json")
     if _is_same_place(loaded, known.get("base"), said["base"]):
@@ -67,10 +84,15 @@ def _check_model(loaded: LoadedConfig, checkpoint: Path) -> None:
     old, new = ({"model": {name: model[name] for name in names}} for model in (known, said))
     cure = "change it back, or name another run (name=...) or --checkpoint"
     if problems := [
-        Problem(change.key, loaded.places.of(change.key), f"{home.parent} was trained with another: {change}; {cure}")
+        Problem(change.key, loaded.places.of(change.key), f"{run} was trained with another: {change}; {cure}")
         for change in config_changes(old, new)
     ]:
         raise ConfigError(problems)
+
+
+def _run_of(checkpoint: Path | None) -> Path | None:
+    home = checkpoint.resolve().parent if checkpoint else None
+    return home.parent if home is not None and home.name == "checkpoints" else None
 
 
 def _is_same_place(loaded: LoadedConfig, one: object, other: object) -> bool:
@@ -83,7 +105,9 @@ def _is_same_place(loaded: LoadedConfig, one: object, other: object) -> bool:
 @contextlib.contextmanager
 def open_base(loaded: LoadedConfig, source: PolicySource) -> Iterator[str]:
     """The hub id or directory of the base model; built ones are taken from the run they belong to, where they do."""
-    run = source.checkpoint.parent.parent if source.checkpoint else loaded.config.runs / loaded.config.name
+    run = source.run or (
+        source.checkpoint.parent.parent if source.checkpoint else loaded.config.runs / loaded.config.name
+    )
     with scratch("base") as temporary:
         built = RunDir(run).base
         place = built if built.exists() else temporary / "base"

@@ -39,6 +39,7 @@ class Recorder:
         self.turns: list[Turn] = []
         self.tools: list[Json] = []  # each once
         self.num_calls = 0  # answered ones
+        self.usage: tuple[int, int] | None = None  # (prompt, completion) tokens that an endpoint counted without ids
         self.is_over_limit = False  # a call was refused because the rollout had made all it may make
         self.upstream_error: str | None = None  # why the latest call failed, where that was not the client's doing
         self._sequences: list[bytes] = []  # [turn] packed token ids, prompt and sampled
@@ -61,6 +62,9 @@ class Recorder:
         """
         self.num_calls += 1
         self.upstream_error = None
+        if reply.usage is not None and not reply.prompt_ids:
+            before = self.usage or (0, 0)
+            self.usage = before[0] + reply.usage[0], before[1] + reply.usage[1]
         self.tools += [tool for tool in request.tools if tool not in self.tools]
         for choice in reply.choices:
             if reply.prompt_ids and choice.token_ids and len(choice.logprobs) == len(choice.token_ids):
@@ -73,7 +77,7 @@ class Recorder:
         self.upstream_error = error
 
     def metrics(self) -> dict[str, float]:
-        """Counts of the rollout: answered calls, branches, sampled tokens.
+        """Counts of the rollout: answered calls, branches, sampled tokens; an endpoint's own counts, without ids.
 
         num_branches is the leaves of the token tree but one: 0 where every prompt continued what was there.
         """
@@ -82,10 +86,12 @@ class Recorder:
             for turn in self.turns
             if turn.parent is not None and turn.kept * _WIDTH == len(self._sequences[turn.parent])
         }
+        counted = {} if self.usage is None else dict(zip(("num_prompt", "num_completion"), self.usage, strict=True))
         return {
             "num_turns": self.num_calls,
             "num_branches": max(0, len(self.turns) - len(continued) - 1),
             "num_sampled": sum(len(turn.sampled_ids) for turn in self.turns),
+            **counted,
         }
 
     # --- tokens -------------------------------------------------------------------------------------------------------

@@ -77,6 +77,10 @@ def find_source(text: str, *, best: bool = False, base: str | None = None, dtype
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
     name, place = parse_name(text)
+    if (run := _run_of_base(place)) is not None:
+        if best:
+            raise UsageError(f"{place}: --best picks among the checkpoints of a run")
+        return of_base(run, name=name, base=base, dtype=dtype)
     found = checkpoints.find(Path(place), best=best) if place else None
     if found is not None:
         return of_checkpoint(found, name=name, base=base, dtype=dtype)
@@ -85,6 +89,21 @@ def find_source(text: str, *, best: bool = False, base: str | None = None, dtype
     if best:
         raise UsageError(f"{place}: --best picks among the checkpoints of a run")
     return Source(name or place, place, None, 0, dtype or "auto", None, Sampling(), named=repr(place))
+
+
+def _run_of_base(place: str) -> RunDir | None:
+    """The run whose base model "RUN/base" means; None: something else is meant."""
+    path = Path(place)
+    run = RunDir(path.parent)
+    return run if place and path.name == "base" and run.checkpoint_steps() and run.config_path.exists() else None
+
+
+def of_base(run: RunDir, *, name: str | None = None, base: str | None = None, dtype: str | None = None) -> Source:
+    """The base model that a run was trained on, without an adapter, sampled as the run samples."""
+    trained = of_checkpoint(checkpoints.newest(run, best=False), base=base, dtype=dtype)
+    if trained.adapter is None and base is None:
+        raise UsageError(f"{run.root}/base: the run trains all weights; name its base model, or its step 0")
+    return trained._replace(name=name or "base", adapter=None, step=0, run=None, manifest=None)
 
 
 def of_checkpoint(

@@ -1,0 +1,99 @@
+"""Gates: bounds that an evaluation must keep: on means, or on differences from another policy.
+
+    reward>=0.8               the mean
+    reward>=baseline-0.02     the paired difference from the first policy
+    reward>=runs/a+0.1        the paired difference from the policy of that name
+
+A name that cannot be meant is refused before anything is played, one that no attempt reports as soon as that shows.
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from art_cli.errors import UsageError
+from art_cli.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
+
+BASELINE = "baseline"  # the first policy
+SPENT = ("seconds", "tokens_in", "tokens_out", "cost_usd")
+KNOWN = ("reward", "failed", *SPENT, "num_turns", "num_branches", "num_sampled", "num_retries")
+NUM_EARLY = 4  # finished attempts after which the names of metrics are looked at
+CLOSE = 0.8  # difflib's ratio from which a name is taken for a slip of another: "rewrad" has 0.83, "win" and "won" 0.67
+
+_GATE = re.compile(r"\s*([A-Za-z_][\w./-]*)\s*(>=|<=)\s*(.+?)\s*")
+_NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
+
+
+class Gate(NamedTuple):
+    """A bound that a mean must keep, or a difference of means. Example: Gate("reward", ">=", -0.02, "runs/a")"""
+
+    metric: str
+    operator: str
+    bound: float
+    baseline: str | None = None  # the policy from which the difference is taken; None: the mean itself is held
+
+    def holds(self, value: float) -> bool:
+        return value >= self.bound if self.operator == ">=" else value <= self.bound
+
+
+def parse_gate(text: str, policies: Sequence[str] = ()) -> Gate:
+    """`reward>=0.8`, or `reward>=NAME-0.02` where NAME is one of `policies`, or "baseline" for the first of them.
+
+    Raises UsageError.
+    """
+    match = _GATE.fullmatch(text)
+    if match and re.fullmatch(f"-?{_NUMBER}", match[3]):
+        return Gate(match[1], match[2], float(match[3]))
+    if match and policies and (against := _parse_difference(match[3], policies)):
+        return Gate(match[1], match[2], against[1], against[0])
+    with_names = f" or METRIC>=NAME-NUMBER, NAME being {BASELINE}, {', '.join(policies)}" if policies else ""
+    raise UsageError(f"--gate {text!r}: expected METRIC>=NUMBER or METRIC<=NUMBER, for example reward>=0.8{with_names}")
+
+
+def _parse_difference(text: str, policies: Sequence[str]) -> tuple[str, float] | None:
+    """(policy, offset) of "NAME", "NAME-0.02" or "NAME + 0.1"; names may hold signs, so long ones go first."""
+    names = {BASELINE: policies[0]} | {name: name for name in policies}
+    for name in sorted(names, key=len, reverse=True):
+        if text.startswith(name) and (rest := re.fullmatch(rf"(?:\s*([+-])\s*({_NUMBER}))?", text[len(name) :])):
+            return names[name], float(f"{rest[1]}{rest[2]}") if rest[1] else 0.0
+    return None
+
+
+def check_gates(gates: Sequence[Gate], last: str) -> None:
+    """Raises UsageError for what can be told before anything is played; `last` is the policy that is held to them."""
+    for gate in gates:
+        if gate.baseline == last:
+            raise UsageError(
+                f"--gate {gate.metric}: {last} is compared with itself; name the policy to compare with before it, "
+                f"for example --checkpoint base"
+            )
+        if gate.metric not in KNOWN and (near := get_close_matches(gate.metric, KNOWN, 1, CLOSE)):
+            raise UsageError(f"--gate: no metric {gate.metric!r}; did you mean {near[0]!r}?")
+
+
+class NameWatch:
+    """Sees attempts as they finish, and whether they report the metrics that the gates name."""
+
+    def __init__(self, gates: Sequence[Gate]) -> None:
+        self._wanted = sorted({gate.metric for gate in gates} - set(KNOWN))
+        self._seen: set[str] = set()
+        self._num = 0
+
+    def see(self, trajectory: Trajectory) -> None:
+        """Raises UsageError at the NUM_EARLY-th: a name is missing, and one that is there is nearly the same."""
+        if trajectory.error is not None or not self._wanted:
+            return
+        self._num += 1
+        self._seen |= set(trajectory.metrics)
+        if self._num != NUM_EARLY:
+            return
+        for name in self._wanted:
+            if name not in self._seen:
+                there = ", ".join(sorted(self._seen | {"reward", "failed", *SPENT}))
+                if near := get_close_matches(name, sorted(self._seen), 1, CLOSE):
+                    raise UsageError(f"--gate: no attempt reports {name!r}; did you mean {near[0]!r}?")
+                log.warning("--gate: none of the first %d attempts reports %r; there are %s", self._num, name, there)
