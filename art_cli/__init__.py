@@ -3,7 +3,7 @@
 What a rollout's author or a notebook needs is here by name, and imported when it is first used:
 
     from art_cli import Outcome                                        # in rollout.py
-    await art_cli.train(art_cli.load_config("config.yaml"))            # in a notebook
+    art_cli.train(art_cli.load("config.yaml", "train.steps=3"))        # in a notebook, see docs/python.md
 """
 
 from importlib import import_module
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from art_cli.config.schema import RunConfig
     from art_cli.errors import ArtError
     from art_cli.judges.call import ruler_score_group
-    from art_cli.loop.train import TrainResult, train
+    from art_cli.loop.stages import StepTaken
+    from art_cli.loop.train import TrainResult
+    from art_cli.notebook import generate, judge, load, step, train
     from art_cli.rollouts.policy import Outcome, Policy
     from art_cli.trajectory import Score, ScoredTrajectory, Trajectory, Turn
 
@@ -26,12 +28,17 @@ _HOMES = {
     "RunConfig": "config.schema",
     "Score": "trajectory",
     "ScoredTrajectory": "trajectory",
+    "StepTaken": "loop.stages",
     "TrainResult": "loop.train",
     "Trajectory": "trajectory",
     "Turn": "trajectory",
+    "generate": "notebook",
+    "judge": "notebook",
+    "load": "notebook",
     "load_config": "config.compose",
     "ruler_score_group": "judges.call",
-    "train": "loop.train",
+    "step": "notebook",
+    "train": "notebook",
 }
 
 __all__ = [
@@ -42,11 +49,16 @@ __all__ = [
     "RunConfig",
     "Score",
     "ScoredTrajectory",
+    "StepTaken",
     "TrainResult",
     "Trajectory",
     "Turn",
+    "generate",
+    "judge",
+    "load",
     "load_config",
     "ruler_score_group",
+    "step",
     "train",
 ]
 

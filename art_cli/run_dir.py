@@ -321,6 +321,7 @@ class RunDir:
         self.curve_path = root / "curve.svg"  # drawn from metrics.jsonl, for people
         self.checkpoints = root / "checkpoints"
         self.logs = root / "logs"
+        self.log_path = self.logs / "train.log"  # what `art train` logged, of all its starts
         self.base = root / "base"  # a base model built by code, when the config names a builder
 
     def trajectories_path(self, step: int) -> Path:

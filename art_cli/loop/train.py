@@ -11,9 +11,11 @@ import contextlib
 import json
 import logging
 import math
+import os
 import shlex
 import shutil
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,19 +24,21 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from art_cli import log as logs
 from art_cli import threads
 from art_cli.config.compose import LoadedConfig, config_changes, config_hash
 from art_cli.config.identity import Change
 from art_cli.config.references import check_ready, missing_targets
 from art_cli.errors import ConfigError, DataError, Interrupted, Problem, RunError, UsageError
 from art_cli.judges import Judge, make_judge
+from art_cli.judges.keys import find_secrets
 from art_cli.judges.trial import require_keys
 from art_cli.learners import Learner, StepMetrics, has_own_weights, load_policy, make_learner
 from art_cli.learners.demos import load_demos
 from art_cli.loop import proof
 from art_cli.loop.bar import shown_updates
 from art_cli.loop.batches import Batch, Batches
-from art_cli.loop.choice import settle
+from art_cli.loop.choice import describe, settle
 from art_cli.loop.contest import is_judged, judge_contest
 from art_cli.loop.evaluate import play_evaluation, values_by_scenario
 from art_cli.loop.sampler import Sampler, open_sampler
@@ -73,7 +77,8 @@ async def train(loaded: LoadedConfig, *, is_fresh: bool = False) -> TrainResult:
     await asyncio.to_thread(require_keys, loaded.config.judge, loaded.directory)
     root = loaded.config.runs / loaded.config.name
     run = RunDir(_beside(root) if is_fresh else root)
-    with _unless_wrong(run), run.lock():
+    with _unless_wrong(run), run.lock(), logs.kept(run.log_path, find_secrets(os.environ).redact):
+        log.info("art train %s: %s", loaded.path, describe(loaded, "engine", "learner"))
         claim_config(run, loaded)
         run.clean()
         if (step := _finished_step(run, loaded)) is not None:
@@ -434,7 +439,9 @@ class TrainingRun:
             else:
                 main.cancel()
 
-        signals = (signal.SIGINT, signal.SIGTERM)
+        # a notebook trains in another thread than the main one, which alone has signals, and cancels this task itself
+        has_signals = threading.current_thread() is threading.main_thread()
+        signals = (signal.SIGINT, signal.SIGTERM) if has_signals else ()
         for number in signals:
             loop.add_signal_handler(number, interrupt)
         try:
