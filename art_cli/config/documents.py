@@ -172,7 +172,7 @@ class _Scan:
         if isinstance(event, yaml.AliasEvent):
             if any(each.anchor == event.anchor for each in self.open):
                 raise ConfigError([Problem(key, place, f"the anchor &{event.anchor} contains itself")])
-            size = self.sizes.get(event.anchor, 1)
+            size = self.sizes.get(event.anchor or "", 1)
         elif isinstance(event, yaml.ScalarEvent) and event.anchor:
             self.sizes[event.anchor] = 1
         if within is not None and not isinstance(event, yaml.CollectionStartEvent):

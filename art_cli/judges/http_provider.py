@@ -150,10 +150,10 @@ class _Clients:
 
     async def _make(self) -> httpx.AsyncClient:
         async with self._lock:
-            self._ssl = self._ssl or await asyncio.to_thread(_prepare)
+            self._ssl = context = self._ssl or await asyncio.to_thread(_prepare)
         return httpx.AsyncClient(
             timeout=None,  # the caller's deadline covers every wait
-            verify=self._ssl,
+            verify=context,
             headers={"Accept-Encoding": ENCODINGS},
             event_hooks={"response": [limit]},
         )
