@@ -69,7 +69,7 @@ class Composition:
         body = self._read()
         self.problems += refuse_sweeps(overrides)
         chosen, settings = self._split([override for override in overrides if not override.is_sweep_override()])
-        with _hydra(self.directory):
+        with _hydra(self.directory), bounded():  # merging follows interpolations, too
             config = self._merge_defaults(body, self._listed(body, chosen), file=self.path)
             self._replace_sections(config, self._named_in(config), place=None)
             self._replace_sections(config, chosen, place=COMMAND_LINE)
@@ -163,7 +163,7 @@ class Composition:
         named = {}
         for group in self.groups:
             # ??? and what cannot be interpolated: see _resolve
-            with contextlib.suppress(OmegaConfBaseException, RecursionError), bounded():
+            with contextlib.suppress(OmegaConfBaseException, RecursionError):
                 if isinstance(config.get(group), str):
                     named[group] = config.pop(group)
         return {group: option for group, option in named.items() if self._exists(group, option, self.places.of(group))}
