@@ -43,6 +43,7 @@ ROOT = Path(__file__).parents[1]
 QUALITIES = [0.25, 0.875, 0.5]
 WANTED = {f"g-{index}": quality for index, quality in enumerate(QUALITIES)}
 HELD_S = 0.2  # longest hold of the event loop
+pytestmark = pytest.mark.timeout(max(300, NUM_MUTATIONS // 5))
 
 
 class Held(Heartbeat):

@@ -150,10 +150,11 @@ class _Clients:
 
     async def _make(self) -> httpx.AsyncClient:
         async with self._lock:
-            self._ssl = context = self._ssl or await asyncio.to_thread(_prepare)
+            if self._ssl is None:
+                self._ssl = await asyncio.to_thread(_prepare)
         return httpx.AsyncClient(
             timeout=None,  # the caller's deadline covers every wait
-            verify=context,
+            verify=self._ssl,
             headers={"Accept-Encoding": ENCODINGS},
             event_hooks={"response": [limit]},
         )
