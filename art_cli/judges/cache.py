@@ -6,15 +6,15 @@ flipped bit. The file holds scores and explanations; it holds no prompts and no 
 the process at any instant (write-ahead log).
 """
 
+import asyncio
 import contextlib
 import hashlib
 import os
 import sqlite3
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -46,6 +46,9 @@ DIGEST = 16  # bytes of a row's digest
 MAX_ROW = 10_000_000  # bytes; 64 attempts with long explanations take 500 kB
 MAX_COUNT = 1e12  # calls, tokens, dollars or seconds of one vote; a larger number is not one
 BUSY_S = 10.0  # longest wait for another process's commit
+HELD_MS = 20  # of it in one piece, which holds the event loop
+
+T = TypeVar("T")
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -85,12 +88,15 @@ class Spent(NamedTuple):
     tokens: int
 
 
+class CacheBusy(JudgeStopped):
+    """Another process holds the file."""
+
+
 class VerdictCache:
     """Opens (and makes) the file. `path` None keeps everything in memory, for this process only.
 
     A row that cannot be read is one that is not there. What the file itself refuses raises UsageError when it is
-    opened, JudgeStopped later. Each call may wait for another process and may come from any thread: an event loop makes
-    it in one.
+    opened, JudgeStopped later: CacheBusy while another process holds it, which `patiently` waits out.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -100,21 +106,19 @@ class VerdictCache:
                 make_directory(path.parent)
                 with open(path, "ab", opener=owner_only):  # SQLite's own files beside it take its mode
                     pass
-            self._db = sqlite3.connect(
-                path or ":memory:", timeout=BUSY_S, isolation_level=None, check_same_thread=False
-            )
+            self._db = sqlite3.connect(path or ":memory:", timeout=BUSY_S, isolation_level=None)
             self._db.execute("pragma trusted_schema = off")
             self._db.execute("pragma journal_mode = wal")
             self._db.execute("pragma synchronous = normal")
             self._db.executescript(_SCHEMA)
             for query in _CHECK:
                 self._db.execute(query)
+            self._db.execute(f"pragma busy_timeout = {HELD_MS}")
         except (sqlite3.Error, OSError, UnicodeError) as error:
             raise UsageError(
                 f"judge.cache: {path}: {error}; name another file, or turn it off with judge.cache=null"
             ) from error
         self._decoder = msgspec.msgpack.Decoder(StoredVote)
-        self._lock = threading.Lock()
 
     def get(self, key: str, num_attempts: int) -> StoredVote | None:
         """The vote of that key on so many attempts; None also for a row that is none."""
@@ -132,15 +136,15 @@ class VerdictCache:
 
     @contextlib.contextmanager
     def _use(self) -> Iterator[sqlite3.Connection]:
-        """The database, for one thread at a time. Raises JudgeStopped for what it refuses."""
-        with self._lock:
-            try:
-                yield self._db
-            except (sqlite3.Error, UnicodeError) as error:
-                raise JudgeStopped(
-                    f"judge.cache: {self.path}: {error}; move it away, name another file, or turn it off with "
-                    "judge.cache=null; what is scored is saved"
-                ) from error
+        """The database. Raises JudgeStopped for what it refuses."""
+        try:
+            yield self._db
+        except (sqlite3.Error, UnicodeError) as error:
+            is_busy = getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+            raise (CacheBusy if is_busy else JudgeStopped)(
+                f"judge.cache: {self.path}: {error}; move it away, name another file, or turn it off with "
+                "judge.cache=null; what is scored is saved"
+            ) from error
 
     def put(self, key: str, vote: StoredVote) -> None:
         """On disk when it returns."""
@@ -168,6 +172,18 @@ class VerdictCache:
     def close(self) -> None:
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
+
+
+async def patiently(work: Callable[[], T]) -> T:
+    """What `work` returns, done again while another process holds the file. Raises CacheBusy after BUSY_S."""
+    deadline = time.monotonic() + BUSY_S
+    while True:
+        try:
+            return work()
+        except CacheBusy:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(HELD_MS / 1000)
 
 
 def _digest(key: str, value: bytes) -> bytes:

@@ -6,6 +6,7 @@ call is in the ledger, the useless ones too.
 """
 
 import asyncio
+import functools
 import logging
 from collections.abc import Sequence
 from weakref import WeakValueDictionary
@@ -13,7 +14,7 @@ from weakref import WeakValueDictionary
 from art_cli.config.schema import JudgeModelConfig, RulerJudgeConfig
 from art_cli.errors import JudgeError
 from art_cli.judges import votes
-from art_cli.judges.cache import StoredVote, Usage, VerdictCache, make_key
+from art_cli.judges.cache import StoredVote, Usage, VerdictCache, make_key, patiently
 from art_cli.judges.caller import Caller
 from art_cli.judges.prompt import Prompt, schema, write_prompt
 from art_cli.judges.provider import LONG_ANSWER, Answer
@@ -56,11 +57,11 @@ class Poll:
         first = self.prompt(attempts, tools, seed=seed, vote=vote, ask=0)
         key = vote_key(self.member, first)
         async with self._locks.setdefault(key, asyncio.Lock()):  # a group with the same content waits for this one
-            if stored := await asyncio.to_thread(self._cache.get, key, len(attempts)):
+            if stored := await patiently(lambda: self._cache.get(key, len(attempts))):
                 self.num_cached += 1
                 return stored
             fresh = await self._ask_until_usable(first, attempts, tools, seed=seed, vote=vote, group_id=group_id)
-            await asyncio.to_thread(self._cache.put, key, fresh)
+            await patiently(lambda: self._cache.put(key, fresh))
             return fresh
 
     async def _ask_until_usable(
@@ -107,14 +108,8 @@ class Poll:
 
     async def _record(self, answer: Answer, group_id: str, outcome: str) -> None:
         self.total += answer.usage
-        await asyncio.to_thread(
-            self._cache.record_call,
-            job=self._job,
-            model=self.member.model,
-            group_id=group_id,
-            outcome=outcome[:200],
-            usage=answer.usage,
-        )
+        record = functools.partial(self._cache.record_call, job=self._job, model=self.member.model, group_id=group_id)
+        await patiently(lambda: record(outcome=outcome[:200], usage=answer.usage))
 
 
 async def _parse(text: str, ids: Sequence[str]) -> dict[str, Entry]:
