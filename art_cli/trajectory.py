@@ -39,7 +39,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     top_p: float = 1.0
     top_k: int = 0  # 0: off
-    finish_reason: str = "stop"  # stop, length, tool_calls
+    finish_reason: str = (
+        "stop"  # stop, length, tool_calls; cancelled: the rollout left the stream, and saw no more than this
+    )
     is_masked: bool = False  # the mask is in `logprobs` all the same: vLLM tells no others
     asked: dict[str, float | None] | None = None  # what the client asked for and rollout.sampling.force replaced
 

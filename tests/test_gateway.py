@@ -118,28 +118,140 @@ async def test_the_end_of_a_stream_is_recorded_before_the_client_sees_it() -> No
     assert len(recorder.turns) == 1
 
 
-async def test_a_stream_that_the_client_leaves_is_not_recorded() -> None:
-    left = asyncio.Event()
+class Paused(ScriptedBackend):
+    """Waits for ever after `num` tokens of choice `index`; `left` counts the streams that were let go of."""
 
-    class Slow(ScriptedBackend):
-        async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    def __init__(self, num: int, *, index: int = 0) -> None:
+        super().__init__(lambda request: "long answer")
+        self._num, self._index = num, index
+        self.left = asyncio.Semaphore(0)
+
+    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        num = 0
+        try:
+            async for chunk in super().stream(request):
+                if num == self._num:
+                    await asyncio.Event().wait()
+                num += chunk.choice.index == self._index
+                yield chunk
+        finally:
+            self.left.release()
+
+
+def ids_of(chunk: Any) -> list[int]:
+    return [id for choice in chunk.choices for id in getattr(choice, "token_ids", None) or ()]
+
+
+@pytest.mark.parametrize("num", [1, 4])
+async def test_a_stream_that_the_client_leaves_is_a_turn_of_what_it_was_sent(num: int) -> None:
+    """The client sees `num` tokens and goes. Recorded are these tokens, with their logprobs, and no others."""
+    backend = Paused(num)
+    gateway = make_gateway(backend)
+    key = gateway.open("t0")
+    seen: list[int] = []
+    async with calling(gateway, key) as client:
+        async with await ask(client, stream=True, extra_body={"return_token_ids": True}) as stream:
+            async for chunk in stream:
+                seen += ids_of(chunk)
+                if len(seen) == num:
+                    break
+        await asyncio.wait_for(backend.left.acquire(), 20)
+    recorder = gateway.close(key)
+    (turn,) = recorder.turns
+    assert turn.sampled_ids == seen == encode("long answer")[:num]
+    assert (turn.logprobs, turn.finish_reason) == ([logprob(id) for id in seen], "cancelled")
+    assert recorder.messages == [USER, {"role": "assistant", "content": "long answer"[:num]}]
+    assert recorder.metrics() == {"num_turns": 1, "num_cancelled": 1, "num_branches": 0, "num_sampled": num}
+    assert gateway.num_sampled == num
+
+
+@pytest.mark.parametrize("keyword", ["async", "sync"])
+async def test_streams_left_early_count_against_the_turn_limit(keyword: str) -> None:
+    """Sixty streams are begun and left after their first token, with a limit of three: three turns, 57 refusals."""
+    backend = Paused(2)
+    gateway = make_gateway(backend, max_turns=3)
+    key = gateway.open("t0")
+    codes: list[str | None] = []
+
+    def leave_one(url: str) -> None:
+        with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            for chunk in client.chat.completions.create(model="policy", messages=[USER], stream=True):
+                if chunk.choices[0].delta.content:
+                    break
+
+    async with calling(gateway, key) as client:
+        for _ in range(60):
             try:
-                async for chunk in super().stream(request):
-                    yield chunk
-                    if not chunk.prompt_ids:
-                        await asyncio.Event().wait()
-            finally:
-                left.set()
+                if keyword == "sync":
+                    await asyncio.to_thread(leave_one, str(client.base_url))
+                else:
+                    async with await ask(client, stream=True) as stream:
+                        async for _chunk in stream:
+                            break
+            except openai.BadRequestError as error:
+                codes.append(error.code)
+        for _ in range(3):
+            await asyncio.wait_for(backend.left.acquire(), 20)
+    recorder = gateway.close(key)
+    assert codes == ["turn_limit"] * 57
+    assert len(backend.requests) == recorder.num_calls == recorder.num_cancelled == 3
+    assert {turn.finish_reason for turn in recorder.turns} <= {"cancelled"}
+    assert recorder.is_over_limit
 
-    gateway = make_gateway(Slow(lambda request: "long answer"))
+
+async def test_a_call_whose_client_goes_away_before_any_answer_counts_and_is_no_turn() -> None:
+    """Plain calls that the client times out: nothing was sent, so there is no turn, but the engine has worked."""
+
+    async def answer(request: Request) -> str:
+        await asyncio.Event().wait()
+        return "never"
+
+    backend = ScriptedBackend(answer)
+    gateway = make_gateway(backend, max_turns=2)
     key = gateway.open("t0")
     async with calling(gateway, key) as client:
-        stream = await ask(client, stream=True)
-        await anext(aiter(stream))
-        await stream.close()
-        await asyncio.wait_for(left.wait(), 10)
+        for is_stream in (False, True):
+            with pytest.raises(openai.APITimeoutError):
+                await ask(client.with_options(timeout=0.5), stream=is_stream)
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ask(client)
     recorder = gateway.close(key)
-    assert (recorder.turns, recorder.messages, recorder.num_calls) == ([], [], 0)
+    assert (refused.value.code, len(backend.requests)) == ("turn_limit", 2)
+    assert (recorder.turns, recorder.messages) == ([], [])
+    assert recorder.metrics()["num_cancelled"] <= 2  # the limit counts one that is being let go of, too
+
+
+async def test_of_a_stream_of_several_choices_those_that_ended_keep_their_end() -> None:
+    """The scripted backend streams choice after choice: the first has ended when the client leaves in the second."""
+    backend = Paused(2, index=1)
+    gateway = make_gateway(backend)
+    key = gateway.open("t0")
+    async with calling(gateway, key) as client, await ask(client, stream=True, n=2) as stream:
+        async for chunk in stream:
+            if chunk.choices[0].index == 1 and chunk.choices[0].delta.content == "o":
+                break
+    recorder = gateway.close(key)
+    ended, left = recorder.turns
+    assert (ended.sampled_ids, ended.finish_reason) == (encode("long answer\n"), "stop")
+    assert (left.sampled_ids, left.finish_reason) == (encode("lo"), "cancelled")
+
+
+async def test_a_stream_still_open_when_its_rollout_ends_is_recorded_as_far_as_it_was_sent() -> None:
+    """An agent breaks its loop and returns without closing the stream."""
+    gateway = make_gateway(Paused(3))
+    key = gateway.open("t0")
+    async with calling(gateway, key) as client:
+        stream = await ask(client, stream=True, extra_body={"return_token_ids": True})
+        seen: list[int] = []
+        async for chunk in stream:
+            seen += ids_of(chunk)
+            if len(seen) == 3:
+                break
+        recorder = gateway.close(key)
+        (turn,) = recorder.turns
+        assert (turn.sampled_ids, turn.finish_reason) == (encode("lon"), "cancelled")
+        await stream.close()
+    assert len(recorder.turns) == 1
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ async def rollout(policy, scenario):
     first, second = await stage.play(source, num=2)
     assert first.metrics == {
         "num_turns": 0,
+        "num_cancelled": 0,
         "num_branches": 0,
         "num_sampled": 0,
         "num_retries": 0,

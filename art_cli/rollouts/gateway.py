@@ -3,6 +3,9 @@
     open(trajectory_id) -> key      the rollout calls with it, over HTTP
     close(key) -> Recorder          from here on the key gets 401, and calls still in flight are broken off
 
+A call that the rollout leaves before its end counts like any other. What was streamed to the rollout until then was
+sampled and seen, so it is recorded as a turn with the finish reason "cancelled".
+
 Nothing is kept of a rollout that is closed. The keys are random, never logged, and known to nobody but their rollout.
 """
 
@@ -18,7 +21,7 @@ import msgspec
 from art_cli.chat import Backend
 from art_cli.chat.app import build_app, closing_stream
 from art_cli.chat.errors import ChatError
-from art_cli.chat.replies import Chunk, Reply, ReplyBuilder
+from art_cli.chat.replies import Choice, Chunk, Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling, force_sampling, with_defaults
 from art_cli.chat.server import serve
 from art_cli.rollouts.recorder import Recorder
@@ -89,6 +92,44 @@ class Gateway:
         return backend.recorder
 
 
+class _Call:
+    """One call in flight, and what was streamed of its answer so far."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.task = asyncio.current_task()
+        self.is_recorded = False
+        self._is_begun = False  # a chunk was streamed
+        self._builder = ReplyBuilder(request)
+        self._ended: set[int] = set()  # choices that came to their own end
+
+    def add(self, chunk: Chunk) -> None:
+        self._builder.add(chunk)
+        self._is_begun = True
+        if chunk.is_last:
+            self._ended.add(chunk.choice.index)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._builder.is_complete
+
+    def reply(self) -> Reply:
+        return self._builder.reply()
+
+    def partial_reply(self) -> Reply | None:
+        """What was streamed before the call was left; None: nothing of any choice."""
+        if not self._is_begun:
+            return None
+        reply = self._builder.reply()
+        begun = [choice for choice in reply.choices if choice.token_ids or choice.text]
+        return msgspec.structs.replace(reply, choices=list(map(self._cut_off, begun))) if begun else None
+
+    def _cut_off(self, choice: Choice) -> Choice:
+        if choice.index in self._ended:
+            return choice
+        return msgspec.structs.replace(choice, finish_reason="cancelled")
+
+
 class RecordingBackend:
     """Answers one open rollout from the engine; writes down every answer before the rollout sees the end of it."""
 
@@ -98,38 +139,42 @@ class RecordingBackend:
         self._trajectory_id = trajectory_id
         self._defaults = defaults
         self._num_admitted = 0
-        self._in_flight: set[asyncio.Task[object]] = set()
+        self._in_flight: set[_Call] = set()
         self._is_closed = False
 
     def models(self) -> list[str]:
         return [self._gateway.model]
 
     async def reply(self, request: Request) -> Reply:
-        request = self._admit(request)
-        with self._calling():
-            reply = await self._gateway.upstream.backend.reply(request)
-            self._record(request, reply)
+        call = _Call(self._admit(request))
+        with self._calling(call):
+            reply = await self._gateway.upstream.backend.reply(call.request)
+            self._record(call, reply)
         return reply
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        """The chunk that completes the answer is held back until the answer is written down."""
-        request = self._admit(request)
-        builder = ReplyBuilder(request)
-        is_recorded = False
-        with self._calling():
-            async with closing_stream(self._gateway.upstream.backend.stream(request)) as chunks:
+        """The chunk that completes the answer is held back until the answer is written down.
+
+        A stream that the client leaves is written down before the engine is waited for to let go of it.
+        """
+        call = _Call(self._admit(request))
+        async with closing_stream(self._gateway.upstream.backend.stream(call.request)) as chunks:
+            with self._calling(call):
                 async for chunk in chunks:
-                    builder.add(chunk)
-                    if builder.is_complete and not is_recorded:
-                        self._record(request, builder.reply())
-                        is_recorded = True
+                    call.add(chunk)
+                    if call.is_complete and not call.is_recorded:
+                        self._record(call, call.reply())
                     yield chunk
 
     def close(self) -> None:
-        """Breaks off what is in flight."""
+        """Breaks off what is in flight; what was streamed of it until now is recorded."""
+        for call in self._in_flight:
+            if call.partial_reply() is not None:
+                self._leave(call)
         self._is_closed = True
-        for task in self._in_flight:
-            task.cancel()
+        for call in self._in_flight:
+            if call.task is not None:
+                call.task.cancel()
 
     def _admit(self, request: Request) -> Request:
         """The request as the engine gets it: the run's sampling defaults and a seed of its own where it gave none."""
@@ -150,16 +195,19 @@ class RecordingBackend:
         return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, seed=seed))
 
     @contextlib.contextmanager
-    def _calling(self) -> Iterator[None]:
+    def _calling(self, call: _Call) -> Iterator[None]:
         """One call in flight. Its task is cancelled when the rollout ends first; the client is told so."""
-        task = asyncio.current_task()
-        assert task is not None, "calls run in tasks"
-        self._in_flight.add(task)
+        assert call.task is not None, "calls run in tasks"
+        self._in_flight.add(call)
         try:
             yield
         except asyncio.CancelledError:
-            if self._is_closed and task.uncancel() == 0:  # it was close(), and not the client going away as well
+            if self._is_closed and call.task.uncancel() == 0:  # it was close(), and not the client going away as well
                 raise _finished() from None
+            self._leave(call)
+            raise
+        except GeneratorExit:  # the client went away while it was being sent a chunk
+            self._leave(call)
             raise
         except ChatError as error:
             if error.status >= 500:
@@ -169,14 +217,28 @@ class RecordingBackend:
             self.recorder.fail(f"{type(error).__name__}: {error}")
             raise
         finally:
-            self._in_flight.discard(task)
+            self._in_flight.discard(call)
 
-    def _record(self, request: Request, reply: Reply) -> None:
+    def _leave(self, call: _Call) -> None:
+        """The client went away before the end of the answer: the call counts, and what was streamed of it is a turn."""
+        if self._is_closed or call.is_recorded:
+            return
+        call.is_recorded = True
+        reply = call.partial_reply()
+        self.recorder.leave(call.request, reply)
+        self._count_sampled(reply)
+
+    def _record(self, call: _Call, reply: Reply) -> None:
         if self._is_closed:
             raise _finished()
-        self.recorder.record(request, reply)
-        num_sampled = sum(len(choice.token_ids) for choice in reply.choices)
-        self._gateway.num_sampled += num_sampled or (reply.usage[1] if reply.usage else 0)
+        call.is_recorded = True
+        self.recorder.record(call.request, reply)
+        self._count_sampled(reply)
+
+    def _count_sampled(self, reply: Reply | None) -> None:
+        if reply is not None:
+            num_sampled = sum(len(choice.token_ids) for choice in reply.choices)
+            self._gateway.num_sampled += num_sampled or (reply.usage[1] if reply.usage else 0)
 
 
 def _finished() -> ChatError:

@@ -38,7 +38,8 @@ class Recorder:
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self.tools: list[Json] = []  # each once
-        self.num_calls = 0  # answered ones
+        self.num_calls = 0  # answered ones, and those that the rollout left before their end
+        self.num_cancelled = 0  # calls that the rollout left before their end
         self.usage: tuple[int, int] | None = None  # (prompt, completion) tokens that an endpoint counted without ids
         self.is_over_limit = False  # a call was refused because the rollout had made all it may make
         self.upstream_error: str | None = None  # why the latest call failed, where that was not the client's doing
@@ -72,12 +73,22 @@ class Recorder:
         for choice in reversed(reply.choices):  # the first choice is the one that most clients go on with
             self._add_conversation(request, choice)
 
+    def leave(self, request: Request, reply: Reply | None) -> None:
+        """Adds a call that the rollout left before its end, with what was streamed of its answer; None: nothing was."""
+        self.num_cancelled += 1
+        if reply is None:
+            self.num_calls += 1
+        else:
+            self.record(request, reply)
+
     def fail(self, error: str) -> None:
         """Notes that a call was not answered, and not for the client's mistake."""
         self.upstream_error = error
 
     def metrics(self) -> dict[str, float]:
-        """Counts of the rollout: answered calls, branches, sampled tokens; an endpoint's own counts, without ids.
+        """Counts of the rollout: calls, those of them that it left before their end, branches, sampled tokens.
+
+        Where an endpoint gave no token ids, the tokens are those that it counted itself.
 
         num_branches is the leaves of the token tree but one: 0 where every prompt continued what was there.
         """
@@ -89,6 +100,7 @@ class Recorder:
         counted = {} if self.usage is None else dict(zip(("num_prompt", "num_completion"), self.usage, strict=True))
         return {
             "num_turns": self.num_calls,
+            "num_cancelled": self.num_cancelled,
             "num_branches": max(0, len(self.turns) - len(continued) - 1),
             "num_sampled": sum(len(turn.sampled_ids) for turn in self.turns),
             **counted,
