@@ -15,6 +15,8 @@ from typing import Any
 
 from art_cli.errors import UsageError
 
+MAX_MESSAGE = 1500  # characters of an exception's text
+
 
 def resolve(entry: str, *, base: Path) -> Any:
     """The object that `entry` names; a path in it is relative to the directory `base`.
@@ -48,9 +50,9 @@ def _load_file(path: Path, entry: str) -> ModuleType:
         sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise UsageError(f"{entry}: {_where(error, path)}: {type(error).__name__}: {error}") from error
+        raise UsageError(f"{entry}: {_where(error, path)}: {type(error).__name__}: {message_of(error)}") from error
     return module
 
 
@@ -59,8 +61,9 @@ def _import(module_name: str, entry: str, base: Path) -> ModuleType:
         sys.path.insert(0, str(base))
     try:
         return importlib.import_module(module_name)
-    except Exception as error:
-        raise UsageError(f"{entry}: cannot import {module_name}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        text = message_of(error)
+        raise UsageError(f"{entry}: cannot import {module_name}: {type(error).__name__}: {text}") from error
 
 
 def _where(error: BaseException, path: Path) -> str:
@@ -78,3 +81,15 @@ def place_of(error: BaseException, root: Path) -> str | None:
         if path.is_relative_to(root) and "site-packages" not in path.parts:
             return f"{path.relative_to(root)}:{frame.lineno}"
     return None
+
+
+def message_of(error: BaseException) -> str:
+    """What a user's exception says, its first MAX_MESSAGE characters, as text that can be written anywhere.
+
+    An exception is the user's code as well: where its `__str__` raises, the text says so.
+    """
+    try:
+        text = str(error)[:MAX_MESSAGE]
+    except BaseException as raised:  # the boundary to the user's code; also a SystemExit
+        text = f"its text cannot be had: {type(raised).__name__} in __str__"
+    return text.encode(errors="replace").decode()  # a lone surrogate cannot be written

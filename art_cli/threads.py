@@ -19,7 +19,9 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+from art_cli.plugins import message_of
 
 Result = TypeVar("Result")
 
@@ -104,7 +106,7 @@ def _contained(error: BaseException) -> BaseException:
     """
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
+    return RuntimeError(f"{type(error).__name__}: {message_of(error)}").with_traceback(error.__traceback__)
 
 
 def _settle(future: Future[Any], *, result: Any = None, error: BaseException | None = None) -> None:
@@ -117,7 +119,10 @@ def _settle(future: Future[Any], *, result: Any = None, error: BaseException | N
 
 
 class LoopThread:
-    """An event loop in a daemon thread; it starts with the first `run`."""
+    """An event loop in a daemon thread; it starts with the first `run`.
+
+    What runs in it shares it: code that stops it gets a RuntimeError, and it goes on after a SystemExit of a task.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -143,33 +148,45 @@ class LoopThread:
         loop, thread = self._loop, self._thread
         self._loop = self._thread = None
         endings = []
-        loop.call_soon_threadsafe(lambda: endings.append(loop.create_task(_wind_up(last, timeout_s))))
+        work = _wind_up(last, timeout_s, self._is_over)
+        loop.call_soon_threadsafe(lambda: endings.append(loop.create_task(work)))
         await asyncio.to_thread(thread.join, 2 * timeout_s)  # blocked: it ends when it comes to itself, or never
 
     def _start(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = new_event_loop()
-            self._thread = threading.Thread(target=_run, args=(self._loop,), name=self._name, daemon=True)
+            self._loop.stop = _refuse_to_stop  # type: ignore[method-assign]
+            self._is_over = threading.Event()
+            arguments = (self._loop, self._is_over)
+            self._thread = threading.Thread(target=_run, args=arguments, name=self._name, daemon=True)
             self._thread.start()
         return self._loop
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
+def _run(loop: asyncio.AbstractEventLoop, is_over: threading.Event) -> None:
     asyncio.set_event_loop(loop)
     try:
-        loop.run_forever()
+        while not is_over.is_set():
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # raised by a task or callback, through the loop
+                loop.run_forever()
     finally:
         loop.close()
+
+
+def _refuse_to_stop() -> NoReturn:
+    raise RuntimeError("this event loop is shared: code that runs in it must not stop it")
 
 
 async def _contain(coroutine: Coroutine[Any, Any, Result]) -> Result:
     try:
         return await coroutine
-    except (SystemExit, KeyboardInterrupt) as error:
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
         raise _contained(error) from error
 
 
-async def _wind_up(last: Callable[[], Awaitable[None]] | None, timeout_s: float) -> None:
+async def _wind_up(last: Callable[[], Awaitable[None]] | None, timeout_s: float, is_over: threading.Event) -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
@@ -179,4 +196,5 @@ async def _wind_up(last: Callable[[], Awaitable[None]] | None, timeout_s: float)
         await last()
     loop = asyncio.get_running_loop()
     await loop.shutdown_asyncgens()
-    loop.stop()
+    is_over.set()
+    type(loop).stop(loop)

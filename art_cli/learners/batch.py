@@ -10,7 +10,7 @@ from art_cli.learners.advantages import advantages, has_signal
 from art_cli.learners.losses.dapo import overlong_penalty
 from art_cli.learners.losses.means import Counts
 from art_cli.learners.samples import Sample, trajectory_samples
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.trajectory import MAX_NUMBER, ScoredTrajectory
 
 
 class Batch(NamedTuple):
@@ -69,6 +69,10 @@ def count(samples: Sequence[Sample]) -> Counts:
 def _reward(trajectory: ScoredTrajectory) -> float:
     if trajectory.reward is None or not math.isfinite(trajectory.reward):
         raise LearnerError(f"trajectory {trajectory.id}: its reward is {trajectory.reward}; judge it first")
+    if abs(trajectory.reward) > MAX_NUMBER:
+        raise LearnerError(
+            f"trajectory {trajectory.id}: its reward is {trajectory.reward:g}; scale it below {MAX_NUMBER:g}"
+        )
     return trajectory.reward
 
 

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 class Rollout(Protocol):
     """Plays attempts at scenarios, many at once. Cancelling a `play` frees what it holds."""
 
-    async def play(self, policy: "Policy", scenario: dict[str, Any]) -> "Outcome":
-        """Raises AttemptError: this attempt failed; RolloutError: every attempt would."""
+    async def play(self, policy: "Policy", scenario: dict[str, Any], *, is_alone: bool = False) -> "Outcome":
+        """Raises AttemptError: this attempt failed; RolloutError: every attempt would.
+
+        `is_alone`: no other attempt may share its process, because the last one died under it.
+        """
         ...
 
     async def explain_timeout(self) -> str:

@@ -4,11 +4,14 @@
 rollout would fail with it. Only failures of transport are tried again.
 """
 
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
-from art_cli.plugins import place_of
+from art_cli.plugins import message_of, place_of
 
 MAX_ERROR_LENGTH = 2000  # characters of an error kept in a trajectory
+MAX_LEAVES = 100  # errors of an exception group that are looked at
 
 # By name, over an error's base classes: the packages need not be there, and are not imported for it.
 _TRANSPORT = frozenset(
@@ -30,26 +33,49 @@ class AttemptError(Exception):
     """One attempt failed. Example: AttemptError("KeyError", "'move' (rollout.py:12)")"""
 
     def __init__(self, kind: str, message: str, *, is_transport: bool = False) -> None:
-        super().__init__(kind, message)
-        self.kind = kind
-        self.message = message
+        self.kind = _writable(kind)
+        self.message = _writable(message)
         self.is_transport = is_transport
+        super().__init__(self.kind, self.message)
 
     def __str__(self) -> str:
-        text = f"{self.kind}: {self.message}" if self.message else self.kind
-        return text[:MAX_ERROR_LENGTH].encode(errors="replace").decode()  # a lone surrogate cannot go to disk
+        return (f"{self.kind}: {self.message}" if self.message else self.kind)[:MAX_ERROR_LENGTH]
+
+
+def _writable(text: str) -> str:
+    """The text, cut to the length that is kept; a lone surrogate, which cannot be written, becomes a question mark."""
+    return text[:MAX_ERROR_LENGTH].encode(errors="replace").decode()
 
 
 def from_exception(error: BaseException, root: Path) -> AttemptError:
-    """What a user's code raised, with the line of it: the innermost frame of a file under `root`."""
-    place = place_of(error, root)
-    message = f"{error} ({place})" if place else str(error)
-    return AttemptError(type(error).__name__, message.strip(), is_transport=is_transport_error(error))
+    """What a user's code raised, with the line of it: the innermost frame of a file under `root`.
+
+    An exception group is told by its own text and by the first error in it.
+    """
+    leaves = list(islice(_leaves(error), MAX_LEAVES))
+    cause = leaves[0]
+    message = message_of(error)
+    if cause is not error:
+        message = f"{message}: {type(cause).__name__}: {message_of(cause)}"
+    if place := place_of(cause, root) or place_of(error, root):
+        message = f"{message} ({place})"
+    return AttemptError(type(error).__name__, message.strip(), is_transport=all(map(is_transport_error, leaves)))
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors of a group, those of groups in it included; the error itself where it is no group."""
+    waiting = [error]
+    while waiting:
+        first = waiting.pop()
+        if isinstance(first, BaseExceptionGroup):
+            waiting += reversed(first.exceptions)
+        else:
+            yield first
 
 
 def is_transport_error(error: BaseException) -> bool:
     """Whether a connection failed or the other side did, rather than the code that used it."""
-    names = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(error).__mro__}
+    names = {f"{str(base.__module__).partition('.')[0]}.{base.__name__}" for base in type(error).__mro__}
     return bool(names & _TRANSPORT)
 
 

@@ -19,6 +19,7 @@ from typing import IO, Any
 import msgspec
 
 from art_cli.errors import RolloutError
+from art_cli.plugins import message_of
 from art_cli.rollouts.attempt import MAX_ERROR_LENGTH, AttemptError, describe_exit
 from art_cli.rollouts.policy import Json, Outcome, Policy, read_outcome
 
@@ -38,11 +39,17 @@ class CommandRollout:
         if shutil.which(directory / program if is_path else program) is None:
             raise RolloutError(f"{self._entry}: no such program: {program!r}; install it or give its path")
 
-    async def play(self, policy: Policy, scenario: Json) -> Outcome:
+    async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
         """Raises AttemptError: it ended with an error or without an outcome; RolloutError: an outcome of a wrong type.
 
         Files, not pipes, take its output: a background process that keeps a pipe open cannot hold up anybody.
         """
+        try:
+            return await self._play(policy, scenario)
+        except OSError as error:  # the system lacks memory, descriptors or room, or the program has lost its permission
+            raise AttemptError("start", f"{self._command[0]}: {message_of(error)}") from error
+
+    async def _play(self, policy: Policy, scenario: Json) -> Outcome:
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
             stdin.write(msgspec.json.encode(scenario) + b"\n")
             stdin.seek(0)
@@ -90,10 +97,7 @@ class CommandRollout:
             shown = line[:200].decode(errors="replace")
             message = f"the last line of standard output must be a number or a JSON object, not {shown!r}"
             raise AttemptError("output", message) from error
-        try:
-            return read_outcome(self._outcome(value), entry=self._entry)
-        except ValueError as error:
-            raise AttemptError("reward", str(error)) from error
+        return read_outcome(self._outcome(value), entry=self._entry)
 
     def _outcome(self, value: Any) -> Any:
         if not isinstance(value, dict):

@@ -18,6 +18,8 @@ from art_cli.rollouts.policy import Connections, Json, Outcome, Policy, read_out
 from art_cli.threads import LoopThread, call_in_thread
 
 CLOSE_TIMEOUT_S = 5.0  # for rollouts that were cancelled to let go
+Ending = Outcome | AttemptError | RolloutError  # of a rollout
+
 PING_TIMEOUT_S = 2.0  # a loop that gets round to nothing for so long is blocked
 
 
@@ -35,15 +37,14 @@ class FunctionRollout:
         self._loop = LoopThread("rollouts")
         self._connections = Connections(has_one_loop=self._is_async)
 
-    async def play(self, policy: Policy, scenario: Json) -> Outcome:
+    async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
         """What the function returned. Raises AttemptError for what it raised, RolloutError for a wrong type."""
-        value = await self._run(policy, copy.deepcopy(scenario))  # the function may change its own
-        try:
-            return read_outcome(value, entry=self._entry)
-        except ValueError as error:
-            raise AttemptError("reward", str(error)) from error
+        ending = await self._run(policy, copy.deepcopy(scenario))  # the function may change its own
+        if isinstance(ending, Outcome):
+            return ending
+        raise ending
 
-    async def _run(self, policy: Policy, scenario: Json) -> Any:
+    async def _run(self, policy: Policy, scenario: Json) -> Ending:
         try:
             if self._is_async:
                 return await self._loop.run(self._call_async(policy, scenario))
@@ -53,8 +54,8 @@ class FunctionRollout:
             if task is not None and task.cancelling():
                 raise
             raise AttemptError("CancelledError", "the rollout cancelled itself") from error
-        except Exception as error:  # the boundary to the user's code
-            raise from_exception(error, self._root) from error
+        except Exception as error:  # a GeneratorExit of an awaited task closes the coroutine around the user's as well
+            raise from_exception(error.__cause__ or error, self._root) from error
 
     async def explain_timeout(self) -> str:
         """What a timeout may be due to, for its message."""
@@ -68,14 +69,34 @@ class FunctionRollout:
         else:
             await self._connections.close()
 
-    async def _call_async(self, policy: Policy, scenario: Json) -> Any:
-        policy.share(self._connections)
-        return await self._function(policy, scenario)
+    # What the user's code raises or returns is looked at where that code runs: this is the user's code as well.
 
-    def _call(self, policy: Policy, scenario: Json) -> Any:
+    async def _call_async(self, policy: Policy, scenario: Json) -> Ending:
         policy.share(self._connections)
-        value = self._function(policy, scenario)
-        return asyncio.run(_await(value)) if inspect.isawaitable(value) else value
+        try:
+            value = await self._function(policy, scenario)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # the boundary to the user's code; also SystemExit and GeneratorExit
+            return from_exception(error, self._root)
+        return self._read(value)
+
+    def _call(self, policy: Policy, scenario: Json) -> Ending:
+        policy.share(self._connections)
+        try:
+            value = self._function(policy, scenario)
+            value = asyncio.run(_await(value)) if inspect.isawaitable(value) else value
+        except BaseException as error:  # the boundary to the user's code
+            return from_exception(error, self._root)
+        return self._read(value)
+
+    def _read(self, value: Any) -> Ending:
+        try:
+            return read_outcome(value, entry=self._entry)
+        except (AttemptError, RolloutError) as error:
+            return error
+        except BaseException as error:  # the boundary to the user's code: a `__float__` or `__repr__` of its own
+            return from_exception(error, self._root)
 
 
 async def _await(value: Awaitable[Any]) -> Any:

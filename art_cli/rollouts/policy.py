@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from art_cli.errors import RolloutError
+from art_cli.rollouts.attempt import AttemptError
+from art_cli.trajectory import MAX_NUMBER
 
 if TYPE_CHECKING:
     import httpx
     import openai
 
 Json = dict[str, Any]
+
+MAX_METADATA_BYTES = 16 * 2**20  # of an outcome, as JSON
 
 
 class Connections:
@@ -111,31 +115,53 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_outcome(value: Any, *, entry: str) -> Outcome:
-    """The Outcome that a rollout's return value stands for: None, a number, a bool, or an Outcome.
+    """The Outcome that a rollout's return value stands for: None, a number, a bool, or an Outcome; plain data.
 
-    Raises RolloutError for anything else: every rollout would return it. A reward or metric that is not finite raises
-    ValueError: it may be this rollout's alone.
+    Raises RolloutError for any other type: every rollout would return it. A value that may be this rollout's alone
+    raises AttemptError: a number that is not finite or past MAX_NUMBER, metadata that cannot be written as JSON. The
+    value is the user's code as well: converting it may raise anything.
     """
     outcome = value if isinstance(value, Outcome) else Outcome(reward=value)
     if not isinstance(outcome.metrics, dict) or not isinstance(outcome.metadata, dict):
         raise RolloutError(f"{entry}: metrics and metadata of an Outcome must be dicts")
-    try:
-        msgspec.json.encode(outcome.metadata)
-    except (TypeError, ValueError) as error:
-        raise RolloutError(f"{entry}: metadata must be plain JSON data: {error}") from error
     reward = None if outcome.reward is None else _number("reward", outcome.reward, entry)
-    metrics = {str(name): _number(f"metric {name!r}", number, entry) for name, number in outcome.metrics.items()}
-    return Outcome(reward=reward, metrics=metrics, metadata=outcome.metadata)
+    metrics = {_name(name): _number(f"metric {name!r}", number, entry) for name, number in outcome.metrics.items()}
+    return Outcome(reward=reward, metrics=metrics, metadata=_plain(outcome.metadata, entry))
+
+
+def _plain(metadata: Json, entry: str) -> Json:
+    """The metadata as it will be read from the disk again."""
+    try:
+        written = msgspec.json.encode(metadata)
+    except TypeError as error:
+        raise RolloutError(f"{entry}: metadata must be plain JSON data: {error}") from error
+    except (ValueError, RecursionError) as error:  # a lone surrogate, a dict that holds itself
+        raise AttemptError("metadata", f"it cannot be written as JSON: {error}") from error
+    if len(written) > MAX_METADATA_BYTES:
+        size, limit = len(written) / 2**20, MAX_METADATA_BYTES / 2**20
+        raise AttemptError(
+            "metadata", f"it is {size:.1f} MiB as JSON; at most {limit:.0f} are kept: write it to a file"
+        )
+    plain: Json = msgspec.json.decode(written)
+    return plain
+
+
+def _name(name: object) -> str:
+    return str(name).encode(errors="replace").decode()
 
 
 def _number(name: str, value: Any, entry: str) -> float:
-    what = f"{entry}: {name} is {type(value).__name__} {value!r:.60}"
     if not isinstance(value, Real) and not hasattr(type(value), "__float__"):  # a tensor or Decimal has the latter
+        what = f"{entry}: {name} is {type(value).__name__} {value!r:.60}"
         raise RolloutError(f"{what}; a rollout returns a number, None or Outcome(reward=...)")
     try:
         number = float(value)
-    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # a tensor of several elements, 10**400
-        raise RolloutError(f"{what}: {error}") from error
+    except OverflowError:  # 10**400
+        number = math.inf
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # a tensor of several elements
+        raise AttemptError("reward", f"{name} is {type(value).__name__}, which is no number: {error}") from error
     if not math.isfinite(number):
-        raise ValueError(f"{name} is {number}, not a finite number")
+        raise AttemptError("reward", f"{name} is {number}, not a finite number")
+    if abs(number) > MAX_NUMBER:
+        raise AttemptError("reward", f"{name} is {number:g}; at most {MAX_NUMBER:g} can be averaged: scale it")
     return number

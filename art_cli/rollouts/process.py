@@ -8,6 +8,7 @@ for it, and what kills its process kills attempts, not the run. A line of JSON g
                         Guess for each Explain
 
 A process that dies fails the attempts in it as transport, which is tried again; the next attempt starts a new process.
+The last try is made in a process of its own, so that an attempt that kills its process takes no other one along.
 """
 
 import asyncio
@@ -29,6 +30,7 @@ from art_cli.rollouts.policy import Json, Outcome, Policy
 
 PROGRAM = "import sys; sys.path = {path!r}; from art_cli.rollouts.process_worker import main; main()"
 START_DEADLINE_S = 300.0  # for the user's modules to be imported
+LONE_PER_CORE = 4  # processes of a single attempt at once, for each core
 EXPLAIN_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 15.0  # for the function's clients to be closed, and for what it started in threads
 OUTPUT_DEADLINE_S = 1.0  # for what it printed, which a program that left its group may hold open
@@ -91,7 +93,9 @@ class ProcessRollout:
     """Plays the function `entry` of `directory` in `processes` processes, each attempt in the least busy one."""
 
     def __init__(self, entry: str, *, directory: Path, processes: int = 1) -> None:
+        self._entry, self._directory = entry, directory
         self._processes = [_Process(entry, directory) for _ in range(processes)]
+        self._lone_places = asyncio.Semaphore(LONE_PER_CORE * (os.cpu_count() or 1))
 
     async def open(self) -> None:
         """All processes have loaded the function. Raises UsageError: it cannot be; RolloutError: it does not fit."""
@@ -101,10 +105,21 @@ class ProcessRollout:
             await self.close()
             raise
 
-    async def play(self, policy: Policy, scenario: Json) -> Outcome:
+    async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
         """Raises AttemptError: this attempt failed, or its process died; RolloutError: every attempt would."""
+        if is_alone:
+            return await self._play_alone(policy, scenario)
         process = min(self._processes, key=lambda process: process.num_playing)
         return await process.play(policy, scenario)
+
+    async def _play_alone(self, policy: Policy, scenario: Json) -> Outcome:
+        """In a process for this attempt only: what kills it kills no other attempt."""
+        async with self._lone_places:
+            process = _Process(self._entry, self._directory)
+            try:
+                return await process.play(policy, scenario)
+            finally:
+                await process.close()
 
     async def explain_timeout(self) -> str:
         guesses = await asyncio.gather(*(process.explain_timeout() for process in self._processes))

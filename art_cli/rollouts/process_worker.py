@@ -16,6 +16,7 @@ import msgspec
 
 from art_cli import log, threads
 from art_cli.errors import ArtError
+from art_cli.plugins import message_of
 from art_cli.rollouts import Rollout
 from art_cli.rollouts.attempt import AttemptError
 from art_cli.rollouts.function import load_function
@@ -90,6 +91,8 @@ class _Worker:
             self.send(Failed(asked.id, error.kind, error.message, error.is_transport))
         except ArtError as error:
             self.send(Refused(asked.id, type(error).__name__, str(error)))
+        except Exception as error:  # the boundary to a defect of ours: an attempt without an answer waits for ever
+            self.send(Failed(asked.id, type(error).__name__, message_of(error), False))
 
     async def _explain(self, rollout: Rollout, asked: Explain) -> None:
         self.send(Guess(asked.id, await rollout.explain_timeout()))

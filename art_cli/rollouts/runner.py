@@ -149,8 +149,11 @@ class Runner:
         """The first attempt that did not fail by transport, or the last one there is time for; and how many retries."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.timeout_s
+        is_alone = False
         for number in range(self._config.retries + 1):
-            attempt = await self._attempt(plan, deadline)
+            attempt = await self._attempt(plan, deadline, is_alone=is_alone)
+            is_last = number + 1 >= self._config.retries  # the next one, if there is one
+            is_alone = is_last and attempt.error is not None and attempt.error.kind == "process"
             pause = self._backoff_s * 2**number
             if attempt.error is None or not attempt.error.is_transport or loop.time() + pause >= deadline:
                 break
@@ -158,7 +161,7 @@ class Runner:
                 await asyncio.sleep(pause)
         return attempt, number
 
-    async def _attempt(self, plan: RolloutPlan, deadline: float) -> _Attempt:
+    async def _attempt(self, plan: RolloutPlan, deadline: float, *, is_alone: bool) -> _Attempt:
         """One try, with a key and a recorder of its own."""
         key = self._gateway.open(plan.trajectory_id, temperature=plan.temperature)
         policy = Policy(
@@ -167,7 +170,7 @@ class Runner:
         outcome, error, is_late = Outcome(), None, False
         try:
             async with asyncio.timeout_at(deadline):
-                outcome = await self._rollout.play(policy, plan.scenario)
+                outcome = await self._rollout.play(policy, plan.scenario, is_alone=is_alone)
         except AttemptError as failed:
             error = failed
         except TimeoutError:

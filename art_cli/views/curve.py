@@ -27,7 +27,8 @@ class Series(NamedTuple):
 
 def run_series(lines: Sequence[MetricsLine], *, metrics: Sequence[str]) -> list[Series]:
     """Training reward, and each of the named metrics of the evaluations; those without a point are left out."""
-    train = [(float(line.step), line.metrics["reward_mean"]) for line in lines if line.split == "train"]
+    name = "reward_mean"  # a step in which every attempt failed has none
+    train = [(float(s.step), s.metrics[name]) for s in lines if s.split == "train" and name in s.metrics]
     series = [Series("training reward", train, has_dots=False)]
     for name in metrics:
         points = [(float(s.step), s.metrics[name]) for s in lines if s.split == "eval" and name in s.metrics]
