@@ -2,15 +2,13 @@
 
 It gets the scenario as one JSON line on standard input, and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its
 environment. The last line it writes to standard output is its outcome: a number, null, or
-`{"reward": 1.0, "metrics": {...}, "metadata": {...}}`. It runs in a process group of its own, which is killed when the
-rollout is over, however it ends: nothing it started stays behind.
+`{"reward": 1.0, "metrics": {...}, "metadata": {...}}`. It runs in a session of its own under a process that kills all
+that descends from it when the rollout is over, however it ends (descendants.py): nothing it started stays behind.
 """
 
 import asyncio
-import contextlib
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,9 +19,10 @@ import msgspec
 from art_cli.errors import RolloutError
 from art_cli.plugins import message_of
 from art_cli.rollouts.attempt import MAX_ERROR_LENGTH, AttemptError, describe_exit
+from art_cli.rollouts.descendants import command_line
 from art_cli.rollouts.policy import Json, Outcome, Policy, read_outcome
 
-KILL_TIMEOUT_S = 5.0  # for a killed process to be gone
+KILL_TIMEOUT_S = 10.0  # for all killed processes to be gone
 MAX_LINE_BYTES = 2**20  # of the outcome
 
 
@@ -72,21 +71,24 @@ class CommandRollout:
             "OPENAI_API_KEY": policy.api_key,
             "OPENAI_MODEL": policy.model,
         }
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            cwd=self._directory,
-            env=environment,
-            start_new_session=True,
-        )
+        control, ours = os.pipe()
+        process = None
         try:
+            process = await asyncio.create_subprocess_exec(
+                *command_line(control, self._command),
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                cwd=self._directory,
+                env=environment,
+                pass_fds=[control],
+                start_new_session=True,
+            )
             return await process.wait()
         finally:
-            with contextlib.suppress(ProcessLookupError):  # everything of the group is gone already
-                os.killpg(process.pid, signal.SIGKILL)
-            if process.returncode is None:
+            os.close(control)
+            os.close(ours)  # all that descends from the program is killed
+            if process is not None and process.returncode is None:
                 await asyncio.wait_for(asyncio.shield(process.wait()), KILL_TIMEOUT_S)
 
     def _read(self, stdout: IO[bytes]) -> Outcome:

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -26,6 +25,7 @@ import msgspec
 from art_cli import errors
 from art_cli.errors import ArtError, RolloutError
 from art_cli.rollouts.attempt import AttemptError, describe_exit
+from art_cli.rollouts.descendants import command_line
 from art_cli.rollouts.policy import Json, Outcome, Policy
 
 PROGRAM = "import sys; sys.path = {path!r}; from art_cli.rollouts.process_worker import main; main()"
@@ -33,7 +33,8 @@ START_DEADLINE_S = 300.0  # for the user's modules to be imported
 LONE_PER_CORE = 4  # processes of a single attempt at once, for each core
 EXPLAIN_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 15.0  # for the function's clients to be closed, and for what it started in threads
-OUTPUT_DEADLINE_S = 1.0  # for what it printed, which a program that left its group may hold open
+EXIT_GRACE_S = 1.0  # for a process that closed its socket to end by itself, so that it is told how
+OUTPUT_DEADLINE_S = 10.0  # for its descendants to be killed, and what they printed to be passed on
 MAX_LINE_BYTES = 2**30  # of a message
 
 
@@ -137,6 +138,7 @@ class _Process:
         self._ids = itertools.count(1)  # 0 is the start
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._process: asyncio.subprocess.Process | None = None
+        self._control: int | None = None  # a pipe; closing it kills the process
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._starting = asyncio.Lock()
@@ -153,16 +155,21 @@ class _Process:
             await self._clean_up()
             self._answers[0] = ready = asyncio.get_running_loop().create_future()
             ours, theirs = socket.socketpair()
+            control, self._control = os.pipe()
             with theirs:
-                self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-u", "-X", "faulthandler", "-c", PROGRAM.format(path=sys.path)),
-                    *(str(theirs.fileno()), self._entry, str(self._directory)),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.STDOUT,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # a Ctrl-C in the terminal is for this process, which decides
-                )
+                worker = [sys.executable, "-u", "-X", "faulthandler", "-c", PROGRAM.format(path=sys.path)]
+                worker += [str(theirs.fileno()), self._entry, str(self._directory)]
+                try:
+                    self._process = await asyncio.create_subprocess_exec(
+                        *command_line(control, worker, keep=theirs.fileno()),
+                        stdin=asyncio.subprocess.DEVNULL,
+                        stdout=asyncio.subprocess.PIPE,
+                        stderr=asyncio.subprocess.STDOUT,
+                        pass_fds=[control, theirs.fileno()],
+                        start_new_session=True,  # a Ctrl-C in the terminal is for this process, which decides
+                    )
+                finally:
+                    os.close(control)
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
             assert self._process.stdout is not None
             self._tasks = [
@@ -202,7 +209,7 @@ class _Process:
         return ""
 
     async def close(self) -> None:
-        """No process is left, nor one that it started in its group."""
+        """No process is left, nor one that descends from it."""
         if self._writer is not None:
             self._writer.write_eof()
         if self._process is not None:
@@ -237,8 +244,9 @@ class _Process:
                     future = self._answers.get(message.id)
                     if future is not None and not future.done():
                         _settle(future, message)
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()  # a function that closed its socket may live on
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(process.wait()), EXIT_GRACE_S)
+            self._let_go()  # a function that closed its socket may live on
             status = describe_exit(await process.wait())
         finally:
             self._writer = None
@@ -248,10 +256,14 @@ class _Process:
                 future.set_exception(AttemptError("process", f"its process ended ({status})", is_transport=True))
 
     async def _end(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):  # everything of the group is gone already
-                os.killpg(self._process.pid, signal.SIGKILL)
+        self._let_go()
         await self._clean_up()
+
+    def _let_go(self) -> None:
+        """The process and all that descends from it are killed (descendants.py)."""
+        if self._control is not None:
+            os.close(self._control)
+            self._control = None
 
     async def _clean_up(self) -> None:
         """The tasks of a process that is gone have ended, its last words passed on."""
