@@ -20,6 +20,7 @@ from art_cli.errors import RolloutError
 from art_cli.plugins import message_of
 from art_cli.rollouts.attempt import MAX_ERROR_LENGTH, AttemptError, describe_exit
 from art_cli.rollouts.descendants import command_line
+from art_cli.rollouts.peers import Peers
 from art_cli.rollouts.policy import Json, Outcome, Policy, read_outcome
 
 KILL_TIMEOUT_S = 10.0  # for all killed processes to be gone
@@ -29,7 +30,8 @@ MAX_LINE_BYTES = 2**20  # of the outcome
 class CommandRollout:
     """Runs one command line in `directory`. Raises RolloutError at once when there is no such program."""
 
-    def __init__(self, command: Sequence[str], *, directory: Path) -> None:
+    def __init__(self, command: Sequence[str], *, directory: Path, peers: Peers | None = None) -> None:
+        self._peers = peers if peers is not None else Peers()
         self._command = list(command)
         self._directory = directory
         self._entry = "rollout.command"
@@ -84,8 +86,10 @@ class CommandRollout:
                 pass_fds=[control],
                 start_new_session=True,
             )
+            self._peers.add(policy.api_key, process.pid)
             return await process.wait()
         finally:
+            self._peers.remove(policy.api_key)
             os.close(control)
             os.close(ours)  # all that descends from the program is killed
             if process is not None and process.returncode is None:

@@ -17,13 +17,16 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Protocol
 
 import msgspec
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from art_cli.chat import Backend
-from art_cli.chat.app import build_app, closing_stream
+from art_cli.chat.app import build_app, closing_stream, error_response, key_of, wrong_key
 from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling, force_sampling, with_defaults
 from art_cli.chat.server import serve
+from art_cli.rollouts.peers import Peers
 from art_cli.rollouts.recorder import Recorder
 
 
@@ -58,7 +61,8 @@ class Gateway:
         self.num_sampled = 0  # tokens of all answered calls so far
         self._defaults = defaults
         self._backends: dict[str, RecordingBackend] = {}  # key -> open rollout
-        self.app = build_app(lambda key: self._backends.get(key or ""))
+        self.peers = Peers()  # whoever starts an attempt's program tells it here
+        self.app = _RightfulCalls(build_app(lambda key: self._backends.get(key or "")), self)
 
     @property
     def model(self) -> str:
@@ -85,11 +89,35 @@ class Gateway:
         self._backends[key] = RecordingBackend(self, trajectory_id, defaults)
         return key
 
+    async def accuse(self, scope: Scope) -> bool:
+        """Whether the program of another attempt makes this call; that attempt's record says so then."""
+        key = key_of(Headers(scope=scope))
+        if self.peers.is_empty or key not in self._backends or not (scope.get("client") and scope.get("server")):
+            return False
+        thief = await asyncio.to_thread(self.peers.thief, key, scope["client"], scope["server"])
+        if thief in self._backends:
+            self._backends[thief].recorder.used_foreign_key = True
+        return thief is not None
+
     def close(self, key: str) -> Recorder:
         """What the rollout's calls were. Raises KeyError: not open."""
         backend = self._backends.pop(key)
         backend.close()
         return backend.recorder
+
+
+class _RightfulCalls:
+    """The application, for calls whose key is not another attempt's (peers.py); those get the 401 of a wrong key."""
+
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+        self._app = app
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and await self._gateway.accuse(scope):
+            await error_response(wrong_key(key_of(Headers(scope=scope))))(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 class _Call:

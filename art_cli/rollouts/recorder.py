@@ -42,6 +42,7 @@ class Recorder:
         self.num_cancelled = 0  # calls that the rollout left before their end
         self.usage: tuple[int, int] | None = None  # (prompt, completion) tokens that an endpoint counted without ids
         self.is_over_limit = False  # a call was refused because the rollout had made all it may make
+        self.used_foreign_key = False  # its program made a call with the key of another rollout
         self.upstream_error: str | None = None  # why the latest call failed, where that was not the client's doing
         self._sequences: list[bytes] = []  # [turn] packed token ids, prompt and sampled
         self._conversations: list[_Conversation] = []  # the last one is the current one

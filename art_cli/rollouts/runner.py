@@ -22,6 +22,7 @@ from art_cli.rollouts.attempt import AttemptError
 from art_cli.rollouts.command import CommandRollout
 from art_cli.rollouts.function import load_function
 from art_cli.rollouts.gateway import Gateway
+from art_cli.rollouts.peers import Peers
 from art_cli.rollouts.policy import Outcome, Policy
 from art_cli.rollouts.process import ProcessRollout
 from art_cli.rollouts.progress import Progress
@@ -56,10 +57,10 @@ class _Attempt(NamedTuple):
     error: AttemptError | None
 
 
-async def open_rollout(config: RolloutConfig, directory: Path) -> Rollout:
-    """The user's rollout, loaded. Raises UsageError or RolloutError: it cannot be."""
+async def open_rollout(config: RolloutConfig, directory: Path, peers: Peers) -> Rollout:
+    """The user's rollout, loaded; its programs are told to `peers`. Raises UsageError or RolloutError: it cannot be."""
     if config.command is not None:
-        return CommandRollout(config.command, directory=directory)
+        return CommandRollout(config.command, directory=directory, peers=peers)
     assert config.entry is not None, "a config has an entry or a command"
     if config.processes == 0:
         return load_function(config.entry, directory)
@@ -83,7 +84,7 @@ class Runner:
         self._agent = _AgentWatch()
 
     async def __aenter__(self) -> Self:
-        self._rollout = await open_rollout(self._config, self._directory)
+        self._rollout = await open_rollout(self._config, self._directory, self._gateway.peers)
         return self
 
     async def __aexit__(
@@ -187,6 +188,8 @@ class Runner:
 
     def _judge_error(self, recorder: Recorder, error: AttemptError | None, key: str) -> AttemptError | None:
         """The error that counts. What the gateway saw of the calls says more than what the rollout made of it."""
+        if recorder.used_foreign_key:
+            return AttemptError("foreign_key", "its program made a call with the key of another attempt")
         if recorder.is_over_limit:
             return AttemptError("turn_limit", f"more than {self._config.max_turns} model calls (rollout.max_turns)")
         if error is None or error.kind == "timeout":
