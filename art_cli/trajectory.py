@@ -74,6 +74,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     metadata: Json = {}
     returned_reward: float | None = None  # what the rollout itself returned
     error: str | None = None  # "kind: message"
+    limit: str | None = None  # turn_limit or context_length_exceeded, where the last call was refused for it
     started_at: float = 0.0  # seconds since the epoch
     duration_s: float = 0.0
 

@@ -316,5 +316,7 @@ def test_a_run_trains_on_what_is_left_and_a_step_of_failures_alone_ends_in_words
     )
     assert len(first) == len(second) == 12
     assert all(t.error for t in second)
-    assert run.metrics()[1].metrics["num_failed"] == 12
+    numbers = run.metrics()[1].metrics
+    assert (numbers["num_failed"], numbers["failed.AuthenticationError"]) == (12, 7)
+    assert "failed 12 (mostly AuthenticationError)  limited 0" in done.stderr
     assert run.curve_path.exists()

@@ -196,7 +196,7 @@ async def test_streams_left_early_count_against_the_turn_limit(keyword: str) -> 
     assert codes == ["turn_limit"] * 57
     assert len(backend.requests) == recorder.num_calls == recorder.num_cancelled == 3
     assert {turn.finish_reason for turn in recorder.turns} <= {"cancelled"}
-    assert recorder.is_over_limit
+    assert recorder.limit == "turn_limit"
 
 
 async def test_a_call_whose_client_goes_away_before_any_answer_counts_and_is_no_turn() -> None:
@@ -341,7 +341,7 @@ async def test_the_turn_limit_counts_answered_and_running_calls() -> None:
     refused = [result for result in results if isinstance(result, openai.BadRequestError)]
     assert [error.code for error in refused] == ["turn_limit"]
     recorder = gateway.close(key)
-    assert (recorder.num_calls, recorder.is_over_limit) == (2, True)
+    assert (recorder.num_calls, recorder.limit) == (2, "turn_limit")
 
 
 async def test_it_remembers_why_the_last_call_failed_when_the_client_was_not_to_blame() -> None:

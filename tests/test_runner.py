@@ -164,23 +164,84 @@ async def test_what_was_sampled_before_the_failure_is_kept(stage: Stage) -> None
     assert len(trajectory.turns) == 1
 
 
-async def test_the_turn_limit_is_an_error_even_when_the_rollout_swallows_it(stage: Stage) -> None:
+@pytest.mark.parametrize(
+    ("ending", "reward", "error"),
+    [
+        ("return 0.25", 0.25, None),
+        ("return None", -1.0, None),
+        ("raise", -1.0, None),
+        ("raise ValueError('made of it')", -1.0, None),
+        ("return float('nan')", None, "reward: reward is nan, not a finite number"),
+        ("raise ConnectionError('gone')", None, "ConnectionError: gone (rollout.py:14)"),
+        ("await asyncio.sleep(60)", None, "timeout: not finished after 2 s (rollout.timeout_s)"),
+    ],
+)
+@pytest.mark.parametrize("limit", ["turn_limit", "context_length_exceeded"])
+async def test_a_limit_is_no_failure_and_its_rollout_has_a_reward(
+    tmp_path: Path, limit: str, ending: str, reward: float | None, error: str | None
+) -> None:
+    """What the rollout returned counts, otherwise `limit_reward`; failures of transport and its code stay failures."""
+
+    def answer(request: Request) -> str:
+        if limit != "turn_limit" and len(request.messages or ()) > 3:
+            raise ChatError(400, "too long", code="context_length_exceeded")
+        return "ok"
+
+    source = (
+        ASK
+        + f"""
+import asyncio, openai
+async def rollout(policy, scenario):
+    try:
+        for number in range(1, 10):
+            await ask(policy, *[{{"role": "user", "content": "hi"}}] * number)
+    except openai.BadRequestError as error:
+        assert error.code == {limit!r}
+        {ending}
+"""
+    )
+    max_turns = 3 if limit == "turn_limit" else 50
+    (trajectory,) = await Stage(tmp_path, ScriptedBackend(answer)).play(
+        source, max_turns=max_turns, limit_reward=-1, timeout_s=2 if "sleep" in ending else 60, retries=0
+    )
+    assert (trajectory.returned_reward, trajectory.error, trajectory.limit) == (reward, error, limit)
+    assert len(trajectory.turns) == 3
+
+
+async def test_a_limit_that_the_rollout_got_round_leaves_its_failure_its_own(tmp_path: Path) -> None:
+    """It shortens a conversation that was too long, goes on, and then breaks by itself."""
+
+    def answer(request: Request) -> str:
+        if len(request.messages or ()) > 1:
+            raise ChatError(400, "too long", code="context_length_exceeded")
+        return "ok"
+
     source = (
         ASK
         + """
 import openai
 async def rollout(policy, scenario):
+    message = {"role": "user", "content": "hi"}
+    await ask(policy)
     try:
-        while True:
-            await ask(policy)
-    except openai.BadRequestError as error:
-        assert error.code == "turn_limit"
-    return 1.0
+        await ask(policy, message, message)
+    except openai.BadRequestError:
+        await ask(policy)
+    raise KeyError("mine")
 """
     )
-    (trajectory,) = await stage.play(source, max_turns=3)
-    assert trajectory.error == "turn_limit: more than 3 model calls (rollout.max_turns)"
-    assert len(trajectory.turns) == 3
+    (trajectory,) = await Stage(tmp_path, ScriptedBackend(answer)).play(source)
+    assert trajectory.error is not None and trajectory.error.startswith("KeyError: 'mine'")
+    assert (trajectory.returned_reward, trajectory.limit) == (None, None)
+
+
+async def test_a_first_prompt_that_is_too_long_is_a_failure(tmp_path: Path) -> None:
+    def answer(request: Request) -> str:
+        raise ChatError(400, "too long", code="context_length_exceeded")
+
+    source = ASK + "async def rollout(policy, scenario):\n    await ask(policy)\n"
+    (trajectory,) = await Stage(tmp_path, ScriptedBackend(answer)).play(source)
+    assert trajectory.error is not None and trajectory.error.startswith("BadRequestError: ")
 
 
 @pytest.mark.parametrize(

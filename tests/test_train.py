@@ -78,6 +78,41 @@ def test_letters_become_likelier(tmp_path: Path) -> None:
     assert rewards[-1] > rewards[0] + 0.3
 
 
+def test_a_policy_that_loops_until_its_limit_learns_to_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A rollout ends with reward 1 when a reply begins with a letter, and by its limit of 2 turns otherwise.
+
+    Seen in 8 steps of two seeds: 0.27 -> 0.94 and 0.19 -> 0.96.
+
+    Without `limit_reward` for those that return none, all rewards would be equal, and nothing would be learned.
+    """
+    caplog.set_level("INFO")
+    project = tmp_path / "project"
+    shutil.copytree(PROJECT, project)
+    (project / "build.py").write_text(
+        (PROJECT / "build.py").read_text().replace("Path(__file__).parent.parent", f"Path({str(PROJECT.parent)!r})")
+    )
+    (project / "rollout.py").write_text(LOOPING)
+    settings = ["train.steps=8", "train.learning_rate=0.1", "rollout.group_size=16", "rollout.max_turns=2", "eval=null"]
+    run_dir = RunDir(run(tmp_path, *settings, "rollout.sampling.max_tokens=2", project=project).root)
+    lines = [line.metrics for line in run_dir.metrics()]
+    assert lines[0]["num_failed"] == 0 and lines[0]["num_limited"] > 20
+    assert lines[0]["reward_mean"] == pytest.approx(1 - lines[0]["num_limited"] / 48)
+    assert sum(line["reward_mean"] for line in lines[-3:]) / 3 > lines[0]["reward_mean"] + 0.3
+    assert f"failed 0  limited {lines[0]['num_limited']:.0f}" in caplog.text
+
+
+LOOPING = """
+async def rollout(policy, scenario):
+    messages = [{"role": "user", "content": scenario["ask"]}]
+    while True:
+        reply = await policy.client.chat.completions.create(model=policy.model, messages=messages)
+        text = reply.choices[0].message.content or ""
+        if text[:1].isascii() and text[:1].isalpha():
+            return 1.0
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+"""
+
+
 def test_a_finished_run_says_so_and_more_steps_go_on_from_it(finished: Path) -> None:
     before = adapter(finished, 4)
     assert run(finished.parent, "train.keep_checkpoints=9").was_finished

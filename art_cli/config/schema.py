@@ -108,6 +108,8 @@ class RolloutConfig(Section):
     """Of one rollout, tries for failed transport included."""
     max_turns: PositiveInt = 50
     """Model calls in one rollout."""
+    limit_reward: Float = 0.0
+    """The reward of a rollout that `max_turns` or the context's length ends before it returned one."""
     retries: Count = 2
     """New tries of a rollout whose transport failed (never of one whose own code raised)."""
     shuffle: bool = True

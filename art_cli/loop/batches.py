@@ -8,7 +8,9 @@ places that the others' long tails leave free. How far ahead is the loop's to sa
 """
 
 import asyncio
+import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ from art_cli.rollouts.scenarios import ScenarioOrder
 from art_cli.run_dir import LineWriter, RunDir
 from art_cli.trajectory import Json, ScoredTrajectory, Trajectory
 
+MAX_KINDS = 5  # kinds of failure counted one by one in a step's metrics, the commonest
 CLOSE_TIMEOUT_S = 60.0  # for rollouts and verdicts that are broken off
 
 
@@ -113,7 +116,10 @@ def _check_scored(scorer: GroupScorer, step: int) -> None:
 def _numbers(
     trajectories: Sequence[Trajectory], step: int, sample_s: float, judge_s: float, num_unscored: int
 ) -> dict[str, float]:
-    """Counts and means of a step's rollouts; `judge_s` is the part of judging that rollouts did not hide."""
+    """Counts and means of a step's rollouts; `judge_s` is the part of judging that rollouts did not hide.
+
+    `num_limited` rollouts ran into a limit on turns or context; `failed.KIND` of them failed in that way.
+    """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     tokens = sum(trajectory.num_sampled for trajectory in trajectories)
     numbers = {
@@ -126,7 +132,15 @@ def _numbers(
         "staleness_max": max((step - turn.step for turn in turns), default=0),
     }
     numbers["sample_tokens_per_s"] = tokens / sample_s if sample_s else 0.0
+    numbers["num_limited"] = sum(trajectory.limit is not None for trajectory in trajectories)
+    numbers |= {f"failed.{kind}": num for kind, num in _failures(trajectories).most_common(MAX_KINDS)}
     for name, values in values_by_scenario(trajectories).items():
         if name not in ("reward", "failed"):
             numbers[f"metrics.{name}"] = sum(values.values()) / len(values)
     return numbers
+
+
+def _failures(trajectories: Sequence[Trajectory]) -> Counter[str]:
+    """How many failed by each kind of error, in letters that the name of a metric may have."""
+    kinds = [trajectory.error.partition(":")[0] for trajectory in trajectories if trajectory.error is not None]
+    return Counter(re.sub(r"\W", "_", kind, flags=re.ASCII)[:40] for kind in kinds)

@@ -487,4 +487,12 @@ def _numbers(metrics: StepMetrics) -> dict[str, float]:
 
 def _announce(step: int, steps: int, metrics: dict[str, float]) -> None:
     shown = ["reward_mean", "loss", "kl", "grad_norm", "logprob_gap", "sample_s", "train_s"]
-    log.info("step %d/%d: %s", step + 1, steps, "  ".join(f"{n} {metrics[n]:.3g}" for n in shown if n in metrics))
+    numbers = "  ".join(f"{n} {metrics[n]:.3g}" for n in shown if n in metrics)
+    log.info("step %d/%d: %s  %s", step + 1, steps, numbers, _describe_failures(metrics))
+
+
+def _describe_failures(metrics: dict[str, float]) -> str:
+    """Example: "failed 3 (mostly timeout)  limited 2"."""
+    kinds = {name.removeprefix("failed."): num for name, num in metrics.items() if name.startswith("failed.")}
+    mostly = f" (mostly {max(kinds, key=lambda kind: kinds[kind])})" if kinds else ""
+    return f"failed {metrics['num_failed']:.0f}{mostly}  limited {metrics['num_limited']:.0f}"

@@ -29,6 +29,9 @@ from art_cli.chat.server import serve
 from art_cli.rollouts.peers import Peers
 from art_cli.rollouts.recorder import Recorder
 
+TURN_LIMIT = "turn_limit"  # codes of the refusals that a policy brings about itself
+CONTEXT_LIMIT = "context_length_exceeded"
+
 
 class _Endpoint(Protocol):
     @property
@@ -209,9 +212,9 @@ class RecordingBackend:
         if self._is_closed:
             raise _finished()
         if self.recorder.num_calls + len(self._in_flight) >= self._gateway.max_turns:
-            self.recorder.is_over_limit = True
+            self.recorder.limit = TURN_LIMIT
             message = f"this rollout has made its {self._gateway.max_turns} model calls (rollout.max_turns)"
-            raise ChatError(400, message, code="turn_limit")
+            raise ChatError(400, message, code=TURN_LIMIT)
         number = self._num_admitted
         self._num_admitted += 1
         request = with_defaults(request, self._defaults)
@@ -240,6 +243,8 @@ class RecordingBackend:
         except ChatError as error:
             if error.status >= 500:
                 self.recorder.fail(error.message)
+            if error.code == CONTEXT_LIMIT:
+                self.recorder.limit = CONTEXT_LIMIT
             raise
         except Exception as error:  # the boundary to the engine: the application makes it a 500
             self.recorder.fail(f"{type(error).__name__}: {error}")

@@ -41,7 +41,7 @@ class Recorder:
         self.num_calls = 0  # answered ones, and those that the rollout left before their end
         self.num_cancelled = 0  # calls that the rollout left before their end
         self.usage: tuple[int, int] | None = None  # (prompt, completion) tokens that an endpoint counted without ids
-        self.is_over_limit = False  # a call was refused because the rollout had made all it may make
+        self.limit: str | None = None  # turn_limit or context_length_exceeded, where the latest call was refused for it
         self.used_foreign_key = False  # its program made a call with the key of another rollout
         self.upstream_error: str | None = None  # why the latest call failed, where that was not the client's doing
         self._sequences: list[bytes] = []  # [turn] packed token ids, prompt and sampled
@@ -63,7 +63,7 @@ class Recorder:
         A reply without token ids or logprobs (somebody else's endpoint) leaves messages and no turn.
         """
         self.num_calls += 1
-        self.upstream_error = None
+        self.upstream_error = self.limit = None
         if reply.usage is not None and not reply.prompt_ids:
             before = self.usage or (0, 0)
             self.usage = before[0] + reply.usage[0], before[1] + reply.usage[1]

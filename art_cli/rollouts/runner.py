@@ -2,6 +2,7 @@
 
 It knows nothing of steps, judges or files: the caller plans, and writes what it is handed. A rollout that fails is a
 trajectory with `error`; only what would fail every rollout alike stops the run. Failed transport is tried again.
+A limit on turns or context is the policy's own doing and no failure: the rollout's reward counts, or `limit_reward`.
 """
 
 import asyncio
@@ -34,6 +35,8 @@ OnFinished = Callable[[Trajectory], Awaitable[None] | None]
 
 BACKOFF_S = 0.5  # before the second try; doubled for each further one
 NUM_ALIKE = 16  # so many failing alike from the very first: the agent is broken, not unlucky
+# Errors that are the user's code's even after a limit: it returned what cannot be used, or went on and on.
+NEVER_A_LIMIT = frozenset({"timeout", "reward", "metadata", "foreign_key"})
 WRITE_TIMEOUT_S = 30.0  # for a trajectory on its way to the disk when the run is cancelled
 
 
@@ -142,6 +145,7 @@ class Runner:
             metadata=outcome.metadata,
             returned_reward=outcome.reward,
             error=None if error is None else str(error),
+            limit=recorder.limit,
             started_at=started_at,
             duration_s=time.monotonic() - begin,
         )
@@ -180,7 +184,21 @@ class Runner:
             recorder = self._gateway.close(key)
         if is_late:
             error = await self._timeout_error()
-        return _Attempt(recorder, outcome, self._judge_error(recorder, error, key))
+        error = self._judge_error(recorder, error, key)
+        if (
+            recorder.limit is None or recorder.num_calls == 0
+        ):  # a first prompt that is too long is not the policy's doing
+            return _Attempt(recorder, outcome, error)
+        return self._judge_limit(_Attempt(recorder, outcome, error))
+
+    def _judge_limit(self, attempt: _Attempt) -> _Attempt:
+        """The attempt with the reward that it returned after its limit, or the one for those that returned none."""
+        error, outcome = attempt.error, attempt.outcome
+        if error is not None and (error.is_transport or error.kind in NEVER_A_LIMIT):
+            return attempt
+        if outcome.reward is None:
+            outcome = msgspec.structs.replace(outcome, reward=self._config.limit_reward)
+        return _Attempt(attempt.recorder, outcome, None)
 
     async def _timeout_error(self) -> AttemptError:
         guess = await self._rollout.explain_timeout()
@@ -190,8 +208,6 @@ class Runner:
         """The error that counts. What the gateway saw of the calls says more than what the rollout made of it."""
         if recorder.used_foreign_key:
             return AttemptError("foreign_key", "its program made a call with the key of another attempt")
-        if recorder.is_over_limit:
-            return AttemptError("turn_limit", f"more than {self._config.max_turns} model calls (rollout.max_turns)")
         if error is None or error.kind == "timeout":
             return error
         is_transport = error.is_transport or recorder.upstream_error is not None
