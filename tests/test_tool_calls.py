@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
 from art_cli.chat.errors import ChatError
+from art_cli.chat.replies import token_bytes, token_text
 from art_cli.chat.requests import Request, Sampling
 from art_cli.engines.embedded.messages import MessageParser, render
 from art_cli.engines.embedded.text import Detokenizer, StopWatch, Vocabulary
@@ -281,4 +282,6 @@ def test_text_is_cut_before_the_first_stop_string(text: str, stops: list[str], c
 
 
 def test_the_vocabulary_names_each_token() -> None:
-    assert [VOCABULARY.text_of(id) for id in encode("a<|im_end|>é")] == ["a", "", "\ufffd", "\ufffd"]
+    names = [VOCABULARY.text_of(id) for id in encode("a<|im_end|>é")]
+    assert list(map(token_text, names)) == ["a", "", "\ufffd", "\ufffd"]
+    assert list(map(token_bytes, names)) == [b"a", b"", b"\xc3", b"\xa9"]

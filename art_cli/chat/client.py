@@ -9,10 +9,11 @@ aiohttp, not httpx: the gateway's time goes here, and a call costs 0.1 ms of CPU
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
+from msgspec import Meta
 from yarl import URL
 
 from art_cli.chat.answers import MAX_ANSWER, MAX_ERROR, AnswerTooLarge, read_answer
@@ -252,14 +253,19 @@ class _WireError(msgspec.Struct):
     code: str | None = None
 
 
+_Bytes = list[Annotated[int, Meta(ge=0, le=255)]]
+
+
 class _WireTop(msgspec.Struct):
     token: str
     logprob: float
+    bytes: _Bytes | None = None
 
 
 class _WireToken(msgspec.Struct):
     token: str
     logprob: float
+    bytes: _Bytes | None = None
     top_logprobs: list[_WireTop] | None = None
 
 
@@ -336,15 +342,22 @@ def _choice(wire: _WireChoice) -> Choice:
 
 def _add_logprobs(choice: Choice, wire: _WireLogprobs) -> None:
     if wire.content is not None:
-        choice.tokens = [token.token for token in wire.content]
+        choice.tokens = [_token(token) for token in wire.content]
         choice.logprobs = [token.logprob for token in wire.content]
         if any(token.top_logprobs for token in wire.content):
-            choice.top_logprobs = [[(t.token, t.logprob) for t in token.top_logprobs or []] for token in wire.content]
+            choice.top_logprobs = [[(_token(t), t.logprob) for t in token.top_logprobs or []] for token in wire.content]
     elif wire.token_logprobs is not None and None not in wire.token_logprobs:
         choice.tokens = wire.tokens or []
         choice.logprobs = [logprob for logprob in wire.token_logprobs if logprob is not None]
         if wire.top_logprobs is not None:
             choice.top_logprobs = [list((top or {}).items()) for top in wire.top_logprobs]
+
+
+def _token(wire: _WireToken | _WireTop) -> str:
+    """The token's text; where its bytes are no text, these as `replies.token_bytes` reads them."""
+    if wire.bytes is None or "\ufffd" not in wire.token:
+        return wire.token
+    return bytes(wire.bytes).decode(errors="surrogateescape")
 
 
 def _prompt_ids(wire: _WireReply) -> list[int] | None:

@@ -8,6 +8,7 @@ import msgspec
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
+MAX_MESSAGE = 4096  # characters; it may quote what a client or an endpoint sent
 
 
 class ChatError(Exception):
@@ -26,6 +27,7 @@ class ChatError(Exception):
         *,
         retry_after: str | None = None,  # an upstream's Retry-After header, handed on
     ) -> None:
+        message = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
         super().__init__(message)
         self.status = status
         self.message = message

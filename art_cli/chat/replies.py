@@ -33,7 +33,7 @@ class Choice(msgspec.Struct, kw_only=True):
     logprobs: list[float] = []  # [L] under the distribution really sampled from, a grammar's mask left aside
     raw_logprobs: list[float] | None = None  # [L] under softmax(logits) untouched
     is_masked: bool = False  # a grammar's mask is in `logprobs` all the same, as in vLLM's
-    tokens: list[str] = []  # [L] each token as text, for clients that asked for logprobs
+    tokens: list[str] = []  # [L] each token as text, for clients that asked for logprobs; see `token_bytes`
     top_logprobs: list[list[tuple[str, float]]] | None = None  # [L][k]
     finish_reason: str = "stop"  # stop, length, tool_calls
 
@@ -90,7 +90,7 @@ class _TokenLogprob(msgspec.Struct):
 def _chat_logprobs(choice: Choice) -> Json:
     """`{"content": [{token, logprob, bytes, top_logprobs}], "refusal": null}`"""
     content = [
-        _TokenLogprob(token, max(logprob, _LOWEST_LOGPROB), list(token.encode()))
+        _TokenLogprob(token_text(token), max(logprob, _LOWEST_LOGPROB), list(token_bytes(token)))
         for token, logprob in zip(_tokens(choice), choice.logprobs, strict=True)
     ]
     for entry, top in zip(content, choice.top_logprobs or (), strict=False):
@@ -99,22 +99,43 @@ def _chat_logprobs(choice: Choice) -> Json:
 
 
 def _top(top: list[tuple[str, float]]) -> list[_TopLogprob]:
-    return [_TopLogprob(token, max(logprob, _LOWEST_LOGPROB), list(token.encode())) for token, logprob in top]
+    return [
+        _TopLogprob(token_text(token), max(logprob, _LOWEST_LOGPROB), list(token_bytes(token)))
+        for token, logprob in top
+    ]
+
+
+def token_bytes(token: str) -> bytes:
+    """A token's bytes. Those of a part of a character stand as lone surrogates in its text (PEP 383)."""
+    return token.encode(errors="surrogateescape")
+
+
+def token_text(token: str) -> str:
+    """A token as clients see it: bytes that are no character are U+FFFD."""
+    return token if token.isascii() else token_bytes(token).decode(errors="replace")
 
 
 def _text_logprobs(choice: Choice, offset: int) -> Json:
     """The older form of plain completions; `offset` characters came before."""
-    offsets = []
-    for token in _tokens(choice):
+    offsets, tokens = [], [token_text(token) for token in _tokens(choice)]
+    for token in tokens:
         offsets.append(offset)
         offset += len(token)
     tops = choice.top_logprobs
     return {
-        "tokens": _tokens(choice),
+        "tokens": tokens,
         "token_logprobs": [max(logprob, _LOWEST_LOGPROB) for logprob in choice.logprobs],
-        "top_logprobs": [{t: max(lp, _LOWEST_LOGPROB) for t, lp in top} for top in tops] if tops else None,
+        "top_logprobs": [_top_texts(top) for top in tops] if tops else None,
         "text_offset": offsets,
     }
+
+
+def _top_texts(top: list[tuple[str, float]]) -> dict[str, float]:
+    """By text: of several tokens with the same one, the likeliest, which is the first."""
+    texts: dict[str, float] = {}
+    for token, logprob in top:
+        texts.setdefault(token_text(token), max(logprob, _LOWEST_LOGPROB))
+    return texts
 
 
 def _tokens(choice: Choice) -> list[str]:
@@ -253,7 +274,7 @@ class StreamRenderer:
         if self._is_chat:
             return _chat_logprobs(choice)
         offset = self._offsets[choice.index]
-        self._offsets[choice.index] = offset + sum(map(len, _tokens(choice)))
+        self._offsets[choice.index] = offset + sum(len(token_text(token)) for token in _tokens(choice))
         return _text_logprobs(choice, offset)
 
     def _event(self, chunk: Chunk, choice: Json, extra: Json | None = None) -> bytes:

@@ -5,13 +5,14 @@ ChatError of status 400 what it does not understand: a parameter is honoured, ha
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
 
 from art_cli.chat.errors import invalid
+from art_cli.chat.reading import decode_object
 
 Json = dict[str, Any]
 Kind = Literal["chat", "text"]
@@ -80,10 +81,11 @@ def text_of(content: str | list[Json] | None) -> str:
 # Bounds without a source in the protocol keep hostile numbers from reaching tensors: ids and counts fit 32 bits.
 _INT32 = 2**31 - 1
 _LOWEST_TEMPERATURE = 1e-6  # below, logits / temperature leaves float32
-_MAX_DEPTH = 64  # of nested JSON; a tool's schema nests 10 to 20 deep
 _Count = Annotated[int, Meta(ge=1, le=_INT32)]
 _TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
 _Text = Annotated[str, Meta(min_length=1)]
+_Stop = Annotated[str, Meta(min_length=1, max_length=1024)]  # looked for in each token's text
+_Name = Annotated[str, Meta(max_length=1024)]  # said again in errors
 
 # Accepted and left aside: they identify, bill or cache, or ask of a hosted service what a plain model does anyway.
 HARMLESS = frozenset(
@@ -111,6 +113,20 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "modalities": (["text"],),
 }
+
+
+# Of chat_template_kwargs: the parameters of transformers' `apply_chat_template`, and what it gives a template itself.
+RENDERERS_OWN = frozenset(
+    {
+        *("self", "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs"),
+        *("conversations", "chat_template_kwargs", "template_kwargs", "bos_token", "eos_token", "pad_token"),
+        *("unk_token", "sep_token", "cls_token", "mask_token", "additional_special_tokens"),
+    }
+)
+_MAX_VARIABLES = 16 * 1024  # characters of chat_template_kwargs as JSON
+_MAX_VARIABLE = 1_000_000  # a number in it; a template may repeat a text as often as it is told
 
 
 class _Part(msgspec.Struct):
@@ -185,12 +201,12 @@ class _SchemaFormat(msgspec.Struct, tag="json_schema"):
 class _Wire(msgspec.Struct, kw_only=True):
     """The fields that chat and plain completions share; null means: not given."""
 
-    model: str
+    model: _Name
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None  # vLLM's; 0 and -1: off
     max_tokens: _Count | None = None
-    stop: _Text | Annotated[list[_Text], Meta(max_length=16)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Meta(max_length=16)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stream: bool | None = None
@@ -257,7 +273,7 @@ def parse_request(body: bytes, kind: Kind, defaults: Sampling) -> Request:
 
     Raises ChatError(400) for anything that is not a request this endpoint understands.
     """
-    fields = _decode(body)
+    fields = decode_object(body)
     if kind == "chat":
         chat = _convert(fields, _ChatWire)
         _refuse_unknown(fields, _ChatWire)
@@ -265,32 +281,6 @@ def parse_request(body: bytes, kind: Kind, defaults: Sampling) -> Request:
     text = _convert(fields, _TextWire)
     _refuse_unknown(fields, _TextWire)
     return _text_request(text, defaults)
-
-
-def _decode(body: bytes) -> Json:
-    try:
-        fields = msgspec.json.decode(body)
-    except (ValueError, RecursionError) as error:  # msgspec's own errors and UnicodeDecodeError are ValueErrors
-        raise invalid(f"the body is not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise invalid("the body must be a JSON object")
-    if body.count(b"{") + body.count(b"[") > _MAX_DEPTH and _is_deep(fields):
-        raise invalid(f"the body is nested more than {_MAX_DEPTH} deep")
-    return fields
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(_MAX_DEPTH):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return False
-    return True
 
 
 def _convert(fields: Json, kind: type[_AnyWire]) -> _AnyWire:
@@ -308,7 +298,7 @@ def _refuse_unknown(fields: Json, kind: type[_Wire]) -> None:
     for name in fields.keys() - set(kind.__struct_fields__) - HARMLESS:
         value = fields[name]
         if name not in NEUTRAL:
-            raise invalid(f"unknown parameter: {name!r}", name, "unknown_parameter")
+            raise invalid(f"unknown parameter: {name[:80]!r}", name[:80], "unknown_parameter")
         if value is not None and (isinstance(value, bool) or value not in NEUTRAL[name]):
             raise invalid(f"{name}: this endpoint does not support it", name, "unsupported_parameter")
 
@@ -326,7 +316,7 @@ def _chat_request(fields: Json, wire: _ChatWire, defaults: Sampling) -> Request:
         tools=fields.get("tools") or [],
         tool_choice=_tool_choice(fields, wire),
         response_format=None if isinstance(wire.response_format, _PlainFormat) else fields.get("response_format"),
-        template_kwargs=wire.chat_template_kwargs or {},
+        template_kwargs=_template_kwargs(wire.chat_template_kwargs or {}),
         is_stream=bool(wire.stream),
         wants_usage=_wants_usage(wire),
         wants_logprobs=bool(wire.logprobs),
@@ -375,6 +365,28 @@ def _wants_usage(wire: _Wire) -> bool:
     if wire.stream_options is not None and not wire.stream:
         raise invalid("stream_options needs stream: true", "stream_options")
     return wire.stream_options is not None and bool(wire.stream_options.include_usage)
+
+
+def _template_kwargs(variables: Json) -> Json:
+    """The variables of the chat template; which of them it reads, the backend knows."""
+    for name in variables:
+        if name in RENDERERS_OWN:
+            param = f"chat_template_kwargs.{name}"
+            raise invalid(f"{param}: only variables of the model's own chat template can be set", param)
+    if len(msgspec.json.encode(variables)) > _MAX_VARIABLES:
+        raise invalid(f"chat_template_kwargs: more than {_MAX_VARIABLES} characters", "chat_template_kwargs")
+    if not all(abs(number) <= _MAX_VARIABLE for number in _numbers(variables)):
+        raise invalid(f"chat_template_kwargs: a number beyond {_MAX_VARIABLE:,}", "chat_template_kwargs")
+    return variables
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """The numbers in a JSON value."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(inner)
+    elif isinstance(value, int | float):
+        yield value
 
 
 def _tool_choice(fields: Json, wire: _ChatWire) -> str | Json:

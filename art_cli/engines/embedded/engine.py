@@ -23,6 +23,7 @@ import numpy as np
 from art_cli import model, threads
 from art_cli.chat import Backend
 from art_cli.chat.errors import ChatError, invalid
+from art_cli.chat.reading import RequestReader
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request
 from art_cli.config.schema import EmbeddedEngineConfig
@@ -64,6 +65,7 @@ class EmbeddedEngine:
         self._vocabulary = Vocabulary(weights.tokenizer)
         vocab, stop_ids = weights.model.config.vocab_size, _stop_ids(weights)
         self._grammars = Grammars(weights.tokenizer, vocab=vocab, stop_ids=stop_ids)
+        self._reader = RequestReader()
         self._worker: Worker | None = None
         self._runner: Runner | None = None
         self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()
@@ -190,7 +192,7 @@ class EmbeddedEngine:
     async def _job(self, request: Request, *, is_stream: bool = False) -> "_Job":
         if request.model != self.endpoint.model:
             raise ChatError(404, f"the model {request.model!r} does not exist", param="model", code="model_not_found")
-        prompt = messages.render(self._vocabulary, request)
+        prompt = await self._reader.read(messages.render, self._vocabulary, request, self._weights.max_length)
         mailbox = self._mailboxes.setdefault(loop := asyncio.get_running_loop(), _Mailbox(loop))
         job = _Job(request, prompt, self._weights, self._vocabulary, mailbox, is_stream)
         if prompt.format is not None:
@@ -382,19 +384,12 @@ def _limit(request: Request, prompt: Prompt, weights: Weights) -> int:
     num_prompt, most = len(prompt.ids), weights.max_length
     if num_prompt == 0:
         raise invalid("prompt: it has no tokens", "prompt")
+    asked = request.sampling.max_tokens
+    if num_prompt + messages.num_wanted(request) > most:
+        raise messages.too_long(request, num_prompt, most)
     for id in (min(prompt.ids), max(prompt.ids)):
         if not 0 <= id < weights.model.config.vocab_size:
             raise invalid(f"prompt: the model has no token {id}", "prompt")
-    asked = request.sampling.max_tokens
-    num_wanted = asked if asked is not None and "max_tokens" in request.user_set else 1
-    if num_prompt + num_wanted > most:
-        raise ChatError(
-            400,
-            f"this model's context holds {most} tokens; the prompt has {num_prompt} and the reply was to have "
-            f"{num_wanted}; shorten one of them",
-            param="messages" if request.messages is not None else "prompt",
-            code="context_length_exceeded",
-        )
     return most if asked is None else min(most, num_prompt + asked)
 
 

@@ -14,15 +14,18 @@ import json
 import uuid
 from typing import Any
 
-from art_cli.chat.errors import invalid
+from art_cli.chat.errors import ChatError, invalid
+from art_cli.chat.reading import check_size
 from art_cli.chat.requests import Request, text_of
 from art_cli.engines.embedded.formats import Format, Thoughts, reply_format
+from art_cli.engines.embedded.templates import TooLong
 from art_cli.engines.embedded.text import MARKERS, Vocabulary, overlap
 
 Json = dict[str, Any]
 
 CALL, CALL_END, THINK, THINK_END = MARKERS
 SPACE = " \n\r\t"
+MAX_LENGTH = 2**20  # tokens of a prompt where nobody says how many the context holds
 
 
 class Prompt:
@@ -51,41 +54,65 @@ class Prompt:
         )
 
 
-def render(vocabulary: Vocabulary, request: Request) -> Prompt:
-    """The prompt of a request. Raises ChatError 400: what the template refuses, or what this engine cannot do."""
+def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGTH) -> Prompt:
+    """The prompt of a request, for a context of `max_length` tokens. It may take seconds: not for an event loop.
+
+    Raises ChatError 400: what the template refuses, what the context cannot hold, or what this engine cannot do.
+    """
     if request.prompt is not None:
-        return Prompt(request.prompt if isinstance(request.prompt, list) else _encode(vocabulary, request.prompt, True))
+        text = request.prompt
+        return Prompt(text if isinstance(text, list) else _encode(vocabulary, text, max_length, request))
     tools = request.tools if request.tool_choice != "none" else []
     template = vocabulary.tokenizer.chat_template or ""
-    text = _apply_template(vocabulary, request, tools)
+    text = _apply_template(vocabulary, request, tools, max_length)
     opening = _call_opening(request.tool_choice, template) if tools else ""
     has_thinking = THINK_END in template
     thoughts: Thoughts = "free" if has_thinking and not text.rstrip().endswith(THINK_END) else "none"
     if has_thinking and text.rstrip().endswith(THINK):
         opening, thoughts = "", "begun"  # the call comes after the thought
+    ids = _encode(vocabulary, text + opening, max_length, request)
     format = reply_format(vocabulary, request, tools, thoughts)
-    ids = _encode(vocabulary, text + opening, False)
     return Prompt(ids, THINK if thoughts == "begun" else opening, bool(tools), has_thinking, format)
 
 
-def _encode(vocabulary: Vocabulary, text: str, adds_special: bool) -> list[int]:
-    ids: list[int] = vocabulary.tokenizer.encode(text, add_special_tokens=adds_special)
+def num_wanted(request: Request) -> int:
+    """Tokens that the reply needs: as many as the client asked for, or one."""
+    asked = request.sampling.max_tokens
+    return asked if asked is not None and "max_tokens" in request.user_set else 1
+
+
+def too_long(request: Request, num_prompt: int | str, most: int) -> ChatError:
+    """The refusal of a prompt that, with its reply, is more than the context's `most` tokens."""
+    return ChatError(
+        400,
+        f"this model's context holds {most} tokens; the prompt has {num_prompt} and the reply was to have "
+        f"{num_wanted(request)}; shorten one of them",
+        param="messages" if request.messages is not None else "prompt",
+        code="context_length_exceeded",
+    )
+
+
+def _encode(vocabulary: Vocabulary, text: str, max_length: int, request: Request) -> list[int]:
+    param = "messages" if request.messages is not None else "prompt"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise invalid(f"{param}: a lone surrogate (\\ud800 to \\udfff) is no text", param) from None
+    ids = vocabulary.encode(text, most=max_length, adds_special=request.messages is None)
+    if ids is None:
+        raise too_long(request, f"more than {max_length}", max_length)
     return ids
 
 
-def _apply_template(vocabulary: Vocabulary, request: Request, tools: list[Json]) -> str:
+def _apply_template(vocabulary: Vocabulary, request: Request, tools: list[Json], max_length: int) -> str:
     assert request.messages is not None, "a request has messages or a prompt"
-    tokenizer = vocabulary.tokenizer
-    keeps_text = "arguments is string" in (tokenizer.chat_template or "")
+    keeps_text = "arguments is string" in (vocabulary.tokenizer.chat_template or "")
     messages = [_for_template(message, keeps_text) for message in request.messages]
+    most = max_length * vocabulary.longest
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **request.template_kwargs
-        )
-    except Exception as error:  # a template is a program of its own and fails in any way
-        summary = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise invalid(f"messages: the chat template refused them: {summary}", "messages") from error
-    return str(text)
+        return vocabulary.template.render(messages, tools, request.template_kwargs, most=most)
+    except TooLong:
+        raise too_long(request, f"more than {max_length}", max_length) from None
 
 
 def _for_template(message: Json, keeps_text: bool) -> Json:
@@ -101,11 +128,16 @@ def _call_for_template(call: Json, keeps_text: bool) -> Json:
     function = dict(call["function"])
     arguments = function.get("arguments") or "{}"
     try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+        parsed = _read_arguments(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
         raise invalid(f"messages: arguments of a call to {function.get('name')!r} are not JSON", "messages") from None
     function["arguments"] = arguments if keeps_text else parsed
     return {**call, "function": function}
+
+
+def _read_arguments(arguments: str) -> Any:
+    check_size(arguments.encode(errors="replace"), "messages: a call's arguments", "messages")
+    return json.loads(arguments)
 
 
 def _call_opening(choice: str | Json, template: str) -> str:

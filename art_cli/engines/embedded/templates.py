@@ -1,0 +1,76 @@
+"""The model's own chat template: what it reads, and its text of a conversation, up to a length.
+
+It is compiled by transformers, in its sandbox, and is the only template that ever runs: a client may set variables that
+it reads, and nothing else. Its text is made piece by piece, so that what is too long is refused before it is made.
+"""
+
+from typing import Any
+
+from jinja2 import meta
+from transformers.utils import chat_template_utils as compiling
+
+from art_cli.chat.errors import ChatError, invalid
+from art_cli.chat.requests import RENDERERS_OWN
+
+Json = dict[str, Any]
+
+_ALIASED = getattr(compiling, "_alias_reasoning_fields", list)  # transformers 5.17 gives templates messages as they are
+
+
+class TooLong(Exception):
+    """The text is longer than it may be."""
+
+
+class ChatTemplate:
+    """One tokenizer's template, or templates: some have another one for conversations with tools."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._variables: dict[str, frozenset[str]] = {}  # by template: what a client may set
+
+    def render(self, messages: list[Json], tools: list[Json], variables: Json, *, most: int) -> str:
+        """The prompt's text, `most` characters at most. Raises TooLong; ChatError 400: what the template refuses.
+
+        The same text as `tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=True)`.
+        """
+        try:
+            source = self._tokenizer.get_chat_template(None, tools or None)
+            self._check(source, variables)
+            pieces = compiling._compile_jinja_template(source).generate(
+                messages=_ALIASED(messages),
+                tools=tools or None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._tokenizer.special_tokens_map,
+                **variables,
+            )
+            return _joined(pieces, most)
+        except (ChatError, TooLong):
+            raise
+        except Exception as error:  # a template is a program of its own and fails in any way
+            summary = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise invalid(f"messages: the chat template refused them: {summary}", "messages") from error
+
+    def _check(self, source: str, variables: Json) -> None:
+        for name in sorted(variables.keys() - self._read_by(source)):
+            param = f"chat_template_kwargs.{name[:80]}"
+            reads = ", ".join(sorted(self._read_by(source))) or "no variables"
+            raise invalid(f"{param}: this model's chat template does not read it; it reads {reads}", param)
+
+    def _read_by(self, source: str) -> frozenset[str]:
+        """The variables that a template reads and that nobody but a client sets."""
+        if source not in self._variables:
+            environment = compiling._compile_jinja_template(source).environment
+            read = meta.find_undeclared_variables(environment.parse(source))
+            self._variables[source] = frozenset(read - RENDERERS_OWN - self._tokenizer.special_tokens_map.keys())
+        return self._variables[source]
+
+
+def _joined(pieces: Any, most: int) -> str:
+    texts, length = [], 0
+    for piece in pieces:
+        texts.append(piece)
+        length += len(piece)
+        if length > most:
+            raise TooLong
+    return "".join(texts)
