@@ -38,7 +38,7 @@ OWN = ("conversation", "messages", "tools", "documents", "chat_template", "add_g
        "tokenizer_kwargs", "return_assistant_tokens_mask", "chat_template_kwargs", "bos_token", "self")  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _imports_are_not_collected() -> Iterator[None]:
     """A full collection walks over all that transformers imports, which takes longer than what is measured here."""
     gc.collect()
@@ -131,7 +131,7 @@ def test_the_text_is_that_of_transformers() -> None:
 
 
 async def test_a_template_that_does_not_end_is_broken_off_and_the_loop_goes_on() -> None:
-    """The model's own template spins: the loop beats, the request is a 400 at its deadline, the next one is answered."""
+    """The model's own template spins: the loop beats, the request is a 400 in the end, the next one is answered."""
     reader = RequestReader()
     reader._crew = Crew(size=1, wait_s=30.0, run_s=0.5)
     body = parse_request(json.dumps(chat()).encode(), "chat", Sampling())
@@ -264,8 +264,8 @@ async def test_bytes_of_a_token_are_its_own_also_where_it_is_part_of_a_character
     told = whole["logprobs"]["content"]
     assert json.loads(b"".join(bytes(token["bytes"]) for token in told)) == "é日😀"
     assert "\ufffd" in [token["token"] for token in told]
-    for token in [*told, *(top for token in told for top in token["top_logprobs"])]:
-        assert bytes(token["bytes"]).decode(errors="replace") == token["token"]
+    for entry in [*told, *(top for token in told for top in token["top_logprobs"])]:
+        assert bytes(entry["bytes"]).decode(errors="replace") == entry["token"]
     events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
     pieces = [entry for e in events for entry in (e["choices"][0]["logprobs"] or {}).get("content", [])]
     assert json.loads(b"".join(bytes(entry["bytes"]) for entry in pieces)) == "é日😀"
@@ -281,7 +281,7 @@ class CountingVocabulary(Vocabulary):
 
 @pytest.mark.parametrize("kind", ["replacement", "begun", "continued", "hidden", "unknown", "noise", "letters"])
 def test_text_without_a_whole_character_is_decoded_a_bounded_number_of_times(kind: str) -> None:
-    """U+FFFD itself, beginnings, middles, tokens without text: 64 decodings of each at most, and not a letter differs."""
+    """U+FFFD itself, beginnings, middles, tokens without text: each is decoded 64 times at most, no letter differs."""
     whole = CountingVocabulary(tiny_tokenizer())
     byte = {data: id for id in range(256) if len(data := whole.text_of(id).encode(errors="surrogateescape")) == 1}
     draw = random.Random(0)
@@ -294,8 +294,6 @@ def test_text_without_a_whole_character_is_decoded_a_bounded_number_of_times(kin
     pieces.append(stream.flush())
     assert "".join(pieces) == data.decode(errors="replace")
     assert whole.num_decoded <= 64 * len(ids)
-    longest = max(len("".join(pieces[: place + 1]).encode()) for place in range(len(pieces)))
-    assert longest == len(data.decode(errors="replace").encode())
 
 
 # --- crews ------------------------------------------------------------------------------------------------------------

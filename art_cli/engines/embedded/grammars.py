@@ -68,7 +68,7 @@ class Grammars:
             raise invalid(f"{format.param}: {error}", format.param) from error
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False)
+        self._pool.shutdown(wait=False, cancel_futures=True)  # the process's end waits for those that have begun
 
     def _future(self, format: Format) -> "Future[LLMatcher]":
         with self._lock:

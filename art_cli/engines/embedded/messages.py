@@ -25,6 +25,8 @@ Json = dict[str, Any]
 
 CALL, CALL_END, THINK, THINK_END = MARKERS
 SPACE = " \n\r\t"
+MAX_ESCAPE = 6  # bytes of a character in JSON, as \u0041
+MAX_ASIDE = 2**20  # bytes of a body that may be no part of the prompt: schemas, metadata, thoughts that are left out
 MAX_LENGTH = 2**20  # tokens of a prompt where nobody says how many the context holds
 
 
@@ -59,6 +61,8 @@ def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGT
 
     Raises ChatError 400: what the template refuses, what the context cannot hold, or what this engine cannot do.
     """
+    if request.num_bytes > MAX_ESCAPE * max_length * vocabulary.longest + MAX_ASIDE:
+        raise too_long(request, f"more than {max_length}", max_length)
     if request.prompt is not None:
         text = request.prompt
         return Prompt(text if isinstance(text, list) else _encode(vocabulary, text, max_length, request))
