@@ -84,7 +84,7 @@ def expected_replies(weights: Weights) -> dict[str, list[int]]:
 
 
 @contextlib.asynccontextmanager
-async def art_serve(model: Path, log: BinaryIO) -> AsyncIterator[tuple[Process, int]]:
+async def art_serve(model: Path, log: BinaryIO, *options: str) -> AsyncIterator[tuple[Process, int]]:
     """The command as a process, and its port."""
     command = [
         sys.executable,
@@ -98,7 +98,7 @@ async def art_serve(model: Path, log: BinaryIO) -> AsyncIterator[tuple[Process, 
         "0",
         "--json",
     ]
-    command += ["--concurrency", str(PLACES), "--queue", str(QUEUE), "--drain", str(DRAIN_S)]
+    command += ["--concurrency", str(PLACES), "--queue", str(QUEUE), "--drain", str(DRAIN_S), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=log, env=environment)
     try:

@@ -5,18 +5,27 @@ beat too, so each measurement has three attempts.
 """
 
 import asyncio
+import contextlib
 import gc
 import json
 import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from hostile import NUM_MUTATIONS, Heartbeat, MemoryBound, mutations
 from test_embedded_engine import running
+from test_fuzz_server import art_serve
 from tiny import CHAT_TEMPLATE, tiny_tokenizer, tiny_weights
 
 from art_cli.chat.app import build_app
@@ -26,6 +35,7 @@ from art_cli.chat.requests import Request, Sampling, parse_request
 from art_cli.chat.server import serve
 from art_cli.engines.embedded import messages, text
 from art_cli.engines.embedded.text import Detokenizer, Vocabulary
+from art_cli.model import save_weights
 from art_cli.threads import Crew, Crowded, Overran
 
 Json = dict[str, Any]
@@ -397,3 +407,81 @@ async def test_mutated_requests_are_answered_or_refused_and_never_hold_the_loop(
 
 def test_the_tiny_model_is_what_these_limits_are_tried_on() -> None:
     assert tiny_weights().max_length == 1024
+
+
+# --- whole commands ---------------------------------------------------------------------------------------------------
+
+ATTACKING_ROLLOUT = """
+from pathlib import Path
+
+from art_cli import Outcome, Policy
+
+SPIN = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+
+
+async def rollout(policy: Policy, scenario: dict) -> Outcome:
+    ask = policy.client.with_options(max_retries=0).chat.completions.create
+    number = len(list(Path(__file__).parent.glob("attempt-*")))
+    (Path(__file__).parent / f"attempt-{number}").touch()
+    messages, extra = [{"role": "user", "content": scenario["ask"]}], {}
+    if number == 0:
+        extra = {"chat_template_kwargs": {"chat_template": SPIN}}
+    if number == 1:
+        messages[0]["content"] = "hello wo" * (28 * 2**20 // 8)
+    reply = await ask(model=policy.model, messages=messages, extra_body=extra)
+    return Outcome(reward=float(len(reply.choices[0].message.content or "")))
+"""
+
+
+def test_a_rollout_that_attacks_its_engine_ends_alone(tmp_path: Path) -> None:
+    """The first attempt sends a template of its own, the second 28 MiB: both fail, the run and the others do not."""
+    project = tmp_path / "project"
+    shutil.copytree(Path(__file__).parent / "letters", project)
+    build = project / "build.py"
+    build.write_text(build.read_text().replace("Path(__file__).parent.parent", repr(str(Path(__file__).parent))))
+    (project / "rollout.py").write_text(ATTACKING_ROLLOUT)
+    options = [f"runs={tmp_path}", "train.steps=1", "eval=null", "rollout.group_size=4", "rollout.timeout_s=60"]
+    command = [sys.executable, "-m", "art_cli", "train", str(project / "config.yaml"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    [path] = tmp_path.glob("letters*/step_*/trajectories.jsonl")
+    errors = [json.loads(line).get("error") for line in path.read_text().splitlines()]
+    failed = sorted(error for error in map(str, filter(None, errors)))
+    assert len(failed) == 2 < len(errors), failed
+    assert any("chat_template" in error for error in failed) and any("context" in error for error in failed)
+
+
+async def test_a_server_under_attack_answers_and_ends_when_it_is_told(tmp_path: Path) -> None:
+    """A small version of benchmarks/serve_attack.py: no 5xx, /health answers, SIGTERM in the middle ends it."""
+    model = tmp_path / "tiny"
+    save_weights(tiny_weights(lora_rank=None), model)
+    async with art_serve(model, "--drain", "2") as (process, root):
+        asked = [asyncio.create_task(ask_attacks(root, number)) for number in range(6)]
+        health_s: list[float] = []
+        async with httpx.AsyncClient(timeout=60) as client:
+            for _ in range(40):
+                begin = time.monotonic()
+                assert (await client.get(f"{root}/health")).status_code == 200
+                health_s.append(time.monotonic() - begin)
+                await asyncio.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 60) == 0
+        statuses = [status for task in asyncio.as_completed(asked) for status in await task]
+    assert statistics.median(health_s) < HOLD_S
+    assert statuses and all(status < 500 or status == 503 for status in statuses), Counter(statuses)
+    assert 400 in statuses
+
+
+async def ask_attacks(root: str, number: int) -> list[int]:
+    """Statuses of one request after the other, until the server is gone."""
+    bodies = [*long_bodies(8).values(), ("chat", chat(chat_template_kwargs={"chat_template": SPIN}))]
+    statuses = []
+    async with httpx.AsyncClient(timeout=60) as client:
+        with contextlib.suppress(httpx.HTTPError):
+            while True:
+                kind, fields = bodies[number % len(bodies)]
+                fields = fields if fields["model"] != "policy" else {**fields, "model": "tiny"}
+                path = "chat/completions" if kind == "chat" else "completions"
+                statuses.append((await client.post(f"{root}/v1/{path}", json=fields)).status_code)
+                number += 1
+    return statuses
