@@ -14,14 +14,14 @@ import argparse
 import asyncio
 import contextlib
 import json
-import multiprocessing
 import signal
 import statistics
 import sys
 import tempfile
 import time
+from asyncio.subprocess import PIPE
 from collections import Counter
-from multiprocessing.synchronize import Event
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,8 +34,8 @@ from tiny import tiny_weights  # noqa: E402
 from art_cli.model import save_weights  # noqa: E402
 
 HEALTH_S = 0.25  # what is wanted of the slowest answer
-HEALTH_EVERY_S = 0.02
 ANSWER_S = 120.0
+LATE_S = 5.0  # for what is asked last to be answered
 DRAIN_S = 5
 END_S = 30.0  # from SIGTERM to the end of the process: DRAIN_S, and what it takes on a busy machine
 SPIN = (
@@ -91,7 +91,7 @@ async def post(port: int, attack: Attack) -> int:
             wire = await Wire.open(port)
             await wire.send(f"{head}Content-Length: {len(attack.body)}\r\n\r\n".encode() + attack.body)
             return (await wire.receive()).status
-    except (OSError, Broken):
+    except (OSError, Broken):  # a TimeoutError, too, is an OSError
         return 0
     finally:
         if wire is not None:
@@ -122,35 +122,32 @@ async def attack_with(port: int, seconds: float, num_clients: int, mib: int) -> 
             if status == 0:
                 await asyncio.sleep(0.01)
 
-    await asyncio.gather(*(client(number) for number in range(num_clients)))
+    clients = [asyncio.create_task(client(number)) for number in range(num_clients)]
+    _, late = await asyncio.wait(clients, timeout=seconds + LATE_S)
+    for task in late:
+        task.cancel()
+    for task in clients:
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
     return tally
 
 
 # --- /health ----------------------------------------------------------------------------------------------------------
 
 
-async def _ask_health(port: int, took_s: list[float], ready: Event, stop: Event) -> None:
-    wire = await Wire.open(port)
-    with contextlib.suppress(OSError, Broken):
-        while not stop.is_set():
-            begin = time.perf_counter()
-            await wire.send(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert (await wire.receive()).status == 200
-            took_s.append(time.perf_counter() - begin)
-            ready.set()
-            await asyncio.sleep(HEALTH_EVERY_S)
-    wire.close()
-
-
-def ask_health(ports: list[int], ready: Event, stop: Event, out: Any) -> None:
-    """In a process of its own: seconds of each answer, by port."""
-
-    async def ask() -> list[list[float]]:
-        took_s: list[list[float]] = [[] for _ in ports]
-        await asyncio.gather(*(_ask_health(port, took, ready, stop) for port, took in zip(ports, took_s, strict=True)))
-        return took_s
-
-    out.put(asyncio.run(ask()))
+@contextlib.asynccontextmanager
+async def asking_health(ports: Sequence[int]) -> AsyncIterator[dict[int, list[float]]]:
+    """Asks all the while; what is yielded is filled at the end with the seconds of each answer, by port."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "health.py"), *map(str, ports)]
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=2**26)
+    assert process.stdin and process.stdout
+    assert await asyncio.wait_for(process.stdout.readline(), 60) == b"ready\n"
+    took_s: dict[int, list[float]] = {}
+    yield took_s
+    process.stdin.close()
+    answer = json.loads(await asyncio.wait_for(process.stdout.readline(), 60))
+    took_s.update((int(port), took) for port, took in answer.items())
+    await process.wait()
 
 
 class Health(NamedTuple):
@@ -185,15 +182,9 @@ async def measure(seconds: float, num_clients: int, mib: int) -> Measured:
         with (Path(place) / "log").open("wb") as log:
             options = ("--drain", str(DRAIN_S))
             async with art_serve(model, log, *options) as (process, port), art_serve(model, log) as (_, beside):
-                spawn = multiprocessing.get_context("spawn")
-                ready, stop, out = spawn.Event(), spawn.Event(), spawn.Queue()
-                asker = spawn.Process(target=ask_health, args=([port, beside], ready, stop, out))
-                asker.start()
-                await asyncio.to_thread(ready.wait, 120)  # it imports torch first
-                tally = await attack_with(port, seconds, num_clients, mib)
-                stop.set()
-                attacked, idle = map(health_of, await asyncio.to_thread(out.get, True, 60))
-                asker.join()
+                async with asking_health((port, beside)) as took_s:
+                    tally = await attack_with(port, seconds, num_clients, mib)
+                attacked, idle = health_of(took_s[port]), health_of(took_s[beside])
                 more = asyncio.create_task(attack_with(port, END_S, num_clients, mib))
                 await asyncio.sleep(1.0)
                 begin = time.perf_counter()
