@@ -19,6 +19,7 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from email.utils import formatdate
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from art_cli.judges.ruler import RulerJudge
 from art_cli.judges.verdict import MAX_ANSWER, VerdictError, parse_verdict
 from art_cli.judges.waits import read_wait, retry_after
 from art_cli.run_dir import write_lines
+from art_cli.trajectory import Trajectory
 from tests.hostile import ATOMS, NUM_MUTATIONS, Heartbeat, MemoryBound, mutations
 from tests.judge_server import Conduct, JudgeServer, serving
 from tests.ruler_cases import rated
@@ -96,6 +98,11 @@ async def score(judge: RulerJudge, group: str = "g") -> dict[str, float] | str:
 # --- a quota that is used up ------------------------------------------------------------------------------------------
 
 
+def loads(groups: list[list[Trajectory]]) -> Iterator[tuple[str, Callable[[], list[Trajectory]]]]:
+    """The groups as `judge_groups` takes them: an id, and what gives the group when its turn has come."""
+    return ((group[0].group_id, partial(list, group)) for group in groups)
+
+
 @pytest.mark.parametrize(
     ("conduct", "says"),
     [
@@ -120,11 +127,11 @@ async def test_a_quota_that_is_used_up_stops_every_call_at_once_and_says_until_w
     """Two groups are scored before. Of 20 others, with two calls at once, at most two ask; all are owed in a second."""
     judge = make(server, concurrency=2)
     kept: list[Any] = []
-    before = iter([rated(QUALITIES, group=f"a{number}") for number in range(2)])
+    before = loads([rated(QUALITIES, group=f"a{number}") for number in range(2)])
     assert (await judge_groups(judge, before, kept.append, in_flight=2)).num_scored == 2
     server.conduct = dataclasses.replace(conduct)
     started, asked = time.monotonic(), len(server.asked)
-    after = iter([rated(QUALITIES, group=f"b{number}") for number in range(20)])
+    after = loads([rated(QUALITIES, group=f"b{number}") for number in range(20)])
     tally = await judge_groups(judge, after, kept.append, in_flight=10)
     await judge.close()
     assert time.monotonic() - started < 10 and len(server.asked) - asked <= 2

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 
 from art_cli.errors import DataError, JudgeError, JudgeStopped, printable
 from art_cli.judges import Judge
-from art_cli.judges.files import Group
 from art_cli.trajectory import ScoredTrajectory, Trajectory, score_trajectory
 
 log = logging.getLogger(__name__)
 
-Load = Callable[[Group], list[Trajectory]]
+Load = Callable[[], list[Trajectory]]
 Keep = Callable[[list[ScoredTrajectory]], None]
 
 MAX_REWARD = 1e100  # past it sums and squares of rewards are no longer finite numbers
@@ -52,8 +51,7 @@ async def judge_group(judge: Judge, group: Sequence[Trajectory]) -> list[ScoredT
 
 async def judge_groups(
     judge: Judge,
-    groups: Iterator[Group],
-    load: Load,
+    groups: Iterator[tuple[str, Load]],
     keep: Keep,
     *,
     in_flight: int,
@@ -61,21 +59,23 @@ async def judge_groups(
 ) -> Tally:
     """Loads and judges all groups and `keep`s each. A group that cannot be read stays owed, as one without a verdict.
 
+    `groups` are pairs of a group's id and the function that reads its trajectories when its turn has come.
     Cancelled, it lets go of what is in flight; what was kept stays kept.
     """
     tally = Tally()
 
     async def work() -> None:
         while tally.stopped is None and (group := next(groups, None)) is not None:
+            group_id, load = group
             try:
-                keep(await judge_group(judge, load(group)))
+                keep(await judge_group(judge, load()))
                 tally.num_scored += 1
             except (JudgeError, DataError) as error:
-                tally.owed[group.group_id] = str(error)
+                tally.owed[group_id] = str(error)
                 if isinstance(error, JudgeStopped):
                     tally.stopped = tally.stopped or str(error)
                 else:
-                    log.warning("%s: not scored, still owed: %s", printable(group.group_id), printable(str(error)))
+                    log.warning("%s: not scored, still owed: %s", printable(group_id), printable(str(error)))
             if progress is not None:
                 progress(tally)
 

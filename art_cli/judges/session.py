@@ -5,6 +5,7 @@ Reads a TrajectoryFile, appends to a ScoredFile. Nothing else remembers anything
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -65,9 +66,8 @@ class Session:
                 if progress is not None:
                     progress(len(owed), tally)
 
-            tally = await judge_groups(
-                self.judge, iter(owed), self.source.load, keep, in_flight=in_flight, progress=report
-            )
+            groups = ((group.group_id, partial(self.source.load, group)) for group in owed)
+            tally = await judge_groups(self.judge, groups, keep, in_flight=in_flight, progress=report)
             output.check_place()
         finally:
             output.close()

@@ -8,6 +8,7 @@ one group counts, so a judge that is harsher in one call than in another changes
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import msgspec
 
@@ -47,7 +48,7 @@ async def judge_contest(
     def keep(scored: list[ScoredTrajectory]) -> None:
         won[scored[0].group_id] = _share_won(scored)
 
-    groups = (_mix(name, members, theirs[name]) for name, members in ours.items())
+    groups = ((name, partial(_mix, name, members, theirs[name])) for name, members in ours.items())
     tally = await judge_groups(judge, groups, keep, in_flight=IN_FLIGHT)
     if tally.stopped or len(tally.owed) > tally.num_scored:
         reason = tally.stopped or next(iter(tally.owed.values()))
