@@ -79,7 +79,7 @@ class _Routes:
         self._defaults = defaults
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
-        self._reader = RequestReader()
+        self._reader = RequestReader(num_threads=1)  # parsing holds the interpreter: two would be no faster
 
     async def chat(self, http: HttpRequest) -> Response:
         return await self._complete(http, "chat")

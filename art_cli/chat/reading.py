@@ -5,7 +5,7 @@ no other thread run, so a body may only have so many values, whatever its length
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,20 +16,21 @@ from art_cli.threads import Crew, Crowded, Overran
 Json = dict[str, Any]
 Result = TypeVar("Result")
 
-NUM_THREADS = 2  # that read requests at once
+NUM_THREADS = 2  # that read requests at once, where the tokenizer is part of it, which lets others run
 WAIT_S = 60.0  # longest wait for one of them
 READ_S = 20.0  # longest time in one of them; a million tokens of prompt take 5
 MAX_DEPTH = 64  # of nested JSON; a tool's schema nests 10 to 20 deep
 MAX_NODES = 100_000  # brackets and colons of a body outside its strings; so many objects take 0.05 s to make
 MAX_VALUES = 2_000_000  # commas outside its strings: token ids of a prompt; so many take 0.1 s
+_SLICE = 2**20
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 class RequestReader:
     """Runs what a request costs before it is sampled: parsing, the chat template, the tokenizer."""
 
-    def __init__(self) -> None:
-        self._crew = Crew(size=NUM_THREADS, wait_s=WAIT_S, run_s=READ_S)
+    def __init__(self, num_threads: int = NUM_THREADS) -> None:
+        self._crew = Crew(size=num_threads, wait_s=WAIT_S, run_s=READ_S)
 
     async def read(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """The result of the function. Raises ChatError: 400 where it takes too long, 503 where too much waits."""
@@ -57,27 +58,32 @@ def decode_object(body: bytes) -> Json:
 
 def check_size(body: bytes, what: str = "the body", param: str | None = None) -> None:
     """Raises ChatError 400: this JSON has more values than are read."""
-    if _num_nodes(body) <= MAX_NODES and body.count(b",") <= MAX_VALUES:
+    if _is_within(body, [(0, len(body))]) or _is_within(body, _outside_strings(body)):
         return
-    num_nodes = num_commas = place = 0
+    bounds = f"{MAX_NODES:,} lists, objects and keys, or more than {MAX_VALUES:,} values"
+    raise invalid(f"{what} has more than {bounds}", param)
+
+
+def _outside_strings(body: bytes) -> Iterator[tuple[int, int]]:
+    """Where there are no strings, as places of beginning and end."""
+    place = 0
     for string in _STRING.finditer(body):
-        between = body[place : string.start()]
-        num_nodes, num_commas = num_nodes + _num_nodes(between), num_commas + between.count(b",")
-        _refuse_beyond(num_nodes, num_commas, what, param)
+        yield place, string.start()
         place = string.end()
-    rest = body[place:]
-    _refuse_beyond(num_nodes + _num_nodes(rest), num_commas + rest.count(b","), what, param)
+    yield place, len(body)
 
 
-def _num_nodes(text: bytes) -> int:
-    return text.count(b"{") + text.count(b"[") + text.count(b":")
-
-
-def _refuse_beyond(num_nodes: int, num_commas: int, what: str, param: str | None) -> None:
-    if num_nodes > MAX_NODES:
-        raise invalid(f"{what} has more than {MAX_NODES:,} lists, objects and keys", param)
-    if num_commas > MAX_VALUES:
-        raise invalid(f"{what} has more than {MAX_VALUES:,} values", param)
+def _is_within(body: bytes, spans: Iterable[tuple[int, int]]) -> bool:
+    """Whether these spans of a body hold no more brackets, colons and commas than may be."""
+    num_nodes = num_commas = 0
+    for begin, end in spans:
+        for start in range(begin, end, _SLICE):  # counting holds the interpreter, too
+            piece = body[start : min(end, start + _SLICE)]
+            num_nodes += piece.count(b"{") + piece.count(b"[") + piece.count(b":")
+            num_commas += piece.count(b",")
+            if num_nodes > MAX_NODES or num_commas > MAX_VALUES:
+                return False
+    return True
 
 
 def is_deep(value: Any) -> bool:

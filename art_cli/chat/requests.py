@@ -47,7 +47,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     wants_token_ids: bool = False  # vLLM's return_token_ids
     echo: bool = False  # the application puts the prompt before the text; backends leave it aside
-    num_bytes: int = 0  # length of the body that it came in; 0: it came in none
     user_set: frozenset[str] = frozenset()  # the sampling fields that the client itself gave
     overridden: Json = {}  # those of them that were replaced by force, with the values the client gave
 
@@ -278,10 +277,10 @@ def parse_request(body: bytes, kind: Kind, defaults: Sampling) -> Request:
     if kind == "chat":
         chat = _convert(fields, _ChatWire)
         _refuse_unknown(fields, _ChatWire)
-        return msgspec.structs.replace(_chat_request(fields, chat, defaults), num_bytes=len(body))
+        return _chat_request(fields, chat, defaults)
     text = _convert(fields, _TextWire)
     _refuse_unknown(fields, _TextWire)
-    return msgspec.structs.replace(_text_request(text, defaults), num_bytes=len(body))
+    return _text_request(text, defaults)
 
 
 def _convert(fields: Json, kind: type[_AnyWire]) -> _AnyWire:

@@ -25,8 +25,7 @@ Json = dict[str, Any]
 
 CALL, CALL_END, THINK, THINK_END = MARKERS
 SPACE = " \n\r\t"
-MAX_ESCAPE = 6  # bytes of a character in JSON, as \u0041
-MAX_ASIDE = 2**20  # bytes of a body that may be no part of the prompt: schemas, metadata, thoughts that are left out
+MAX_ASIDE = 2**20  # characters of messages and tools that a template may leave out: thoughts of earlier turns
 MAX_LENGTH = 2**20  # tokens of a prompt where nobody says how many the context holds
 
 
@@ -61,12 +60,12 @@ def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGT
 
     Raises ChatError 400: what the template refuses, what the context cannot hold, or what this engine cannot do.
     """
-    if request.num_bytes > MAX_ESCAPE * max_length * vocabulary.longest + MAX_ASIDE:
-        raise too_long(request, f"more than {max_length}", max_length)
     if request.prompt is not None:
         text = request.prompt
         return Prompt(text if isinstance(text, list) else _encode(vocabulary, text, max_length, request))
     tools = request.tools if request.tool_choice != "none" else []
+    if _num_letters([request.messages, tools]) > max_length * vocabulary.longest + MAX_ASIDE:
+        raise too_long(request, f"more than {max_length}", max_length)
     template = vocabulary.tokenizer.chat_template or ""
     text = _apply_template(vocabulary, request, tools, max_length)
     opening = _call_opening(request.tool_choice, template) if tools else ""
@@ -77,6 +76,13 @@ def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGT
     ids = _encode(vocabulary, text + opening, max_length, request)
     format = reply_format(vocabulary, request, tools, thoughts)
     return Prompt(ids, THINK if thoughts == "begun" else opening, bool(tools), has_thinking, format)
+
+
+def _num_letters(value: Any) -> int:
+    """Characters of all texts in a JSON value."""
+    if isinstance(value, dict):
+        return sum(map(_num_letters, value.values()))
+    return sum(map(_num_letters, value)) if isinstance(value, list) else len(value) if isinstance(value, str) else 0
 
 
 def num_wanted(request: Request) -> int:
