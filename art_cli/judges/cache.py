@@ -116,7 +116,7 @@ class VerdictCache:
             self._db.execute(f"pragma busy_timeout = {HELD_MS}")
         except (sqlite3.Error, OSError, UnicodeError) as error:
             raise UsageError(
-                f"judge.cache: {path}: {error}; name another file, or turn it off with judge.cache=null"
+                f"judge.cache: {path}: {_line(error)}; name another file, or turn it off with judge.cache=null"
             ) from error
         self._decoder = msgspec.msgpack.Decoder(StoredVote)
 
@@ -142,7 +142,7 @@ class VerdictCache:
         except (sqlite3.Error, UnicodeError) as error:
             is_busy = getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
             raise (CacheBusy if is_busy else JudgeStopped)(
-                f"judge.cache: {self.path}: {error}; move it away, name another file, or turn it off with "
+                f"judge.cache: {self.path}: {_line(error)}; move it away, name another file, or turn it off with "
                 "judge.cache=null; what is scored is saved"
             ) from error
 
@@ -198,6 +198,11 @@ def _is_usable(vote: StoredVote, num_attempts: int) -> bool:
     counts = usage.calls, usage.prompt_tokens, usage.completion_tokens, usage.cost_usd or 0.0, usage.latency_s
     is_paid = all(0 <= count < MAX_COUNT for count in counts)
     return len(vote.entries) == num_attempts and places_are_whole and scores_are_in_range and is_paid
+
+
+def _line(error: Exception) -> str:
+    """SQLite repeats a damaged schema, newlines and all."""
+    return " ".join(str(error).split())[:200]
 
 
 def _storable(text: str) -> str:
