@@ -1,9 +1,9 @@
 """Chat requests as prompt tokens, and sampled text as assistant messages.
 
-`render` goes through the tokenizer's chat template. `MessageParser` reads what Hermes and Qwen templates write:
-`<tool_call>{"name": ..., "arguments": ...}</tool_call>` blocks become tool calls, a leading `<think>` block becomes
-`reasoning_content`, everything else stays content, byte for byte but for the line break that those templates put before
-a call. So the next turn's prompt, rendered from the message that came back, goes on from the tokens sampled.
+`render` goes through the tokenizer's chat template. `MessageParser` reads what came back: calls in the syntax that the
+template writes (call_syntax.py) become tool calls, a leading `<think>` block becomes `reasoning_content`.
+Everything else stays content, byte for byte but for the line break that templates put before a call. So the next turn's
+prompt is rendered from the message that came back and goes on from the tokens sampled.
 
 A block that is no call (broken JSON, no name) stays content. `tool_choice` "required" or a named function puts the
 opening of a call into the prompt, as those templates write it, and a grammar holds the rest to the tools' schemas; so
@@ -11,20 +11,19 @@ does one for `response_format` (formats.py).
 """
 
 import json
-import uuid
 from typing import Any
 
 from art_cli.chat.errors import ChatError, invalid
 from art_cli.chat.reading import check_size
 from art_cli.chat.requests import Request, text_of
+from art_cli.engines.embedded.call_syntax import HERMES, SPACE, CallSyntax, Schemas, find_syntax, schemas_of
 from art_cli.engines.embedded.formats import Format, Thoughts, reply_format
 from art_cli.engines.embedded.templates import TooLong
 from art_cli.engines.embedded.text import MARKERS, Vocabulary, overlap
 
 Json = dict[str, Any]
 
-CALL, CALL_END, THINK, THINK_END = MARKERS
-SPACE = " \n\r\t"
+CALL, _, THINK, THINK_END = MARKERS
 MAX_ASIDE = 2**20  # characters of messages and tools that a template may leave out: thoughts of earlier turns
 MAX_LENGTH = 2**20  # tokens of a prompt where nobody says how many the context holds
 
@@ -39,12 +38,16 @@ class Prompt:
         has_tools: bool = False,
         has_thinking: bool = False,
         format: Format | None = None,
+        syntax: CallSyntax = HERMES,
+        schemas: Schemas | None = None,
     ) -> None:
         self.ids = ids
         self.opening = opening  # text of the answer that stands in the prompt already
         self.has_tools = has_tools
         self.has_thinking = has_thinking
         self.format = format  # what the answer is held to; None: free
+        self.syntax = syntax  # how this model writes calls
+        self.schemas = schemas or {}
 
     def parser(self) -> "MessageParser":
         return MessageParser(
@@ -52,6 +55,8 @@ class Prompt:
             has_thinking=self.has_thinking,
             opening=self.opening,
             is_held=self.format is not None,
+            syntax=self.syntax,
+            schemas=self.schemas,
         )
 
 
@@ -68,14 +73,16 @@ def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGT
         raise too_long(request, f"more than {max_length}", max_length)
     template = vocabulary.tokenizer.chat_template or ""
     text = _apply_template(vocabulary, request, tools, max_length)
-    opening = _call_opening(request.tool_choice, template) if tools else ""
+    syntax = find_syntax(template)
+    opening = _call_opening(request.tool_choice, template, syntax) if tools else ""
     has_thinking = THINK_END in template
     thoughts: Thoughts = "free" if has_thinking and not text.rstrip().endswith(THINK_END) else "none"
     if has_thinking and text.rstrip().endswith(THINK):
         opening, thoughts = "", "begun"  # the call comes after the thought
     ids = _encode(vocabulary, text + opening, max_length, request)
     format = reply_format(vocabulary, request, tools, thoughts)
-    return Prompt(ids, THINK if thoughts == "begun" else opening, bool(tools), has_thinking, format)
+    begun = THINK if thoughts == "begun" else opening
+    return Prompt(ids, begun, bool(tools), has_thinking, format, syntax, schemas_of(tools))
 
 
 def _num_letters(value: Any) -> int:
@@ -150,11 +157,11 @@ def _read_arguments(arguments: str) -> Any:
     return json.loads(arguments)
 
 
-def _call_opening(choice: str | Json, template: str) -> str:
+def _call_opening(choice: str | Json, template: str, syntax: CallSyntax) -> str:
     if choice in ("auto", "none"):
         return ""
-    if CALL not in template:
-        raise invalid(f"tool_choice: only 'auto' and 'none' here, the chat template writes no {CALL}", "tool_choice")
+    if CALL not in template or not syntax.can_be_forced:
+        raise invalid(f"tool_choice: only 'auto' and 'none' here, the chat template writes no {CALL}{{", "tool_choice")
     if isinstance(choice, dict):
         return f'{CALL}\n{{"name": {json.dumps(choice["function"]["name"], ensure_ascii=False)}, "arguments": '
     return f'{CALL}\n{{"name": "'
@@ -169,9 +176,19 @@ class MessageParser:
     `message` is the deltas put together, so that streamed and whole answers are the same.
     """
 
-    def __init__(self, *, has_tools: bool, has_thinking: bool, opening: str = "", is_held: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        has_tools: bool,
+        has_thinking: bool,
+        opening: str = "",
+        is_held: bool = False,
+        syntax: CallSyntax = HERMES,
+        schemas: Schemas | None = None,
+    ) -> None:
         """`is_held`: to a format, so that what does not begin with a call has none."""
         self._has_tools, self._is_held = has_tools, is_held
+        self._syntax, self._schemas = syntax, schemas or {}
         self._held = opening  # not decided yet
         self._state = "start" if has_thinking else "content"  # start, think, content, call
         self._gap = ""  # white space after a call, shown if text follows
@@ -236,34 +253,43 @@ class MessageParser:
         return []
 
     def _in_content(self, is_last: bool) -> list[Json]:
-        if self._is_held and self._held and not self.calls and not overlap(self._held, CALL):
-            self._has_tools = self._has_tools and self._held.startswith(CALL)
+        begin = self._syntax.begin
+        if self._is_held and self._held and not self.calls and not overlap(self._held, begin):
+            self._has_tools = self._has_tools and self._held.startswith(begin)
         if not self._has_tools:
             text, self._held = self._held, ""
             return self._show(text)
-        before, call, rest = self._held.partition(CALL)
+        if self._may_be_bare_call() and not is_last:
+            return []
+        if self._may_be_bare_call() and (calls := self._syntax.read(self._held, self._schemas)):
+            self._held = ""
+            return self._call(calls)
+        before, call, rest = self._held.partition(begin)
         if call:
             self._held, self._state = rest, "call"
             return self._show(before.removesuffix("\n"))
-        keep = 0 if is_last else max(overlap(before, CALL), overlap(before, "\n" + CALL))
+        keep = 0 if is_last else max(overlap(before, begin), overlap(before, "\n" + begin))
         self._held = before[len(before) - keep :]
         return self._show(before[: len(before) - keep], is_last)
 
     def _in_call(self, is_last: bool) -> list[Json]:
-        body, end, rest = self._held.partition(CALL_END)
-        if not end and not is_last:
+        end = self._syntax.end
+        body, found, rest = self._held.partition(end) if end else (self._held, "", "")
+        if not found and not is_last:
             return []
-        self._state = "content"
-        call = _read_call(body)
-        if call is None:
-            self._held = ""
-            shown = self._show(CALL + body + end)
-            self._held = rest
-            return shown
-        self._held = rest
-        self.calls.append(call)
-        index = len(self.calls) - 1
-        return [{"tool_calls": [{"index": index, **call}]}]
+        self._state, self._held = "content", rest
+        calls = self._syntax.read(body, self._schemas)
+        return self._show(self._syntax.begin + body + found) if calls is None else self._call(calls)
+
+    def _may_be_bare_call(self) -> bool:
+        """Whether the whole reply may turn out to be one call that no marker announces."""
+        is_first = not self.calls and not self._content
+        return self._syntax.is_bare_json and is_first and self._held.lstrip(SPACE).startswith("{")
+
+    def _call(self, calls: list[Json]) -> list[Json]:
+        first = len(self.calls)
+        self.calls += calls
+        return [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(calls, first)]
 
     def _show(self, text: str, is_last: bool = False) -> list[Json]:
         """Content; white space behind a call is kept back until something other follows it."""
@@ -286,45 +312,3 @@ class MessageParser:
 def _before_marker(text: str, marker: str) -> str:
     """The text without an end that is line breaks followed by the beginning of the marker."""
     return text[: len(text) - overlap(text, marker)].rstrip("\n")
-
-
-def _read_call(body: str) -> Json | None:
-    """The OpenAI tool call of a block's text; None where it is none. The arguments' text stays as it was sampled."""
-    fields = _read_object(body.strip(SPACE))
-    if fields is None or "name" not in fields:
-        return None
-    name = json.loads(fields["name"])
-    arguments = fields.get("arguments", fields.get("parameters", "{}"))
-    if not isinstance(name, str) or not arguments.startswith("{"):
-        return None
-    return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
-
-
-def _read_object(text: str) -> dict[str, str] | None:
-    """A JSON object's fields, each value as the text it was written in; None where the text is not one object."""
-    decoder = json.JSONDecoder()
-    try:
-        if not isinstance(json.loads(text), dict):
-            return None
-    except (ValueError, RecursionError):
-        return None
-    fields, place = {}, _skip(text, 1)
-    while text[place] != "}":
-        key, place = decoder.raw_decode(text, place)
-        start = _skip(text, _skip(text, place) + 1)  # behind the colon
-        _, end = decoder.raw_decode(text, start)
-        fields[key] = text[start:end]
-        place = _skip(text, end)
-        if text[place] == ",":
-            place = _skip(text, place + 1)
-    return fields
-
-
-def _skip(text: str, place: int) -> int:
-    while text[place] in SPACE:
-        place += 1
-    return place

@@ -16,7 +16,9 @@ MAX_WAITING = 16  # tokens; the bytes of a character are in 4 at most, between t
 MAX_UNKNOWN = 3  # U+FFFD that the beginning of a character may be decoded to, one for each of its bytes
 SURE = 8  # characters a token beyond which a text is counted in parts first; English has 4 to 5
 SMALLEST_PART = 4096  # characters
-MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # part of the text also where they are special tokens
+MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+# Markers that are part of the text also where they are special tokens, since a message is read from them.
+SHOWN = (*MARKERS, "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|tool_call|>", "<|/tool_call|>")
 
 
 class Vocabulary:
@@ -25,7 +27,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer)
-        shown = {tokenizer.convert_tokens_to_ids(marker) for marker in MARKERS}
+        shown = {tokenizer.convert_tokens_to_ids(marker) for marker in SHOWN} - {tokenizer.unk_token_id}
         special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.hidden = frozenset(special | set(tokenizer.all_special_ids)) - shown
         self._size = 1 + max(tokenizer.get_vocab().values())

@@ -1,0 +1,227 @@
+"""How a model family writes tool calls in its text: where a call begins and ends, and how one is read
+
+    hermes    <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>              Qwen 2.5 and 3, Hermes
+    xml       <tool_call><function=f><parameter=a>1</parameter></function></tool_call>  Qwen3-Coder
+    glm       <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>      GLM 4.5
+    mistral   [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}], [TOOL_CALLS]f[ARGS]{"a": 1}
+    llama     {"name": "f", "parameters": {"a": 1}}, with or without <|python_tag|>     Llama 3
+    phi       <|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>         Phi-4-mini
+
+Each syntax reads the text between its two markers and answers with the calls in it, or None where that text is no call
+and stays content. The arguments of JSON syntaxes stay the very text that was sampled; the others are written as JSON,
+each value by the type that the tool's schema gives it.
+"""
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+Schemas = Mapping[str, Json]  # a tool's name -> the JSON Schema of its parameters
+
+SPACE = " \n\r\t"
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """Example: CallSyntax("hermes", "<tool_call>", "</tool_call>", read_json_call)"""
+
+    name: str
+    begin: str
+    end: str  # empty: a call goes on to the end of the reply
+    read: Callable[[str, Schemas], list[Json] | None]
+    is_bare_json: bool = False  # a reply that is one JSON object with a name is a call without `begin` as well
+
+    @property
+    def can_be_forced(self) -> bool:
+        """Whether a grammar can hold a reply to this syntax (formats.py writes Hermes calls)."""
+        return self.name == "hermes"
+
+
+def find_syntax(template: str) -> CallSyntax:
+    """The syntax of a model's chat template; Hermes for a template that shows none of them."""
+    for mark, syntax in _BY_MARK:
+        if mark in template:
+            return syntax
+    return HERMES
+
+
+def is_known(template: str) -> bool:
+    """Whether the template writes calls in a syntax that is read here."""
+    return any(mark in template for mark, _ in _BY_MARK)
+
+
+def call_of(name: str, arguments: str) -> Json:
+    """The OpenAI tool call with an id of its own; `arguments` is JSON text."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def schemas_of(tools: Sequence[Json]) -> Schemas:
+    return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def read_json_call(body: str, _: Schemas = {}) -> list[Json] | None:  # noqa: B006  (read only)
+    """One object with `name` and `arguments` (or `parameters`)."""
+    call = _json_call(body.strip(SPACE))
+    return None if call is None else [call]
+
+
+def read_json_calls(body: str, _: Schemas) -> list[Json] | None:
+    """A list of such objects, or one, or several joined by semicolons (Llama)."""
+    text = body.strip(SPACE)
+    texts = _split_list(text) if text.startswith("[") else _split_objects(text)
+    calls = [_json_call(one) for one in texts or ()]
+    return [call for call in calls if call is not None] if calls and None not in calls else None
+
+
+def _json_call(text: str) -> Json | None:
+    """The arguments' text stays as it was sampled."""
+    fields = read_object(text)
+    if fields is None or "name" not in fields:
+        return None
+    name = json.loads(fields["name"])
+    arguments = fields.get("arguments", fields.get("parameters", "{}"))
+    if not isinstance(name, str) or not arguments.startswith("{"):
+        return None
+    return call_of(name, arguments)
+
+
+def read_object(text: str) -> dict[str, str] | None:
+    """A JSON object's fields, each value as the text it was written in; None where the text is not one object."""
+    decoder = json.JSONDecoder()
+    try:
+        if not isinstance(json.loads(text), dict):
+            return None
+    except (ValueError, RecursionError):
+        return None
+    fields, place = {}, _skip(text, 1)
+    while text[place] != "}":
+        key, place = decoder.raw_decode(text, place)
+        start = _skip(text, _skip(text, place) + 1)  # the value begins behind the colon
+        _, end = decoder.raw_decode(text, start)
+        fields[key] = text[start:end]
+        place = _skip(text, end)
+        if text[place] == ",":
+            place = _skip(text, place + 1)
+    return fields
+
+
+def _split_list(text: str) -> list[str] | None:
+    """The texts of a JSON list's items."""
+    try:
+        if not isinstance(json.loads(text), list):
+            return None
+    except (ValueError, RecursionError):
+        return None
+    decoder = json.JSONDecoder()
+    items, place = [], _skip(text, 1)
+    while text[place] != "]":
+        _, end = decoder.raw_decode(text, place)
+        items.append(text[place:end])
+        place = _skip(text, end)
+        if text[place] == ",":
+            place = _skip(text, place + 1)
+    return items
+
+
+def _split_objects(text: str) -> list[str] | None:
+    decoder = json.JSONDecoder()
+    items, place = [], 0
+    while place < len(text):
+        try:
+            _, end = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            return None
+        items.append(text[place:end])
+        place = end
+        while place < len(text) and text[place] in SPACE + ";":
+            place += 1
+    return items
+
+
+def _skip(text: str, place: int) -> int:
+    while text[place] in SPACE:
+        place += 1
+    return place
+
+
+# --- the others -------------------------------------------------------------------------------------------------------
+
+_ARGUMENTS = re.compile(r"\s*([\w.\-]{1,200})\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]", re.ASCII)
+_FUNCTION = re.compile(r"\s*<function=([^>\n]{1,200})>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]{1,200})>\n?(.*?)\n?</parameter>", re.DOTALL)
+_GLM_NAME = re.compile(r"\s*([\w.\-]{1,200})\s*(?=<arg_key>|$)", re.ASCII)
+_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+
+
+def read_mistral_calls(body: str, schemas: Schemas) -> list[Json] | None:
+    """A JSON list, or `name[ARGS]{...}` once for each call, `[TOOL_CALLS]` between them."""
+    if "[ARGS]" not in body:
+        return read_json_calls(body, schemas)
+    calls = []
+    for part in body.split("[TOOL_CALLS]"):
+        found = _ARGUMENTS.match(part)
+        arguments = part[found.end() :].strip(SPACE) if found else ""
+        if found is None or read_object(arguments) is None:
+            return None
+        calls.append(call_of(found[1], arguments))
+    return calls
+
+
+def read_xml_call(body: str, schemas: Schemas) -> list[Json] | None:
+    """`<function=f><parameter=a>text</parameter></function>`, or JSON as Hermes writes it."""
+    found = _FUNCTION.fullmatch(body)
+    if found is None:
+        return read_json_call(body)
+    return [_typed_call(found[1].strip(), _PARAMETER.findall(found[2]), schemas)]
+
+
+def read_glm_call(body: str, schemas: Schemas) -> list[Json] | None:
+    """`f<arg_key>a</arg_key><arg_value>text</arg_value>`"""
+    found = _GLM_NAME.match(body)
+    rest = body[found.end() :] if found else ""
+    if found is None or _GLM_ARGUMENT.sub("", rest).strip(SPACE):
+        return None
+    return [_typed_call(found[1], _GLM_ARGUMENT.findall(rest), schemas)]
+
+
+def _typed_call(name: str, arguments: Sequence[tuple[str, str]], schemas: Schemas) -> Json:
+    properties = schemas.get(name, {}).get("properties")
+    types = properties if isinstance(properties, dict) else {}
+    values = {key.strip(): _typed(text, types.get(key.strip())) for key, text in arguments}
+    return call_of(name, json.dumps(values, ensure_ascii=False))
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """The value that a text stands for: itself where the schema says string, else what it is as JSON, if it is any."""
+    if isinstance(schema, dict) and schema.get("type") == "string":
+        return text
+    try:
+        return json.loads(text, parse_constant=lambda name: name)
+    except (ValueError, RecursionError):
+        return text
+
+
+HERMES = CallSyntax("hermes", "<tool_call>", "</tool_call>", read_json_call)
+XML = CallSyntax("xml", "<tool_call>", "</tool_call>", read_xml_call)
+GLM = CallSyntax("glm", "<tool_call>", "</tool_call>", read_glm_call)
+MISTRAL = CallSyntax("mistral", "[TOOL_CALLS]", "", read_mistral_calls)
+LLAMA = CallSyntax("llama", "<|python_tag|>", "", read_json_calls, is_bare_json=True)
+PHI = CallSyntax("phi", "<|tool_call|>", "<|/tool_call|>", read_json_calls)
+
+_BY_MARK = (  # the first mark that a template contains decides
+    ("<function=", XML),
+    ("<arg_key>", GLM),
+    ("<tool_call>", HERMES),
+    ("[TOOL_CALLS]", MISTRAL),
+    ("<|python_tag|>", LLAMA),
+    ('"parameters": ', LLAMA),  # Llama 3.2 describes the object and has no tag
+    ("<|tool_call|>", PHI),
+)
