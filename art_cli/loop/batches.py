@@ -108,7 +108,7 @@ def _check_scored(scorer: GroupScorer, step: int) -> None:
     if scorer.stopped or len(scorer.failures) > len(scorer.scored):
         reason = scorer.stopped or next(iter(scorer.failures.values()))
         raise RunError(
-            f"step {step}: {len(scorer.failures)} groups could not be judged ({reason}); "
+            f"step {step + 1}: {len(scorer.failures)} groups could not be judged ({reason}); "
             "nothing is lost: mend the judge and run the same command again"
         )
 
