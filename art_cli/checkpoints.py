@@ -9,17 +9,26 @@ A checkpoint is what `run_dir` wrote: a manifest with a hash for every file. A p
 one; it becomes step 0 of a run when it is imported, and is taken as it is where it is served.
 """
 
-import json
 import logging
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from art_cli.errors import CheckpointError, RunError, UsageError
-from art_cli.run_dir import Manifest, RunDir, new_checkpoint, new_directory, verify_checkpoint, write_lines
+from art_cli.errors import CheckpointError, DataError, RunError, UsageError, one_line
+from art_cli.run_dir import (
+    Manifest,
+    RunDir,
+    new_checkpoint,
+    new_directory,
+    read_object,
+    remove,
+    verify_checkpoint,
+    write_lines,
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +47,37 @@ class Found(NamedTuple):
     @property
     def step(self) -> int:
         return self.manifest.step if self.manifest is not None else 0
+
+
+class _Model(msgspec.Struct):
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_length: Annotated[int, msgspec.Meta(ge=1, le=2**31)] | None = None
+    quantize: Literal["4bit"] | None = None
+    base: str = ""
+
+
+class _Sampling(msgspec.Struct):
+    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31)] | None = None
+
+
+class _Rollout(msgspec.Struct):
+    sampling: _Sampling = msgspec.field(default_factory=_Sampling)
+
+
+class _Train(msgspec.Struct):
+    keep_checkpoints: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = KEEP
+
+
+class _Settings(msgspec.Struct):
+    """What is read of a run's config.json apart from training. Other keys may be those of another version."""
+
+    model: _Model = msgspec.field(default_factory=_Model)
+    rollout: _Rollout = msgspec.field(default_factory=_Rollout)
+    train: _Train = msgspec.field(default_factory=_Train)
+    engine: dict[str, Any] = {}
 
 
 class Listed(NamedTuple):
@@ -70,7 +110,7 @@ def find(path: Path, *, best: bool = False) -> Found | None:
         return _found(path, RunDir(home.parent) if home.name == "checkpoints" else None)
     if (path / ADAPTER_CONFIG).exists():
         return Found(path, None, None, True)
-    if "model_type" in _read_json(path / "config.json"):
+    if is_base(path):
         return Found(path, None, None, False)
     raise CheckpointError(
         f"{path}: no checkpoint (manifest.json), run (checkpoints/), PEFT adapter ({ADAPTER_CONFIG}) or model "
@@ -123,9 +163,38 @@ def base_of(found: Found) -> str:
     return name
 
 
+def is_base(path: Path) -> bool:
+    """Whether a directory is a base model: a model's config.json, and neither a checkpoint nor an adapter."""
+    if (path / "manifest.json").exists() or (path / ADAPTER_CONFIG).exists():
+        return False
+    return "model_type" in _read_json(path / "config.json")
+
+
+def base_of_run(run: RunDir) -> str:
+    """The hub id or directory of the base model that a run's policy stands on, step 0 and all later ones.
+
+    It is the one that the run built, else the one that its newest checkpoint names. Raises CheckpointError: there is
+    neither, or what is named is not there.
+    """
+    if run.base.is_dir():
+        return str(run.base)
+    return base_of(newest(run, best=False))
+
+
 def run_config(run: RunDir | None) -> dict[str, Any]:
-    """A run's resolved configuration; empty where it has none."""
-    return _read_json(run.config_path) if run is not None else {}
+    """A run's resolved configuration; empty where it has none.
+
+    Raises DataError: not a JSON object, or one whose values cannot be those of a configuration.
+    """
+    if run is None or not os.path.lexists(run.config_path):
+        return {}
+    config = read_object(run.config_path)
+    try:
+        msgspec.convert(config, _Settings)
+    except (msgspec.ValidationError, OverflowError) as error:
+        message = f"not a configuration of art: {one_line(error)}; put back the file that `art train` wrote"
+        raise DataError(message, run.config_path) from None
+    return config
 
 
 # --- listing and pruning ----------------------------------------------------------------------------------------------
@@ -158,9 +227,9 @@ def _best(entries: list[Listed]) -> Listed | None:
 
 
 def prune(run: RunDir, *, keep: int | None) -> list[Listed]:
-    """Removes, and returns, what is neither among the `keep` newest valid checkpoints nor the best evaluated one.
+    """Removes, and returns, every checkpoint that is not valid or that `to_remove` names.
 
-    None: as many as the run's own configuration keeps. Raises RunError: a training process holds the run, or no
+    `keep` None: as many as the run's own configuration keeps. Raises RunError: a training process holds the run, or no
     checkpoint of it is valid (then nothing is removed).
     """
     if keep is None:
@@ -168,14 +237,33 @@ def prune(run: RunDir, *, keep: int | None) -> list[Listed]:
     listed(run)  # it is a run: nothing is made by locking
     with run.lock():
         entries = listed(run)
-        valid = [entry for entry in entries if entry.problem is None]
+        valid = {entry.step for entry in entries if entry.problem is None}
         if entries and not valid:
             raise RunError(f"{run.root}: no checkpoint here is valid; none was removed")
-        kept = {entry.step for entry in valid[-keep:]} | {entry.step for entry in entries if entry.is_best}
-        removed = [entry for entry in entries if entry.step not in kept]
+        unwanted = to_remove(valid, _rewards(run), keep=keep)
+        removed = [entry for entry in entries if entry.step not in valid or entry.step in unwanted]
         for entry in removed:
-            shutil.rmtree(entry.path)
+            remove(entry.path)
     return removed
+
+
+def prune_trained(run: RunDir, *, keep: int) -> None:
+    """Removes what `to_remove` names, for the training process that holds the run and wrote its checkpoints."""
+    for step in to_remove(run.checkpoint_steps(), _rewards(run), keep=keep):
+        remove(run.checkpoint_path(step))
+
+
+def to_remove(steps: Iterable[int], rewards: Mapping[int, float], *, keep: int) -> set[int]:
+    """The rule of pruning: what is neither among the `keep` newest steps, nor the best evaluated one, nor step 0.
+
+    Step 0 is the starting policy, which every later one is compared with. `rewards` are those of evaluated steps; of
+    equal ones the latest is the best.
+
+    Example: to_remove([0, 1, 2, 3, 4], {1: 0.5, 4: 0.2}, keep=2) is {2}.
+    """
+    there = sorted(steps)
+    best = max((step for step in there if step in rewards), key=lambda step: (rewards[step], step), default=None)
+    return {step for step in there[:-keep] if step not in (0, best)}
 
 
 def _evaluations(run: RunDir) -> dict[int, dict[str, float]]:
@@ -192,6 +280,11 @@ def _by_reward(run: RunDir) -> Iterator[int]:
     """The steps whose evaluation has a reward, highest first, the latest of equals first."""
     rewards = {step: metrics["reward"] for step, metrics in _evaluations(run).items() if "reward" in metrics}
     yield from sorted(rewards, key=lambda step: (rewards[step], step), reverse=True)
+
+
+def _rewards(run: RunDir) -> dict[int, float]:
+    """The mean reward of each evaluated step."""
+    return {step: metrics["reward"] for step, metrics in _evaluations(run).items() if "reward" in metrics}
 
 
 # --- new runs from old ------------------------------------------------------------------------------------------------
@@ -251,16 +344,8 @@ def check_adapter(adapter: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file. Raises CheckpointError: it is none."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return value
+    """A JSON object; empty where there is no such file. Raises DataError: it is none."""
+    return read_object(path) if os.path.lexists(path) else {}
 
 
 def as_json(entry: Listed) -> dict[str, Any]:

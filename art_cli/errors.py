@@ -139,3 +139,12 @@ def describe(error: BaseException) -> str:
     except Exception as failure:  # the exception's own `__str__` is other people's code too
         text = f"its text cannot be had: {type(failure).__name__}"
     return printable(f"{type(error).__name__}: {' '.join(text.split())}", limit=1000)
+
+
+def one_line(error: BaseException, *, limit: int = 200) -> str:
+    """The first line of what a foreign error says, printable, at most `limit` letters; its type where it is silent."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # an error's own __str__ may fail
+        lines = []
+    return printable(lines[0] if lines else type(error).__name__, limit=limit)

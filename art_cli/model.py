@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import logging
 import math
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +21,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from art_cli import plugins, quantization, run_dir
+from art_cli.base_files import check_base, read_template, refuse_pickles
 from art_cli.config.schema import LoraConfig, ModelConfig
-from art_cli.errors import CheckpointError, UsageError
+from art_cli.errors import ArtError, CheckpointError, RunError, UsageError, one_line
 from art_cli.precision import choose_dtype
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 HUB_TIMEOUT_S = 10.0
 DEFAULT_LENGTH = 4096  # tokens, for a model that does not say
@@ -83,20 +88,16 @@ def outline(base: str, adapter: Path | None, *, named: str | None = None) -> Out
     import peft
     import transformers
 
-    if not Path(base).is_dir():
-        _find_on_hub(base, named)
-    try:
+    _find(base, named)
+    with _loading(base, named or repr(base)):
         config: Any = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
         has_tokenizer = adapter is not None and (adapter / "tokenizer_config.json").is_file()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            adapter if has_tokenizer else base, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{named or repr(base)} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+        tokenizer = _load_tokenizer(str(adapter) if has_tokenizer else base)
     rank = 1
     if adapter is not None:
-        lora: Any = peft.PeftConfig.from_pretrained(str(adapter))
-        rank = max([lora.r, *lora.rank_pattern.values()])
+        with _fitting(adapter):
+            lora: Any = peft.PeftConfig.from_pretrained(str(adapter))
+            rank = max([lora.r, *lora.rank_pattern.values()])
     template = tokenizer.chat_template
     max_length = getattr(config, "max_position_embeddings", None) or DEFAULT_LENGTH
     return Outline(max_length, rank, template if isinstance(template, str) else None)
@@ -111,12 +112,15 @@ def find_base(base: str, *, directory: Path, built: Path, named: str = "model.ba
         return str((directory / base).resolve())
     if ":" not in base:
         return base
+    if os.path.lexists(built) and not built.is_dir():
+        raise RunError(f"{built}: not a directory; remove it and the base model is built there again")
     if not built.exists():
         build = plugins.resolve(base, base=directory)
         _hide_progress_bars()
         try:
             with run_dir.new_directory(built) as empty:
                 build(empty)
+                run_dir.write_hashes(empty)
         except Exception as error:
             raise UsageError(f"{named}: {base} failed: {type(error).__name__}: {error}") from error
     return str(built)
@@ -145,21 +149,13 @@ def load_weights(
 
     _spare_collector(has_transformers=load is None)
     place = torch.device(_pick_device(device))
-    if not Path(base).is_dir():
-        _find_on_hub(base, named)
-    try:
+    _find(base, named)
+    with _loading(base, named):
         dtype = getattr(torch, config.dtype) if config.dtype != "auto" else choose_dtype(base, place)
         model = (load or _load_model)(config, base, place, dtype, seed)  # Unsloth's comes before transformers' import
         tokenizer = _load_tokenizer(base)
-    except (OSError, ValueError) as error:
-        summary = str(error).strip().splitlines()[0]
-        raise UsageError(
-            f"{named} cannot be loaded: {summary}"
-            if named
-            else f"model.base: cannot load {base!r} (hub id, directory or file.py:function): {summary}"
-        ) from error
     if config.chat_template is not None:
-        tokenizer.chat_template = config.chat_template.read_text()
+        tokenizer.chat_template = read_template(config.chat_template)
     if not tokenizer.chat_template:
         cure = "give it a chat_template.jinja" if named else "name a Jinja file in model.chat_template"
         raise UsageError(f"{base}: its tokenizer has no chat template; {cure}")
@@ -181,15 +177,13 @@ def load_checkpoint(
 
     path = checkpoint / (ADAPTER_FILE if weights.has_adapter else MODEL_FILE)
     if not path.is_file():
+        refuse_pickles(checkpoint)
         raise CheckpointError(f"{checkpoint}: no {path.name}; is model.lora what it was when this was trained?")
-    try:
+    with _fitting(path):
         tensors = load_file(path)
         with weights.lock:
             _set_tensors(weights, tensors if part is None else _parts(weights, tensors, part))
             weights.version += 1
-    except Exception as error:
-        summary = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{path}: does not fit this model: {summary}") from error
 
 
 def on_base(base: Weights, adapter: Path | None) -> Weights:
@@ -198,8 +192,6 @@ def on_base(base: Weights, adapter: Path | None) -> Weights:
     The adapter says itself what it is (adapter_config.json); its tokenizer wins over the base's. Any number of policies
     may stand on one base, and none sees the others. Raises CheckpointError: no LoRA adapter there, or of another model.
     """
-    import transformers
-
     assert not base.has_adapter, "adapters are put on a bare base model"
     memo = {id(tensor): tensor for tensor in [*base.model.parameters(), *base.model.buffers()]}
     model = copy.deepcopy(base.model, memo)
@@ -208,7 +200,8 @@ def on_base(base: Weights, adapter: Path | None) -> Weights:
     model = _wrap(model, adapter)
     tokenizer = base.tokenizer
     if (adapter / "tokenizer_config.json").is_file():
-        tokenizer = transformers.AutoTokenizer.from_pretrained(adapter, trust_remote_code=False)
+        with _fitting(adapter / "tokenizer.json"):
+            tokenizer = _load_tokenizer(str(adapter))
     weights = replace(base, model=model, tokenizer=tokenizer, has_adapter=True, version=0, lock=threading.RLock())
     load_checkpoint(weights, adapter)
     return weights
@@ -290,9 +283,11 @@ def _load_model(config: ModelConfig, base: str, place: torch.device, dtype: torc
     if config.quantize is not None:
         quantization.require_bitsandbytes()
         few_bits = {"quantization_config": quantization.settings(dtype), "device_map": {"": place}}
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        base, dtype=dtype, trust_remote_code=False, **few_bits
+    made: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        base, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **few_bits
     )
+    model, found = made
+    _check_complete(found)
     quantization.keep_layout(model)
     if config.lora is not None:
         model = add_adapter(model, config.lora, seed)
@@ -311,11 +306,58 @@ def _spare_collector(*, has_transformers: bool) -> None:
         gc.freeze()
 
 
+def _check_complete(found: dict[str, Any]) -> None:
+    """Raises ValueError: tensors that the files lack, which transformers makes at random with no more than a warning.
+
+    `found` is what transformers tells of loading. Files may hold more than the model: a head for another task.
+    """
+    if missing := sorted(found.get("missing_keys") or ()):
+        raise ValueError(
+            f"config.json and the weights do not fit: {len(missing)} tensors are missing, first {missing[0]}"
+        )
+    if unused := sorted(found.get("unexpected_keys") or ()):
+        log.warning("the base model's files hold %d tensors that it does not use, first %s", len(unused), unused[0])
+
+
 def _load_tokenizer(base: str) -> Any:
     import transformers
 
     _hide_progress_bars()
-    return transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+    except Exception as error:  # the boundary to transformers and tokenizers, which raise plain Exceptions as well
+        raise ValueError(f"its tokenizer (tokenizer.json, tokenizer_config.json): {one_line(error)}") from error
+
+
+def _find(base: str, named: str | None) -> None:
+    """Raises ArtError: a directory with a damaged file, or nothing of that name on the hub."""
+    if Path(base).is_dir():
+        check_base(Path(base), named)
+    else:
+        _find_on_hub(base, named)
+
+
+@contextlib.contextmanager
+def _loading(base: str, named: str | None) -> Iterator[None]:
+    """The boundary to the libraries that load a base model: what they raise becomes a UsageError."""
+    try:
+        yield
+    except ArtError:
+        raise
+    except Exception as error:
+        name = named or f"model.base: cannot load {base!r} (hub id, directory or file.py:function)"
+        raise UsageError(f"{name}{' cannot be loaded' if named else ''}: {one_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _fitting(place: Path) -> Iterator[None]:
+    """The boundary to the libraries that load a checkpoint: what they raise becomes a CheckpointError."""
+    try:
+        yield
+    except ArtError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{place}: does not fit this model: {one_line(error)}") from error
 
 
 def _find_on_hub(base: str, named: str | None) -> None:
@@ -355,7 +397,7 @@ def add_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
         try:
             return peft.get_peft_model(model, config)
         except ValueError as error:
-            raise UsageError(f"model.lora.targets: {str(error).strip().splitlines()[0]}") from error
+            raise UsageError(f"model.lora.targets: {one_line(error)}") from error
 
 
 def _wrap(model: Any, adapter: Path) -> Any:
@@ -363,15 +405,14 @@ def _wrap(model: Any, adapter: Path) -> Any:
     import peft
     import torch
 
-    try:
-        config = peft.PeftConfig.from_pretrained(str(adapter))
+    with _fitting(adapter / "adapter_config.json"), torch.random.fork_rng(devices=[]), _deprecations_hidden():
+        config: Any = peft.PeftConfig.from_pretrained(str(adapter))
         config.base_model_name_or_path = None  # where the base lay when it was trained
         config.inference_mode = True
-        with torch.random.fork_rng(devices=[]), _deprecations_hidden():
-            return peft.get_peft_model(model, config).eval()
-    except (ValueError, TypeError, OSError) as error:
-        summary = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{adapter}: does not fit this model: {summary}") from error
+        # The tensors are set afterwards. These would compute others first, change the base, or import what they name.
+        config.init_lora_weights, config.loftq_config, config.eva_config, config.corda_config = True, {}, None, None
+        config.megatron_config, config.auto_mapping = None, None
+        return peft.get_peft_model(model, config).eval()
 
 
 @contextlib.contextmanager

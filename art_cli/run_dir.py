@@ -17,20 +17,24 @@ import contextlib
 import fcntl
 import hashlib
 import io
+import json
 import logging
+import math
 import os
+import re
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from art_cli import json_lines
-from art_cli.errors import CheckpointError, DataError, RunError
+from art_cli.errors import CheckpointError, DataError, RunError, one_line, printable
 from art_cli.private import make_directory, owner_only
 from art_cli.trajectory import SCHEMA_VERSION, ScoredTrajectory, Trajectory
 
@@ -39,6 +43,10 @@ Record = TypeVar("Record")
 
 HOLD_TRIES = 20  # times a file is opened anew because it was replaced while it was being locked
 TAIL_BYTES = 2**16  # size of the pieces in which the end of a file is looked for
+MANIFEST, HASHES = "manifest.json", "hashes.json"
+STEP_NAME = re.compile(r"step_([0-9]{4,18})", re.ASCII)
+MAX_OBJECT_BYTES, MAX_OBJECT_DEPTH = 16 * 2**20, 64  # a configuration has some kilobytes and five levels
+HASHING_THREADS = 4  # sha256 takes 1.7 GB/s in each thread, so a base model of 4 GB takes 0.6 s
 
 
 class Manifest(msgspec.Struct, kw_only=True):
@@ -54,6 +62,21 @@ class Manifest(msgspec.Struct, kw_only=True):
     cursor: dict[str, Any] = {}  # what the loop has consumed: {"scenarios": 64}
     metrics: dict[str, float] = {}  # of the step that made it; backfills metrics.jsonl after a kill
     files: dict[str, str] = {}  # path inside the checkpoint -> sha256
+    digest: str = ""  # sha256 of this manifest without its digest; empty in checkpoints that were made before it
+
+    def own_digest(self) -> str:
+        """What `digest` has to be."""
+        return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(self, digest=""))).hexdigest()
+
+
+class Hashes(msgspec.Struct, kw_only=True):
+    """hashes.json, in a base model that was built: the proof that the directory is as it was built.
+
+    Example: Hashes(files={"config.json": "9f3c...", "model.safetensors": "ab12..."})
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    files: dict[str, str]  # path inside the directory -> sha256
 
 
 class MetricsLine(msgspec.Struct, kw_only=True):
@@ -219,6 +242,34 @@ def _mend_tail(handle: int, path: Path) -> None:
 # --- whole files ------------------------------------------------------------------------------------------------------
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds. Raises DataError: no such file, too large, not JSON, too deep, no object."""
+    try:
+        if not path.is_file():  # opening a pipe would wait for its writer
+            raise DataError("not a file" if os.path.lexists(path) else "no such file", path)
+        if path.stat().st_size > MAX_OBJECT_BYTES:
+            raise DataError(f"{path.stat().st_size} bytes; at most {MAX_OBJECT_BYTES} are read", path)
+        value = json.loads(path.read_bytes())
+    except RecursionError:
+        raise DataError("nested too deeply", path) from None
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror or error}", path) from error
+    except ValueError as error:
+        raise DataError(f"not JSON: {one_line(error)}", path) from error
+    if not isinstance(value, dict):
+        raise DataError(f"not a JSON object but {type(value).__name__}", path)
+    if not _is_flat(value, MAX_OBJECT_DEPTH):
+        raise DataError(f"nested more than {MAX_OBJECT_DEPTH} levels deep", path)
+    return value
+
+
+def _is_flat(value: Any, depth: int) -> bool:
+    """Whether no value lies more than `depth` levels deep."""
+    if not isinstance(value, dict | list):
+        return True
+    return depth > 0 and all(_is_flat(v, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
+
+
 def write_file(path: Path, data: bytes) -> None:
     """Writes `path` whole: beside its place, fsynced, renamed. A reader sees the old content or the new."""
     make_directory(path.parent)
@@ -257,12 +308,19 @@ def new_directory(path: Path, *, is_private: bool = True) -> Iterator[Path]:
             if is_private and not file.is_symlink():
                 file.chmod(0o700 if file.is_dir() else 0o600)
         _fsync_directory(beside)
-        if path.exists():
-            shutil.rmtree(path)
+        remove(path)
         beside.rename(path)
         _fsync_directory(path.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Removes what is there, if anything: a directory with its content, a file, or a link without what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _fsync_directory(path: Path) -> None:
@@ -282,30 +340,90 @@ def new_checkpoint(path: Path, manifest: Manifest) -> Iterator[Path]:
     with new_directory(path) as directory:
         yield directory
         manifest.files = hash_files(directory)
-        (directory / "manifest.json").write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        finite = {name: float(value) for name, value in manifest.metrics.items() if math.isfinite(value)}
+        manifest.metrics = finite  # JSON has no other numbers
+        manifest.digest = manifest.own_digest()
+        (directory / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+
+
+def write_hashes(directory: Path) -> None:
+    """Adds `hashes.json` with the hash of every file that is in the directory now."""
+    hashes = Hashes(files=hash_files(directory))
+    (directory / HASHES).write_bytes(msgspec.json.format(msgspec.json.encode(hashes)))
 
 
 def hash_files(directory: Path) -> dict[str, str]:
-    """sha256 of every file below `directory` but the manifest itself, by its path there."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != "manifest.json")
-    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    """sha256 of every file below `directory` but manifest.json and hashes.json, by its path there."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name not in (MANIFEST, HASHES))
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        return dict(zip((str(path.relative_to(directory)) for path in files), pool.map(_hash, files), strict=True))
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def verify_checkpoint(directory: Path) -> Manifest:
     """The manifest of a checkpoint whose every file hashes as it says. Raises CheckpointError with what is wrong."""
-    try:
-        manifest = msgspec.json.decode((directory / "manifest.json").read_bytes(), type=Manifest)
-    except FileNotFoundError:
-        raise CheckpointError(f"{directory}: no manifest.json") from None
-    except msgspec.DecodeError as error:
-        raise CheckpointError(f"{directory}: manifest.json cannot be read: {error}") from error
-    found = hash_files(directory)
-    for name, expected in manifest.files.items():
-        if name not in found:
-            raise CheckpointError(f"{directory}: {name} is missing")
-        if found[name] != expected:
-            raise CheckpointError(f"{directory}: {name} does not match its hash")
+    manifest = _read_hashes(directory, MANIFEST, Manifest)
+    if manifest.digest and manifest.digest != manifest.own_digest():
+        raise CheckpointError(f"{directory}: {MANIFEST} does not match its own hash")
+    named = STEP_NAME.fullmatch(directory.name)
+    if named and int(named[1]) != manifest.step:
+        raise CheckpointError(f"{directory}: {MANIFEST} is that of step {manifest.step}")
+    _verify_files(directory, manifest.files)
     return manifest
+
+
+def verify_built(directory: Path) -> None:
+    """Holds a built base model against its hashes; one without them was built before there were any, and passes.
+
+    Raises CheckpointError with what is wrong.
+    """
+    if os.path.lexists(directory / HASHES):
+        _verify_files(directory, _read_hashes(directory, HASHES, Hashes).files)
+
+
+Proof = TypeVar("Proof", Manifest, Hashes)
+
+
+def _read_hashes(directory: Path, name: str, kind: type[Proof]) -> Proof:
+    try:
+        if os.path.lexists(directory / name) and not (directory / name).is_file():
+            raise CheckpointError(f"{directory}: {name} is not a file")
+        proof = msgspec.json.decode((directory / name).read_bytes(), type=kind)
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory}: no {name}") from None
+    except OSError as error:
+        raise CheckpointError(f"{directory}: {name} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        raise CheckpointError(f"{directory}: {name} cannot be read: {one_line(error)}") from error
+    if proof.schema_version > SCHEMA_VERSION:
+        raise CheckpointError(f"{directory}: {name}: {newer_schema(proof.schema_version)}")
+    return proof
+
+
+def _verify_files(directory: Path, expected: Mapping[str, str]) -> None:
+    """Raises CheckpointError: a file is missing, or not the one that was written, or one too many.
+
+    A file that nobody wrote here could be loaded as well as one that was changed. Hidden files and notes (.md) are let
+    be, since nothing reads them.
+    """
+    try:
+        found = hash_files(directory)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or directory}: cannot be read: {error.strerror or error}") from error
+    if not expected:
+        raise CheckpointError(f"{directory}: no file is listed")
+    for name, digest in expected.items():
+        if name not in found:
+            raise CheckpointError(f"{directory}: {printable(name)} is missing")
+        if found[name] != digest:
+            raise CheckpointError(f"{directory}: {name} does not match its hash")
+    for name in found:
+        if name not in expected and not name.startswith(".") and not name.endswith(".md"):
+            raise CheckpointError(f"{directory}: {printable(name)} was put there by hand; remove it")
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -347,8 +465,10 @@ class RunDir:
         return list(read_lines(self.scored_path(step), ScoredTrajectory))
 
     def checkpoint_steps(self) -> list[int]:
-        """The steps that have a checkpoint directory, valid or not, ascending."""
-        return sorted(int(path.name.removeprefix("step_")) for path in self.checkpoints.glob("step_[0-9]*"))
+        """The steps that have a checkpoint directory, valid or not, ascending. What has another name is none."""
+        named = [(STEP_NAME.fullmatch(path.name), path) for path in self.checkpoints.glob("step_*")]
+        steps = {int(match[1]): path for match, path in named if match is not None and path.is_dir()}
+        return sorted(step for step, path in steps.items() if path == self.checkpoint_path(step))
 
     def newest_checkpoint(self) -> tuple[Path, Manifest] | None:
         """The newest checkpoint that verifies; a newer one that does not is passed over with a line that says why."""
@@ -375,13 +495,14 @@ class RunDir:
         Raises RunError: another process holds it.
         """
         make_directory(self.logs)
-        with open(self.logs / "lock", "a+", opener=owner_only) as file:
+        with open(self.logs / "lock", "a+", errors="replace", opener=owner_only) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 file.seek(0)
+                owner = file.read(32).strip()
                 raise RunError(
-                    f"{self.root}: in use by process {file.read().strip() or '?'}; wait for it or stop it"
+                    f"{self.root}: in use by process {owner if owner.isdecimal() else '?'}; wait for it or stop it"
                 ) from None
             file.seek(0)
             file.truncate()
@@ -392,4 +513,4 @@ class RunDir:
     def clean(self) -> None:
         """Removes what a killed writer left beside its place."""
         for path in [*self.root.glob(".*.tmp"), *self.root.glob("*/.*.tmp")]:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            remove(path)

@@ -15,6 +15,8 @@ from tiny import tiny_weights
 from art_cli import checkpoints
 from art_cli.config.compose import load_config
 from art_cli.errors import CheckpointError, RunError, UsageError
+from art_cli.loop.choice import settle
+from art_cli.loop.policy import PolicySource, find_policy, open_policy
 from art_cli.loop.train import train
 from art_cli.model import save_weights
 from art_cli.run_dir import RunDir, verify_checkpoint
@@ -213,3 +215,41 @@ def test_a_checkpoint_in_the_making_is_none(tmp_path: Path) -> None:
     shutil.copytree(run.checkpoint_path(1), run.checkpoints / ".step_0009.abcd.tmp")
     add_checkpoint(run, 2)
     assert [entry.step for entry in checkpoints.listed(run)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("steps", "rewards", "keep", "removed"),
+    [
+        ([0, 1, 2, 3, 4], {1: 0.5, 4: 0.2}, 2, {2}),  # 0 is the start, 1 the best, 3 and 4 the newest
+        ([0, 1, 2, 3], {}, 1, {1, 2}),
+        ([0, 1, 2, 3], {2: 0.5, 3: 0.5}, 1, {1, 2}),  # of equals the latest
+        ([1, 2, 3], {0: 0.9, 1: 0.1}, 1, {2}),  # the best of those that are there
+        ([0], {}, 3, set()),
+        ([], {}, 3, set()),
+    ],
+)
+def test_pruning_keeps_the_start_the_best_and_the_newest(
+    steps: list[int], rewards: dict[int, float], keep: int, removed: set[int]
+) -> None:
+    assert checkpoints.to_remove(steps, rewards, keep=keep) == removed
+
+
+def test_training_and_the_command_prune_alike(tmp_path: Path) -> None:
+    one = make_run(tmp_path / "one", range(5), rewards={1: 1.0, 4: 0.5})
+    other = RunDir(tmp_path / "other")
+    shutil.copytree(one.root, other.root)
+    checkpoints.prune(one, keep=2)
+    checkpoints.prune_trained(other, keep=2)
+    assert one.checkpoint_steps() == other.checkpoint_steps() == [0, 1, 3, 4]
+
+
+def test_a_runs_base_is_a_policy_by_its_path(tmp_path: Path) -> None:
+    """`--checkpoint runs/letters/base` is the policy before any training: no adapter, the run's own base."""
+    asyncio.run(train(load_config(LETTERS, [f"runs={tmp_path}", "train.steps=1", "eval=null"])))
+    run = RunDir(tmp_path / "letters")
+    loaded = settle(load_config(LETTERS, ["runs=nowhere"]), "learner")
+    source = find_policy(loaded, run.base)
+    assert source == PolicySource(None, 0, str(run.base))
+    assert checkpoints.base_of_run(run) == str(run.base)
+    with open_policy(loaded, source) as weights:
+        assert weights.base == str(run.base)

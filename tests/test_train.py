@@ -145,11 +145,11 @@ def test_a_run_goes_on_with_another_learning_rate_and_records_from_which_step(tm
     assert record["train"]["learning_rate"] == 0.005
 
 
-def test_the_newest_and_the_best_checkpoints_stay(tmp_path: Path) -> None:
+def test_the_newest_the_best_and_the_first_checkpoint_stay(tmp_path: Path) -> None:
     files = RunDir(run(tmp_path, "train.keep_checkpoints=2", "train.steps=6").root)
     rewards = {line.step: line.metrics["reward"] for line in files.metrics() if line.split == "eval"}
     best = max(rewards, key=lambda step: (rewards[step], step))
-    assert set(files.checkpoint_steps()) == {5, 6, best}
+    assert set(files.checkpoint_steps()) == {0, 5, 6, best}
 
 
 def test_steps_without_signal_change_no_weight_and_say_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -342,7 +342,7 @@ class Preflight:
             + 6 * len(sequence(self.trajectory.turns, 0))
         )
         lines = 2 * line * config.rollout.group_size * config.rollout.groups_per_step * config.train.steps
-        needed = one * (config.train.keep_checkpoints + 2) + lines
+        needed = one * (config.train.keep_checkpoints + 3) + lines  # step 0, the best, one being written
         place = next(path for path in [config.runs, *config.runs.parents] if path.exists())
         free = shutil.disk_usage(place).free
         message = f"about {needed / 1e9:.2f} GB needed under {config.runs}, {free / 1e9:.1f} GB free"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from art_cli.config.places import join
 from art_cli.config.schema import RunConfig
+from art_cli.errors import printable
 
 NOT_TRAINING = frozenset(
     {
@@ -64,8 +65,8 @@ class Change(NamedTuple):
 
     def __str__(self) -> str:
         if isinstance(self.old, Mapping) and isinstance(self.new, Mapping):  # another variant of a section
-            return f"{self.key}: {self.old.get('name')} -> {self.new.get('name')}"
-        return f"{self.key}: {json.dumps(self.old)} -> {json.dumps(self.new)}"
+            return f"{printable(self.key)}: {printable(self.old.get('name'))} -> {self.new.get('name')}"
+        return f"{printable(self.key)}: {_shown(self.old)} -> {_shown(self.new)}"
 
     @property
     def is_allowed(self) -> bool:
@@ -98,7 +99,7 @@ def _training(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         key = join(prefix, name)
         if key in NOT_TRAINING:
             continue
-        if key == "model.chat_template" and value is not None:
+        if key == "model.chat_template" and isinstance(value, str):
             value = PurePath(value).name  # absolute, and a project may be moved between two starts
         kept[name] = _training(value, key) if isinstance(value, Mapping) else value
     return kept
@@ -113,3 +114,11 @@ def _differences(key: str, old: Any, new: Any) -> Iterator[Change]:
     else:
         for name in sorted(old.keys() | new.keys()):
             yield from _differences(join(key, name), old.get(name), new.get(name))
+
+
+def _shown(value: Any) -> str:
+    """The value as JSON, cut where it is long: what is in a file may be anything."""
+    try:
+        return printable(json.dumps(value), limit=80)
+    except ValueError:
+        return "a number of thousands of digits"

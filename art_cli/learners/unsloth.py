@@ -153,5 +153,5 @@ def _own_length(base: str) -> int:
     """Tokens the model was made for."""
     import transformers
 
-    config: Any = transformers.AutoConfig.from_pretrained(base)
+    config: Any = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
     return int(getattr(config, "max_position_embeddings", None) or DEFAULT_LENGTH)

@@ -125,8 +125,8 @@ def is_built(base: str, directory: Path) -> bool:
 def _architectures(base: str | None) -> list[str]:
     """What a base says it is: ["Qwen3ForCausalLM"]. Empty: it does not say, or cannot be asked."""
     found = None if base is None else _base_config(base)
-    names = found.get("architectures") or [] if isinstance(found, dict) else []
-    return [str(name) for name in names]
+    names = found.get("architectures") if isinstance(found, dict) else None
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def _base_config(base: str) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from art_cli.checkpoints import run_config
+from art_cli.checkpoints import is_base, run_config
 from art_cli.config.compose import LoadedConfig, config_changes, config_hash
 from art_cli.errors import CheckpointError, ConfigError, Problem, UsageError
 from art_cli.learners import Learner, load_policy, make_learner
@@ -26,13 +26,15 @@ class PolicySource(NamedTuple):
     checkpoint: Path | None  # None: the base model, without any checkpoint
     step: int
     run: Path | None = None  # whose base it is; None: the run of the checkpoint, or that of the configuration
+    base: str | None = None  # directory of the base model, where a user named one; None: that of the run
 
 
 def find_policy(loaded: LoadedConfig, wanted: Path | None) -> PolicySource:
-    """The policy a user means: a checkpoint directory, a run directory (its newest), or nothing (this config's run).
+    """The policy a user means: a checkpoint directory, a run directory (its newest), a base, or nothing (this run).
 
-    "base" is the configuration's base model without an adapter, and RUN/base that of a run. Raises UsageError: named,
-    and not there; ConfigError: trained on another model than the configuration says; CheckpointError: not whole.
+    "base" is the configuration's base model without an adapter, and RUN/base that of a run; so is the directory of any
+    base model. Raises UsageError: named, and not there; ConfigError: trained on another model than the configuration
+    says; CheckpointError: not whole.
     """
     source = _find_base(wanted) or _find_trained(loaded, wanted)
     _check_model(loaded, source)
@@ -59,6 +61,8 @@ def _find_trained(loaded: LoadedConfig, wanted: Path | None) -> PolicySource:
         raise UsageError(f"{wanted}: no such directory")
     if wanted is not None and (wanted / "manifest.json").exists():
         return PolicySource(wanted, verify_checkpoint(wanted).step)
+    if wanted is not None and is_base(wanted):
+        return PolicySource(None, 0, base=str(wanted.resolve()))
     run = RunDir(wanted or loaded.config.runs / loaded.config.name)
     newest = run.newest_checkpoint()
     if newest is not None:
@@ -105,6 +109,9 @@ def _is_same_place(loaded: LoadedConfig, one: object, other: object) -> bool:
 @contextlib.contextmanager
 def open_base(loaded: LoadedConfig, source: PolicySource) -> Iterator[str]:
     """The hub id or directory of the base model; built ones are taken from the run they belong to, where they do."""
+    if source.base is not None:
+        yield source.base
+        return
     run = source.run or (
         source.checkpoint.parent.parent if source.checkpoint else loaded.config.runs / loaded.config.name
     )

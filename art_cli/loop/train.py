@@ -26,6 +26,7 @@ import msgspec
 
 from art_cli import log as logs
 from art_cli import threads
+from art_cli.checkpoints import prune_trained
 from art_cli.config.compose import LoadedConfig, config_changes, config_hash
 from art_cli.config.identity import Change
 from art_cli.config.references import check_ready, missing_targets
@@ -44,7 +45,7 @@ from art_cli.loop.evaluate import play_evaluation, values_by_scenario
 from art_cli.loop.sampler import Sampler, open_sampler
 from art_cli.model import Weights, count_parameters, find_base, twin
 from art_cli.rollouts.scenarios import load_scenarios
-from art_cli.run_dir import Manifest, MetricsLine, RunDir, new_checkpoint, read_lines, write_file
+from art_cli.run_dir import Manifest, MetricsLine, RunDir, new_checkpoint, read_lines, read_object, write_file
 from art_cli.trackers import Tracker, make_tracker
 from art_cli.trajectory import Trajectory
 from art_cli.views.curve import curve, run_series
@@ -133,7 +134,7 @@ def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
     """
     new = loaded.config.model_dump(mode="json")
     changes: list[dict[str, Any]] = []
-    if run.config_path.exists():
+    if os.path.lexists(run.config_path):
         old = _read_record(run)
         changes = old.pop("changes", [])
         found = config_changes(old, new)
@@ -152,7 +153,7 @@ def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
 
 def find_clash(run: RunDir, loaded: LoadedConfig) -> str:
     """Why the run that is there is another one than the configuration describes, as a line; "": it is not."""
-    if not run.config_path.exists():
+    if not os.path.lexists(run.config_path):
         return ""
     return _refusal(run, config_changes(_read_record(run), loaded.config.model_dump(mode="json")))
 
@@ -168,13 +169,13 @@ def _refusal(run: RunDir, changes: Sequence[Change]) -> str:
 
 
 def _read_record(run: RunDir) -> dict[str, Any]:
-    """config.json without what `auto` said. Raises DataError: it is damaged."""
+    """What the run was made with. Raises RunError: a config.json that is not as it was written."""
     try:
-        record = json.loads(run.config_path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"not JSON: {error}; {MEND_RECORD}", run.config_path) from None
-    if not isinstance(record, dict) or not isinstance(record.get("changes", []), list):
-        raise DataError(f"not what art wrote; {MEND_RECORD}", run.config_path)
+        record = read_object(run.config_path)
+        if not isinstance(record.get("changes", []), list):
+            raise DataError("'changes' is not a list", run.config_path)
+    except DataError as error:
+        raise RunError(f"{error}; {MEND_RECORD}") from error
     record.pop("auto", None)
     return record
 
@@ -306,7 +307,7 @@ class TrainingRun:
                 await self._take_step(sampler, await batches.take(step), step)
                 self._stop_if_interrupted()
                 await self._evaluate(sampler, step + 1)
-                self._prune(step + 1)
+                prune_trained(self.run, keep=self.config.train.keep_checkpoints)
         finally:
             await batches.close()
         return max(first, self.config.train.steps)
@@ -410,15 +411,6 @@ class TrainingRun:
         except Exception as error:  # the boundary to somebody else's SDK: a tracker never stops a run
             log.warning("the tracker failed and is left out: %s: %s", type(error).__name__, error)
             self.tracker.log = lambda line: None  # type: ignore[method-assign]
-
-    def _prune(self, step: int) -> None:
-        """Keeps the newest checkpoints and the best evaluated one."""
-        rewards = {at: metrics.get("reward", -math.inf) for at, metrics in _evaluations(self.run).items()}
-        best = max(rewards, key=lambda at: (rewards[at], at)) if rewards else None
-        steps = self.run.checkpoint_steps()
-        for old in steps[: -self.config.train.keep_checkpoints]:
-            if old != best:
-                shutil.rmtree(self.run.checkpoint_path(old))
 
     # --- Ctrl-C -------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,115 @@
+"""Whether the files of a base model's directory are whole, before any library reads them. No torch, no transformers.
+
+A base that `art` built has hashes.json: every file is hashed, each time it is loaded. A directory of the user's own has
+none: its JSON files, the headers of its weights and its chat template are read, so that damage is told with the file's
+name. Pickles are never read.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from art_cli.errors import ArtError, CheckpointError, DataError, UsageError, one_line
+from art_cli.run_dir import HASHES, read_object, verify_built
+
+JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+TEMPLATE = "chat_template.jinja"
+
+
+def check_base(directory: Path, named: str | None = None) -> None:
+    """Raises CheckpointError (a base that was built) or UsageError (any other): a damaged file, with its name.
+
+    `named`: what the user calls the base, as in "--base 'x'".
+    """
+    if os.path.lexists(directory / HASHES):
+        try:
+            verify_built(directory)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; remove {directory}: the next `art train` builds it again") from error
+        return
+    try:
+        check_files(directory)
+    except ArtError as error:
+        raise UsageError(f"{named or 'model.base'}: {error}; restore the file or name another model") from error
+
+
+def check_files(directory: Path) -> None:
+    """Raises ArtError for the first file that cannot be what its name says."""
+    config = read_object(directory / "config.json")
+    for name in JSON_FILES:
+        if os.path.lexists(directory / name):
+            read_object(directory / name)
+    _check_depth(directory, config, [name for path in _weight_files(directory) for name in _tensor_names(path)])
+    if os.path.lexists(directory / TEMPLATE):
+        read_template(directory / TEMPLATE)
+
+
+def read_template(path: Path) -> str:
+    """A Jinja chat template that can be compiled. Raises DataError: it is none."""
+    import jinja2
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).compile(_without_markers(text))
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror or error}", path) from error
+    except jinja2.TemplateSyntaxError as error:
+        raise DataError(f"not a Jinja template: {one_line(error)}", path, error.lineno) from error
+    except (ValueError, RecursionError, SyntaxError, MemoryError) as error:
+        raise DataError(f"not a Jinja template: {one_line(error)}", path) from error
+    return text
+
+
+def _without_markers(text: str) -> str:
+    """Without the tag that transformers adds to Jinja: {% generation %} around what the assistant says."""
+    for marker in ("generation", "endgeneration"):
+        for left in ("{%-", "{%"):
+            for right in ("-%}", "%}"):
+                text = text.replace(f"{left} {marker} {right}", "")
+    return text
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that hold the model. Raises DataError: there are none, or one of the index is missing."""
+    if os.path.lexists(directory / SINGLE):
+        return [directory / SINGLE]
+    if os.path.lexists(directory / INDEX):
+        parts = read_object(directory / INDEX).get("weight_map")
+        if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
+            raise DataError("no weight_map of names to files", directory / INDEX)
+        return [directory / Path(part).name for part in sorted(set(parts.values()))]
+    refuse_pickles(directory)
+    raise DataError(f"no {SINGLE} there", directory)
+
+
+def refuse_pickles(directory: Path) -> None:
+    """Raises DataError: the directory has pickled weights, which would run as a program when they were read."""
+    found = sorted(path.name for pattern in PICKLES for path in directory.glob(pattern))
+    if found:
+        raise DataError("a pickle, which is never read; convert it to safetensors", directory / found[0])
+
+
+def _tensor_names(path: Path) -> list[str]:
+    """The names in a safetensors file's header. Raises DataError: no such file, or the header does not fit the file."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise DataError("no such file", path)
+    try:
+        with safe_open(path, framework="np") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DataError(f"not a whole safetensors file: {one_line(error)}", path) from error
+
+
+def _check_depth(directory: Path, config: dict[str, Any], tensors: list[str]) -> None:
+    """Raises DataError: more layers than tensors, which a library would make one after the other for hours."""
+    num_layers = config.get("num_hidden_layers", 0)
+    if isinstance(num_layers, int) and num_layers > len(tensors):
+        shown = json.dumps(num_layers) if num_layers < 2**63 else "far too many"
+        raise DataError(
+            f"num_hidden_layers is {shown}; the weights have {len(tensors)} tensors", directory / "config.json"
+        )
