@@ -5,13 +5,14 @@ none: its JSON files, the headers of its weights and its chat template are read,
 name. Pickles are never read.
 """
 
+import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from art_cli.errors import ArtError, CheckpointError, DataError, UsageError, one_line
-from art_cli.run_dir import HASHES, read_object, verify_built
+from art_cli.run_dir import HASHES, hash_files, read_object, verify_built
 
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -113,3 +114,15 @@ def _check_depth(directory: Path, config: dict[str, Any], tensors: list[str]) ->
         raise DataError(
             f"num_hidden_layers is {shown}; the weights have {len(tensors)} tensors", directory / "config.json"
         )
+
+
+def base_digest(base: str) -> str:
+    """What tells a base model from any other: the hashes of its files, or for a hub id the commit in the cache."""
+    if Path(base).is_dir():
+        is_built = (Path(base) / HASHES).is_file()
+        hashes = read_object(Path(base) / HASHES)["files"] if is_built else hash_files(Path(base))
+        return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
+    import huggingface_hub
+
+    cached = huggingface_hub.try_to_load_from_cache(base, "config.json")
+    return f"{base}@{Path(cached).parent.name}" if isinstance(cached, str) else base

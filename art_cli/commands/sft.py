@@ -1,5 +1,7 @@
 """`art sft`: warm-starts a policy from chat transcripts, assistant tokens only; writes a checkpoint."""
 
+import logging
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,10 +11,13 @@ from art_cli.config.compose import load_config
 from art_cli.config.places import COMMAND_LINE
 from art_cli.config.references import check_ready
 from art_cli.config.schema import SftConfig
-from art_cli.errors import ConfigError, Problem, UsageError, printable
+from art_cli.errors import ConfigError, Interrupted, Problem, UsageError, printable
 from art_cli.learners.demos import load_demos
 from art_cli.loop.choice import settle
-from art_cli.loop.policy import PolicySource, find_policy, open_learner, save_learner
+from art_cli.loop.policy import PolicySource, find_policy, open_base, open_learner, save_learner
+from art_cli.loop.warm_up import WarmUp, run_warm_up
+
+log = logging.getLogger(__name__)
 
 
 def run(*, config: Path, overrides: Sequence[str], demos: Path, checkpoint: Path | None, output: Path) -> None:
@@ -29,8 +34,31 @@ def run(*, config: Path, overrides: Sequence[str], demos: Path, checkpoint: Path
         loaded = replace(loaded, config=loaded.config.model_copy(update={"sft": section}))
     source = find_policy(loaded, checkpoint) if checkpoint else PolicySource(None, 0)
     loaded = settle(loaded, "learner")
-    with open_learner(loaded, source) as learner:
-        metrics = learner.sft(transcripts)
+    with open_base(loaded, source) as base, open_learner(loaded, source, base=base) as learner:
+        warm_up = WarmUp(learner, loaded, transcripts, base=base, start=source.checkpoint)
+        metrics = _run(warm_up)
+        if metrics is None:
+            raise Interrupted(
+                f"interrupted; what is done is in {warm_up.run.root}; the same command goes on from there"
+            )
         save_learner(learner, output, loaded, step=source.step, metrics=metrics)
     sys.stdout.write(f"{output}: sft on {len(transcripts)} transcripts\n")
     sys.stdout.writelines(f"  {printable(name)} {value:.6g}\n" for name, value in metrics.items())
+
+
+def _run(warm_up: WarmUp) -> dict[str, float] | None:
+    """The numbers; None: SIGINT or SIGTERM came, and what was done is saved. A second signal ends the process."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    stops: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        stops.append(number)
+        log.warning("interrupted: saving what is done first; once more to stop at once")
+        signal.signal(number, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, stop) for number in signals}
+    try:
+        return run_warm_up(warm_up, lambda: bool(stops))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

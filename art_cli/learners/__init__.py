@@ -67,7 +67,22 @@ class Learner(Protocol):
         ...
 
     def sft(self, demos: Sequence[dict[str, Any]], *, progress: Progress | None = None) -> dict[str, float]:
-        """Supervised warm-up on chat transcripts `{"messages": [...], "tools": [...]}`, assistant tokens only."""
+        """Supervised warm-up on chat transcripts `{"messages": [...], "tools": [...]}`, assistant tokens only.
+
+        The next three in one go: with an optimizer of its own; `loss` is the last epoch's.
+        """
+        ...
+
+    def begin_sft(self, demos: Sequence[dict[str, Any]]) -> int:
+        """Prepares a supervised warm-up; how many optimizer steps it has. `save` and `load` take its state too."""
+        ...
+
+    def take_sft(self, num_updates: int, *, progress: Progress | None = None) -> dict[str, float]:
+        """At most so many of the optimizer steps that are left; the numbers of all until now."""
+        ...
+
+    def end_sft(self) -> None:
+        """Lets go of what the warm-up needed; the weights stay as they are."""
         ...
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:

@@ -42,6 +42,17 @@ class ParallelLearner:
         numbers: dict[str, float] = self._call("sft", progress=progress, demos=demos)
         return numbers
 
+    def begin_sft(self, demos: Sequence[dict[str, Any]]) -> int:
+        num_updates: int = self._call("begin_sft", demos=demos)
+        return num_updates
+
+    def take_sft(self, num_updates: int, *, progress: Progress | None = None) -> dict[str, float]:
+        numbers: dict[str, float] = self._call("take_sft", progress=progress, num_updates=num_updates)
+        return numbers
+
+    def end_sft(self) -> None:
+        self._call("end_sft")
+
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         logprobs: list[float] = self._call("score", token_ids=list(token_ids), temperature=temperature)
         return logprobs

@@ -1,90 +1,129 @@
-"""Supervised training on demos: assistant tokens, mean cross entropy, an optimizer of its own."""
+"""Supervised training on demos: assistant tokens, mean cross entropy, an optimizer of its own; it can be resumed."""
 
 import math
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
 from art_cli.config.schema import SftConfig
-from art_cli.errors import LearnerError
+from art_cli.errors import CheckpointError, LearnerError, one_line
 from art_cli.learners import Progress
 from art_cli.learners.batch import count
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.samples import Sample
 
-
-class SftUpdate(NamedTuple):
-    """What one optimizer step did."""
-
-    loss: float  # mean of -log p over its assistant tokens, nats
-    grad_norm: float  # before clipping
-    tokens_trained: int
-    tokens_computed: int
+STATE_DIRECTORY, SUMS_FILE = "sft", "sums.json"
 
 
-def train_on_demos(
-    runner: PackRunner,
-    optimizer: Optimizer,
-    transcripts: Sequence[list[Sample]],
-    config: SftConfig,
-    *,
-    seed: int,
-    progress: Progress | None = None,
-) -> list[SftUpdate]:
-    """Every optimizer step, in order. Raises LearnerError: a gradient that is not finite; weights are as before it."""
-    batches = shuffled_batches(transcripts, config, seed=seed)
-    updates = []
-    for done, samples in enumerate(batches, 1):
-        updates.append(_update(runner, optimizer, samples))
-        if progress is not None:
-            progress(done, len(batches))
-    return updates
+class Sums(msgspec.Struct, kw_only=True):
+    """sft/sums.json: what was done so far, of which the numbers of an sft are made."""
+
+    num_updates: int = 0  # optimizer steps taken
+    loss_first: float = 0.0  # that of the first optimizer step, nats per token
+    loss_epoch: float = 0.0  # sum of the losses of the current epoch's optimizer steps
+    grad_norm: float = 0.0  # sum over optimizer steps, before clipping
+    tokens_trained: int = 0
+    tokens_computed: int = 0
+    train_s: float = 0.0
 
 
-def shuffled_batches(transcripts: Sequence[list[Sample]], config: SftConfig, *, seed: int) -> list[list[Sample]]:
-    """The samples of each optimizer step, epoch after epoch, each epoch in an order of its own."""
-    batches = []
-    for epoch in range(config.epochs):
-        order = np.random.default_rng([seed, epoch]).permutation(len(transcripts))
-        for start in range(0, len(order), config.batch_size):
-            chosen = order[start : start + config.batch_size]
-            batches.append([sample for index in chosen for sample in transcripts[index]])
-    return batches
+class Sft:
+    """One supervised warm-up, from its first optimizer step to its last, over transcripts made into samples.
 
+    Each epoch has an order of its own, drawn from `seed`, so that what is left to do follows from how much was done.
+    """
 
-def summarize(updates: Sequence[SftUpdate], *, epochs: int, begin: float) -> dict[str, float]:
-    """The numbers of an sft; `loss` is the mean over the last epoch, `loss_first` that of the first optimizer step."""
-    last_epoch = updates[-(len(updates) // epochs) :]
-    return {
-        "loss": sum(update.loss for update in last_epoch) / len(last_epoch),
-        "loss_first": updates[0].loss,
-        "grad_norm": sum(update.grad_norm for update in updates) / len(updates),
-        "num_updates": float(len(updates)),
-        "tokens_trained": float(sum(update.tokens_trained for update in updates)),
-        "tokens_computed": float(sum(update.tokens_computed for update in updates)),
-        "train_s": time.perf_counter() - begin,
-    }
+    def __init__(
+        self, transcripts: Sequence[list[Sample]], config: SftConfig, optimizer: Optimizer, *, seed: int
+    ) -> None:
+        self.transcripts, self.config, self.optimizer, self.seed = transcripts, config, optimizer, seed
+        self.epoch_updates = -(-len(transcripts) // config.batch_size)
+        self.num_updates = config.epochs * self.epoch_updates  # in all
+        self.sums = Sums()
 
+    def batch(self, index: int) -> list[Sample]:
+        """The samples of that optimizer step."""
+        epoch, place = divmod(index, self.epoch_updates)
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.transcripts))
+        chosen = order[place * self.config.batch_size :][: self.config.batch_size]
+        return [sample for index in chosen for sample in self.transcripts[index]]
 
-def _update(runner: PackRunner, optimizer: Optimizer, samples: Sequence[Sample]) -> SftUpdate:
-    counts = count(samples)
-    packs = runner.deal(samples)
-    total = 0.0
-    for pack in packs:
-        edges = torch.from_numpy(pack.terms.edges).to(runner.weights.device)
-        loss = -runner.run(pack).logprobs[edges].sum() / counts.tokens
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += float(loss.detach())
-    norm = optimizer.clip()
-    if not math.isfinite(norm):
-        optimizer.clear()
-        names = sorted({sample.trajectory_id for sample in samples})
-        raise LearnerError(f"sft: the gradient is not finite, in one of {', '.join(names)}; lower sft.learning_rate")
-    optimizer.counts.num_steps += 1
-    optimizer.update()
-    losses, computed = zip(*runner.ranks.gather((total, sum(len(pack.token_ids) for pack in packs))), strict=True)
-    return SftUpdate(sum(losses), norm, counts.tokens, sum(computed))
+    def take(self, runner: PackRunner, num_updates: int, progress: Progress | None = None) -> None:
+        """The next optimizer steps, as many as are left at most.
+
+        Raises LearnerError: a gradient that is not finite; weights are as before it.
+        """
+        for index in range(self.sums.num_updates, min(self.sums.num_updates + num_updates, self.num_updates)):
+            begin = time.perf_counter()
+            self._update(runner, self.batch(index), is_first=index % self.epoch_updates == 0)
+            self.sums.train_s += time.perf_counter() - begin
+            if progress is not None:
+                progress(index + 1, self.num_updates)
+
+    def numbers(self) -> dict[str, float]:
+        """The numbers so far; `loss` is the mean over the current epoch, `loss_first` that of the first update."""
+        sums, num = self.sums, self.sums.num_updates
+        if num == 0:
+            return {"num_updates": 0.0}
+        return {
+            "loss": sums.loss_epoch / ((num - 1) % self.epoch_updates + 1),
+            "loss_first": sums.loss_first,
+            "grad_norm": sums.grad_norm / num,
+            "num_updates": float(num),
+            "tokens_trained": float(sums.tokens_trained),
+            "tokens_computed": float(sums.tokens_computed),
+            "train_s": sums.train_s,
+        }
+
+    def save(self, directory: Path) -> None:
+        """Writes what `load` goes on from; of all processes, the first one writes."""
+        place = directory / STATE_DIRECTORY
+        place.mkdir(exist_ok=True)
+        self.optimizer.save(place)
+        if self.optimizer.ranks.rank == 0:
+            (place / SUMS_FILE).write_bytes(msgspec.json.encode(self.sums))
+
+    def load(self, directory: Path) -> None:
+        """Goes on bit for bit from what `save` wrote, on the weights of then. Raises CheckpointError: unreadable."""
+        place = directory / STATE_DIRECTORY
+        self.optimizer.load(place)
+        try:
+            self.sums = msgspec.json.decode((place / SUMS_FILE).read_bytes(), type=Sums)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{place / SUMS_FILE}: {one_line(error)}") from error
+
+    def _update(self, runner: PackRunner, samples: Sequence[Sample], *, is_first: bool) -> None:
+        """One optimizer step; `is_first`: of its epoch."""
+        counts = count(samples)
+        packs = runner.deal(samples)
+        total = 0.0
+        for pack in packs:
+            edges = torch.from_numpy(pack.terms.edges).to(runner.weights.device)
+            loss = -runner.run(pack).logprobs[edges].sum() / counts.tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        norm = self.optimizer.clip()
+        if not math.isfinite(norm):
+            self.optimizer.clear()
+            names = sorted({sample.trajectory_id for sample in samples})
+            raise LearnerError(
+                f"sft: the gradient is not finite, in one of {', '.join(names)}; lower sft.learning_rate"
+            )
+        self.optimizer.counts.num_steps += 1
+        self.optimizer.update()
+        losses, computed = zip(*runner.ranks.gather((total, sum(len(pack.token_ids) for pack in packs))), strict=True)
+        self._add(sum(losses), norm, counts.tokens, sum(computed), is_first=is_first)
+
+    def _add(self, loss: float, norm: float, trained: int, computed: int, *, is_first: bool) -> None:
+        sums = self.sums
+        sums.loss_first = sums.loss_first if sums.num_updates else loss
+        sums.loss_epoch = loss if is_first else sums.loss_epoch + loss
+        sums.grad_norm += norm
+        sums.tokens_trained += trained
+        sums.tokens_computed += computed
+        sums.num_updates += 1

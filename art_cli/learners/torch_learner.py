@@ -30,7 +30,7 @@ from art_cli.learners.packing_check import compare_packing
 from art_cli.learners.policy_gradient import PolicyGradient, Update
 from art_cli.learners.ranks import Alone, Ranks
 from art_cli.learners.samples import Sample, bare_sample
-from art_cli.learners.sft import summarize, train_on_demos
+from art_cli.learners.sft import Sft
 from art_cli.learners.tally import Tally
 from art_cli.model import Weights, load_checkpoint, save_weights
 from art_cli.trajectory import ScoredTrajectory
@@ -66,6 +66,7 @@ class TorchLearner:
         self.ranks: Ranks = ranks or Alone()
         self.runner = PackRunner(weights, learner, self.ranks)
         self.gradient = PolicyGradient(self.runner, loss, max_tokens=sampling_max_tokens)
+        self.warm_up: Sft | None = None  # between begin_sft and end_sft
         self.has_compared = False  # packs with plain rows, see `_compare_packing`
         self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
         self.optimizer_device = torch.device("cpu") if learner.offload_optimizer else None
@@ -88,13 +89,16 @@ class TorchLearner:
         return tally.metrics(batch, learning_rate=learning_rate, train_s=time.perf_counter() - begin)
 
     def sft(self, demos: Sequence[dict[str, Any]], *, progress: Progress | None = None) -> dict[str, float]:
-        """Supervised warm-up on chat transcripts, with an optimizer of its own; `loss` is the last epoch's.
+        num_updates = self.begin_sft(demos)
+        try:
+            return self.take_sft(num_updates, progress=progress)
+        finally:
+            self.end_sft()
 
-        Raises LearnerError: no demos, or one that cannot be trained on.
-        """
+    def begin_sft(self, demos: Sequence[dict[str, Any]]) -> int:
+        """Raises LearnerError: no demos, or one that cannot be trained on."""
         config = self.sft_config
         assert config is not None, "sft needs an sft section"
-        begin = time.perf_counter()
         transcripts = [
             demo_samples(demo, self.weights.tokenizer, name=f"demo {index + 1}", max_length=self.weights.max_length)
             for index, demo in enumerate(demos)
@@ -102,11 +106,17 @@ class TorchLearner:
         if not transcripts:
             raise LearnerError("sft.demos: no transcripts")
         optimizer = Optimizer.of(self.parameters, config, device=self.optimizer_device, ranks=self.ranks)
-        with self._changing_weights(transcripts[0][0]):
-            updates = train_on_demos(
-                self.runner, optimizer, transcripts, config, seed=self.train_config.seed, progress=progress
-            )
-        return summarize(updates, epochs=config.epochs, begin=begin)
+        self.warm_up = Sft(transcripts, config, optimizer, seed=self.train_config.seed)
+        return self.warm_up.num_updates
+
+    def take_sft(self, num_updates: int, *, progress: Progress | None = None) -> dict[str, float]:
+        assert self.warm_up is not None, "begin_sft comes first"
+        with self._changing_weights(self.warm_up.transcripts[0][0]):
+            self.warm_up.take(self.runner, num_updates, progress)
+        return self.warm_up.numbers()
+
+    def end_sft(self) -> None:
+        self.warm_up = None
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         """[L - 1] logprobs in nats of each token after the first; temperature 0 is taken as 1."""
@@ -126,6 +136,8 @@ class TorchLearner:
                 save_weights(self.weights, directory, tensors=tensors if self.ranks.size > 1 else None)
                 save_file(_rng_state(), directory / RNG_FILE)
             self.optimizer.save(directory)
+            if self.warm_up is not None:
+                self.warm_up.save(directory)
 
     def load(self, directory: Path) -> None:
         """Raises CheckpointError: no weights there, or of another model. Weights alone start a new optimizer."""
@@ -137,6 +149,8 @@ class TorchLearner:
             else:
                 self.optimizer.reset()
                 log.info("%s: weights without optimizer state; the optimizer starts anew", directory)
+            if self.warm_up is not None:
+                self.warm_up.load(directory)
 
     def check(self) -> None:
         """It needs no other process."""

@@ -137,6 +137,15 @@ class Worker:
     def do_sft(self, demos: list[Json]) -> dict[str, float]:
         return self._learner.sft(demos, progress=self._progress)
 
+    def do_begin_sft(self, demos: list[Json]) -> int:
+        return self._learner.begin_sft(demos)
+
+    def do_take_sft(self, num_updates: int) -> dict[str, float]:
+        return self._learner.take_sft(num_updates, progress=self._progress)
+
+    def do_end_sft(self) -> None:
+        self._learner.end_sft()
+
     def do_score(self, token_ids: list[int], temperature: float) -> list[float]:
         return self._learner.score(token_ids, temperature=temperature)
 

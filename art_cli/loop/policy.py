@@ -133,11 +133,11 @@ def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights]
 
 
 @contextlib.contextmanager
-def open_learner(loaded: LoadedConfig, source: PolicySource) -> Iterator[Learner]:
-    """A learner that goes on from `source`, optimizer and RNG included."""
+def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None = None) -> Iterator[Learner]:
+    """A learner that goes on from `source`, optimizer and RNG included; `base`: where it has been opened already."""
     config = loaded.config
-    with open_base(loaded, source) as base:
-        weights = load_policy(config, base)
+    with contextlib.nullcontext(base) if base is not None else open_base(loaded, source) as place:
+        weights = load_policy(config, place)
         with contextlib.closing(make_learner(config, weights)) as learner:
             if source.checkpoint is not None:
                 learner.load(source.checkpoint)

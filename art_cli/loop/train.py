@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -43,6 +44,7 @@ from art_cli.loop.choice import describe, settle
 from art_cli.loop.contest import is_judged, judge_contest
 from art_cli.loop.evaluate import play_evaluation, values_by_scenario
 from art_cli.loop.sampler import Sampler, open_sampler
+from art_cli.loop.warm_up import WAIT_S, WarmUp
 from art_cli.model import Weights, count_parameters, find_base, twin
 from art_cli.rollouts.scenarios import load_scenarios
 from art_cli.run_dir import Manifest, MetricsLine, RunDir, new_checkpoint, read_lines, read_object, write_file
@@ -260,11 +262,32 @@ class TrainingRun:
         return 0
 
     async def _warm_up(self) -> dict[str, float]:
+        """Its numbers. An interrupt ends it after the update that is being computed; what was done is saved."""
         assert self.config.sft is not None
-        demos = load_demos(self.config.sft.demos, self.loaded.directory)
-        log.info("sft: %d transcripts, %d epochs", len(demos), self.config.sft.epochs)
-        with shown_updates("sft: updates") as progress:
-            return await self._off_loop(self.learner.sft, demos, progress=progress)
+        demos = await threads.call_in_thread(load_demos, self.config.sft.demos, self.loaded.directory)
+        make = partial(WarmUp, self.learner, self.loaded, demos, base=self.weights.base, start=None)
+        warm_up = await threads.call_in_thread(make)
+        await self._wait_for(warm_up)
+        try:
+            await self._off_loop(warm_up.begin)
+            with shown_updates("sft: updates") as progress:
+                while not warm_up.is_done:
+                    if self.interrupts:
+                        await self._off_loop(warm_up.save)
+                    self._stop_if_interrupted()
+                    await self._off_loop(warm_up.take, progress)
+            return warm_up.finish()
+        finally:
+            warm_up.release()
+
+    async def _wait_for(self, warm_up: WarmUp) -> None:
+        """Until no other process makes the same one."""
+        is_told = False
+        while not warm_up.acquire():
+            if not is_told:
+                log.info("sft: another process makes the same warm-up; its result is taken when it is done")
+                is_told = True
+            await asyncio.sleep(WAIT_S)
 
     def _backfill(self, manifest: Manifest) -> None:
         """Writes the metrics line that a kill right after the checkpoint left out."""
