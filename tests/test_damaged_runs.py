@@ -1,0 +1,393 @@
+"""Damaged run directories: every file of a small real run is corrupted, and each reader goes on or stops in words.
+
+Nothing is ever loaded whose hash differs: a reader that accepts a checkpoint or a built base accepts its exact bytes.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hostile import NUM_MUTATIONS, MemoryBound, assert_in_words, mutations
+
+from art_cli import checkpoints, cli
+from art_cli.base_files import check_base
+from art_cli.config.compose import LoadedConfig, load_config
+from art_cli.errors import ArtError
+from art_cli.loop.train import claim_config, train
+from art_cli.model import load_weights, on_base, outline
+from art_cli.run_dir import RunDir, hash_files
+from art_cli.serving.export import saved_prompts
+from art_cli.serving.loader import engine_config
+from art_cli.serving.source import base_config, find_source
+
+PROJECT = Path(__file__).parent / "letters"
+CONFIG = PROJECT / "config.yaml"
+CHECKPOINT = "checkpoints/step_0002"
+BASE_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+              "generation_config.json")  # fmt: skip
+SETTINGS = ("train.steps=2", "rollout.groups_per_step=1", "rollout.group_size=2", "eval.every=2")
+
+Art = Callable[..., tuple[int, str, str]]
+
+
+def loaded_config(root: Path) -> LoadedConfig:
+    return load_config(CONFIG, [f"runs={root.parent}", *SETTINGS])
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two steps."""
+    runs = tmp_path_factory.mktemp("good")
+    return asyncio.run(train(load_config(CONFIG, [f"runs={runs}", *SETTINGS]))).root
+
+
+@pytest.fixture
+def run(good: Path, tmp_path: Path) -> RunDir:
+    """A copy of it to spoil."""
+    shutil.copytree(good, tmp_path / "letters")
+    return RunDir(tmp_path / "letters")
+
+
+# --- what reads a run, without what takes seconds ---------------------------------------------------------------------
+
+
+def resume(run: RunDir) -> None:
+    """What `art train` reads before it plays: the configuration, the newest checkpoint, the files of its steps."""
+    with run.lock():
+        claim_config(run, loaded_config(run.root))
+        run.clean()
+        run.newest_checkpoint()
+        run.metrics()
+        check_base(run.base)
+        for step in range(2):
+            run.trajectories(step)
+            run.scored(step)
+
+
+def list_and_prune(run: RunDir) -> None:
+    checkpoints.listed(run)
+    checkpoints.prune(run, keep=None)
+
+
+def serve(run: RunDir) -> None:
+    """What `art serve` reads before it loads tensors."""
+    for best in (False, True):
+        source = find_source(str(run.root), best=best)
+        base_config(source)
+        check_base(Path(source.base), source.named)
+        section = checkpoints.run_config(source.run).get("engine", {})
+        engine_config("embedded", {}, section)
+
+
+def export(run: RunDir) -> None:
+    find_source(str(run.root))
+    saved_prompts(run)
+
+
+READERS = (resume, list_and_prune, serve, export)
+
+
+def goes_on_or_says_why(reader: Callable[[RunDir], None], run: RunDir) -> None:
+    try:
+        reader(run)
+    except (ArtError, OSError) as error:
+        lines, code = cli.report(error)
+        assert_in_words(code, "\n".join(lines) + "\n")
+        assert all(len(line) < 2000 for line in lines), lines
+
+
+def what_is_accepted(run: RunDir) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Each checkpoint that verifies and the base if it does, with the hashes that its files have."""
+    for step in run.checkpoint_steps():
+        place = run.checkpoint_path(step)
+        try:
+            checkpoints.find(place)
+        except ArtError:
+            continue
+        yield place, hash_files(place)
+    if run.base.is_dir():
+        try:
+            check_base(run.base)
+        except ArtError:
+            return
+        yield run.base, hash_files(run.base)
+
+
+def test_any_mutation_of_any_file_goes_on_or_stops_in_words(good: Path, tmp_path: Path) -> None:
+    """Files in turn, readers in turn; what verifies afterwards has the bytes that were written."""
+    files = sorted(path.relative_to(good) for path in good.rglob("*") if path.is_file() and path.name != "curve.svg")
+    wanted = {step: hash_files(RunDir(good).checkpoint_path(step)) for step in range(3)}
+    per_file = -(-NUM_MUTATIONS // len(files))
+    assert len(files) > 30
+    root = tmp_path / "letters"
+    shutil.copytree(good, root)
+    run = RunDir(root)
+    with MemoryBound(mib=512):
+        for place, file in enumerate(files):
+            data = (good / file).read_bytes()
+            for number, spoilt in enumerate(mutations(data, seed=place, count=per_file)):
+                restore(good, root, file)
+                (root / file).write_bytes(spoilt)
+                goes_on_or_says_why(READERS[(place + number) % len(READERS)], run)
+                for accepted, hashes in what_is_accepted(run):
+                    step = accepted.name.removeprefix("step_")
+                    original = wanted[int(step)] if step.isdecimal() else hash_files(good / "base")
+                    if hashes != original:  # only a base whose hashes.json is gone has no proof, and that is not here
+                        raise AssertionError((file, number, accepted))
+                restore(good, root, file)
+
+
+def restore(good: Path, root: Path, file: Path) -> None:
+    """The file as it was, and what a reader that could go on has removed or written anew."""
+    for step in range(3):
+        name = f"checkpoints/step_{step:04d}"
+        if not (root / name).is_dir():
+            shutil.copytree(good / name, root / name)
+    for name in (file, Path("config.json")):
+        (root / name).write_bytes((good / name).read_bytes())
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
+@pytest.mark.parametrize("kind", ["zero", "directory", "nowhere", "loop", "file above"])
+def test_things_in_the_place_of_files_go_on_or_stop_in_words(
+    run: RunDir, reader: Callable[[RunDir], None], kind: str
+) -> None:
+    """Each file in turn empty, a directory, a link to nowhere, a link to itself, a link below a device."""
+    for file in sorted(path for path in run.root.rglob("*") if path.is_file()):
+        if not file.is_file():
+            continue  # its checkpoint was pruned
+        data = file.read_bytes()
+        spoil(file, kind)
+        goes_on_or_says_why(reader, run)
+        mend(file, data)
+
+
+def spoil(file: Path, kind: str) -> None:
+    file.unlink()
+    if kind == "zero":
+        file.write_bytes(b"")
+    elif kind == "directory":
+        file.mkdir()
+    elif kind == "nowhere":
+        file.symlink_to("/nowhere/at/all")
+    elif kind == "loop":
+        file.symlink_to(file.name)
+    else:
+        file.symlink_to("/dev/null/below")
+
+
+def mend(file: Path, data: bytes) -> None:
+    if not file.parent.is_dir():
+        return
+    if file.is_dir() and not file.is_symlink():
+        shutil.rmtree(file)
+    else:
+        file.unlink(missing_ok=True)
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "name", ["step_9999999999999", "step_-1", "step_0001.tmp", "step_1", "step_00001", "step_\u0661\u0662\u0663\u0664",
+             "step_" + "9" * 200, "step_", "step_0x10"]
+)  # fmt: skip
+def test_directories_that_are_no_checkpoint_of_this_run_are_passed_over(
+    run: RunDir, name: str, art: Art, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy of step 1 under another name is neither listed as usable nor resumed from."""
+    shutil.copytree(run.checkpoint_path(1), run.checkpoints / name)
+    newest = run.newest_checkpoint()
+    assert newest is not None and newest[1].step == 2
+    code, out, err = art("checkpoints", run.root, "--json")
+    assert_in_words(code, err)
+    assert [row["step"] for row in json.loads(out) if row["is_valid"]] == [0, 1, 2]
+    for reader in READERS:
+        goes_on_or_says_why(reader, run)
+
+
+CONFIGS = {
+    "number": b"7",
+    "list": b"[1, 2]",
+    "text": b'"config"',
+    "null": b"null",
+    "empty": b"",
+    "binary": bytes(range(256)),
+    "deep": b'{"a":' * 900 + b"1" + b"}" * 900,
+    "deeper": b'{"model":' * 60_000,
+    "deep list": b'{"model": ' + b"[" * 300 + b"]" * 300 + b"}",
+    "huge number": b'{"model": {"max_length": ' + b"1" + b"0" * 400 + b"}}",
+    "digits": b'{"model": {"max_length": ' + b"9" * 5_000 + b"}}",
+    "wrong types": b'{"model": 3, "rollout": [], "train": "x", "engine": null}',
+    "wrong sampling": b'{"rollout": {"sampling": {"temperature": "hot", "max_tokens": -4}}}',
+    "wrong keep": b'{"train": {"keep_checkpoints": []}}',
+    "wrong dtype": b'{"model": {"dtype": "__import__"}}',
+    "infinity": b'{"rollout": {"sampling": {"temperature": -Infinity}}}',
+}
+
+
+@pytest.mark.parametrize("text", CONFIGS.values(), ids=CONFIGS)
+def test_a_nonsense_config_is_one_line_that_names_the_file(run: RunDir, art: Art, text: bytes) -> None:
+    """Exit code 1 or 2 of train, serve, export and checkpoints --prune; the listing does not need it."""
+    run.config_path.write_bytes(text)
+    runs = f"runs={run.root.parent}"
+    for command in (
+        ("train", CONFIG, runs, *SETTINGS),
+        ("serve", run.root, "--port", 0),
+        ("export", run.root, "-o", run.root.parent / "out"),
+        ("checkpoints", run.root, "--prune"),
+    ):
+        code, _, err = art(*command)
+        assert_in_words(code, err)
+        last = err.strip().splitlines()[-1]
+        assert code in (1, 2), (command, err)
+        assert last.startswith("error: ") and len(last) < 2000
+        assert str(run.root) in last
+    assert art("checkpoints", run.root)[0] == 0
+
+
+def test_keys_of_another_version_do_not_keep_a_run_from_being_served(run: RunDir) -> None:
+    config = json.loads(run.config_path.read_text())
+    run.config_path.write_text(json.dumps({**config, "schema_version": 99, "new_section": {"a": [1]}}))
+    serve(run)
+
+
+@pytest.mark.parametrize("name", BASE_FILES)
+@pytest.mark.parametrize("kind", ["flip", "cut", "zero", "gone", "extra"])
+def test_a_damaged_built_base_is_named_and_never_loaded(run: RunDir, art: Art, name: str, kind: str) -> None:
+    """Also a chat template with one flipped bit, of which nothing else would tell."""
+    path = run.base / name
+    data = path.read_bytes()
+    match kind:
+        case "flip":
+            path.write_bytes(data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :])
+        case "cut":
+            path.write_bytes(data[: len(data) // 2])
+        case "zero":
+            path.write_bytes(b"")
+        case "gone":
+            path.unlink()
+        case "extra":
+            (run.base / "added.safetensors").write_bytes(data)
+    command = ("export", run.root, "-o", run.root.parent / "out")
+    code, _, err = art(*command)
+    assert_in_words(code, err)
+    assert code == 1
+    last = err.strip().splitlines()[-1]
+    assert str(run.base) in last and (name if kind != "extra" else "added.safetensors") in last
+    assert "the next `art train` builds it again" in last
+
+
+def test_a_base_removed_is_built_again_and_the_run_goes_on(run: RunDir) -> None:
+    shutil.rmtree(run.base)
+    loaded = load_config(CONFIG, [f"runs={run.root.parent}", *SETTINGS, "train.steps=3"])
+    assert asyncio.run(train(loaded)).step == 3
+    check_base(run.base)
+    assert (run.base / "hashes.json").is_file()
+
+
+@pytest.mark.parametrize("name", BASE_FILES)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_damaged_base_of_the_users_own_is_loaded_or_refused_in_words(
+    good: Path, tmp_path: Path, name: str, seed: int
+) -> None:
+    """No hashes here: what cannot be known to be wrong is loaded, everything else is a line with the directory."""
+    base = tmp_path / "base"
+    shutil.copytree(good / "base", base, ignore=shutil.ignore_patterns("hashes.json"))
+    data = (base / name).read_bytes()
+    source = find_source(str(base)) if name != "config.json" else None
+    config = loaded_config(good).config.model
+    for spoilt in mutations(data, seed=seed, count=max(2, NUM_MUTATIONS // 150)):
+        (base / name).write_bytes(spoilt)
+        for load in (lambda: load_weights(config, str(base), device="cpu"), lambda: outline(str(base), None)):
+            try:
+                load()
+            except ArtError as error:
+                lines, code = cli.report(error)
+                assert_in_words(code, "\n".join(lines))
+                assert len(lines) == 1 and len(lines[0]) < 2000
+                assert str(base) in lines[0], lines
+    assert source is None or source.base == str(base)
+
+
+def test_more_layers_than_weights_are_refused_at_once(good: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(good / "base", base, ignore=shutil.ignore_patterns("hashes.json"))
+    config = json.loads((base / "config.json").read_text())
+    for num in (10**9, 10**400, 3):
+        (base / "config.json").write_text(json.dumps({**config, "num_hidden_layers": num, "layer_types": None}))
+        with pytest.raises(ArtError, match="num_hidden_layers|do not fit"):
+            load_weights(loaded_config(good).config.model, str(base), device="cpu")
+
+
+@pytest.mark.parametrize("command", ["train", "serve", "export"])
+def test_a_pickled_base_is_refused_and_never_unpickled(good: Path, tmp_path: Path, art: Art, command: str) -> None:
+    base, proof = tmp_path / "base", tmp_path / "ran"
+    shutil.copytree(good / "base", base, ignore=shutil.ignore_patterns("hashes.json", "*.safetensors"))
+    (base / "pytorch_model.bin").write_bytes(b"cposix\nsystem\n(S'touch %s'\ntR." % os.fsencode(proof))
+    arguments = {
+        "train": (CONFIG, f"runs={tmp_path / 'runs'}", f"model.base={base}"),
+        "serve": (base, "--port", 0),
+        "export": (base, "-o", tmp_path / "out"),
+    }
+    code, _, err = art(command, *arguments[command])
+    assert code in (1, 2)
+    assert_in_words(code, err)
+    assert "pytorch_model.bin: a pickle, which is never read; convert it to safetensors" in err
+    assert not proof.exists()
+
+
+def test_a_pickled_adapter_is_refused_and_never_unpickled(good: Path, tmp_path: Path, art: Art) -> None:
+    adapter, proof = tmp_path / "adapter", tmp_path / "ran"
+    shutil.copytree(good / CHECKPOINT, adapter, ignore=shutil.ignore_patterns("manifest.json", "*.safetensors"))
+    (adapter / "adapter_model.bin").write_bytes(b"cposix\nsystem\n(S'touch %s'\ntR." % os.fsencode(proof))
+    for command in (
+        ("serve", adapter, "--base", good / "base", "--port", 0),
+        ("checkpoints", tmp_path / "new", "--import", adapter),
+    ):
+        code, _, err = art(*command)
+        assert code in (1, 2)
+        assert_in_words(code, err)
+        assert "safetensors (pickles are not read)" in err
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["adapter_config.json", "tokenizer.json", "tokenizer_config.json", "adapter_model.safetensors"]
+)
+def test_a_damaged_adapter_without_a_manifest_is_loaded_or_refused_in_words(
+    good: Path, tmp_path: Path, name: str
+) -> None:
+    """A plain PEFT directory has no hashes: whatever its libraries raise is one line with its place."""
+    adapter = tmp_path / "adapter"
+    shutil.copytree(good / CHECKPOINT, adapter, ignore=shutil.ignore_patterns("manifest.json"))
+    base = load_weights(
+        loaded_config(good).config.model.model_copy(update={"lora": None}), str(good / "base"), device="cpu"
+    )
+    data = (adapter / name).read_bytes()
+    for spoilt in mutations(data, seed=5, count=max(8, NUM_MUTATIONS // 30)):
+        (adapter / name).write_bytes(spoilt)
+        try:
+            found = checkpoints.find(adapter)
+            assert found is not None
+            checkpoints.check_adapter(found.path)
+            on_base(base, found.path)
+        except ArtError as error:
+            lines, code = cli.report(error)
+            assert_in_words(code, "\n".join(lines))
+            assert len(lines) == 1 and str(adapter) in lines[0], lines
+
+
+def test_an_adapter_cannot_name_a_module_to_import(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(good / CHECKPOINT, adapter, ignore=shutil.ignore_patterns("manifest.json"))
+    (tmp_path / "evil_adapter_module.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    hostile = {"megatron_config": {"a": 1}, "megatron_core": "evil_adapter_module", "init_lora_weights": "pissa"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config | hostile))
+    bare = loaded_config(good).config.model.model_copy(update={"lora": None})
+    on_base(load_weights(bare, str(good / "base"), device="cpu"), adapter)
+    assert not (tmp_path / "ran").exists()
