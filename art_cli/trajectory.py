@@ -78,6 +78,11 @@ class Trajectory(msgspec.Struct, kw_only=True):
     started_at: float = 0.0  # seconds since the epoch
     duration_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        for index, turn in enumerate(self.turns):
+            if turn.parent is not None and not 0 <= turn.parent < index:
+                raise ValueError(f"turn {index} goes on from turn {turn.parent}, which is none before it")
+
     @property
     def num_sampled(self) -> int:
         return sum(len(turn.sampled_ids) for turn in self.turns)

@@ -391,3 +391,14 @@ def test_an_adapter_cannot_name_a_module_to_import(good: Path, tmp_path: Path, m
     bare = loaded_config(good).config.model.model_copy(update={"lora": None})
     on_base(load_weights(bare, str(good / "base"), device="cpu"), adapter)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("parent", [0, 1, -1, 99])
+def test_a_turn_that_goes_on_from_none_before_it_is_refused_with_its_line(run: RunDir, parent: int) -> None:
+    """A cycle of turns would never end where the tokens of a sequence are collected."""
+    path = run.trajectories_path(1)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0]["turns"][0]["parent"] = parent
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ArtError, match=r"trajectories.jsonl:1: turn 0 goes on from turn"):
+        export(run)
