@@ -4,6 +4,7 @@ Nothing is ever loaded whose hash differs: a reader that accepts a checkpoint or
 """
 
 import asyncio
+import functools
 import json
 import os
 import shutil
@@ -34,6 +35,7 @@ SETTINGS = ("train.steps=2", "rollout.groups_per_step=1", "rollout.group_size=2"
 Art = Callable[..., tuple[int, str, str]]
 
 
+@functools.cache
 def loaded_config(root: Path) -> LoadedConfig:
     return load_config(CONFIG, [f"runs={root.parent}", *SETTINGS])
 
