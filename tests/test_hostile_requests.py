@@ -393,7 +393,6 @@ async def test_mutated_requests_are_answered_or_refused_and_never_hold_the_loop(
     with MemoryBound(mib=256):
         for kind, good in (("chat", full), ("text", plain)):
             for number, body in enumerate(mutations(json.dumps(good).encode(), seed=1, count=NUM_MUTATIONS // 2)):
-                begin = num_refused
                 async with Heartbeat() as heart:
                     num_refused += await attempt(kind, body)
                 if heart.longest_s >= HOLD_S:
@@ -401,12 +400,7 @@ async def test_mutated_requests_are_answered_or_refused_and_never_hold_the_loop(
                         number,
                         body[:500],
                     )
-                assert num_refused >= begin
     assert NUM_MUTATIONS // 4 < num_refused < NUM_MUTATIONS
-
-
-def test_the_tiny_model_is_what_these_limits_are_tried_on() -> None:
-    assert tiny_weights().max_length == 1024
 
 
 # --- whole commands ---------------------------------------------------------------------------------------------------
