@@ -465,6 +465,17 @@ def test_a_model_that_is_not_the_found_checkpoints_is_refused(
     assert f"command line: {override.partition('=')[0]}: " in found and "trained with" in found
 
 
+def test_what_a_command_would_ignore_is_refused(art: Art, project: Path) -> None:
+    """An endpoint beside a checkpoint, and other transcripts than those that are named."""
+    endpoint = "engine={name: openai, url: 'http://127.0.0.1:9/v1', model: config}"
+    for command, more in {"generate": ["-o", "out.jsonl"], "eval": []}.items():
+        assert "samples from its own model" in refused(
+            art, command, "config.yaml", endpoint, "--checkpoint", "config_run", *more
+        )
+    demos = ["sft", "config.yaml", "scenarios.jsonl", "+sft.demos=other.jsonl", "-o", "out"]
+    assert "command line: sft.demos: the transcripts are scenarios.jsonl" in refused(art, *demos)
+
+
 def scored() -> ScoredTrajectory:
     return score_trajectory(Trajectory(id="a", group_id="a", group_size=1, index=0, turns=[]), 1.0)
 

@@ -24,8 +24,12 @@ def run(*, config: Path, overrides: Sequence[str], demos: Path, checkpoint: Path
     """Trains on `demos` with the config's `sft` section (its defaults where there is none)."""
     loaded = load_config(config, overrides)
     check_ready(loaded, ("model",))
-    if loaded.places.of("sft.demos") == COMMAND_LINE and any("demos" in override for override in loaded.overrides):
-        raise ConfigError([Problem("sft.demos", COMMAND_LINE, f"the transcripts are {demos}; leave one of them out")])
+    said = loaded.config.sft.demos if loaded.config.sft is not None else str(demos)
+    is_on_command_line = loaded.places.of("sft.demos") == COMMAND_LINE
+    if is_on_command_line and (loaded.directory / said).resolve() != demos.resolve():
+        raise ConfigError(
+            [Problem("sft.demos", COMMAND_LINE, f"the transcripts are {demos}, not {said}; leave one out")]
+        )
     if not demos.is_file() and ":" not in demos.name:  # file.py:function
         raise UsageError(f"{demos}: no such file")
     transcripts = load_demos(str(demos.resolve()), loaded.directory)
