@@ -45,8 +45,9 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         key = self.key if len(self.key) <= 200 else f"{self.key[:197]}..."
+        message = self.message if len(self.message) <= 800 else f"{self.message[:797]}..."
         place = self.place if len(self.place) <= 300 else f"...{self.place[-297:]}"
-        return printable(f"{place}: {key}: {self.message}" if key else f"{place}: {self.message}")
+        return printable(f"{place}: {key}: {message}" if key else f"{place}: {message}")
 
 
 class ConfigError(UsageError):

@@ -171,7 +171,7 @@ class _Scan:
         size = 1
         if isinstance(event, yaml.AliasEvent):
             if any(each.anchor == event.anchor for each in self.open):
-                raise ConfigError([Problem(key, place, f"the anchor &{event.anchor} contains itself")])
+                raise ConfigError([Problem(key, place, f"the anchor &{_short(event.anchor or '')} contains itself")])
             size = self.sizes.get(event.anchor or "", 1)
         elif isinstance(event, yaml.ScalarEvent) and event.anchor:
             self.sizes[event.anchor] = 1
@@ -190,7 +190,7 @@ def _problems_of_scalar(event: yaml.ScalarEvent, key: str, place: str, *, is_key
     if event.tag not in PLAIN_TAGS:
         yield _tagged(event.tag, key, place)
     elif is_key and is_plain and (kind := _kind(value)):
-        yield Problem(key, place, f"the key {value!r} is {kind} in YAML, and a key is text; put it in quotes")
+        yield Problem(key, place, f"the key {_short(value)!r} is {kind} in YAML, and a key is text; put it in quotes")
     elif is_plain and len(value) > MAX_DIGITS and re.fullmatch(r"[-+]?[0-9][0-9A-Fa-fx_:]*", value):
         yield Problem(key, place, f"a number of {len(value)} digits; at most {MAX_DIGITS} are read")
     elif "${" in value and (what := bad_interpolation(value)):
@@ -204,13 +204,16 @@ def bad_interpolation(value: str) -> str | None:
     try:
         parse_interpolation(value)
     except (GrammarParseError, RecursionError):
-        shown = value if len(value) <= 60 else f"{value[:57]}..."
-        return rf"cannot read the interpolation in {shown!r}; write \${{ for a plain ${{"
+        return rf"cannot read the interpolation in {_short(value)!r}; write \${{ for a plain ${{"
     return None
 
 
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def _tagged(tag: object, key: str, place: str) -> Problem:
-    shown = str(tag).replace("tag:yaml.org,2002:", "!!")
+    shown = _short(str(tag).replace("tag:yaml.org,2002:", "!!"))
     return Problem(key, place, f"the tag {shown} is not read in a configuration; write the value plainly")
 
 
