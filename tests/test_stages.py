@@ -100,7 +100,7 @@ def test_sft_writes_a_checkpoint_that_says_what_it_was_shown(art: Art, tmp_path:
     demos, out = tmp_path / "demos.jsonl", tmp_path / "warm"
     talk = {"messages": [{"role": "user", "content": "say 1 letters"}, {"role": "assistant", "content": "aaaa"}]}
     demos.write_text((json.dumps(talk) + "\n") * 16)
-    settings = ["sft.epochs=6", "sft.learning_rate=3e-2", "sft.batch_size=4", f"sft.demos={demos}"]
+    settings = [f"runs={tmp_path}", "sft.epochs=6", "sft.learning_rate=3e-2", "sft.batch_size=4", f"sft.demos={demos}"]
     assert art("sft", CONFIG, demos, *settings, "-o", out)[0] == 0
     code, _, _ = art("eval", CONFIG, "--checkpoint", out, "--gate", "reward>=0.5")
     assert code == 0
