@@ -123,6 +123,8 @@ def _lines(error: Exception) -> tuple[list[str], int]:
         case OSError(errno=errno.ENOSPC):
             what = f"{error.filename}: " if error.filename else ""
             return [f"error: {what}no space left on the disk; free some and run the same command again"], 1
+        case Exception() if f"(os error {errno.ENOSPC})" in str(error):  # as Rust's libraries say it: safetensors
+            return ["error: no space left on the disk; free some and run the same command again"], 1
         case OSError(strerror=str(reason)):
             return [f"error: {error.filename or 'the system says'}: {reason}"], 1
     text = " ".join(str(error).split())

@@ -127,12 +127,14 @@ def test_version_is_the_packages(art: Art) -> None:
         (["train", "config.yaml", "engine=tpu"], "error: command line: engine: no engine 'tpu'; there are: "),
         (["train", "config.yaml", "train.steps"], "error: command line: train.steps: expected key=value"),
         (["train", "config.yaml", "-m", "train.steps=interval(1,2)"], "error: command line: train.steps: an interval"),
-        (["train", "config.yaml", "rollout.group_size=1"], "error: rollout.group_size: 1 gives nothing to compare"),
+        (["train", "config.yaml", "rollout.group_size=1"], "error: command line: rollout.group_size: 1 gives nothing"),
         (["init", "x", "--recipe", "chess"], "error: no recipe 'chess'; "),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(art: Art, arguments: list[str], line: str) -> None:
     Path("config.yaml").write_text(PLAIN)
+    Path("rollout.py").write_text("def rollout(policy, scenario): ...\n")
+    Path("scenarios.jsonl").write_text('{"id": 1}\n')
     Path("syntax.yaml").write_text("a: 1\nb: [\n")
     Path("key.yaml").write_text(PLAIN + "train: {step: 3}\n")
     Path("type.yaml").write_text(PLAIN + "train: {steps: many}\n")

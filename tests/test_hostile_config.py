@@ -463,8 +463,8 @@ def test_a_model_that_is_not_the_found_checkpoints_is_refused(
     run = RunDir(project / "runs/project")
     run.root.mkdir(parents=True)
     run.config_path.write_text(load_config("config.yaml").config.model_dump_json())
-    with new_checkpoint(run.checkpoint_path(0), Manifest(step=0, base="../../base", config_hash="")):
-        pass
+    with new_checkpoint(run.checkpoint_path(0), Manifest(step=0, base="../../base", config_hash="")) as directory:
+        (directory / "adapter_config.json").write_text("{}")
     (project / "config_scored.jsonl").write_bytes(msgspec.json.encode(scored()) + b"\n")
     more = {"generate": ["-o", "out.jsonl"], "eval": [], "step": ["config_scored.jsonl", "-o", "out"]}[command]
     found = refused(art, command, "config.yaml", *more, override)

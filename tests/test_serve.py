@@ -190,12 +190,14 @@ async def test_the_whole_protocol_through_the_real_engine(run: RunDir) -> None:
 
 
 async def test_requests_that_do_not_say_are_sampled_as_in_training(run: RunDir, tmp_path: Path) -> None:
-    """The run's rollout.sampling.max_tokens is 8; a bare base model has no such limit."""
+    """The run's rollout.sampling.max_tokens is 8, for its base too; a base model of no run has no such limit."""
     async with serving(find_source(str(run.root))) as (_, root), client(root) as ai:
         reply = await ai.completions.create(model="mine", prompt="abc", seed=3)
     assert reply.usage and reply.usage.completion_tokens <= 8
     assert find_source(str(run.root)).defaults == Sampling(max_tokens=8)
-    assert find_source(str(run.base)).defaults == Sampling()
+    assert find_source(str(run.base)).defaults == Sampling(max_tokens=8)
+    bare = shutil.copytree(run.base, tmp_path / "bare")
+    assert find_source(str(bare)).defaults == Sampling()
 
 
 def test_a_source_is_what_the_files_say(run: RunDir, tmp_path: Path) -> None:

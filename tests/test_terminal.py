@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from art_cli.cli import report
-from art_cli.errors import ConfigError, DataError, EngineError, JudgeError, Problem, printable, printable_lines, set_up
+from art_cli.errors import ConfigError, DataError, EngineError, JudgeError, Problem, printable, printable_lines
 from art_cli.judges.keys import Secrets, find_secrets
+from art_cli.log import set_up
 from art_cli.run_dir import write_lines
 from tests.judge_server import Conduct, serving
 from tests.ruler_cases import rated
@@ -183,6 +184,6 @@ def test_a_key_escaped_in_an_explanation_is_not_written(tmp_path: Path) -> None:
     ) as server:
         done = judge(tmp_path, server.api_base, "--report")
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "t.scored.jsonl").read_text().splitlines()]
     assert [line["scores"][0]["explanation"] for line in lines] == ["it is ***, é"] * 2
     assert all(is_quiet(line) for line in done.stdout.split("\n"))

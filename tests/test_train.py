@@ -128,6 +128,18 @@ def test_a_changed_configuration_is_refused_by_name_and_fresh_starts_beside(fini
     assert result.root == finished.with_name("letters-2")
 
 
+def test_a_run_of_an_older_version_goes_on_where_its_record_lacks_a_newer_key(tmp_path: Path) -> None:
+    """A record without `rollout.limit_reward` and `eval.judge` has their defaults, and another value clashes."""
+    small = ["rollout.group_size=2", "rollout.groups_per_step=1"]
+    files = RunDir(run(tmp_path, *small, "train.steps=1").root)
+    record = json.loads(files.config_path.read_text())
+    del record["rollout"]["limit_reward"], record["eval"]["judge"]
+    files.config_path.write_text(json.dumps(record))
+    assert run(tmp_path, *small, "train.steps=2").step == 2
+    with pytest.raises(RunError, match="rollout.limit_reward: 0.0 -> -1.0"):
+        run(tmp_path, *small, "train.steps=3", "rollout.limit_reward=-1")
+
+
 def test_a_run_goes_on_with_another_learning_rate_and_records_from_which_step(tmp_path: Path) -> None:
     """Two steps at 0.01, one at 0.02, one at 0.005: metrics have each step's rate, config.json where it changed."""
     small = ["eval=null", "rollout.group_size=2", "rollout.groups_per_step=1", "+train.weight_decay=0.1"]

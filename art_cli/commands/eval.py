@@ -83,8 +83,8 @@ def run(
         raise UsageError(f"{config}: no eval section; add `eval: {{scenarios: FILE}}`")
     if loaded.config.engine.name == "openai" and checkpoints:
         raise UsageError(f"--checkpoint {checkpoints[0]}: engine 'openai' samples from its own model; use --endpoint")
-    check_ready(loaded, ("model", "rollout", "gateway", "engine", "eval"))
     players = _players(loaded, checkpoints, endpoints)
+    check_ready(loaded, ("model", "rollout", "gateway", "engine", "eval"))
     last = list(players)[-1]
     parsed = [parse_gate(gate, list(players)) for gate in gates]
     check_gates(parsed, last)
@@ -108,14 +108,16 @@ def _players(loaded: LoadedConfig, checkpoints: Sequence[Path], endpoints: Seque
     """Name -> how to play it. Endpoints are written MODEL@URL."""
     is_foreign = loaded.config.engine.name == "openai"
     wanted = [path for named in checkpoints for path in _expand(named)] if checkpoints or endpoints else [None]
+
+    def trained(loaded: LoadedConfig, path: Path | None) -> LoadedConfig:
+        return loaded if path in checkpoints or path is None else _as_trained(loaded, path)
+
+    sources = [PolicySource(None, 0) if is_foreign else find_policy(trained(loaded, path), path) for path in wanted]
+    loaded = settle(loaded, "engine") if wanted else loaded
     players = {}
-    if wanted:
-        loaded = settle(loaded, "engine")
-    for path in wanted:
-        trained = loaded if path in checkpoints or path is None else _as_trained(loaded, path)
-        source = PolicySource(None, 0) if is_foreign else find_policy(trained, path)
+    for path, source in zip(wanted, sources, strict=True):
         name = str(path or source.checkpoint or ("endpoint" if is_foreign else "start"))
-        players[name] = Player(trained, source)
+        players[name] = Player(trained(loaded, path), source)
     for endpoint in endpoints:
         model, separator, url = endpoint.partition("@")
         if not separator or not model or not url:

@@ -27,6 +27,7 @@ EXPECTED = {  # how pydantic's error types begin -> what it wanted
     "model_": "a section of 'key: value' lines",
 }
 CLOSE = 0.6  # difflib's own cutoff for a close match
+USUAL = {"lr": "learning_rate", "bs": "batch_size", "wd": "weight_decay", "temp": "temperature"}
 ABBREVIATED = 0.75  # how likely an abbreviation was meant; below a name that is misspelt by one letter
 SAME_SECTION, BELOW = 0.15, 0.05  # what a near key is likelier by; the exact name elsewhere still wins
 
@@ -121,6 +122,8 @@ def _likeness(name: str, other: str) -> float:
     """
     name, other = name.lower(), other.lower()
     ratio = SequenceMatcher(None, name, other).ratio()
+    if USUAL.get(name) == other:
+        return 1.0
     if name and _abbreviates(name, other):
         return max(ratio, ABBREVIATED)
     return ratio if ratio >= CLOSE else -1

@@ -42,11 +42,11 @@ def generate(loaded: LoadedConfig, output: Path, *, checkpoint: Path | None, ste
     `step` chooses which scenarios (None: the checkpoint's own next ones). What `output` holds already is not played
     again; what is missing is appended as it finishes.
     """
-    check_ready(loaded, ("model", "rollout", "gateway", "engine"))
     is_foreign = loaded.config.engine.name == "openai"
     if is_foreign and checkpoint is not None:
         raise UsageError(f"--checkpoint {checkpoint}: engine 'openai' samples from its own model; leave one out")
     source = PolicySource(None, 0) if is_foreign else find_policy(loaded, checkpoint)
+    check_ready(loaded, ("model", "rollout", "gateway", "engine"))
     loaded = settle(loaded, "engine")
     log.info("policy: %s", source.checkpoint or ("the endpoint's own" if is_foreign else "the starting policy"))
     plans = _plan(loaded, source, source.step if step is None else step)
@@ -100,9 +100,9 @@ def take_step(
 
     Incomplete groups are left out.
     """
-    check_ready(loaded, ("model",))
     groups = list(group(scored).values())
     source = find_policy(loaded, checkpoint)
+    check_ready(loaded, ("model",))
     loaded = settle(loaded, "learner")
     with open_learner(loaded, source) as learner:
         metrics = learner.step(groups)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
+from pydantic import ValidationError
 
 from art_cli import log as logs
 from art_cli import threads
@@ -31,6 +32,7 @@ from art_cli.checkpoints import prune_trained
 from art_cli.config.compose import LoadedConfig, config_changes, config_hash
 from art_cli.config.identity import Change
 from art_cli.config.references import check_ready, missing_targets
+from art_cli.config.schema import RunConfig
 from art_cli.errors import ConfigError, DataError, Interrupted, Problem, RunError, UsageError
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.keys import find_secrets
@@ -137,8 +139,7 @@ def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
     new = loaded.config.model_dump(mode="json")
     changes: list[dict[str, Any]] = []
     if os.path.lexists(run.config_path):
-        old = _read_record(run)
-        changes = old.pop("changes", [])
+        old, changes = _read_record(run)
         found = config_changes(old, new)
         if found and not run.checkpoint_steps():
             shutil.rmtree(run.base, ignore_errors=True)  # built as the old one said
@@ -157,7 +158,7 @@ def find_clash(run: RunDir, loaded: LoadedConfig) -> str:
     """Why the run that is there is another one than the configuration describes, as a line; "": it is not."""
     if not os.path.lexists(run.config_path):
         return ""
-    return _refusal(run, config_changes(_read_record(run), loaded.config.model_dump(mode="json")))
+    return _refusal(run, config_changes(_read_record(run)[0], loaded.config.model_dump(mode="json")))
 
 
 def _refusal(run: RunDir, changes: Sequence[Change]) -> str:
@@ -170,16 +171,22 @@ def _refusal(run: RunDir, changes: Sequence[Change]) -> str:
     )
 
 
-def _read_record(run: RunDir) -> dict[str, Any]:
-    """What the run was made with. Raises RunError: a config.json that is not as it was written."""
+def _read_record(run: RunDir) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the run was made with, and what was changed since. Raises RunError: config.json is not as it was written.
+
+    A key that the record lacks, since an older version wrote it, has its default.
+    """
     try:
         record = read_object(run.config_path)
-        if not isinstance(record.get("changes", []), list):
+        changes = record.pop("changes", [])
+        if not isinstance(changes, list):
             raise DataError("'changes' is not a list", run.config_path)
     except DataError as error:
         raise RunError(f"{error}; {MEND_RECORD}") from error
     record.pop("auto", None)
-    return record
+    with contextlib.suppress(ValidationError):  # what does not fit the schema is told as a difference
+        record = RunConfig.model_validate(record).model_dump(mode="json")
+    return record, changes
 
 
 def _finished_step(run: RunDir, loaded: LoadedConfig) -> int | None:
