@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from art_cli.builtin_models import BUILTIN_MODELS
+
 
 def _not_true_or_false(value: Any) -> Any:
     """pydantic would take true for 1; in a configuration it is a mistake."""
@@ -58,7 +60,8 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     base: str
-    """A hub id, a directory, or "file.py:function", which writes a model and its tokenizer into a directory."""
+    """A hub id, a directory, "file.py:function", which writes a model and its tokenizer into a directory, or
+    "builtin:tiny", a model of a million random parameters that needs no hub."""
     lora: LoraConfig | None = LoraConfig()
     """null trains all weights."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -71,6 +74,17 @@ class ModelConfig(Section):
     """Tokens of prompt and reply together. null: what the model was made for."""
     chat_template: Path | None = None
     """A Jinja file that replaces the tokenizer's own chat template."""
+
+    @field_validator("base")
+    @classmethod
+    def _find_builtin(cls, base: str) -> str:
+        """ "builtin:tiny" by the name of the function that writes it."""
+        family, _, name = base.partition(":")
+        if family != "builtin":
+            return base
+        if name not in BUILTIN_MODELS:
+            raise ValueError(f"no built-in model {name!r}; there are: {', '.join(BUILTIN_MODELS)}")
+        return f"art_cli.builtin_models:{name}"
 
 
 # --- rollout ----------------------------------------------------------------------------------------------------------
