@@ -108,7 +108,8 @@ class RolloutConfig(Section):
     entry: str | None = None
     """ "file.py:function": `async def rollout(policy, scenario)`, or a plain `def`."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
-    """Or an external program: scenario on standard input, OPENAI_BASE_URL and OPENAI_API_KEY set, one JSON line out."""
+    """Or an external program: scenario on standard input, one JSON line out. OPENAI_BASE_URL, OPENAI_API_KEY and
+    OPENAI_MODEL are set in its environment."""
     scenarios: str
     """A JSON-lines file, or "file.py:function" that returns an iterable of objects with an `id`."""
     group_size: PositiveInt = 8
