@@ -84,6 +84,11 @@ class Trajectory(msgspec.Struct, kw_only=True):
                 raise ValueError(f"turn {index} goes on from turn {turn.parent}, which is none before it")
 
     @property
+    def is_silent(self) -> bool:
+        """No model call was recorded."""
+        return not self.turns and not self.messages
+
+    @property
     def num_sampled(self) -> int:
         return sum(len(turn.sampled_ids) for turn in self.turns)
 

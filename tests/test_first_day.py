@@ -17,6 +17,7 @@ from art_cli.loop.evaluate import spent_by_scenario
 from art_cli.loop.failures import count_failures
 from art_cli.loop.gates import Gate, parse_gate
 from art_cli.loop.train import train
+from art_cli.rollouts.gateway import OWN_CLIENT
 from art_cli.run_dir import RunDir, read_lines
 from art_cli.serving.source import find_source
 from art_cli.trajectory import Trajectory, Turn
@@ -188,6 +189,28 @@ def test_without_force_an_agent_samples_as_it_asks_and_nothing_is_noted(art: Art
     assert art("generate", project / "config.yaml", *SMALL, "-o", played)[0] == 0
     turns = [turn for trajectory in read_lines(played, Trajectory) for turn in trajectory.turns]
     assert {(turn.temperature, turn.asked) for turn in turns} == {(0.5, None)}
+
+
+SHARING = """
+import threading, openai
+client, lock = None, threading.Lock()
+def rollout(policy, scenario):
+    global client
+    with lock:
+        headers = {"Connection": "close"}
+        client = client or openai.OpenAI(base_url=policy.base_url, api_key=policy.api_key, default_headers=headers)
+    client.chat.completions.create(model=policy.model, messages=[{"role": "user", "content": "hi"}])
+    return 1.0
+"""
+
+
+def test_check_finds_attempts_that_share_a_client(art: Art, project: Path) -> None:
+    """One key for both: the first attempt is given both calls, or the second is refused when the first is over."""
+    (project / "rollout.py").write_text(SHARING)
+    code, out, _ = art("check", project / "config.yaml", "--json")
+    rollout = findings(out)["rollout"]
+    assert (code, rollout["is_good"]) == (1, False)
+    assert OWN_CLIENT in f"{rollout['message']} {rollout['cure']}"
 
 
 TOOL = '{"type": "function", "function": {"name": "move", "parameters": {"type": "object", "properties": {}}}}'

@@ -30,6 +30,7 @@ from art_cli.chat.requests import Kind, Request, Sampling, parse_request
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+RefuseKey = Callable[[str | None], ChatError]
 BackendFor = Callable[[str | None], Backend | None]  # the key a client sent, None without one -> what answers it
 
 MAX_BODY_BYTES = 32 * 2**20  # a context of a million tokens as text, with room
@@ -42,15 +43,17 @@ def build_app(
     backend_for: BackendFor,
     *,
     defaults: Sampling | None = None,
+    refuse_key: RefuseKey | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     body_timeout_s: float = BODY_TIMEOUT_S,
     more: Sequence[Route] = (),
 ) -> Starlette:
     """The application. `defaults` fill what a client's sampling leaves out; a backend may fill it its own way.
 
+    `refuse_key` makes the error for a key that has no backend; `wrong_key` unless given.
     `more` are routes beside these, for whoever serves more than the protocol.
     """
-    routes = _Routes(backend_for, defaults or Sampling(), max_body_bytes, body_timeout_s)
+    routes = _Routes(backend_for, refuse_key or wrong_key, defaults or Sampling(), max_body_bytes, body_timeout_s)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", routes.chat, methods=["POST"]),
@@ -74,8 +77,16 @@ def build_app(
 class _Routes:
     """One method per path."""
 
-    def __init__(self, backend_for: BackendFor, defaults: Sampling, max_body_bytes: int, body_timeout_s: float) -> None:
+    def __init__(
+        self,
+        backend_for: BackendFor,
+        refuse_key: RefuseKey,
+        defaults: Sampling,
+        max_body_bytes: int,
+        body_timeout_s: float,
+    ) -> None:
         self._backend_for = backend_for
+        self._refuse_key = refuse_key
         self._defaults = defaults
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
@@ -115,7 +126,7 @@ class _Routes:
         key = key_of(http.headers)
         backend = self._backend_for(key)
         if backend is None:
-            raise wrong_key(key)
+            raise self._refuse_key(key)
         return backend
 
 

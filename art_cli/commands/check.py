@@ -33,6 +33,7 @@ from art_cli.loop.generate import plan_groups
 from art_cli.loop.sampler import open_sampler
 from art_cli.loop.train import find_clash
 from art_cli.model import Weights, count_parameters, find_base
+from art_cli.rollouts.gateway import OWN_CLIENT
 from art_cli.rollouts.scenarios import load_scenarios
 from art_cli.run_dir import RunDir
 from art_cli.scratch import scratch
@@ -211,9 +212,7 @@ class Preflight:
                 "rollout", False, "it returned no reward, and judge is 'rollout'", "return one, or choose a judge"
             )
         if not trajectory.turns:
-            return Finding(
-                "rollout", False, "it made no model call", "use policy.client, or policy.base_url and api_key"
-            )
+            return self._silence_problem()
         if all(turn.temperature == 0.0 for turn in trajectory.turns):
             return Finding(
                 "rollout",
@@ -223,6 +222,15 @@ class Preflight:
                 "(and rollout.sampling.temperature above 0)",
             )
         return None
+
+    def _silence_problem(self) -> Finding:
+        """What to say where an attempt made no model call."""
+        if not any(trajectory.turns for trajectory in self.played):
+            return Finding(
+                "rollout", False, "it made no model call", "use policy.client, or policy.base_url and api_key"
+            )
+        message = "of two attempts at once one made no model call: they may have gone into the other's trajectory"
+        return Finding("rollout", False, message, OWN_CLIENT)
 
     async def _play_pair(self) -> list[Trajectory]:
         played: list[Trajectory] = []

@@ -118,7 +118,8 @@ def _numbers(
 ) -> dict[str, float]:
     """Counts and means of a step's rollouts; `judge_s` is the part of judging that rollouts did not hide.
 
-    `num_limited` rollouts ran into a limit on turns or context; `failed.KIND` of them failed in that way.
+    `num_limited` rollouts ran into a limit on turns or context; `num_without_turns` finished without a model call;
+    `failed.KIND` of them failed in that way.
     """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     tokens = sum(trajectory.num_sampled for trajectory in trajectories)
@@ -132,6 +133,7 @@ def _numbers(
         "staleness_max": max((step - turn.step for turn in turns), default=0),
     }
     numbers["sample_tokens_per_s"] = tokens / sample_s if sample_s else 0.0
+    numbers["num_without_turns"] = sum(trajectory.is_silent and trajectory.error is None for trajectory in trajectories)
     numbers["num_limited"] = sum(trajectory.limit is not None for trajectory in trajectories)
     numbers |= {f"failed.{kind}": num for kind, num in _failures(trajectories).most_common(MAX_KINDS)}
     for name, values in values_by_scenario(trajectories).items():

@@ -10,6 +10,7 @@ attempt.py     what can go wrong in one attempt, and which of it is worth anothe
 runner.py      many rollouts at once: concurrency, timeouts, turn limits, retries; each becomes a Trajectory
 progress.py    the counts of a run of rollouts, and their progress bar
 gateway.py     the capturing OpenAI-compatible proxy; the per-rollout key says which trajectory a call belongs to
+own_key.py     the key that an attempt reads from the environment is its own
 peers.py       whose program makes a call
 recorder.py    one rollout's calls as a prefix tree of turns and a tree of messages
 

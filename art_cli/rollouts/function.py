@@ -14,6 +14,7 @@ from typing import Any
 from art_cli.errors import RolloutError
 from art_cli.plugins import resolve
 from art_cli.rollouts.attempt import AttemptError, from_exception
+from art_cli.rollouts.own_key import reading_own
 from art_cli.rollouts.policy import Connections, Json, Outcome, Policy, read_outcome
 from art_cli.threads import LoopThread, call_in_thread
 
@@ -74,7 +75,8 @@ class FunctionRollout:
     async def _call_async(self, policy: Policy, scenario: Json) -> Ending:
         policy.share(self._connections)
         try:
-            value = await self._function(policy, scenario)
+            with reading_own(policy.api_key):
+                value = await self._function(policy, scenario)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # the boundary to the user's code; also SystemExit and GeneratorExit
@@ -84,8 +86,9 @@ class FunctionRollout:
     def _call(self, policy: Policy, scenario: Json) -> Ending:
         policy.share(self._connections)
         try:
-            value = self._function(policy, scenario)
-            value = asyncio.run(_await(value)) if inspect.isawaitable(value) else value
+            with reading_own(policy.api_key):
+                value = self._function(policy, scenario)
+                value = asyncio.run(_await(value)) if inspect.isawaitable(value) else value
         except BaseException as error:  # the boundary to the user's code
             return from_exception(error, self._root)
         return self._read(value)

@@ -31,6 +31,10 @@ from art_cli.rollouts.recorder import Recorder
 
 TURN_LIMIT = "turn_limit"  # codes of the refusals that a policy brings about itself
 CONTEXT_LIMIT = "context_length_exceeded"
+OWN_CLIENT = (
+    "Give each attempt a client of its own, with base_url=policy.base_url and api_key=policy.api_key, "
+    "or use policy.client: attempts share their process's environment and globals"
+)
 
 
 class _Endpoint(Protocol):
@@ -65,7 +69,7 @@ class Gateway:
         self._defaults = defaults
         self._backends: dict[str, RecordingBackend] = {}  # key -> open rollout
         self.peers = Peers()  # whoever starts an attempt's program tells it here
-        self.app = _RightfulCalls(build_app(lambda key: self._backends.get(key or "")), self)
+        self.app = _RightfulCalls(build_app(lambda key: self._backends.get(key or ""), refuse_key=_unknown_key), self)
 
     @property
     def model(self) -> str:
@@ -272,6 +276,14 @@ class RecordingBackend:
         if reply is not None:
             num_sampled = sum(len(choice.token_ids) for choice in reply.choices)
             self._gateway.num_sampled += num_sampled or (reply.usage[1] if reply.usage else 0)
+
+
+def _unknown_key(key: str | None) -> ChatError:
+    """The refusal of a key that belongs to no running attempt: its client most often came from another attempt."""
+    error = wrong_key(key)
+    if key is not None:
+        error.message = f"{error.message}: no running attempt has it. {OWN_CLIENT}"
+    return error
 
 
 def _finished() -> ChatError:

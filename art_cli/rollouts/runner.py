@@ -7,6 +7,7 @@ A limit on turns or context is the policy's own doing and no failure: the rollou
 
 import asyncio
 import inspect
+import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -22,13 +23,15 @@ from art_cli.rollouts import Rollout
 from art_cli.rollouts.attempt import AttemptError
 from art_cli.rollouts.command import CommandRollout
 from art_cli.rollouts.function import load_function
-from art_cli.rollouts.gateway import Gateway
+from art_cli.rollouts.gateway import OWN_CLIENT, Gateway
 from art_cli.rollouts.peers import Peers
 from art_cli.rollouts.policy import Outcome, Policy
 from art_cli.rollouts.process import ProcessRollout
 from art_cli.rollouts.progress import Progress
 from art_cli.rollouts.recorder import Recorder
 from art_cli.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 OnFinished = Callable[[Trajectory], Awaitable[None] | None]
@@ -85,6 +88,7 @@ class Runner:
         self._backoff_s = backoff_s
         self._places = asyncio.Semaphore(config.concurrency)  # of all runs together; first come, first served
         self._agent = _AgentWatch()
+        self._silence = _SilenceWatch()
 
     async def __aenter__(self) -> Self:
         self._rollout = await open_rollout(self._config, self._directory, self._gateway.peers)
@@ -123,6 +127,7 @@ class Runner:
                 trajectory = await self._play(plan)
             await _hand_over(trajectory, on_finished)
             progress.count(trajectory)
+            self._silence.check(trajectory)
             self._agent.check(trajectory)
         progress.is_handed_out.set()
 
@@ -249,6 +254,21 @@ class _AgentWatch:
         self._num += 1
         if self._num >= NUM_ALIKE:
             raise RolloutError(f"the first {self._num} rollouts all failed alike, the last with {trajectory.error}")
+
+
+class _SilenceWatch:
+    """Notices rewards of rollouts that made no call while others did: their calls may have gone to those others."""
+
+    def __init__(self) -> None:
+        self._has_calls = self._has_silent = self._is_told = False
+
+    def check(self, trajectory: Trajectory) -> None:
+        """Logs one warning; rollouts may do without a call on purpose, so that none of them fails for it."""
+        self._has_calls |= not trajectory.is_silent
+        self._has_silent |= trajectory.is_silent and trajectory.error is None and trajectory.returned_reward is not None
+        if self._has_calls and self._has_silent and not self._is_told:
+            self._is_told = True
+            log.warning("a rollout returned a reward and made no model call, while others made calls. %s", OWN_CLIENT)
 
 
 def _nature(error: str) -> tuple[str, str]:
