@@ -44,6 +44,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         "stop"  # stop, length, tool_calls; cancelled: the rollout left the stream, and saw no more than this
     )
     is_masked: bool = False  # the mask is in `logprobs` all the same: vLLM tells no others
+    is_abandoned: bool = False  # the client had given up on the call and sent it again: it never saw this reply
     asked: dict[str, float | None] | None = None  # what the client asked for and rollout.sampling.force replaced
 
     @property

@@ -161,7 +161,13 @@ async def test_a_stream_that_the_client_leaves_is_a_turn_of_what_it_was_sent(num
     assert turn.sampled_ids == seen == encode("long answer")[:num]
     assert (turn.logprobs, turn.finish_reason) == ([logprob(id) for id in seen], "cancelled")
     assert recorder.messages == [USER, {"role": "assistant", "content": "long answer"[:num]}]
-    assert recorder.metrics() == {"num_turns": 1, "num_cancelled": 1, "num_branches": 0, "num_sampled": num}
+    assert recorder.metrics() == {
+        "num_turns": 1,
+        "num_cancelled": 1,
+        "num_abandoned": 0,
+        "num_branches": 0,
+        "num_sampled": num,
+    }
     assert gateway.num_sampled == num
 
 

@@ -104,13 +104,25 @@ def test_a_turn_carries_how_it_was_sampled() -> None:
 def test_branches_are_the_leaves_of_the_token_tree_but_one() -> None:
     """12-3 is continued by 1234-5: no branch. Then 1239-9 leaves it, and 8-8 shares nothing with any: two more."""
     recorder = Recorder()
-    assert recorder.metrics() == {"num_turns": 0, "num_cancelled": 0, "num_branches": 0, "num_sampled": 0}
+    assert recorder.metrics() == {
+        "num_turns": 0,
+        "num_cancelled": 0,
+        "num_abandoned": 0,
+        "num_branches": 0,
+        "num_sampled": 0,
+    }
     recorder.record(request_of(user("x")), reply_of([1, 2], [3]))
     recorder.record(request_of(user("x")), reply_of([1, 2, 3, 4], [5]))
     assert recorder.metrics()["num_branches"] == 0
     recorder.record(request_of(user("x")), reply_of([1, 2, 3, 9], [9]))
     recorder.record(request_of(user("x")), reply_of([8], [8]))
-    assert recorder.metrics() == {"num_turns": 4, "num_cancelled": 0, "num_branches": 2, "num_sampled": 4}
+    assert recorder.metrics() == {
+        "num_turns": 4,
+        "num_cancelled": 0,
+        "num_abandoned": 0,
+        "num_branches": 2,
+        "num_sampled": 4,
+    }
 
 
 def test_a_reply_without_tokens_leaves_messages_and_no_turn() -> None:

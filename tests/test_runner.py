@@ -54,6 +54,7 @@ async def rollout(policy, scenario):
     assert first.metrics == {
         "num_turns": 0,
         "num_cancelled": 0,
+        "num_abandoned": 0,
         "num_branches": 0,
         "num_sampled": 0,
         "num_retries": 0,

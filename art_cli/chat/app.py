@@ -9,6 +9,7 @@ Whatever a client sends, it gets an OpenAI reply or an OpenAI error body; only a
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ BackendFor = Callable[[str | None], Backend | None]  # the key a client sent, No
 
 MAX_BODY_BYTES = 32 * 2**20  # a context of a million tokens as text, with room
 READ_HERE_BYTES = 64 * 2**10  # a shorter body is parsed on the event loop: 2 ms at most
+RETRIES = "x-stainless-retry-count"  # header of OpenAI's SDKs: how often they have sent this request before
 BODY_TIMEOUT_S = 60.0  # for a client to send its whole request
 CANCEL_TIMEOUT_S = 10.0  # for a backend to let go of a request
 
@@ -111,6 +113,8 @@ class _Routes:
         backend = self._authenticate(http)
         body = await _read_body(http, self._max_body_bytes, self._body_timeout_s)
         request = await self._parse(body, kind)
+        if num_retries := _num_retries(http.headers):
+            request = msgspec.structs.replace(request, num_retries=num_retries)
         _check_model(backend, request.model)
         if request.is_stream:
             return _EventStream(backend, request)
@@ -128,6 +132,12 @@ class _Routes:
         if backend is None:
             raise self._refuse_key(key)
         return backend
+
+
+def _num_retries(headers: Headers) -> int:
+    """What the client's SDK says of itself; 0 for anything that is not a small number."""
+    said = headers.get(RETRIES, "")
+    return int(said) if re.fullmatch("[0-9]{1,4}", said) else 0
 
 
 def _check_model(backend: Backend, name: str) -> None:

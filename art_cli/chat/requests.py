@@ -4,6 +4,7 @@
 ChatError of status 400 what it does not understand: a parameter is honoured, harmless to leave aside, or an error.
 """
 
+import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -47,6 +48,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     wants_token_ids: bool = False  # vLLM's return_token_ids
     echo: bool = False  # the application puts the prompt before the text; backends leave it aside
+    digest: bytes = b""  # of the body that it came in
+    num_retries: int = 0  # how many times before the client's SDK sent this body and gave up
     user_set: frozenset[str] = frozenset()  # the sampling fields that the client itself gave
     overridden: Json = {}  # those of them that were replaced by force, with the values the client gave
 
@@ -277,10 +280,15 @@ def parse_request(body: bytes, kind: Kind, defaults: Sampling) -> Request:
     if kind == "chat":
         chat = _convert(fields, _ChatWire)
         _refuse_unknown(fields, _ChatWire)
-        return _chat_request(fields, chat, defaults)
+        return _from_body(_chat_request(fields, chat, defaults), body)
     text = _convert(fields, _TextWire)
     _refuse_unknown(fields, _TextWire)
-    return _text_request(text, defaults)
+    return _from_body(_text_request(text, defaults), body)
+
+
+def _from_body(request: Request, body: bytes) -> Request:
+    digest = hashlib.blake2b(body, digest_size=16).digest()
+    return msgspec.structs.replace(request, digest=digest)
 
 
 def _convert(fields: Json, kind: type[_AnyWire]) -> _AnyWire:

@@ -94,11 +94,11 @@ def _penalty(trajectory: ScoredTrajectory, loss: LossConfig, max_tokens: int) ->
     """DAPO's soft punishment, of the trajectory's longest reply."""
     if not isinstance(loss, DapoConfig) or loss.overlong != "penalty":
         return 0.0
-    longest = max((len(turn.sampled_ids) for turn in trajectory.turns), default=0)
+    longest = max((len(turn.sampled_ids) for turn in trajectory.turns if not turn.is_abandoned), default=0)
     return overlong_penalty(longest, max_tokens=max_tokens, buffer=loss.overlong_buffer)
 
 
 def _is_masked(trajectory: ScoredTrajectory, loss: LossConfig) -> bool:
     """DAPO's overlong filtering: cut off by a length limit, it counts in the group's mean and is not trained on."""
-    is_cut_off = any(turn.finish_reason == "length" for turn in trajectory.turns)
+    is_cut_off = any(turn.finish_reason == "length" and not turn.is_abandoned for turn in trajectory.turns)
     return isinstance(loss, DapoConfig) and loss.overlong == "mask" and is_cut_off

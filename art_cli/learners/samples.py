@@ -5,6 +5,8 @@ turn 1   1 2 3 [4 5] 6 [7]        each leaf is one sample, from the root of the 
 turn 2   1 2 3  4  8 [9]
                                   sample of turn 1: 1 2 3 4 5 6 7, trained on 4 5 7
                                   sample of turn 2: 1 2 3 4 8 9,   trained on 9; the 4 is trained on once already
+
+What an abandoned turn sampled was never seen by the rollout, and is not trained on unless a later turn carries it on.
 """
 
 from collections.abc import Iterator, Sequence
@@ -122,7 +124,10 @@ class _SampledTokens:
 
 
 def _leaves(turns: Sequence[Turn]) -> Iterator[tuple[int, Ints, Ints]]:
-    """(turn, its token ids [L], which sampled token of the trajectory each of them is, -1 for a prompt's) per leaf."""
+    """(turn, its token ids [L], which sampled token of the trajectory each of them is, -1 for a prompt's) per leaf.
+
+    The abandoned leaves come last, each without what it sampled.
+    """
     sequences: list[tuple[Ints, Ints]] = []
     num_sampled = 0
     is_leaf = [True] * len(turns)
@@ -138,6 +143,8 @@ def _leaves(turns: Sequence[Turn]) -> Iterator[tuple[int, Ints, Ints]]:
             if turn.kept == len(kept_ids):
                 is_leaf[turn.parent] = False
         sequences.append((np.concatenate(ids), np.concatenate(sources)))
-    for index, (token_ids, token_sources) in enumerate(sequences):
-        if is_leaf[index]:
-            yield index, token_ids, token_sources
+    leaves = [index for index in range(len(turns)) if is_leaf[index]]
+    for index in sorted(leaves, key=lambda index: turns[index].is_abandoned):
+        token_ids, token_sources = sequences[index]
+        end = len(token_ids) - (len(turns[index].sampled_ids) if turns[index].is_abandoned else 0)
+        yield index, token_ids[:end], token_sources[:end]

@@ -12,6 +12,7 @@ progress.py    the counts of a run of rollouts, and their progress bar
 gateway.py     the capturing OpenAI-compatible proxy; the per-rollout key says which trajectory a call belongs to
 own_key.py     the key that an attempt reads from the environment is its own
 peers.py       whose program makes a call
+retries.py     which call a retry replaces
 recorder.py    one rollout's calls as a prefix tree of turns and a tree of messages
 
 The runner's unit of work is `Rollout.play`: (endpoint, key, scenario) -> outcome, plain data all of it, so that it

@@ -6,6 +6,9 @@
 A call that the rollout leaves before its end counts like any other. What was streamed to the rollout until then was
 sampled and seen, so it is recorded as a turn with the finish reason "cancelled".
 
+A call that the client's SDK sends again replaces the one that it gave up on (retries.py). A reply to that one is marked
+as abandoned.
+
 Nothing is kept of a rollout that is closed. The keys are random, never logged, and known to nobody but their rollout.
 """
 
@@ -27,10 +30,12 @@ from art_cli.chat.replies import Choice, Chunk, Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling, force_sampling, with_defaults
 from art_cli.chat.server import serve
 from art_cli.rollouts.peers import Peers
-from art_cli.rollouts.recorder import Recorder
+from art_cli.rollouts.recorder import Recorded, Recorder
+from art_cli.rollouts.retries import Attempted, Retries
 
 TURN_LIMIT = "turn_limit"  # codes of the refusals that a policy brings about itself
 CONTEXT_LIMIT = "context_length_exceeded"
+NUM_LOOKS = 8  # turns of the event loop: a client's end of file is read, its watch woken, the call cancelled
 OWN_CLIENT = (
     "Give each attempt a client of its own, with base_url=policy.base_url and api_key=policy.api_key, "
     "or use policy.client: attempts share their process's environment and globals"
@@ -130,8 +135,10 @@ class _RightfulCalls:
 class _Call:
     """One call in flight, and what was streamed of its answer so far."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, number: int, attempted: Attempted) -> None:
         self.request = request
+        self.number = number
+        self.attempted = attempted
         self.task = asyncio.current_task()
         self.is_recorded = False
         self._is_begun = False  # a chunk was streamed
@@ -174,16 +181,20 @@ class RecordingBackend:
         self._trajectory_id = trajectory_id
         self._defaults = defaults
         self._num_admitted = 0
+        self._num_before_limit = 0  # calls admitted before the one that was refused for a limit
         self._in_flight: set[_Call] = set()
+        self._retries = Retries()
         self._is_closed = False
 
     def models(self) -> list[str]:
         return [self._gateway.model]
 
     async def reply(self, request: Request) -> Reply:
-        call = _Call(self._admit(request))
+        call = self._begin(request)
         with self._calling(call):
             reply = await self._gateway.upstream.backend.reply(call.request)
+            for _ in range(NUM_LOOKS):  # a client that has gone by now cancels the call here
+                await asyncio.sleep(0)
             self._record(call, reply)
         return reply
 
@@ -192,7 +203,7 @@ class RecordingBackend:
 
         A stream that the client leaves is written down before the engine is waited for to let go of it.
         """
-        call = _Call(self._admit(request))
+        call = self._begin(request)
         async with closing_stream(self._gateway.upstream.backend.stream(call.request)) as chunks:
             with self._calling(call):
                 async for chunk in chunks:
@@ -211,12 +222,19 @@ class RecordingBackend:
             if call.task is not None:
                 call.task.cancel()
 
+    def _begin(self, request: Request) -> _Call:
+        number = self._num_admitted
+        admitted = self._admit(request)
+        if (replaced := self._retries.replaced(request)) is not None:
+            self._abandon(replaced)
+        return _Call(admitted, number, self._retries.add(request))
+
     def _admit(self, request: Request) -> Request:
         """The request as the engine gets it: the run's sampling defaults and a seed of its own where it gave none."""
         if self._is_closed:
             raise _finished()
         if self.recorder.num_calls + len(self._in_flight) >= self._gateway.max_turns:
-            self.recorder.limit = TURN_LIMIT
+            self._limit(TURN_LIMIT, self._num_admitted)
             message = f"this rollout has made its {self._gateway.max_turns} model calls (rollout.max_turns)"
             raise ChatError(400, message, code=TURN_LIMIT)
         number = self._num_admitted
@@ -248,12 +266,13 @@ class RecordingBackend:
             if error.status >= 500:
                 self.recorder.fail(error.message)
             if error.code == CONTEXT_LIMIT:
-                self.recorder.limit = CONTEXT_LIMIT
+                self._limit(CONTEXT_LIMIT, call.number + 1)
             raise
         except Exception as error:  # the boundary to the engine: the application makes it a 500
             self.recorder.fail(f"{type(error).__name__}: {error}")
             raise
         finally:
+            call.attempted.end()
             self._in_flight.discard(call)
 
     def _leave(self, call: _Call) -> None:
@@ -262,15 +281,33 @@ class RecordingBackend:
             return
         call.is_recorded = True
         reply = call.partial_reply()
-        self.recorder.leave(call.request, reply)
+        self._note(call, self.recorder.leave(call.request, reply))
         self._count_sampled(reply)
 
     def _record(self, call: _Call, reply: Reply) -> None:
         if self._is_closed:
             raise _finished()
         call.is_recorded = True
-        self.recorder.record(call.request, reply)
+        call.attempted.state = "answered"
+        self._note(call, self.recorder.record(call.request, reply))
         self._count_sampled(reply)
+
+    def _limit(self, limit: str, num_before: int) -> None:
+        self.recorder.limit = limit
+        self._num_before_limit = num_before
+
+    def _note(self, call: _Call, recorded: Recorded | None) -> None:
+        if recorded is not None and call.number >= self._num_before_limit:
+            self.recorder.limit = None  # the rollout got round it, with a call that it made later
+        call.attempted.recorded = recorded
+        if call.attempted.is_abandoned:
+            self._abandon(call.attempted)
+
+    def _abandon(self, attempted: Attempted) -> None:
+        """The client has given up on the call; one in flight is marked once it is recorded."""
+        attempted.is_abandoned = True
+        if attempted.recorded is not None:
+            self.recorder.abandon(attempted.recorded)
 
     def _count_sampled(self, reply: Reply | None) -> None:
         if reply is not None:

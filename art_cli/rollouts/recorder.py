@@ -10,6 +10,7 @@ from the earlier turn whose sequence its prompt shares the most tokens with:
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,6 +27,14 @@ class _Conversation(msgspec.Struct):
     messages: list[Json]
     identity: list[tuple[object, ...]]  # of each message, whatever a client drops or adds when it sends one back
     text: str | None = None  # plain completions: the last prompt and what was sampled after it
+    is_abandoned: bool = False  # the rollout never saw the last reply
+
+
+class Recorded(NamedTuple):
+    """What one call left: its turns, and the conversations that end in its replies."""
+
+    turns: range
+    conversations: list[_Conversation]
 
 
 class Recorder:
@@ -40,6 +49,7 @@ class Recorder:
         self.tools: list[Json] = []  # each once
         self.num_calls = 0  # answered ones, and those that the rollout left before their end
         self.num_cancelled = 0  # calls that the rollout left before their end
+        self.num_abandoned = 0  # answered calls that the rollout had given up on and made again
         self.usage: tuple[int, int] | None = None  # (prompt, completion) tokens that an endpoint counted without ids
         self.limit: str | None = None  # turn_limit or context_length_exceeded, where the latest call was refused for it
         self.used_foreign_key = False  # its program made a call with the key of another rollout
@@ -50,59 +60,79 @@ class Recorder:
     @property
     def messages(self) -> list[Json]:
         """The conversation that the last call belongs to."""
-        return self._conversations[-1].messages if self._conversations else []
+        current = self._current()
+        return current.messages if current else []
 
     @property
     def branches(self) -> list[list[Json]]:
-        """The other conversations, each whole."""
-        return [conversation.messages for conversation in self._conversations[:-1]]
+        """The other conversations, each whole, without those that end in a reply that the rollout never saw."""
+        current = self._current()
+        return [c.messages for c in self._conversations if c is not current and not c.is_abandoned]
 
-    def record(self, request: Request, reply: Reply) -> None:
+    def _current(self) -> _Conversation | None:
+        seen = [conversation for conversation in self._conversations if not conversation.is_abandoned]
+        candidates = seen or self._conversations
+        return candidates[-1] if candidates else None
+
+    def record(self, request: Request, reply: Reply) -> Recorded:
         """Adds one answered call: a turn and a conversation per choice.
 
         A reply without token ids or logprobs (somebody else's endpoint) leaves messages and no turn.
         """
         self.num_calls += 1
-        self.upstream_error = self.limit = None
+        self.upstream_error = None
         if reply.usage is not None and not reply.prompt_ids:
             before = self.usage or (0, 0)
             self.usage = before[0] + reply.usage[0], before[1] + reply.usage[1]
         self.tools += [tool for tool in request.tools if tool not in self.tools]
+        num_before = len(self.turns)
         for choice in reply.choices:
             if reply.prompt_ids and choice.token_ids and len(choice.logprobs) == len(choice.token_ids):
                 self._add_turn(request, reply, choice)
-        for choice in reversed(reply.choices):  # the first choice is the one that most clients go on with
-            self._add_conversation(request, choice)
+        # the first choice is the one that most clients go on with
+        conversations = [self._add_conversation(request, choice) for choice in reversed(reply.choices)]
+        return Recorded(range(num_before, len(self.turns)), conversations)
 
-    def leave(self, request: Request, reply: Reply | None) -> None:
+    def leave(self, request: Request, reply: Reply | None) -> Recorded | None:
         """Adds a call that the rollout left before its end, with what was streamed of its answer; None: nothing was."""
         self.num_cancelled += 1
         if reply is None:
             self.num_calls += 1
-        else:
-            self.record(request, reply)
+            return None
+        return self.record(request, reply)
+
+    def abandon(self, recorded: Recorded) -> None:
+        """Marks what a call left as given up by the rollout; it counts still where a later prompt goes on from it."""
+        self.num_abandoned += 1
+        for index in recorded.turns:
+            self.turns[index] = msgspec.structs.replace(self.turns[index], is_abandoned=True)
+        for conversation in recorded.conversations:
+            conversation.is_abandoned = True
 
     def fail(self, error: str) -> None:
         """Notes that a call was not answered, and not for the client's mistake."""
         self.upstream_error = error
 
     def metrics(self) -> dict[str, float]:
-        """Counts of the rollout: calls, those of them that it left before their end, branches, sampled tokens.
+        """Counts of the rollout: calls, those of them that it left or gave up on, branches, sampled tokens.
 
         Where an endpoint gave no token ids, the tokens are those that it counted itself.
 
-        num_branches is the leaves of the token tree but one: 0 where every prompt continued what was there.
+        num_branches is the leaves of the token tree but one: 0 where every prompt continued what was there. Leaves
+        that were abandoned are none.
         """
         continued = {
             turn.parent
             for turn in self.turns
             if turn.parent is not None and turn.kept * _WIDTH == len(self._sequences[turn.parent])
         }
+        abandoned = {index for index, turn in enumerate(self.turns) if turn.is_abandoned} - continued
         counted = {} if self.usage is None else dict(zip(("num_prompt", "num_completion"), self.usage, strict=True))
         return {
             "num_turns": self.num_calls,
             "num_cancelled": self.num_cancelled,
-            "num_branches": max(0, len(self.turns) - len(continued) - 1),
+            "num_abandoned": self.num_abandoned,
+            "num_branches": max(0, len(self.turns) - len(continued) - len(abandoned) - 1),
             "num_sampled": sum(len(turn.sampled_ids) for turn in self.turns),
             **counted,
         }
@@ -144,30 +174,30 @@ class Recorder:
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
-    def _add_conversation(self, request: Request, choice: Choice) -> None:
+    def _add_conversation(self, request: Request, choice: Choice) -> _Conversation:
         """Adds the call's conversation; it replaces the longest one that it goes on from."""
         if request.messages is None:
-            self._add_text(request.prompt, choice.text)
-            return
+            return self._add_text(request.prompt, choice.text)
         message = choice.message or {"role": "assistant", "content": choice.text}
         identity = [_identity(sent) for sent in request.messages]
         extended = [c for c in self._conversations if c.text is None and _begins_with(identity, c.identity)]
-        self._replace(extended, _Conversation([*request.messages, message], [*identity, _identity(message)]))
+        return self._replace(extended, _Conversation([*request.messages, message], [*identity, _identity(message)]))
 
-    def _add_text(self, prompt: str | list[int] | None, sampled: str) -> None:
+    def _add_text(self, prompt: str | list[int] | None, sampled: str) -> _Conversation:
         """A plain completion as a conversation: what was not there before is the user's. Token ids have no text."""
         text = prompt if isinstance(prompt, str) else ""
         extended = [c for c in self._conversations if c.text and text.startswith(c.text)]
         before = max(extended, key=lambda c: len(c.messages), default=_Conversation([], [], ""))
         added = [{"role": "user", "content": text.removeprefix(before.text or "")}] if text != before.text else []
         messages = [*before.messages, *added, {"role": "assistant", "content": sampled}]
-        self._replace(extended, _Conversation(messages, [], text + sampled))
+        return self._replace(extended, _Conversation(messages, [], text + sampled))
 
-    def _replace(self, extended: Sequence[_Conversation], new: _Conversation) -> None:
+    def _replace(self, extended: Sequence[_Conversation], new: _Conversation) -> _Conversation:
         if extended:
             longest = max(extended, key=lambda c: len(c.messages))
             self._conversations = [c for c in self._conversations if c is not longest]
         self._conversations.append(new)
+        return new
 
 
 def _identity(message: Json) -> tuple[object, ...]:
