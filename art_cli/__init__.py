@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from art_cli.loop.stages import StepTaken
     from art_cli.loop.train import TrainResult
     from art_cli.notebook import generate, judge, load, step, train
-    from art_cli.rollouts.policy import Outcome, Policy
+    from art_cli.outcome import Outcome
+    from art_cli.rollouts.policy import Policy
     from art_cli.trajectory import Score, ScoredTrajectory, Trajectory, Turn
 
 _HOMES = {
     "ArtError": "errors",
     "LoadedConfig": "config.compose",
-    "Outcome": "rollouts.policy",
+    "Outcome": "outcome",
     "Policy": "rollouts.policy",
     "RunConfig": "config.schema",
     "Score": "trajectory",

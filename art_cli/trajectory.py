@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 SCHEMA_VERSION = 1
-MAX_NUMBER = 1e30  # largest absolute reward or metric: sums of squares of a million of them are far from overflowing
 
 Json = dict[str, Any]
 

@@ -127,7 +127,7 @@ def test_parameters_that_change_nothing_are_accepted() -> None:
         "stop": None,
         "tools": None,
     }
-    assert parse(**harmless) == parse()
+    assert msgspec.structs.replace(parse(**harmless), digest=b"") == msgspec.structs.replace(parse(), digest=b"")
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[1], [2]], ["a", "b"], [1, "a"], [-1], [2**31], [[]], 5, None])

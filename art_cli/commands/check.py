@@ -34,6 +34,7 @@ from art_cli.loop.sampler import open_sampler
 from art_cli.loop.train import find_clash
 from art_cli.model import Weights, count_parameters, find_base
 from art_cli.rollouts.gateway import OWN_CLIENT
+from art_cli.rollouts.process import ProcessRollout
 from art_cli.rollouts.scenarios import load_scenarios
 from art_cli.run_dir import RunDir
 from art_cli.scratch import scratch
@@ -174,8 +175,21 @@ class Preflight:
                 )
             return Finding("entries", True, f"rollout.command {program}, judge {config.judge.name}")
         assert config.rollout.entry
-        plugins.resolve(config.rollout.entry, base=self.loaded.directory)
-        return Finding("entries", True, f"rollout {config.rollout.entry}, judge {config.judge.name}")
+        where = ""
+        if config.rollout.python is None:
+            plugins.resolve(config.rollout.entry, base=self.loaded.directory)
+        else:
+            where = f" in Python {threads.run(self._load_elsewhere())} at {config.rollout.python}"
+        return Finding("entries", True, f"rollout {config.rollout.entry}{where}, judge {config.judge.name}")
+
+    async def _load_elsewhere(self) -> str:
+        """The version of the user's Python, which loads the rollout. Raises UsageError, RolloutError: it cannot."""
+        rollout = self.loaded.config.rollout
+        assert rollout.entry
+        process = ProcessRollout(rollout.entry, directory=self.loaded.directory, python=rollout.python)
+        await process.open()
+        await process.close()
+        return process.version
 
     def check_model(self) -> Finding:
         config = self.loaded.config

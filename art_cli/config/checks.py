@@ -32,6 +32,10 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield "loss.overlong_buffer", f"used with loss.overlong 'penalty' only, which is {config.loss.overlong!r}"
     if config.rollout.command is not None and "processes" in config.rollout.model_fields_set:
         yield "rollout.processes", "used with rollout.entry only: each attempt of a command is a process of its own"
+    if config.rollout.python is not None and config.rollout.command is not None:
+        yield "rollout.python", "used with rollout.entry only: rollout.command begins with its own program"
+    if config.rollout.python is not None and config.rollout.processes == 0:
+        yield "rollout.python", "with rollout.processes=0 the function runs in the Python of art; leave one of them out"
     if config.train.max_staleness > 0:
         yield from _stale_conflicts(config)
     if isinstance(config.learner, TorchLearnerConfig) and config.learner.processes > 1:

@@ -164,6 +164,10 @@ def _with_paths(config: RunConfig, composition: Composition) -> RunConfig:
     if config.model.chat_template is not None:
         template = absolute("model.chat_template", config.model.chat_template)
         changed["model"] = config.model.model_copy(update={"chat_template": template})
+    if config.rollout.python is not None:
+        python = absolute("rollout.python", config.rollout.python)
+        program = python / "bin" / "python" if python.is_dir() else python
+        changed["rollout"] = config.rollout.model_copy(update={"python": program})
     engine = config.engine
     if isinstance(engine, VllmEngineConfig) and engine.python is not None:  # not resolved: a venv's python is a link
         changed["engine"] = engine.model_copy(update={"python": absolute("engine.python", engine.python)})

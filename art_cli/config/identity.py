@@ -49,7 +49,7 @@ MAY_CHANGE = frozenset(  # from a step of a run on, which the run records
         # when the policy is evaluated, and how often each scenario is played then
         *("eval.every", "eval.attempts"),
         # what stops or repeats a rollout that fails; those that ended stay as they are
-        *("rollout.timeout_s", "rollout.retries", "rollout.processes"),
+        *("rollout.timeout_s", "rollout.retries", "rollout.processes", "rollout.python"),
         # how often a judge whose answer cannot be used is asked again
         "judge.attempts",
     }

@@ -96,8 +96,10 @@ def _model(loaded: LoadedConfig) -> Iterator[Wrong]:
 
 def _rollout(loaded: LoadedConfig) -> Iterator[Wrong]:
     rollout, directory = loaded.config.rollout, loaded.directory
+    if rollout.python is not None:
+        yield from _python("rollout.python", rollout.python)
     if rollout.entry is not None:
-        yield from _entry("rollout.entry", rollout.entry, directory)
+        yield from _entry("rollout.entry", rollout.entry, directory, is_ours=rollout.python is None)
     if rollout.command is not None and not _is_program(rollout.command[0], directory):
         yield Wrong("rollout.command", f"no program {rollout.command[0]!r}; install it, or mend the path")
     yield from _data("rollout.scenarios", rollout.scenarios, directory)
@@ -203,17 +205,29 @@ def _data(key: str, spec: str, directory: Path) -> Iterator[Wrong]:
         yield Wrong(key, f"{_absence(path)}; it names a JSON-lines file or 'file.py:function'")
 
 
-def _entry(key: str, spec: str, directory: Path) -> Iterator[Wrong]:
-    """A function of a file, looked for in its source, or of an installed package."""
+def _python(key: str, program: Path) -> Iterator[Wrong]:
+    """An interpreter of the user's; what it is shows when it is started."""
+    if not _is_file(program):
+        yield Wrong(key, f"{_absence(program)}; it names a Python, or the directory of an environment that has one")
+    elif not os.access(program, os.X_OK):
+        yield Wrong(key, f"{show(program)}: no permission to run it")
+
+
+def _entry(key: str, spec: str, directory: Path, *, is_ours: bool = True) -> Iterator[Wrong]:
+    """A function of a file, looked for in its source, or of an installed package.
+
+    Another Python than ours (`is_ours` False) may know other syntax and other packages: it says itself what is wrong.
+    """
     module, _, attribute = spec.rpartition(":")
     if not module or not attribute:
         yield Wrong(key, f"{spec!r}: expected 'file.py:function' or 'package.module:function'")
     elif module.endswith(".py"):
         path = directory / module
-        message = _missing_attribute(path, attribute) if _is_file(path) else _absence(path)
-        if message:
+        if not _is_file(path):
+            yield Wrong(key, _absence(path))
+        elif is_ours and (message := _missing_attribute(path, attribute)):
             yield Wrong(key, message)
-    elif not _is_module(module.partition(".")[0], directory):
+    elif is_ours and not _is_module(module.partition(".")[0], directory):
         yield Wrong(key, f"no module {module!r} here; a file is written with its ending, {module}.py:{attribute}")
 
 

@@ -107,6 +107,9 @@ class SamplingConfig(Section):
 class RolloutConfig(Section):
     entry: str | None = None
     """ "file.py:function": `async def rollout(policy, scenario)`, or a plain `def`."""
+    python: Path | None = None
+    """The Python that runs the function, 3.11 or newer; or the directory of its environment (.venv). It needs none
+    of our packages. null: the one that art runs in."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
     """Or an external program: scenario on standard input, one JSON line out. OPENAI_BASE_URL, OPENAI_API_KEY and
     OPENAI_MODEL are set in its environment."""

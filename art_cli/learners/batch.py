@@ -10,7 +10,8 @@ from art_cli.learners.advantages import advantages, has_signal
 from art_cli.learners.losses.dapo import overlong_penalty
 from art_cli.learners.losses.means import Counts
 from art_cli.learners.samples import Sample, trajectory_samples
-from art_cli.trajectory import MAX_NUMBER, ScoredTrajectory
+from art_cli.outcome import MAX_NUMBER
+from art_cli.trajectory import ScoredTrajectory
 
 
 class Batch(NamedTuple):

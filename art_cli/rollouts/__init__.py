@@ -1,9 +1,12 @@
 """Runs the user's agent: scenarios in, trajectories out.
 
 scenarios.py   reads scenarios, and says which ones a step plays
-policy.py      Policy and Outcome: what a rollout function gets and may return
+policy.py      Policy: what a rollout function gets, and how what it returns is read
 function.py    a Python function as a Rollout
 process.py     that function in processes of its own, which is how it runs unless told otherwise
+messages.py    what goes between those processes and the run
+start.py       how such a process begins, in any Python
+plain_json.py  JSON with the standard library alone, for the processes
 command.py     an external program as a Rollout
 descendants.py one program, and nothing of it left when it is over
 attempt.py     what can go wrong in one attempt, and which of it is worth another
@@ -22,7 +25,8 @@ happens in another process and can on another host. Policy is that endpoint and 
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from art_cli.rollouts.policy import Outcome, Policy
+    from art_cli.outcome import Outcome
+    from art_cli.rollouts.policy import Policy
 
 
 class Rollout(Protocol):

@@ -4,6 +4,7 @@
 rollout would fail with it. Only failures of transport are tried again.
 """
 
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,6 +13,7 @@ from art_cli.plugins import message_of, place_of
 
 MAX_ERROR_LENGTH = 2000  # characters of an error kept in a trajectory
 MAX_LEAVES = 100  # errors of an exception group that are looked at
+MAX_CAUSES = 5  # errors that one was raised from, looked at
 
 # By name, over an error's base classes: the packages need not be there, and are not imported for it.
 _TRANSPORT = frozenset(
@@ -20,6 +22,7 @@ _TRANSPORT = frozenset(
         "openai.APIConnectionError",
         "openai.InternalServerError",  # any status from 500 up
         "httpx.TransportError",
+        "httpx2.TransportError",  # what openai 3 is built on
         "aiohttp.ClientConnectionError",
         "requests.ConnectionError",
         "litellm.APIConnectionError",
@@ -57,6 +60,8 @@ def from_exception(error: BaseException, root: Path) -> AttemptError:
     message = message_of(error)
     if cause is not error:
         message = f"{message}: {type(cause).__name__}: {message_of(cause)}"
+    if isinstance(cause, ModuleNotFoundError) and sys.executable not in message:
+        message = f"{message} in {sys.executable}"
     if place := place_of(cause, root) or place_of(error, root):
         message = f"{message} ({place})"
     return AttemptError(type(error).__name__, message.strip(), is_transport=all(map(is_transport_error, leaves)))
@@ -74,7 +79,21 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_transport_error(error: BaseException) -> bool:
-    """Whether a connection failed or the other side did, rather than the code that used it."""
+    """Whether a connection failed or the other side did, rather than the code that used it.
+
+    An error that was raised from another one (`raise ... from`), as frameworks do with those of their client, is what
+    that one is.
+    """
+    cause: BaseException | None = error
+    for _ in range(MAX_CAUSES):
+        if cause is not None:
+            if _is_named_transport(cause):
+                return True
+            cause = cause.__cause__
+    return False
+
+
+def _is_named_transport(error: BaseException) -> bool:
     names = {f"{str(base.__module__).partition('.')[0]}.{base.__name__}" for base in type(error).__mro__}
     return bool(names & _TRANSPORT)
 

@@ -11,17 +11,19 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
 from art_cli.errors import RolloutError
+from art_cli.outcome import Outcome
 from art_cli.plugins import message_of
 from art_cli.rollouts.attempt import MAX_ERROR_LENGTH, AttemptError, describe_exit
 from art_cli.rollouts.descendants import command_line
 from art_cli.rollouts.peers import Peers
-from art_cli.rollouts.policy import Json, Outcome, Policy, read_outcome
+from art_cli.rollouts.policy import Json, Policy, read_outcome
 
 KILL_TIMEOUT_S = 10.0  # for all killed processes to be gone
 MAX_LINE_BYTES = 2**20  # of the outcome
@@ -108,9 +110,10 @@ class CommandRollout:
     def _outcome(self, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        if unknown := value.keys() - set(Outcome.__struct_fields__):
-            known = ", ".join(Outcome.__struct_fields__)
-            raise RolloutError(f"{self._entry}: unknown key {sorted(unknown)[0]!r} in the outcome; it has {known}")
+        known = [field.name for field in fields(Outcome)]
+        if unknown := value.keys() - set(known):
+            listed = ", ".join(known)
+            raise RolloutError(f"{self._entry}: unknown key {sorted(unknown)[0]!r} in the outcome; it has {listed}")
         return Outcome(**value)
 
 

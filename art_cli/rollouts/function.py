@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from art_cli.errors import RolloutError
+from art_cli.outcome import Outcome
 from art_cli.plugins import resolve
 from art_cli.rollouts.attempt import AttemptError, from_exception
 from art_cli.rollouts.own_key import reading_own
-from art_cli.rollouts.policy import Connections, Json, Outcome, Policy, read_outcome
+from art_cli.rollouts.policy import Connections, Json, Policy, read_outcome
 from art_cli.threads import LoopThread, call_in_thread
 
 CLOSE_TIMEOUT_S = 5.0  # for rollouts that were cancelled to let go

@@ -1,18 +1,18 @@
-"""Policy and Outcome: what a rollout gets, and what it may return."""
+"""Policy: what a rollout gets; and how what it returns is read. Standard library only (start.py)."""
 
 import math
+import sys
 import threading
 from numbers import Real
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from art_cli.errors import RolloutError
+from art_cli.outcome import MAX_NUMBER, Outcome
 from art_cli.rollouts.attempt import AttemptError
-from art_cli.trajectory import MAX_NUMBER
+from art_cli.rollouts.plain_json import MAX_DEPTH, dump, is_deep, load
 
 if TYPE_CHECKING:
-    import httpx
     import openai
 
 Json = dict[str, Any]
@@ -21,32 +21,29 @@ MAX_METADATA_BYTES = 16 * 2**20  # of an outcome, as JSON
 
 
 class Connections:
-    """The httpx clients that rollouts share, so that each call does not open a connection; made when first needed.
+    """The HTTP clients that rollouts share, so that each call does not open a connection; made when first needed.
 
     An async client belongs to one event loop: it is shared where `has_one_loop` (all rollouts run in the same), and
-    otherwise left to each policy.
+    otherwise left to each policy. Both are of the kind that the user's openai package brings: httpx's up to openai 2,
+    httpx2's from openai 3 on. None: that package has no such client, and `openai.OpenAI` makes its own.
     """
 
     def __init__(self, *, has_one_loop: bool) -> None:
         self._has_one_loop = has_one_loop
         self._lock = threading.Lock()
-        self._async_client: httpx.AsyncClient | None = None
-        self._client: httpx.Client | None = None
+        self._async_client: Any = None
+        self._client: Any = None
 
-    def async_client(self) -> "httpx.AsyncClient | None":
-        import openai
-
+    def async_client(self) -> Any:
         with self._lock:
             if self._has_one_loop and self._async_client is None:
-                self._async_client = openai.DefaultAioHttpClient()
+                self._async_client = _make_client("DefaultAioHttpClient", "DefaultAsyncHttpxClient")
             return self._async_client
 
-    def client(self) -> "httpx.Client":
-        import openai
-
+    def client(self) -> Any:
         with self._lock:
             if self._client is None:
-                self._client = openai.DefaultHttpxClient()
+                self._client = _make_client("DefaultHttpxClient")
             return self._client
 
     async def close(self) -> None:
@@ -55,6 +52,30 @@ class Connections:
             await self._async_client.aclose()
         if self._client is not None:
             self._client.close()
+
+
+def _make_client(*names: str) -> Any:
+    """The first of these clients that the installed openai has; the one over aiohttp, which is faster, is an extra."""
+    openai = _import_openai()
+    for name in names:
+        try:
+            return getattr(openai, name)()
+        except (AttributeError, RuntimeError):  # an openai without it; an extra that is not installed
+            continue
+    return None
+
+
+def _import_openai() -> ModuleType:
+    """Raises ModuleNotFoundError, which says what to do."""
+    try:
+        import openai
+    except ModuleNotFoundError as error:
+        if error.name != "openai":
+            raise
+        cure = "install it there, or give policy.base_url and policy.api_key to another client"
+        message = f"policy.client needs the package openai, which {sys.executable} does not have; {cure}"
+        raise ModuleNotFoundError(message, name="openai") from None
+    return openai
 
 
 class Policy:
@@ -81,9 +102,7 @@ class Policy:
     def client(self) -> "openai.AsyncOpenAI":
         """For `async def rollout`."""
         if self._client is None:
-            import openai
-
-            self._client = openai.AsyncOpenAI(
+            self._client = _import_openai().AsyncOpenAI(
                 base_url=self.base_url, api_key=self.api_key, http_client=self._connections.async_client()
             )
         return self._client
@@ -92,26 +111,13 @@ class Policy:
     def sync_client(self) -> "openai.OpenAI":
         """For `def rollout`."""
         if self._sync_client is None:
-            import openai
-
-            self._sync_client = openai.OpenAI(
+            self._sync_client = _import_openai().OpenAI(
                 base_url=self.base_url, api_key=self.api_key, http_client=self._connections.client()
             )
         return self._sync_client
 
     def __repr__(self) -> str:  # never the key
         return f"Policy({self.base_url}, {self.model}, step {self.step})"
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rollout says of itself, when it is more than a number.
-
-    Example: Outcome(reward=1.0, metrics={"moves": 5, "won": 1}, metadata={"final_board": "XOX..."})
-    """
-
-    reward: float | None = None  # None: a judge will score it
-    metrics: dict[str, float] = {}
-    metadata: dict[str, Any] = {}
 
 
 def read_outcome(value: Any, *, entry: str) -> Outcome:
@@ -132,17 +138,19 @@ def read_outcome(value: Any, *, entry: str) -> Outcome:
 def _plain(metadata: Json, entry: str) -> Json:
     """The metadata as it will be read from the disk again."""
     try:
-        written = msgspec.json.encode(metadata)
+        written = dump(metadata)
+        plain: Json = load(written)
     except TypeError as error:
         raise RolloutError(f"{entry}: metadata must be plain JSON data: {error}") from error
-    except (ValueError, RecursionError) as error:  # a lone surrogate, a dict that holds itself
+    except ValueError as error:  # a lone surrogate, a dict that holds itself, a number of a thousand digits
         raise AttemptError("metadata", f"it cannot be written as JSON: {error}") from error
     if len(written) > MAX_METADATA_BYTES:
         size, limit = len(written) / 2**20, MAX_METADATA_BYTES / 2**20
         raise AttemptError(
             "metadata", f"it is {size:.1f} MiB as JSON; at most {limit:.0f} are kept: write it to a file"
         )
-    plain: Json = msgspec.json.decode(written)
+    if is_deep(plain):
+        raise AttemptError("metadata", f"it cannot be written as JSON: it is nested more than {MAX_DEPTH} deep")
     return plain
 
 

@@ -1,7 +1,8 @@
 """ProcessRollout: the user's Python function in processes of their own (process_worker.py).
 
+That is this interpreter, or `python`: one that has the function's packages and need not have ours (start.py).
 What it computes does not take the interpreter from the engine and the gateway here, more than one processor can work
-for it, and what kills its process kills attempts, not the run. A line of JSON goes each way over a socket:
+for it, and what kills its process kills attempts, not the run. Messages (messages.py) go each way over a socket:
 
     to the process      Play, Cancel, Explain; its end of file: the process lets go of all and ends
     from it             Ready or Refused when it has loaded the function; then Done, Failed or Refused for each Play,
@@ -14,89 +15,62 @@ The last try is made in a process of its own, so that an attempt that kills its 
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from art_cli import errors
-from art_cli.errors import ArtError, RolloutError
+from art_cli.errors import RolloutError, UsageError, printable
+from art_cli.outcome import Outcome
+from art_cli.rollouts import start
 from art_cli.rollouts.attempt import AttemptError, describe_exit
 from art_cli.rollouts.descendants import command_line
-from art_cli.rollouts.policy import Json, Outcome, Policy
+from art_cli.rollouts.messages import (
+    FROM_PROCESS,
+    MAX_LINE_BYTES,
+    Cancel,
+    Done,
+    Explain,
+    Failed,
+    FromProcess,
+    Guess,
+    Play,
+    Ready,
+    Refused,
+    ToProcess,
+    decode,
+    encode,
+)
+from art_cli.rollouts.policy import Json, Policy
 
-PROGRAM = "import sys; sys.path = {path!r}; from art_cli.rollouts.process_worker import main; main()"
 START_DEADLINE_S = 300.0  # for the user's modules to be imported
 LONE_PER_CORE = 4  # processes of a single attempt at once, for each core
 EXPLAIN_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 15.0  # for the function's clients to be closed, and for what it started in threads
 EXIT_GRACE_S = 1.0  # for a process that closed its socket to end by itself, so that it is told how
 OUTPUT_DEADLINE_S = 10.0  # for its descendants to be killed, and what they printed to be passed on
-MAX_LINE_BYTES = 2**30  # of a message
-
-
-class Play(msgspec.Struct, tag=True):
-    id: int
-    base_url: str
-    api_key: str
-    model: str
-    step: int
-    scenario: Json
-
-
-class Cancel(msgspec.Struct, tag=True):
-    id: int
-
-
-class Explain(msgspec.Struct, tag=True):
-    id: int
-
-
-class Ready(msgspec.Struct, tag=True):
-    id: int = 0
-
-
-class Done(msgspec.Struct, tag=True):
-    id: int
-    outcome: Outcome
-
-
-class Failed(msgspec.Struct, tag=True):
-    """An AttemptError."""
-
-    id: int
-    kind: str
-    message: str
-    is_transport: bool
-
-
-class Refused(msgspec.Struct, tag=True):
-    """What every attempt would fail with: an error of errors.py, by name."""
-
-    id: int
-    error: str
-    message: str
-
-
-class Guess(msgspec.Struct, tag=True):
-    id: int
-    text: str
-
-
-ToProcess = Play | Cancel | Explain
-FromProcess = Ready | Done | Failed | Refused | Guess
+# What would have another Python import our packages, or take itself for this one.
+OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 
 
 class ProcessRollout:
-    """Plays the function `entry` of `directory` in `processes` processes, each attempt in the least busy one."""
+    """Plays the function `entry` of `directory` in `processes` processes, each attempt in the least busy one.
 
-    def __init__(self, entry: str, *, directory: Path, processes: int = 1) -> None:
-        self._entry, self._directory = entry, directory
-        self._processes = [_Process(entry, directory) for _ in range(processes)]
+    `python` is the interpreter that runs them; None: this one, with its `sys.path`.
+    """
+
+    def __init__(self, entry: str, *, directory: Path, processes: int = 1, python: Path | None = None) -> None:
+        self._make = partial(_Process, entry, directory, python)
+        self._processes = [self._make() for _ in range(processes)]
         self._lone_places = asyncio.Semaphore(LONE_PER_CORE * (os.cpu_count() or 1))
+
+    @property
+    def version(self) -> str:
+        """Of the Python that has loaded the function. Example: "3.12.1". Empty before `open`."""
+        return self._processes[0].version
 
     async def open(self) -> None:
         """All processes have loaded the function. Raises UsageError: it cannot be; RolloutError: it does not fit."""
@@ -116,7 +90,7 @@ class ProcessRollout:
     async def _play_alone(self, policy: Policy, scenario: Json) -> Outcome:
         """In a process for this attempt only: what kills it kills no other attempt."""
         async with self._lone_places:
-            process = _Process(self._entry, self._directory)
+            process = self._make()
             try:
                 return await process.play(policy, scenario)
             finally:
@@ -133,8 +107,10 @@ class ProcessRollout:
 class _Process:
     """One process, started when it is needed and not there."""
 
-    def __init__(self, entry: str, directory: Path) -> None:
-        self._entry, self._directory = entry, directory
+    version = ""  # of its Python, as soon as that has loaded the function
+
+    def __init__(self, entry: str, directory: Path, python: Path | None) -> None:
+        self._entry, self._directory, self._python = entry, directory, python
         self._ids = itertools.count(1)  # 0 is the start
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._process: asyncio.subprocess.Process | None = None
@@ -154,50 +130,65 @@ class _Process:
                 return
             await self._clean_up()
             self._answers[0] = ready = asyncio.get_running_loop().create_future()
-            ours, theirs = socket.socketpair()
-            control, self._control = os.pipe()
-            with theirs:
-                worker = [sys.executable, "-u", "-X", "faulthandler", "-c", PROGRAM.format(path=sys.path)]
-                worker += [str(theirs.fileno()), self._entry, str(self._directory)]
-                try:
-                    self._process = await asyncio.create_subprocess_exec(
-                        *command_line(control, worker, keep=theirs.fileno()),
-                        stdin=asyncio.subprocess.DEVNULL,
-                        stdout=asyncio.subprocess.PIPE,
-                        stderr=asyncio.subprocess.STDOUT,
-                        pass_fds=[control, theirs.fileno()],
-                        start_new_session=True,  # a Ctrl-C in the terminal is for this process, which decides
-                    )
-                finally:
-                    os.close(control)
-            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
+            reader, self._process, self._writer = await self._launch()
             assert self._process.stdout is not None
             self._tasks = [
                 asyncio.create_task(_pass_on(self._process.stdout)),
-                asyncio.create_task(self._receive(reader, writer, self._process)),
+                asyncio.create_task(self._receive(reader, self._writer, self._process)),
             ]
-            self._writer = writer
             try:
                 async with asyncio.timeout(START_DEADLINE_S):
-                    await self._answer(0, ready)
+                    self.version = await self._answer(0, ready)
             except BaseException as error:
                 await self._end()  # at once: it is importing, and hears nothing
-                if isinstance(error, TimeoutError):
-                    raise RolloutError(f"{self._entry}: not imported within {START_DEADLINE_S:.0f} s") from None
-                if isinstance(error, AttemptError):
-                    raise RolloutError(f"{self._entry}: {error.message} while it was imported") from error
-                raise
+                if (explained := self._explain_start(error)) is error:
+                    raise
+                raise explained from error
+
+    async def _launch(self) -> tuple[asyncio.StreamReader, asyncio.subprocess.Process, asyncio.StreamWriter]:
+        ours, theirs = socket.socketpair()
+        control, self._control = os.pipe()
+        with theirs:
+            worker = [str(self._python or sys.executable), "-u", "-X", "faulthandler", start.__file__]
+            worker += [str(theirs.fileno()), self._entry, str(self._directory)]
+            worker += [json.dumps(sys.path)] if self._python is None else []
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command_line(control, worker, keep=theirs.fileno()),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                    pass_fds=[control, theirs.fileno()],
+                    start_new_session=True,  # a Ctrl-C in the terminal is for this process, which decides
+                    env=None if self._python is None else _environment(self._python),
+                )
+            finally:
+                os.close(control)
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
+        return reader, process, writer
+
+    def _explain_start(self, error: BaseException) -> BaseException:
+        """The error of a start as the user reads it: with the Python, where that is the user's choice."""
+        where = f" (rollout.python: {self._python})" if self._python is not None else ""
+        match error:
+            case TimeoutError():
+                return RolloutError(f"{self._entry}: not imported within {START_DEADLINE_S:.0f} s{where}")
+            case AttemptError():
+                return RolloutError(f"{self._entry}: {error.message} while it was imported{where}")
+            case UsageError() | RolloutError() if where:
+                return type(error)(f"{error}{where}")
+        return error
 
     async def play(self, policy: Policy, scenario: Json) -> Outcome:
         await self.start()
         id = next(self._ids)
         try:
-            outcome: Outcome = await self._ask(
-                Play(id, policy.base_url, policy.api_key, policy.model, policy.step, scenario)
-            )
+            outcome = await self._ask(Play(id, policy.base_url, policy.api_key, policy.model, policy.step, scenario))
         except asyncio.CancelledError:
             self._send(Cancel(id))
             raise
+        if not isinstance(outcome, Outcome):
+            raise AttemptError("process", "its process answered with another message than an outcome")
         return outcome
 
     async def explain_timeout(self) -> str:
@@ -230,20 +221,21 @@ class _Process:
 
     def _send(self, message: ToProcess) -> None:
         if self._writer is not None:
-            self._writer.write(msgspec.json.encode(message) + b"\n")
+            self._writer.write(encode(message))
 
     async def _receive(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: asyncio.subprocess.Process
     ) -> None:
-        """Until the process is gone: then whatever still waits for it fails."""
-        decoder = msgspec.json.Decoder(FromProcess)
+        """Until the process is gone: then whatever still waits for it fails. One that sends no messages is killed."""
+        fault = ""
         try:
-            with contextlib.suppress(ConnectionError):
-                while line := await reader.readline():
-                    message = decoder.decode(line)
-                    future = self._answers.get(message.id)
-                    if future is not None and not future.done():
-                        _settle(future, message)
+            try:
+                await self._read(reader)
+            except ConnectionError:
+                pass
+            except ValueError as error:
+                fault = f"; what it sent is no message of ours: {printable(error, limit=200)}"
+                self._let_go()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(process.wait()), EXIT_GRACE_S)
             self._let_go()  # a function that closed its socket may live on
@@ -253,7 +245,15 @@ class _Process:
             writer.close()
         for future in self._answers.values():
             if not future.done():
-                future.set_exception(AttemptError("process", f"its process ended ({status})", is_transport=True))
+                future.set_exception(AttemptError("process", f"its process ended ({status}{fault})", is_transport=True))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Settles what its messages answer, until there are no more. Raises ConnectionError; ValueError: no message."""
+        while line := await reader.readline():
+            message: FromProcess = decode(line, FROM_PROCESS)
+            future = self._answers.get(message.id)
+            if future is not None and not future.done():
+                _settle(future, message)
 
     async def _end(self) -> None:
         self._let_go()
@@ -283,12 +283,12 @@ def _settle(future: asyncio.Future[Any], message: FromProcess) -> None:
         case Guess():
             future.set_result(message.text)
         case Ready():
-            future.set_result(None)
+            future.set_result(message.version)
         case Failed():
             future.set_exception(AttemptError(message.kind, message.message, is_transport=message.is_transport))
         case Refused():
-            error: ArtError = getattr(errors, message.error)(message.message)
-            future.set_exception(error)
+            error = UsageError if message.error == "UsageError" else RolloutError
+            future.set_exception(error(message.message))
 
 
 async def _pass_on(output: asyncio.StreamReader) -> None:
@@ -296,3 +296,13 @@ async def _pass_on(output: asyncio.StreamReader) -> None:
     while received := await output.read(1 << 16):
         sys.stderr.write(received.decode(errors="replace"))
         sys.stderr.flush()
+
+
+def _environment(python: Path) -> dict[str, str]:
+    """The variables for another Python: those here, as if its environment had been activated instead of ours."""
+    environment = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
+    home = python.parent.parent
+    if (home / "pyvenv.cfg").is_file():
+        environment["VIRTUAL_ENV"] = str(home)
+        environment["PATH"] = os.pathsep.join([str(python.parent), environment.get("PATH", os.defpath)])
+    return environment

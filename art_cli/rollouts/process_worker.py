@@ -1,7 +1,7 @@
-"""A process that plays attempts at the user's function: `process_worker SOCKET ENTRY DIRECTORY`; see process.py.
+"""A process that plays attempts at the user's function; start.py begins it, process.py asks it.
 
-SOCKET is an open descriptor. When its other end closes, however that process died, this one lets go of what it plays
-and ends.
+Standard library only, here and in all that is imported: its Python may have none of our dependencies.
+When the other end of its socket closes, however that process died, this one lets go of what it plays and ends.
 """
 
 import asyncio
@@ -12,17 +12,15 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from art_cli import log, threads
 from art_cli.errors import ArtError
 from art_cli.plugins import message_of
 from art_cli.rollouts import Rollout
 from art_cli.rollouts.attempt import AttemptError
 from art_cli.rollouts.function import load_function
-from art_cli.rollouts.policy import Policy
-from art_cli.rollouts.process import (
+from art_cli.rollouts.messages import (
     MAX_LINE_BYTES,
+    TO_PROCESS,
     Cancel,
     Done,
     Explain,
@@ -32,8 +30,10 @@ from art_cli.rollouts.process import (
     Play,
     Ready,
     Refused,
-    ToProcess,
+    decode,
+    encode,
 )
+from art_cli.rollouts.policy import Policy
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ async def _serve(connection: socket.socket, entry: str, directory: Path) -> None
         worker.send(Refused(0, type(error).__name__, str(error)))
         await writer.drain()
         return
-    worker.send(Ready())
+    worker.send(Ready(0, sys.version.split()[0]))
     await worker.serve(reader, rollout)
     await rollout.close()
 
@@ -63,13 +63,12 @@ class _Worker:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def send(self, message: FromProcess) -> None:
-        self._writer.write(msgspec.json.encode(message) + b"\n")
+        self._writer.write(encode(message))
 
     async def serve(self, reader: asyncio.StreamReader, rollout: Rollout) -> None:
         """Until the other end is gone."""
-        decoder = msgspec.json.Decoder(ToProcess)
         while line := await reader.readline():
-            message = decoder.decode(line)
+            message = decode(line, TO_PROCESS)
             match message:
                 case Play():
                     self._begin(message.id, self._play(rollout, message))
@@ -86,7 +85,8 @@ class _Worker:
     async def _play(self, rollout: Rollout, asked: Play) -> None:
         policy = Policy(base_url=asked.base_url, api_key=asked.api_key, model=asked.model, step=asked.step)
         try:
-            self.send(Done(asked.id, await rollout.play(policy, asked.scenario)))
+            outcome = await rollout.play(policy, asked.scenario)
+            self.send(Done(asked.id, outcome.reward, outcome.metrics, outcome.metadata))
         except AttemptError as error:
             self.send(Failed(asked.id, error.kind, error.message, error.is_transport))
         except ArtError as error:

@@ -11,6 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -19,13 +20,14 @@ import msgspec
 
 from art_cli.config.schema import RolloutConfig
 from art_cli.errors import RolloutError
+from art_cli.outcome import Outcome
 from art_cli.rollouts import Rollout
 from art_cli.rollouts.attempt import AttemptError
 from art_cli.rollouts.command import CommandRollout
 from art_cli.rollouts.function import load_function
 from art_cli.rollouts.gateway import OWN_CLIENT, Gateway
 from art_cli.rollouts.peers import Peers
-from art_cli.rollouts.policy import Outcome, Policy
+from art_cli.rollouts.policy import Policy
 from art_cli.rollouts.process import ProcessRollout
 from art_cli.rollouts.progress import Progress
 from art_cli.rollouts.recorder import Recorder
@@ -70,7 +72,7 @@ async def open_rollout(config: RolloutConfig, directory: Path, peers: Peers) -> 
     assert config.entry is not None, "a config has an entry or a command"
     if config.processes == 0:
         return load_function(config.entry, directory)
-    rollout = ProcessRollout(config.entry, directory=directory, processes=config.processes)
+    rollout = ProcessRollout(config.entry, directory=directory, processes=config.processes, python=config.python)
     await rollout.open()
     return rollout
 
@@ -202,7 +204,7 @@ class Runner:
         if error is not None and (error.is_transport or error.kind in NEVER_A_LIMIT):
             return attempt
         if outcome.reward is None:
-            outcome = msgspec.structs.replace(outcome, reward=self._config.limit_reward)
+            outcome = replace(outcome, reward=self._config.limit_reward)
         return _Attempt(attempt.recorder, outcome, None)
 
     async def _timeout_error(self) -> AttemptError:

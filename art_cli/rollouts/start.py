@@ -1,0 +1,50 @@
+"""Starts a rollout process in any Python: `start.py SOCKET ENTRY DIRECTORY [PATH]`; see process.py.
+
+The Python may be the user's own (`rollout.python`), which has neither this package nor anything that it depends on.
+So the package is loaded from where this file lies, and nothing else of its environment becomes importable. What the
+process imports (process_worker.py and below) needs the standard library only. PATH is a JSON list, the `sys.path` of
+the process that starts this one, where both are the same Python.
+
+A Python that is too old can still read this file, and says so.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+
+OLDEST = (3, 11)
+HERE = os.path.dirname(os.path.realpath(__file__))
+PACKAGE = os.path.dirname(HERE)
+
+
+def main() -> None:
+    if sys.version_info < OLDEST:
+        message = f"it is Python {sys.version.split()[0]}, and {OLDEST[0]}.{OLDEST[1]} or newer is needed"
+        refused = {"type": "Refused", "id": 0, "error": "UsageError", "message": message}
+        os.write(int(sys.argv[1]), json.dumps(refused).encode() + b"\n")
+        return
+    if len(sys.argv) > 4:
+        sys.path[:] = json.loads(sys.argv.pop())
+    else:  # Python put this file's directory first, where our modules lie
+        sys.path[:] = [place for place in sys.path if os.path.realpath(place) != HERE]
+    load_package()
+    from art_cli.rollouts.process_worker import main as serve
+
+    serve()
+
+
+def load_package() -> None:
+    """Makes `art_cli` importable, and nothing that lies beside it."""
+    initial = os.path.join(PACKAGE, "__init__.py")
+    spec = importlib.util.spec_from_file_location("art_cli", initial, submodule_search_locations=[PACKAGE])
+    assert spec and spec.loader, initial
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["art_cli"] = module
+    spec.loader.exec_module(module)
+
+
+if __name__ == "__main__":
+    main()
+elif __name__ == "__mp_main__":  # a process that the user's code started with multiprocessing
+    load_package()
