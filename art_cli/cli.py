@@ -32,7 +32,7 @@ from art_cli.errors import (
 
 # What a module that is not installed belongs to: `pip install 'art-cli[EXTRA]'`.
 EXTRAS = {"torch": "train", "transformers": "train", "peft": "train", "safetensors": "train", "numpy": "train"} | {
-    name: name for name in ("wandb", "vllm", "unsloth")
+    name: name for name in ("litellm", "wandb", "vllm", "unsloth")
 }
 
 MAX_ERROR = 4_000  # characters of an error's line; file names, ids and providers' words may be of any length

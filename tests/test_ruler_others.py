@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from pydantic import BaseModel
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 import art_cli
+from art_cli import cli
 from art_cli.config.schema import BlendJudgeConfig, RewardModelJudgeConfig, RulerJudgeConfig
 from art_cli.errors import JudgeError, JudgeStopped, UsageError
-from art_cli.judges import make_judge
+from art_cli.judges import make_judge, prices, trial
 from art_cli.judges.prices import find_price
+from art_cli.judges.ruler import RulerJudge
 from tests.judge_server import Conduct, JudgeServer
 from tests.ruler_cases import SYSTEM, attempt, rated
 from tests.tiny import tiny_tokenizer
@@ -193,6 +195,58 @@ def test_prices_come_from_litellms_table_without_importing_it() -> None:
     assert find_price(RulerJudgeConfig(name="ruler", model="nobody/knows")) is None
 
 
+@pytest.fixture
+def no_litellm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As where it is not installed."""
+    monkeypatch.setitem(sys.modules, "litellm", None)
+    prices._table.cache_clear()
+    yield
+    prices._table.cache_clear()
+
+
+@pytest.mark.parametrize("variable", ["OPENAI_BASE_URL", "OPENAI_API_BASE"])
+async def test_openai_is_asked_without_litellm(
+    no_litellm: None, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """Its address and key are read as OpenAI's client reads them; without a table its price is unknown, not zero."""
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-canary-0011223344")
+    async with JudgeServer(Conduct(key="sk-canary-0011223344")) as server:
+        monkeypatch.setenv(variable, server.api_base)
+        judge = RulerJudge(RulerJudgeConfig(name="ruler", model="openai/gpt-4.1", cache=None), Path("."))
+        verdicts = await judge.judge(rated([0.2, 0.9]))
+        await judge.close()
+    assert [verdicts[name].reward for name in ("g-0", "g-1")] == [0.2, 0.9]
+    assert server.asked[0]["model"] == "gpt-4.1" and "response_format" in server.asked[0]
+    assert (judge.usage.calls, judge.usage.cost_usd) == (1, None)
+
+
+def test_a_key_of_openai_that_is_not_set_is_told_without_litellm(
+    no_litellm: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.chdir(tmp_path)
+    config = RulerJudgeConfig(name="ruler", model="openai/o3")
+    assert trial.missing_keys(config, tmp_path) == {"OPENAI_API_KEY": "openai/o3"}
+
+
+@pytest.mark.parametrize("model", ["anthropic/claude-sonnet-4-5", "gpt-4.1", "openai/responses/o1-pro"])
+def test_a_judge_that_needs_litellm_says_so_before_anything_runs(
+    no_litellm: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    with pytest.raises(UsageError, match=r"pip install 'art-cli\[litellm\]'"):
+        RulerJudge(RulerJudgeConfig(name="ruler", model=model, cache=None), tmp_path)
+    (tmp_path / "r.py").write_text("def r(policy, scenario): return 1\n")
+    (tmp_path / "s.jsonl").write_text('{"id": 1}\n')
+    (tmp_path / "config.yaml").write_text(
+        "model: {base: m}\nrollout: {entry: 'r.py:r', scenarios: s.jsonl}\n"
+        f"judge: {{name: ruler, model: {model}}}\n"
+    )
+    assert cli.run(["train", str(tmp_path / "config.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert f"config.yaml:3: judge.model: {model} is asked through litellm, which is not installed: pip install" in said
+
+
 LITELLM = """
 import asyncio, gzip, os, resource, sys
 from pathlib import Path
@@ -200,30 +254,32 @@ from tests.judge_server import Conduct, JudgeServer
 from tests.ruler_cases import rated
 from art_cli.config.schema import RulerJudgeConfig
 from art_cli.errors import JudgeError, JudgeStopped
+from art_cli.judges.prices import find_price
 from art_cli.judges.ruler import RulerJudge
 
 async def main():
-    async with JudgeServer(Conduct(misbehaviour="429", times=1, key=os.environ["OPENAI_API_KEY"])) as server:
-        os.environ["OPENAI_API_BASE"] = server.api_base
-        config = RulerJudgeConfig(name="ruler", model="openai/gpt-4.1", cache=None)
+    async with JudgeServer(Conduct(misbehaviour="429", times=1, key=os.environ["DEEPSEEK_API_KEY"])) as server:
+        os.environ["DEEPSEEK_API_BASE"] = server.api_base
+        config = RulerJudgeConfig(name="ruler", model="deepseek/deepseek-chat", cache=None)
         judge = RulerJudge(config, Path("."), first_delay_s=0.01)
         assert "litellm" not in sys.modules
         verdicts = await judge.judge(rated([0.2, 0.9]))
         assert [verdicts[name].reward for name in ("g-0", "g-1")] == [0.2, 0.9], verdicts
         usage = judge.usage
-        wanted = (usage.prompt_tokens * 2 + usage.completion_tokens * 8) / 1e6
+        wanted = find_price(config).cost(usage.prompt_tokens, usage.completion_tokens)
         assert usage.calls == 1 and abs(usage.cost_usd - wanted) < 1e-9
-        assert server.asked[0]["model"] == "gpt-4.1" and "response_format" in server.asked[0] and len(server.asked) == 2
+        assert server.asked[0]["model"] == "deepseek-chat" and "response_format" in server.asked[0]
+        assert len(server.asked) == 2
         server.conduct = Conduct(key="another")
         try:
             await judge.judge(rated([0.3, 0.8]))
         except JudgeStopped as stopped:
-            assert os.environ["OPENAI_API_KEY"] not in str(stopped) and "***" in str(stopped), str(stopped)
+            assert os.environ["DEEPSEEK_API_KEY"] not in str(stopped) and "***" in str(stopped), str(stopped)
         else:
             raise AssertionError("a wrong key was accepted")
         await judge.close()
         bomb = gzip.compress(b" " * (1 << 20), 9) * 1000
-        right = os.environ["OPENAI_API_KEY"]
+        right = os.environ["DEEPSEEK_API_KEY"]
         for change, encoding in ((bomb, "gzip"), (b" " * (1 << 23), "identity")):
             server.conduct = Conduct(
                 key=right, change_body=lambda data: change, headers={"Content-Encoding": encoding}
@@ -258,7 +314,7 @@ print("done")
 @pytest.mark.slow
 def test_litellm_reaches_a_provider_waits_out_its_limits_and_keeps_its_key() -> None:
     """In a process of its own: importing litellm takes seconds, and must not happen before the first call."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENAI_API_KEY": "sk-canary-0011223344"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DEEPSEEK_API_KEY": "sk-canary-0011223344"}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(LITELLM)], env=environment, capture_output=True, text=True, timeout=240
     )

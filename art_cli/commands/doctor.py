@@ -21,9 +21,10 @@ from art_cli.config.schema import RunConfig
 from art_cli.errors import ArtError
 from art_cli.loop.choice import Machine, choose, engine_facts, learner_facts
 
-BASE = ("typer", "pydantic", "hydra-core", "omegaconf", "openai", "litellm", "httpx", "msgspec", "starlette", "uvicorn")
+BASE = ("typer", "pydantic", "hydra-core", "omegaconf", "openai", "httpx", "msgspec", "starlette", "uvicorn")
 EXTRAS = {  # extra -> (what has to be importable, what it is for)
     "train": (("torch", "transformers", "peft", "safetensors"), "training, and the embedded engine"),
+    "litellm": (("litellm",), "judges of other providers than OpenAI, and prices"),
     "vllm": (("vllm",), "the vLLM engine, on a GPU"),
     "unsloth": (("unsloth",), "the Unsloth learner, on a GPU"),
     "wandb": (("wandb",), "the Weights & Biases tracker"),

@@ -37,6 +37,7 @@ from art_cli.config.schema import (
     RewardModelJudgeConfig,
     RulerJudgeConfig,
     VllmEngineConfig,
+    no_litellm,
 )
 from art_cli.errors import ConfigError, EngineError, Problem
 
@@ -153,6 +154,8 @@ def _one_judge(key: str, judge: NamedJudgeConfig, directory: Path) -> Iterator[W
         asked: dict[str, JudgeModelConfig] = {key: judge}
         asked |= {f"{key}.panel.{index}": member for index, member in enumerate(judge.panel)}
         for place, model in asked.items():
+            if model.needs_litellm and importlib.util.find_spec("litellm") is None:
+                yield Wrong(f"{place}.model", no_litellm(model))
             if model.api_base is not None:
                 yield from _url(f"{place}.api_base", model.api_base)
 

@@ -277,13 +277,24 @@ class PriceConfig(Section):
     output: NonNegative
 
 
+# Of `judge.params`, what litellm takes for itself and does not send as a field of the request.
+LITELLM_PARAMS = frozenset(
+    {
+        *("api_key", "api_base", "api_version", "base_url", "organization", "headers", "extra_headers", "extra_body"),
+        *("drop_params", "additional_drop_params", "allowed_openai_params", "fallbacks", "mock_response"),
+    }
+)
+
+
 class JudgeModelConfig(Section):
     """A model that judges, and how it is reached."""
 
     model: str = "openai/o3"
-    """As litellm names it ("openai/o3", "anthropic/claude-sonnet-4-5"); with `api_base`, as that server names it."""
+    """As litellm names it ("openai/o3", "anthropic/claude-sonnet-4-5"); with `api_base`, as that server names it. Other
+    providers than OpenAI need litellm: pip install 'art-cli[litellm]'."""
     api_base: str | None = None
-    """Any OpenAI-compatible endpoint ("http://127.0.0.1:8000/v1"). null: the provider that `model` names."""
+    """Any OpenAI-compatible endpoint ("http://127.0.0.1:8000/v1"). null: the provider that `model` names
+    (OpenAI: at OPENAI_BASE_URL, where that is set)."""
     api_key_env: str | None = None
     """The variable of the environment or .env with the key. null: the provider's; OPENAI_API_KEY for an api_base."""
     params: dict[str, JsonValue] = {}
@@ -291,7 +302,21 @@ class JudgeModelConfig(Section):
     response_format: Literal["auto", "json_schema", "text"] = "auto"
     """auto: a JSON schema where the model takes one, otherwise the answer is read out of its text."""
     price: PriceConfig | None = None
-    """null: what litellm's packaged table says."""
+    """null: what litellm's packaged table says; unknown where litellm is not installed."""
+
+    @property
+    def needs_litellm(self) -> bool:
+        """Whether the model is asked through litellm: all but OpenAI's own and those at an `api_base`."""
+        if self.api_base is not None:
+            return False
+        is_plain = self.model.startswith("openai/") and not self.model.startswith("openai/responses/")
+        return not is_plain or any(name in LITELLM_PARAMS for name in self.params)
+
+
+def no_litellm(member: JudgeModelConfig) -> str:
+    """What to tell a user whose judge needs litellm, which is not installed."""
+    cure = "pip install 'art-cli[litellm]', or name an OpenAI-compatible endpoint in api_base"
+    return f"{member.model} is asked through litellm, which is not installed: {cure}"
 
 
 class PanelMemberConfig(JudgeModelConfig):

@@ -1,4 +1,4 @@
-"""Judges through any OpenAI-compatible endpoint (`api_base`), spoken to with httpx alone."""
+"""Judges through OpenAI or any OpenAI-compatible endpoint (`api_base`), spoken to with httpx alone."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ import httpx
 from art_cli.config.schema import JudgeModelConfig
 from art_cli.judges.answer_limit import ENCODINGS, AnswerTooLarge, limit
 from art_cli.judges.cache import Usage
-from art_cli.judges.keys import Secrets
+from art_cli.judges.keys import DEFAULT_KEY, Secrets, openai_base
 from art_cli.judges.prices import find_price
 from art_cli.judges.provider import (
     LONG_ANSWER,
@@ -33,15 +33,13 @@ from art_cli.trajectory import Json
 
 log = logging.getLogger(__name__)
 
-DEFAULT_KEY = "OPENAI_API_KEY"  # what every OpenAI-compatible client reads
-
 
 class HttpProvider:
     def __init__(self, member: JudgeModelConfig, secrets: Secrets) -> None:
-        assert member.api_base is not None
+        assert not member.needs_litellm, member.model
         self._member, self._secrets = member, secrets
-        base = member.api_base.rstrip("/").removesuffix("/chat/completions")
-        self._url = f"{base}/chat/completions"
+        self._base = (member.api_base or openai_base()).rstrip("/").removesuffix("/chat/completions")
+        self._url = f"{self._base}/chat/completions"
         self._name = member.model.removeprefix("openai/")  # litellm's way of saying "as OpenAI does it"
         self._price = find_price(member)
         self._clients = _Clients()
@@ -70,6 +68,7 @@ class HttpProvider:
         """The response, read whole before the deadline. A lost connection or a missed deadline can be tried again."""
         key = os.environ.get(self._member.api_key_env or DEFAULT_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers |= _account() if self._member.api_base is None else {}
         try:
             async with asyncio.timeout(timeout_s), self._clients.borrow() as client:
                 return await client.post(self._url, json=body, headers=headers)
@@ -78,7 +77,9 @@ class HttpProvider:
         except httpx.ConnectError as error:
             raise CallFailed(f"{self._where()} cannot be reached: {self._line(error)}", "unreachable") from error
         except (httpx.InvalidURL, httpx.UnsupportedProtocol, UnicodeError) as error:
-            raise CallFailed(f"{self._where()}: {self._line(error)}; check judge.api_base", "stopped") from error
+            raise CallFailed(
+                f"{self._where()}: {self._line(error)}; check judge.api_base and OPENAI_BASE_URL", "stopped"
+            ) from error
         except AnswerTooLarge as error:
             raise CallFailed(f"{self._where()}: {error}", "too_large") from error
         except httpx.HTTPError as error:
@@ -116,13 +117,22 @@ class HttpProvider:
         return Usage(1, prompt, completion, cost, latency_s)
 
     def _where(self) -> str:
-        return f"{self._name} at {self._secrets.redact(self._member.api_base or '')}"
+        return f"{self._name} at {self._secrets.redact(self._base)}"
 
     def _line(self, error: Exception) -> str:
         return one_line(str(error) or type(error).__name__, self._secrets)
 
     async def close(self) -> None:
         await self._clients.close()
+
+
+def _account() -> dict[str, str]:
+    """Which of a user's organisations and projects at OpenAI pays, as OpenAI's own client reads it."""
+    said = {
+        "OpenAI-Organization": os.environ.get("OPENAI_ORGANIZATION") or os.environ.get("OPENAI_ORG_ID"),
+        "OpenAI-Project": os.environ.get("OPENAI_PROJECT_ID"),
+    }
+    return {name: value for name, value in said.items() if value}
 
 
 class _Clients:

@@ -33,6 +33,9 @@ Span = tuple[int, int]
 MIN_LENGTH = 6  # a shorter value is not a key, and replacing it would garble texts
 
 
+DEFAULT_KEY = "OPENAI_API_KEY"  # what every OpenAI-compatible client reads
+
+
 class Secrets:
     """The values that must not be shown, in none of the forms in which they come back.
 
@@ -162,6 +165,12 @@ def load_environment(directory: Path) -> None:
     for folder in dict.fromkeys((Path.cwd(), directory.resolve())):
         for name, value in read_dotenv(folder / ".env").items():
             os.environ.setdefault(name, value)
+
+
+def openai_base() -> str:
+    """Where OpenAI's models are asked: as OpenAI's own client and litellm read it from the environment."""
+    said = os.environ.get("OPENAI_BASE_URL") or os.environ.get("OPENAI_API_BASE")
+    return said or "https://api.openai.com/v1"
 
 
 def read_dotenv(path: Path) -> dict[str, str]:

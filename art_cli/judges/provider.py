@@ -1,7 +1,7 @@
 """The seam to a model that judges: Provider, what it answers, and how a call fails.
 
-    http_provider.py      any OpenAI-compatible `api_base`, through httpx
-    litellm_provider.py   every provider litellm knows
+    http_provider.py      OpenAI and any OpenAI-compatible `api_base`, through httpx
+    litellm_provider.py   every other provider that litellm knows
     caller.py             patience around either: concurrency, rate limits, new tries, budget
 
 A provider makes one call and says what came of it. It does not try again.

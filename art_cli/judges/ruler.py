@@ -8,13 +8,14 @@ Reads rubric and instructions from text files, writes the verdict cache. What ca
 """
 
 import asyncio
+import importlib.util
 import os
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from art_cli.config.schema import JudgeModelConfig, PanelMemberConfig, RulerJudgeConfig
+from art_cli.config.schema import JudgeModelConfig, PanelMemberConfig, RulerJudgeConfig, no_litellm
 from art_cli.errors import JudgeStopped, UsageError
 from art_cli.judges import Verdict, scale, votes
 from art_cli.judges.budget import Budget
@@ -22,7 +23,7 @@ from art_cli.judges.cache import Spent, Usage, VerdictCache, make_key, user_cach
 from art_cli.judges.caller import FIRST_DELAY_S, Caller
 from art_cli.judges.docket import Docket, read_docket
 from art_cli.judges.instructions import read_instructions
-from art_cli.judges.keys import Secrets, find_secrets, load_environment
+from art_cli.judges.keys import Secrets, find_secrets, load_environment, openai_base
 from art_cli.judges.poll import Poll
 from art_cli.judges.prices import find_price
 from art_cli.judges.provider import Provider
@@ -74,7 +75,7 @@ class RulerJudge:
         secrets = find_secrets(
             os.environ,
             names=[member.api_key_env or "" for member in self.panel],
-            urls=[member.api_base or "" for member in self.panel],
+            urls=[member.api_base or openai_base() for member in self.panel],
             params=[member.params for member in self.panel],
         )
         slots = asyncio.Semaphore(config.concurrency)
@@ -221,10 +222,12 @@ def _settings(config: RulerJudgeConfig, panel: Sequence[JudgeModelConfig], instr
 
 def _make_provider(member: JudgeModelConfig, secrets: Secrets) -> Provider:
     """The provider that `member` means; neither connects nor imports a client yet."""
-    if member.api_base is not None:
+    if not member.needs_litellm:
         from art_cli.judges.http_provider import HttpProvider
 
         return HttpProvider(member, secrets)
+    if importlib.util.find_spec("litellm") is None:
+        raise UsageError(f"judge.model: {no_litellm(member)}")
     from art_cli.judges.litellm_provider import LitellmProvider
 
     return LitellmProvider(member, secrets)

@@ -22,7 +22,7 @@ from art_cli.errors import JudgeError, UsageError
 from art_cli.judges import Judge, Verdict, make_judge
 from art_cli.judges.cache import Usage
 from art_cli.judges.estimate import Estimate, estimate
-from art_cli.judges.keys import load_environment
+from art_cli.judges.keys import DEFAULT_KEY, load_environment
 from art_cli.judges.ruler import RulerJudge
 from art_cli.judges.spending import usage_of
 from art_cli.trajectory import Trajectory
@@ -88,6 +88,8 @@ def _missing_key(member: JudgeModelConfig) -> str | None:
         return None if os.environ.get(member.api_key_env) else member.api_key_env
     if member.api_base is not None or "api_key" in member.params:
         return None
+    if not member.needs_litellm:
+        return None if os.environ.get(DEFAULT_KEY) else DEFAULT_KEY
     names = _names_missing(member.model)
     return " or ".join(names) if names and all(name.endswith("_API_KEY") for name in names) else None
 
