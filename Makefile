@@ -4,14 +4,17 @@ BIN := .venv/bin
 READY := .venv/.ready
 VLLM_READY := .venv-vllm/.ready
 UNSLOTH := .venv-unsloth
+AGENTS := .venv-agents
 
-.PHONY: setup setup-vllm setup-unsloth demo test test-vllm test-unsloth lint bench clean
+.PHONY: setup setup-vllm setup-unsloth setup-agents demo test test-vllm test-unsloth test-agents lint bench clean
 
 setup: $(READY)
 
 setup-vllm: $(VLLM_READY)
 
 setup-unsloth: $(UNSLOTH)/.ready
+
+setup-agents: $(AGENTS)/.ready
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -27,7 +30,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: lint  ## ruff, mypy, then every test that this machine can run; those of vLLM where setup-vllm was run
+test: lint  ## ruff, mypy, then every test that this machine can run; those of vLLM and of agents where their setup was run
 	$(BIN)/pytest --numprocesses auto --dist loadfile
 
 # vLLM's own Python with CPU kernels, a test tool in an environment of its own. The torch packages that go again are
@@ -61,5 +64,15 @@ $(UNSLOTH)/.ready:
 test-unsloth: $(READY) $(UNSLOTH)/.ready  ## the Unsloth learner against a real Unsloth on the CPU
 	ART_UNSLOTH_PYTHON=$(UNSLOTH)/bin/python $(BIN)/pytest -m unsloth
 
+# Agents as their users have them, in a Python of their own (rollout.python): openai 3, which does not go with litellm.
+$(AGENTS)/.ready:
+	$(PYTHON) -m venv $(AGENTS)
+	$(AGENTS)/bin/python -m pip install --quiet --upgrade pip
+	$(AGENTS)/bin/python -m pip install --quiet openai==3.54.0 openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0'
+	touch $@
+
+test-agents: $(READY) $(AGENTS)/.ready  ## agents of openai 3, the Agents SDK and pydantic-ai, trained in their own Python
+	ART_AGENTS_PYTHON=$(AGENTS)/bin/python $(BIN)/pytest -m agents
+
 clean:
-	rm -rf .venv .venv-vllm $(UNSLOTH) runs dist
+	rm -rf .venv .venv-vllm $(UNSLOTH) $(AGENTS) runs dist

@@ -184,6 +184,21 @@ def test_the_directory_of_an_environment_names_its_python(tmp_path: Path, bare: 
         assert config.rollout.python == tmp_path / "own" / "bin" / "python"
 
 
+def test_check_loads_and_plays_the_rollout_in_it_and_names_it(
+    tmp_path: Path, bare: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rollout.py").write_text(
+        f"{CALL}\nassert 'torch' not in sys.modules\ndef rollout(policy, scenario): return len(ask(policy))\n"
+    )
+    settings = [f"rollout.entry={tmp_path}/rollout.py:rollout", f"rollout.python={bare}", "rollout.processes=1"]
+    code = cli.run(["check", str(Path(__file__).parent / "letters" / "config.yaml"), *settings, f"runs={tmp_path}"])
+    out, err = capsys.readouterr()
+    assert code == 0, out + err
+    version = ".".join(map(str, sys.version_info[:3]))
+    assert f"rollout {tmp_path}/rollout.py:rollout in Python {version} at {bare}, judge rollout" in out
+    assert "1 turns, " in out
+
+
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 MESSAGES = [
