@@ -4,10 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from art_cli.commands import doctor
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,6 +46,17 @@ def test_the_wheel_holds_every_config_and_recipe_and_no_tests(wheel: Path) -> No
 def git_files(folder: str) -> list[str]:
     listed = subprocess.run(["git", "ls-files", folder], cwd=ROOT, check=True, capture_output=True, text=True)
     return listed.stdout.split()
+
+
+def test_what_is_always_installed_goes_with_openai_3() -> None:
+    """litellm holds openai below 3, so that it is an extra; `art doctor` asks for what is always installed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    always = {each.name: each.specifier for each in map(Requirement, project["dependencies"])}
+    assert always["openai"].contains("3.54.0") and always["openai"].contains("2.54.0")
+    assert "litellm" not in always and "mcp" not in always
+    assert set(doctor.BASE) <= set(always)
+    assert "litellm" in {Requirement(each).name for each in project["optional-dependencies"]["litellm"]}
+    assert set(doctor.EXTRAS) <= set(project["optional-dependencies"])
 
 
 def test_an_installed_wheel_composes_from_its_own_configs(installed: Path, tmp_path: Path) -> None:

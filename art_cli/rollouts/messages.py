@@ -5,6 +5,7 @@ was written in one process with the user's code, so it is checked whole.
 """
 
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, get_origin
 
 from art_cli.outcome import MAX_NUMBER, Outcome
@@ -109,11 +110,16 @@ def decode(line: bytes, kinds: tuple[type, ...]) -> Any:
     kind = next((kind for kind in kinds if kind.__name__ == name), None)
     if kind is None:
         raise ValueError(f"no such message: {name!r:.40}")
-    wanted = {field.name: field.type for field in fields(kind)}
+    wanted = _types(kind)
     if given.keys() != wanted.keys():
         raise ValueError(f"{name}: its fields are {', '.join(wanted)}")
-    for field, annotation in wanted.items():
-        expected: Any = dict if get_origin(annotation) is dict else annotation
+    for field, expected in wanted.items():
         if not isinstance(given[field], expected):
             raise ValueError(f"{name}.{field}: {type(given[field]).__name__}")
     return kind(**given)
+
+
+@cache
+def _types(kind: type) -> dict[str, Any]:
+    """What each field of a message is an instance of."""
+    return {each.name: dict if get_origin(each.type) is dict else each.type for each in fields(kind)}
