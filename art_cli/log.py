@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from art_cli.errors import printable, printable_lines
+from art_cli.private import make_directory, owner_only
 
 
 class _Formatter(logging.Formatter):
@@ -56,7 +57,9 @@ def kept(path: Path, redact: Callable[[str], str]) -> Iterator[None]:
 
     `redact` takes the secrets out of a line. Records below INFO are there where they are on stderr, too.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
+    with open(path, "a", opener=owner_only):  # it is made for its owner alone, before the handler opens it
+        pass
     handler = _Kept(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(_Redacted(redact))
     root, ours = logging.getLogger(), logging.getLogger("art_cli")

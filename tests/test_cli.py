@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -410,3 +411,32 @@ def test_logs_go_to_standard_error_ours_from_info_others_from_warning(
     logging.getLogger("httpx").warning("their warning")
     out, err = capsys.readouterr()
     assert (out, err) == ("", "ours\ntheir warning\n")
+
+
+# --- start ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "1000"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
+    ],
+)
+def test_threads_wait_politely_unless_the_environment_says_how_they_wait(
+    given: dict[str, str], expected: dict[str, str]
+) -> None:
+    """What OpenMP will read is in the environment of the command's own process before torch is imported."""
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    program = (
+        "import os, json, sys; sys.argv = ['art', '--version']\n"
+        "from art_cli import __main__, cli\n"
+        f"cli.main = lambda: print(json.dumps({{n: os.environ[n] for n in {names} if n in os.environ}}))\n"
+        "__main__.main()"
+    )
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=clean | given, capture_output=True, text=True, timeout=60
+    )
+    assert json.loads(done.stdout) == expected

@@ -108,7 +108,10 @@ def loads(groups: list[list[Trajectory]]) -> Iterator[tuple[str, Callable[[], li
     [
         (Conduct(misbehaviour="429", retry_after="86400"), r"quota is used up until \d{4}-\d\d-\d\d .*\(24 h\)"),
         (Conduct(misbehaviour="429", retry_after="1" + "0" * 30), r"quota is used up for 1e\+30 s"),
-        (Conduct(misbehaviour="429", retry_after=formatdate(time.time() + 7300, usegmt=True)), r"until .*\(2 h\)"),
+        (
+            Conduct(misbehaviour="429", retry_after=formatdate(time.time() + 27.2 * 3600, usegmt=True)),
+            r"until .*\(27 h\)",
+        ),
         (
             Conduct(
                 misbehaviour="429",

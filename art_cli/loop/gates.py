@@ -20,7 +20,17 @@ log = logging.getLogger(__name__)
 
 BASELINE = "baseline"  # the first policy
 SPENT = ("seconds", "tokens_in", "tokens_out", "cost_usd")
-KNOWN = ("reward", "failed", *SPENT, "num_turns", "num_branches", "num_sampled", "num_retries")
+KNOWN = (
+    "reward",
+    "failed",
+    *SPENT,
+    "num_turns",
+    "num_branches",
+    "num_sampled",
+    "num_cancelled",
+    "num_abandoned",
+    "num_retries",
+)
 NUM_EARLY = 4  # finished attempts after which the names of metrics are looked at
 CLOSE = 0.8  # difflib's ratio from which a name is taken for a slip of another: "rewrad" has 0.83, "win" and "won" 0.67
 
