@@ -107,6 +107,8 @@ class Interrupted(ArtError):
     exit_code = 130
 
 
+MAX_MESSAGE = 1500  # characters that are kept of what an exception says
+
 # Controls of C0 and C1, line and paragraph separators, marks that turn the writing direction, lone surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 _UNPRINTABLE_IN_LINES = re.compile(_UNPRINTABLE.pattern.replace("\x00-\x1f", "\x00-\x08\x0b-\x1f"))
@@ -130,22 +132,24 @@ def _escape(found: "re.Match[str]") -> str:
     return found[0].encode("unicode_escape").decode()
 
 
-def describe(error: BaseException) -> str:
-    """What other people's code raised, as one printable line; also where its own text raises.
+def message_of(error: BaseException) -> str:
+    """What an exception says, its first MAX_MESSAGE characters, as text that can be written anywhere.
 
-    Example: KeyError("x") -> "KeyError: 'x'"
+    An exception may be the user's or a library's code as well: where its `__str__` raises, the text says so.
     """
     try:
-        text = str(error)
-    except Exception as failure:  # the exception's own `__str__` is other people's code too
-        text = f"its text cannot be had: {type(failure).__name__}"
-    return printable(f"{type(error).__name__}: {' '.join(text.split())}", limit=1000)
+        text = str(error)[:MAX_MESSAGE]
+    except BaseException as raised:  # the boundary to other people's code; also a SystemExit
+        text = f"its text cannot be had: {type(raised).__name__} in __str__"
+    return text.encode(errors="replace").decode()  # a lone surrogate cannot be written
+
+
+def describe(error: BaseException) -> str:
+    """What other people's code raised, as one printable line. Example: KeyError("x") -> "KeyError: 'x'"."""
+    return printable(f"{type(error).__name__}: {' '.join(message_of(error).split())}", limit=1000)
 
 
 def one_line(error: BaseException, *, limit: int = 200) -> str:
     """The first line of what a foreign error says, printable, at most `limit` letters; its type where it is silent."""
-    try:
-        lines = str(error).strip().splitlines()
-    except Exception:  # an error's own __str__ may fail
-        lines = []
+    lines = message_of(error).strip().splitlines()
     return printable(lines[0] if lines else type(error).__name__, limit=limit)

@@ -13,9 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from art_cli.errors import UsageError
-
-MAX_MESSAGE = 1500  # characters of an exception's text
+from art_cli.errors import UsageError, message_of
 
 
 def resolve(entry: str, *, base: Path) -> Any:
@@ -81,15 +79,3 @@ def place_of(error: BaseException, root: Path) -> str | None:
         if path.is_relative_to(root) and "site-packages" not in path.parts:
             return f"{path.relative_to(root)}:{frame.lineno}"
     return None
-
-
-def message_of(error: BaseException) -> str:
-    """What a user's exception says, its first MAX_MESSAGE characters, as text that can be written anywhere.
-
-    An exception is the user's code as well: where its `__str__` raises, the text says so.
-    """
-    try:
-        text = str(error)[:MAX_MESSAGE]
-    except BaseException as raised:  # the boundary to the user's code; also a SystemExit
-        text = f"its text cannot be had: {type(raised).__name__} in __str__"
-    return text.encode(errors="replace").decode()  # a lone surrogate cannot be written

@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from art_cli.plugins import message_of
+from art_cli.errors import message_of
 
 Result = TypeVar("Result")
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from art_cli.plugins import message_of, place_of
+from art_cli.errors import message_of
+from art_cli.plugins import place_of
 
 MAX_ERROR_LENGTH = 2000  # characters of an error kept in a trajectory
 MAX_LEAVES = 100  # errors of an exception group that are looked at

@@ -17,9 +17,8 @@ from typing import IO, Any
 
 import msgspec
 
-from art_cli.errors import RolloutError
+from art_cli.errors import RolloutError, message_of
 from art_cli.outcome import Outcome
-from art_cli.plugins import message_of
 from art_cli.rollouts.attempt import MAX_ERROR_LENGTH, AttemptError, describe_exit
 from art_cli.rollouts.descendants import command_line
 from art_cli.rollouts.peers import Peers

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from art_cli import log, threads
-from art_cli.errors import ArtError
-from art_cli.plugins import message_of
+from art_cli.errors import ArtError, message_of
 from art_cli.rollouts import Rollout
 from art_cli.rollouts.attempt import AttemptError
 from art_cli.rollouts.function import load_function
