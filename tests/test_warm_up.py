@@ -102,11 +102,11 @@ def test_a_warm_up_killed_and_interrupted_goes_on_and_ends_the_same(
     draw, epochs = random.Random(11), 40
     wanted = train_here(tmp_path / "whole", epochs)
     command = [sys.executable, "-c", ART, "train", str(CONFIG), *settings(tmp_path / "cut", epochs)]
-    done = 0
     for number in (signal.SIGKILL, signal.SIGINT):
+        done = newest_saved(tmp_path / "cut")  # also what the killed one saved in its last moment
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
-            done = wait_for_more(tmp_path / "cut", done, process)
+            wait_for_more(tmp_path / "cut", done, process)
             time.sleep(draw.uniform(0, 0.3))
             begin = time.monotonic()
             process.send_signal(number)
@@ -120,14 +120,18 @@ def test_a_warm_up_killed_and_interrupted_goes_on_and_ends_the_same(
     assert "sft: goes on from update " in caplog.text
 
 
-def wait_for_more(runs: Path, done: int, process: subprocess.Popen[str]) -> int:
-    """The newest saved update of the one warm-up there, once it is past `done`."""
+def newest_saved(runs: Path) -> int:
+    """The newest saved update of the one warm-up there, 0 for none."""
+    return max((int(path.name[5:]) for path in runs.glob(".warm/*/checkpoints/step_*")), default=0)
+
+
+def wait_for_more(runs: Path, done: int, process: subprocess.Popen[str]) -> None:
+    """Until an update past `done` is saved."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         assert process.poll() is None, "ended before it was to be killed"
-        newest = max((int(path.name[5:]) for path in runs.glob(".warm/*/checkpoints/step_*")), default=0)
-        if newest > done:
-            return newest
+        if newest_saved(runs) > done:
+            return
         time.sleep(0.02)
     raise AssertionError("no state was saved")
 

@@ -60,8 +60,10 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     base: str
-    """A hub id, a directory, "file.py:function", which writes a model and its tokenizer into a directory, or
-    "builtin:tiny", a model of a million random parameters that needs no hub."""
+    """A hub id, a directory, or "file.py:function", which writes a model and its tokenizer into a directory.
+
+    "builtin:tiny" is a model of a million random parameters that needs no hub.
+    """
     lora: LoraConfig | None = LoraConfig()
     """null trains all weights."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

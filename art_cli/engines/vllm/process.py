@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from art_cli.engines.vllm import keeper
 from art_cli.errors import EngineError
@@ -42,14 +43,13 @@ class ServerProcess:
         make_directory(self.log.parent)
         with open(self.log, "ab", opener=owner_only) as log:
             self._log_start = log.tell()
-            self._keeper = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", keeper.__file__, *self._command),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                env=self._environment,
-                start_new_session=True,
-            )
+            starting = asyncio.ensure_future(self._start_keeper(log))
+            try:
+                self._keeper = await asyncio.shield(starting)
+            except asyncio.CancelledError:  # the process may be there by now, and must not be left behind
+                self._keeper = await starting
+                await self.stop()
+                raise
         assert self._keeper.stdout is not None
         try:
             async with asyncio.timeout(SPAWN_DEADLINE_S):
@@ -57,10 +57,23 @@ class ServerProcess:
         except TimeoutError as error:
             await self.stop()
             raise EngineError(f"{self._command[0]}: not started within {SPAWN_DEADLINE_S:.0f} s") from error
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
         if not line.strip().isdigit():
             await self.stop()
             raise EngineError(f"{self._command[0]}: cannot be started; its last words:\n{self.tail(3)}")
         self.pid = int(line)
+
+    async def _start_keeper(self, log: IO[bytes]) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", keeper.__file__, *self._command),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            env=self._environment,
+            start_new_session=True,
+        )
 
     @property
     def has_ended(self) -> bool:
@@ -77,10 +90,12 @@ class ServerProcess:
 
     async def stop(self) -> None:
         """It is gone when this returns, and whatever it started in its process group."""
-        if self._keeper is None or self._keeper.returncode is not None:
+        if self._keeper is None:
             return
         assert self._keeper.stdin is not None
-        self._keeper.stdin.close()
+        self._keeper.stdin.close()  # also after its end: the pipe holds the transport open
+        if self._keeper.returncode is not None:
+            return
         try:
             async with asyncio.timeout(STOP_DEADLINE_S):
                 await self._keeper.wait()
