@@ -12,7 +12,7 @@ import sys
 import time
 
 EVERY_S = 0.02
-QUESTION = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+QUESTION = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 async def ask(port: int, took_s: list[float]) -> None:
@@ -32,6 +32,9 @@ async def main(ports: list[int]) -> None:
     took_s: dict[int, list[float]] = {port: [] for port in ports}
     tasks = [asyncio.create_task(ask(port, took)) for port, took in took_s.items()]
     while not all(took_s.values()):
+        for task in tasks:
+            if task.done():
+                task.result()  # raises what ended it
         await asyncio.sleep(EVERY_S)
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.read)

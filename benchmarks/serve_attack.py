@@ -84,7 +84,7 @@ def attacks(mib: int) -> dict[str, Attack]:
 
 async def post(port: int, attack: Attack) -> int:
     """The status; 0: the server is gone."""
-    head = f"POST {attack.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = f"POST {attack.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     wire = None
     try:
         async with asyncio.timeout(ANSWER_S):

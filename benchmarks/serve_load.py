@@ -132,7 +132,7 @@ async def watch(pid: int, uses: list[Use]) -> None:
 
 async def metrics(port: int) -> dict[str, float]:
     wire = await Wire.open(port)
-    await wire.send(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    await wire.send(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     body = (await wire.receive()).body.decode()
     wire.close()
     lines = (line.rpartition(" ") for line in body.splitlines() if not line.startswith("#"))
@@ -309,7 +309,8 @@ def _request(text: str, is_stream: bool, is_slow: bool) -> bytes:
     if is_slow:  # more to read
         body |= {"logprobs": True, "top_logprobs": 5}
     data = json.dumps(body).encode()
-    return b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return head + b"Content-Length: %d\r\n\r\n" % len(data) + data
 
 
 def _said(body: bytes, is_stream: bool) -> list[int] | None:
