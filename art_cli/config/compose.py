@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from art_cli.config.checks import check_trainable, conflicts
+from art_cli.config.checks import conflicts
 from art_cli.config.composition import Composition
-from art_cli.config.identity import config_changes, config_difference, config_hash
+from art_cli.config.identity import config_changes, config_hash
 from art_cli.config.knobs import Schema, groups, sections
 from art_cli.config.overrides import expand, suffixes
 from art_cli.config.places import COMMAND_LINE, Places
@@ -26,9 +26,7 @@ from art_cli.errors import ConfigError, Problem
 __all__ = [
     "LoadedConfig",
     "LoadedJudge",
-    "check_trainable",
     "config_changes",
-    "config_difference",
     "config_hash",
     "expand",
     "load_config",
