@@ -141,6 +141,8 @@ class Fake:
             token = max(range(VOCAB), key=row.__getitem__)
             if body.get("temperature", 1.0) > 0:
                 token = draw.choices(range(VOCAB), [math.exp(logprob) for logprob in row])[0]
+            if MANNER == "raw" and body.get("temperature") == 1.0:
+                token = min(range(VOCAB), key=row.__getitem__)  # a token that no other reply lists
             ids.append(token)
             found.append(row[token])
             likeliest = sorted(range(VOCAB), key=row.__getitem__, reverse=True)[:20]

@@ -190,12 +190,15 @@ class RunningServer:
             raise
 
     async def _check_logprobs(self) -> None:
-        """Logprobs of the distribution sampled from change with the temperature; raw ones do not."""
+        """Logprobs of the distribution sampled from change with the temperature; raw ones do not.
+
+        Only tokens that both replies list are compared, because each also lists the token that it happened to sample.
+        """
         warm, hot = [
             await self.control.score(self.base_name, PROMPT, is_cached=True, temperature=temperature, timeout_s=60.0)
             for temperature in (1.0, 4.0)
         ]
-        if all(abs(logprob - hot.next.get(token, 0.0)) < SAME for token, logprob in warm.next.items()):
+        if all(abs(warm.next[token] - hot.next[token]) < SAME for token in warm.next.keys() & hot.next.keys()):
             raise EngineError(
                 f"engine.url: {self.control.root} reports logprobs of another distribution than it samples from; "
                 "start it with --logprobs-mode processed_logprobs"
