@@ -6,7 +6,7 @@
 The official OpenAI clients for Python and Node, litellm, LangChain's ChatOpenAI and the OpenAI Agents SDK, each as its
 users use it (tests/clients/tools). The conversation is: a question, a call of a tool, the tool's answer, a streamed
 reply; then a call with a wrong key. A rehearsal against a scripted server records what each client sends; `art sft`
-teaches a tiny model these transcripts (tests/tool_clients.py); `art serve` serves that checkpoint.
+teaches a tiny model these transcripts (tests/support/tool_clients.py); `art serve` serves that checkpoint.
 
 The clients get an environment of their own in .venv-clients, made at the first run.
 """
@@ -22,16 +22,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-from node import clients as install_node_client  # noqa: E402
-from real_vllm import OPTIONS  # noqa: E402
-from scripted import ScriptedBackend  # noqa: E402
-from tool_clients import ANSWER, CALL, MODEL, art_serve, converse, demo, is_right, teach  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from art_cli.chat.app import build_app  # noqa: E402
 from art_cli.chat.requests import Request  # noqa: E402
 from art_cli.chat.server import serve  # noqa: E402
+from tests.support.node import clients as install_node_client  # noqa: E402
+from tests.support.real_vllm import OPTIONS  # noqa: E402
+from tests.support.scripted import ScriptedBackend  # noqa: E402
+from tests.support.tool_clients import ANSWER, CALL, MODEL, art_serve, converse, demo, is_right, teach  # noqa: E402
 
 PACKAGES = ("openai==2.54.0", "litellm==1.106.2", "langchain-openai==1.7.3", "openai-agents==0.20.0")
 ENVIRONMENT = ROOT / ".venv-clients"

@@ -3,10 +3,10 @@
     python benchmarks/export_parity.py                  # with .venv-vllm (make test-vllm); about 2 minutes on 2 cores
     python benchmarks/export_parity.py --without-vllm
 
-Trains a tiny policy (tests/tool_clients.py), exports it with `art export` and scores 8 sequences of 64 to 512 random
-tokens, and the conversation it was taught, with base plus adapter by transformers and PEFT, and with the export: as the
-export's own replay does it, by plain transformers, and served by `art serve EXPORT --engine vllm`. Prints the largest
-difference of a token's logprob, in nats; the bound is 1e-4.
+Trains a tiny policy (tests/support/tool_clients.py), exports it with `art export` and scores 8 sequences of 64 to 512
+random tokens, and the conversation it was taught, with base plus adapter by transformers and PEFT, and with the export:
+as the export's own replay does it, by plain transformers, and served by `art serve EXPORT --engine vllm`. Prints the
+largest difference of a token's logprob, in nats; the bound is 1e-4.
 """
 
 import argparse
@@ -21,19 +21,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT))
 
 import peft  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from real_vllm import PYTHON, QUICK  # noqa: E402
-from tool_clients import TOOLS, demo, teach  # noqa: E402
 
 from art_cli import cli  # noqa: E402
 from art_cli.chat.requests import Sampling  # noqa: E402
 from art_cli.config.schema import VllmEngineConfig  # noqa: E402
 from art_cli.serving.loader import Loader  # noqa: E402
 from art_cli.serving.source import Source, find_source  # noqa: E402
+from tests.support.real_vllm import PYTHON, QUICK  # noqa: E402
+from tests.support.tool_clients import TOOLS, demo, teach  # noqa: E402
 
 BOUND = 1e-4
 LENGTHS = (64, 64, 128, 128, 256, 256, 512, 512)

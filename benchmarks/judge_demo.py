@@ -4,7 +4,8 @@
     python -m benchmarks.judge_demo --seeds 0 1 2
 
 Each seed is trained twice from the same start: with the reward that the rollout returns, and with `judge=ruler` against
-a judge server that reads the games in the prompt and scores them by the rules of tic-tac-toe (tests/tictactoe_rule.py).
+a judge server that reads the games in the prompt and scores them by the rules of tic-tac-toe
+(tests/support/tictactoe_rule.py).
 The win rates are those of the last evaluation, over the recipe's 400 fixed games.
 """
 

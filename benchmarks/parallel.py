@@ -22,16 +22,15 @@ from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-from test_parallel_learner import Run, alone, distance, until  # noqa: E402
-from tiny import tiny_config, tiny_tokenizer  # noqa: E402
-from trees import scored, turn  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from art_cli.config.schema import GrpoConfig, LoraConfig, ModelConfig, TorchLearnerConfig, TrainConfig  # noqa: E402
 from art_cli.learners.parallel import Job, ParallelLearner  # noqa: E402
 from art_cli.learners.workers import Workers  # noqa: E402
 from art_cli.trajectory import ScoredTrajectory  # noqa: E402
+from tests.learners.test_parallel_learner import Run, alone, distance, until  # noqa: E402
+from tests.support.tiny import tiny_config, tiny_tokenizer  # noqa: E402
+from tests.support.trees import scored, turn  # noqa: E402
 
 
 def main() -> None:

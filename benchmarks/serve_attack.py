@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT))
 
 from serve_load import Broken, Wire, art_serve  # noqa: E402
-from tiny import tiny_weights  # noqa: E402
 
 from art_cli.model import save_weights  # noqa: E402
+from tests.support.tiny import tiny_weights  # noqa: E402
 
 HEALTH_S = 0.25  # what is wanted of the slowest answer
 ANSWER_S = 120.0

@@ -33,12 +33,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from tiny import tiny_weights  # noqa: E402
 
 from art_cli.model import Weights, save_weights  # noqa: E402
+from tests.support.tiny import tiny_weights  # noqa: E402
 
 NUM_PROMPTS, PROMPT_LETTERS, NUM_NEW = 300, 24, 48
 MARGIN = 1e-2  # logits; the same sums in another order differ by 1e-5 in float32

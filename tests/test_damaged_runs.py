@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hostile import NUM_MUTATIONS, MemoryBound, assert_in_words, mutations
 
 from art_cli import checkpoints, cli
 from art_cli.base_files import check_base
@@ -24,9 +23,10 @@ from art_cli.run_dir import RunDir, hash_files
 from art_cli.serving.export import saved_prompts
 from art_cli.serving.loader import engine_config
 from art_cli.serving.source import base_config, find_source
+from tests.support.hostile import NUM_MUTATIONS, MemoryBound, assert_in_words, mutations
+from tests.support.paths import LETTERS
 
-PROJECT = Path(__file__).parent / "letters"
-CONFIG = PROJECT / "config.yaml"
+CONFIG = LETTERS / "config.yaml"
 CHECKPOINT = "checkpoints/step_0002"
 BASE_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
               "generation_config.json")  # fmt: skip

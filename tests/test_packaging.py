@@ -12,8 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from art_cli.commands import doctor
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.paths import ROOT
 
 
 @pytest.fixture(scope="module")

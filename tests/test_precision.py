@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import save_tiny_base, tiny_weights
 
 from art_cli import precision
 from art_cli.config.schema import ModelConfig, RunConfig
 from art_cli.learners import make_learner, parallel
 from art_cli.model import count_parameters, load_weights
+from tests.support.tiny import save_tiny_base, tiny_weights
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_learner import Caught, learner, reference_gradient, two_answers
-from tiny import save_tiny_base
-from trees import sampled, scored, turn
 
 from art_cli import model, quantization
 from art_cli.commands.export import _as_text
@@ -24,6 +21,9 @@ from art_cli.run_dir import Manifest, RunDir, new_checkpoint
 from art_cli.serving.export import export
 from art_cli.serving.loader import Loader
 from art_cli.serving.source import find_source
+from tests.learners.test_learner import Caught, learner, reference_gradient, two_answers
+from tests.support.tiny import save_tiny_base
+from tests.support.trees import sampled, scored, turn
 
 IDS = list(range(2, 42))
 

@@ -1,13 +1,12 @@
 """The README tells the truth: its tree is the tree, its commands exist."""
 
 import re
-from pathlib import Path
 
 from typer.main import get_command
 
 from art_cli.cli import app
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import fake_vllm
 import pytest
-from served import make_run
 
 from art_cli.scratch import OWNER, Scratch, scratch
+from tests.support import fake_vllm
+from tests.support.served import make_run
 
 HOLD = """
 import sys

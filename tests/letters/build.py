@@ -1,13 +1,11 @@
-"""Writes the tiny random model of tests/tiny.py as a transformers directory."""
+"""Writes the tiny random model of tests/support/tiny.py as a transformers directory."""
 
-import sys
 from pathlib import Path
 
 import torch
 from transformers import Qwen3ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from tiny import tiny_config, tiny_tokenizer
+from tests.support.tiny import tiny_config, tiny_tokenizer
 
 
 def build(directory: Path) -> None:

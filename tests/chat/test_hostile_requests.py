@@ -1,0 +1,480 @@
+"""Requests that would hold the event loop: templates of a client's own, endless prompts, values without number.
+
+What is measured is the event loop, by a heartbeat in this process; a machine that is busy with other work can delay a
+beat too, so each measurement has three attempts.
+"""
+
+import asyncio
+import contextlib
+import gc
+import json
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from art_cli.chat.app import build_app
+from art_cli.chat.errors import ChatError
+from art_cli.chat.reading import MAX_NODES, RequestReader
+from art_cli.chat.requests import Request, Sampling, parse_request
+from art_cli.chat.server import serve
+from art_cli.engines.embedded import messages, text
+from art_cli.engines.embedded.text import Detokenizer, Vocabulary
+from art_cli.model import save_weights
+from art_cli.threads import Crew, Crowded, Overran
+from tests.engines.test_embedded_engine import running
+from tests.serving.test_fuzz_server import art_serve
+from tests.support.hostile import NUM_MUTATIONS, Heartbeat, MemoryBound, mutations
+from tests.support.paths import LETTERS
+from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer, tiny_weights
+
+Json = dict[str, Any]
+USER = {"role": "user", "content": "hi"}
+HOLD_S = 0.2
+NUM_ATTEMPTS = 3
+SPIN = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+OWN = ("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
+       "continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+       "tokenizer_kwargs", "return_assistant_tokens_mask", "chat_template_kwargs", "bos_token", "self")  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imports_are_not_collected() -> Iterator[None]:
+    """A full collection walks over all that transformers imports, which takes longer than what is measured here."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+async def hold_of(work: Callable[[], Awaitable[Any]]) -> float:
+    """The longest time for which the event loop was held in the calmest of some attempts."""
+    longest = []
+    for _ in range(NUM_ATTEMPTS):
+        async with Heartbeat() as heart:
+            await work()
+        longest.append(heart.longest_s)
+        if longest[-1] < HOLD_S:
+            break
+    return min(longest)
+
+
+def chat(**fields: Any) -> Json:
+    return {"model": "policy", "messages": [USER], "max_tokens": 2, **fields}
+
+
+def vocabulary(template: str = CHAT_TEMPLATE) -> Vocabulary:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return Vocabulary(tokenizer)
+
+
+def rendered(template: str, **variables: Any) -> str:
+    """The prompt that a request with these template variables has with that template."""
+    body = json.dumps(chat(chat_template_kwargs=variables)).encode()
+    whole = vocabulary(template)
+    return whole.decode(messages.render(whole, parse_request(body, "chat", Sampling()), 64).ids)
+
+
+# --- templates --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_renderers_own_parameters_are_no_template_variables(name: str) -> None:
+    """Refused while the body is read, so also before a request goes on to vLLM or any other endpoint."""
+    with pytest.raises(ChatError, match=name) as refusal:
+        parse_request(json.dumps(chat(chat_template_kwargs={name: SPIN})).encode(), "chat", Sampling())
+    assert (refusal.value.status, refusal.value.param) == (400, f"chat_template_kwargs.{name}")
+
+
+def test_only_what_the_models_template_reads_can_be_set() -> None:
+    template = "{% if loud is not defined %}{% set loud = false %}{% endif %}{{ 'HI' if loud else 'hi' }}{{ tone }}"
+    template += "{% set ns = namespace(a=1) %}{% for m in messages %}{{ m.role if ns.a == 2 }}{% endfor %}"
+    assert (rendered(template), rendered(template, loud=True), rendered(template, tone="!")) == ("hi", "HI", "hi!")
+    for name in ("louder", "ns", "m", "namespace", "range", "eos_token", "strftime_now"):
+        with pytest.raises(ChatError, match=f"{name}.*" + ("" if name == "eos_token" else "it reads loud, tone")):
+            rendered(template, **{name: 1})
+    with pytest.raises(ChatError, match="enable_thinking.*it reads no variables"):
+        rendered(CHAT_TEMPLATE, enable_thinking=False)
+
+
+@pytest.mark.parametrize(
+    "value", [10**30, -(10**7), 1e300, [[10**9]], {"a": 2_000_000}, "x" * 20_000, ["x"] * 9_000], ids=repr
+)
+def test_a_variable_can_be_neither_a_huge_number_nor_a_long_text(value: Any) -> None:
+    with pytest.raises(ChatError, match="chat_template_kwargs") as refusal:
+        rendered("{{ 'x' * (n | int) }}", n=value)
+    assert refusal.value.status == 400
+
+
+def test_a_legitimate_template_is_not_blown_up_by_a_variable() -> None:
+    """A million letters in each of 10,000 rounds are 10 GB; the text ends where the context cannot hold it any more."""
+    template = "{% for a in range(n // 100) %}{{ 'x' * n }}{% endfor %}"
+    with MemoryBound(mib=64), pytest.raises(ChatError, match="context holds 64 tokens") as refusal:
+        rendered(template, n=1_000_000)
+    assert refusal.value.code == "context_length_exceeded"
+
+
+def test_the_text_is_that_of_transformers() -> None:
+    """Rendered piece by piece, with tools, calls and thoughts."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": ["é", 1.5, null]}'}}
+    talk = [{"role": "system", "content": "s"}, USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    talk += [{"role": "tool", "content": "1", "tool_call_id": "c"}, {"role": "assistant", "content": "x"}]
+    talk[-1] |= {"reasoning": "because"}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    thinks = CHAT_TEMPLATE + "{% for m in messages %}{{ m.reasoning_content }}{% endfor %}{{ eos_token }}"
+    tokenizer = vocabulary(thinks).tokenizer
+    for given in ([], tools):
+        wanted = tokenizer.apply_chat_template(talk, given or None, tokenize=False, add_generation_prompt=True)
+        assert vocabulary(thinks).template.render(talk, given, {}, most=10**6) == wanted
+    assert "because" in wanted
+
+
+async def test_a_template_that_does_not_end_is_broken_off_and_the_loop_goes_on() -> None:
+    """The model's own template spins: the loop beats, the request is a 400 in the end, the next one is answered."""
+    reader = RequestReader()
+    reader._crew = Crew(size=1, wait_s=30.0, run_s=0.5)
+    body = parse_request(json.dumps(chat()).encode(), "chat", Sampling())
+    slow, good = vocabulary(SPIN), vocabulary()
+    messages.render(good, body)
+
+    async def attempt() -> None:
+        with pytest.raises(ChatError, match="to read") as refusal:
+            await reader.read(messages.render, slow, body)
+        assert refusal.value.status == 400
+        assert (await reader.read(messages.render, good, body)).ids == messages.render(good, body).ids
+
+    assert await hold_of(attempt) < HOLD_S
+
+
+# --- long prompts -----------------------------------------------------------------------------------------------------
+
+
+def long_bodies(mib: int) -> dict[str, tuple[str, Json]]:
+    """Bodies of that size, whose prompts no context of 1,024 tokens holds."""
+    size = mib * 2**20
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * size}}
+    many = {f"p{number}": {"type": "string"} for number in range(20_000)}
+    broad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": many}}}
+    return {
+        "chat": ("chat", chat(messages=[{"role": "user", "content": "hello wo" * (size // 8)}])),
+        "text": ("text", {"model": "policy", "prompt": "hello wo" * (size // 8)}),
+        "ids": ("text", {"model": "policy", "prompt": [7] * (size // 4)}),
+        "tool": ("chat", chat(tools=[tool])),
+        "broad tool": ("chat", chat(tools=[broad])),
+        "messages": ("chat", chat(messages=[USER] * 25_000)),
+        "parts": ("chat", chat(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}] * 30_000}])),
+        "model": ("chat", chat(model="x" * size)),
+        "name": ("chat", chat(**{"x" * size: 1})),
+    }
+
+
+@pytest.mark.parametrize("kind", long_bodies(0))
+async def test_a_long_prompt_is_refused_and_the_loop_goes_on(kind: str) -> None:
+    """28 MiB, as found; answered with a 400 (or 404), in little memory."""
+    path, fields = long_bodies(28)[kind]
+    body = json.dumps(fields).encode()
+    url = "/v1/chat/completions" if path == "chat" else "/v1/completions"
+    async with running() as engine:
+        app = build_app(lambda key: engine)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            await client.post("/v1/chat/completions", json=chat())
+
+            async def attempt() -> None:
+                reply = await client.post(url, content=body, timeout=60)
+                assert reply.status_code in (400, 404), reply.text
+                assert len(reply.content) < 10_000
+
+            with MemoryBound(mib=400):
+                assert await hold_of(attempt) < HOLD_S
+
+
+def test_a_text_is_not_tokenized_as_a_whole_where_it_is_far_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between what no context holds by its letters alone and what is tokenized at once, the parts are counted."""
+    whole, asked = vocabulary(), []
+    encode = whole.tokenizer.encode
+
+    def noting(text: str, **options: Any) -> list[int]:
+        asked.append(len(text))
+        ids: list[int] = encode(text, **options)
+        return ids
+
+    monkeypatch.setattr(whole.tokenizer, "encode", noting)
+    most = 10_000
+    assert whole.encode("x" * (most * whole.longest + 1), most=most, adds_special=False) is None
+    assert asked == []
+    assert whole.encode("x" * (most * whole.longest), most=most, adds_special=False) is None
+    assert sum(asked) <= 2 * most
+    long = "</tool_response>" * most  # as long as a text of so many tokens can be
+    assert len(long) > text.SURE * most
+    assert whole.encode(long, most=most, adds_special=False) == [encode("</tool_response>")[0]] * most
+    assert whole.encode(long + "x", most=most, adds_special=False) is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b'{"a":[' + b"[]," * (MAX_NODES + 1) + b"1]}",
+        b'{"a":[' + b'{"b":1},' * (MAX_NODES // 2 + 1) + b"1]}",
+        b'{"a":[' + b"1," * 2_000_001 + b"1]}",
+        b'{"a":"' + b"[{,:" * MAX_NODES + b'","b":[' + b"[]," * (MAX_NODES + 1) + b"1]}",
+    ],
+    ids=["lists", "objects", "numbers", "lists behind text"],
+)
+def test_a_body_of_too_many_values_is_refused_before_they_are_made(value: bytes) -> None:
+    with MemoryBound(mib=32), pytest.raises(ChatError, match="more than") as refusal:
+        parse_request(value, "chat", Sampling())
+    assert refusal.value.status == 400
+
+
+def test_brackets_and_colons_in_a_text_are_not_counted() -> None:
+    content = '{"a\\": [1, 2]}, ' * MAX_NODES
+    body = json.dumps(chat(messages=[{"role": "user", "content": content}])).encode()
+    parsed = parse_request(body, "chat", Sampling())
+    assert parsed.messages is not None and parsed.messages[0]["content"] == content
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["[" * 100_000, "[" + "[]," * 200_000 + "1]", '"\\ud800"', '{"a": "\\udfff"}', "9" * 5_000],
+    ids=["deep", "broad", "surrogate", "surrogate inside", "long number"],
+)
+def test_arguments_of_a_call_that_are_no_plain_json_are_a_400(arguments: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    talk = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    whole = vocabulary("{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}"
+                       "{% endfor %}{% endfor %}")  # fmt: skip
+    with pytest.raises(ChatError) as refusal:
+        messages.render(whole, parse_request(json.dumps(chat(messages=talk)).encode(), "chat", Sampling()))
+    assert (refusal.value.status, refusal.value.param) == (400, "messages")
+
+
+# --- tokens as text ---------------------------------------------------------------------------------------------------
+
+
+async def test_bytes_of_a_token_are_its_own_also_where_it_is_part_of_a_character() -> None:
+    """é of two tokens, forced by a format: the bytes of all tokens put together are the text."""
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": "é日😀"}}}
+    async with running() as engine, serve(build_app(lambda key: engine)) as root, httpx.AsyncClient() as client:
+        fields = chat(max_tokens=40, logprobs=True, top_logprobs=3, response_format=schema)
+        url = f"{root}/v1/chat/completions"
+        whole = (await client.post(url, json=fields, timeout=60)).json()["choices"][0]
+        streamed = (await client.post(url, json={**fields, "stream": True}, timeout=60)).text
+    told = whole["logprobs"]["content"]
+    assert json.loads(b"".join(bytes(token["bytes"]) for token in told)) == "é日😀"
+    assert "\ufffd" in [token["token"] for token in told]
+    for entry in [*told, *(top for token in told for top in token["top_logprobs"])]:
+        assert bytes(entry["bytes"]).decode(errors="replace") == entry["token"]
+    events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    pieces = [entry for e in events for entry in (e["choices"][0]["logprobs"] or {}).get("content", [])]
+    assert json.loads(b"".join(bytes(entry["bytes"]) for entry in pieces)) == "é日😀"
+
+
+class CountingVocabulary(Vocabulary):
+    num_decoded = 0
+
+    def decode(self, ids: Any) -> str:
+        self.num_decoded += len(list(ids))
+        return super().decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["replacement", "begun", "continued", "hidden", "unknown", "noise", "letters"])
+def test_text_without_a_whole_character_is_decoded_a_bounded_number_of_times(kind: str) -> None:
+    """U+FFFD itself, beginnings, middles, tokens without text: each is decoded 64 times at most, no letter differs."""
+    whole = CountingVocabulary(tiny_tokenizer())
+    byte = {data: id for id in range(256) if len(data := whole.text_of(id).encode(errors="surrogateescape")) == 1}
+    draw = random.Random(0)
+    data = {"replacement": "\ufffd".encode() * 500, "begun": b"\xe4" * 1500, "continued": b"\x80" * 1500,
+            "noise": draw.randbytes(1500), "letters": "é日😀x".encode() * 150}.get(kind, b"")  # fmt: skip
+    ids = [byte[bytes([value])] for value in data] or [{"hidden": 257, "unknown": 300}[kind]] * 1500
+    whole.num_decoded = 0
+    stream = Detokenizer(whole)
+    pieces = [stream.push([id]) for id in ids]
+    pieces.append(stream.flush())
+    assert "".join(pieces) == data.decode(errors="replace")
+    assert whole.num_decoded <= 64 * len(ids)
+
+
+# --- crews ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_crew_takes_calls_in_order_and_never_more_at_once() -> None:
+    crew, running_now, most, order = Crew(size=2, wait_s=30, run_s=30), 0, 0, []
+    lock = threading.Lock()
+
+    def work(number: int) -> int:
+        nonlocal running_now, most
+        with lock:
+            running_now, order_now = running_now + 1, order.append(number)
+            assert order_now is None
+            most = max(most, running_now)
+        time.sleep(0.002)
+        with lock:
+            running_now -= 1
+        return number
+
+    assert await asyncio.gather(*(crew.call(work, number) for number in range(50))) == list(range(50))
+    assert most == 2
+    assert all(abs(number - place) <= 1 for place, number in enumerate(order))
+
+
+async def test_a_crews_call_that_overruns_or_is_cancelled_ends_and_leaves_its_place() -> None:
+    crew, ended = Crew(size=1, wait_s=30, run_s=0.1), threading.Event()
+
+    def spin() -> None:
+        try:
+            while True:
+                pass
+        finally:
+            ended.set()
+
+    with pytest.raises(Overran):
+        await crew.call(spin)
+    assert await asyncio.to_thread(ended.wait, 30)
+    ended.clear()
+    task = asyncio.create_task(crew.call(spin))
+    await asyncio.sleep(0.03)
+    task.cancel()
+    await asyncio.wait((task,))
+    assert await crew.call(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        await crew.call(lambda: 1 / 0)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await crew.call(lambda: next(iter(())))
+
+
+async def test_who_waits_too_long_for_a_crew_is_told() -> None:
+    crew, gate = Crew(size=1, wait_s=0.05, run_s=30), threading.Event()
+    first = asyncio.create_task(crew.call(gate.wait))
+    await asyncio.sleep(0)
+    with pytest.raises(Crowded):
+        await crew.call(lambda: 7)
+    gate.set()
+    assert await first is True
+
+
+# --- fuzz -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(1800)
+async def test_mutated_requests_are_answered_or_refused_and_never_hold_the_loop() -> None:
+    """Through the real parser, template and tokenizer: a prompt, or a ChatError below 500; nothing else comes out."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "x"]}'}}
+    talk = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "1"}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    full = chat(messages=talk, tools=[tool], tool_choice="required", response_format=schema, stop=["a"], seed=1)
+    full |= {"chat_template_kwargs": {"loud": True}, "temperature": 0.5, "logprobs": True, "top_logprobs": 2}
+    plain = {"model": "policy", "prompt": [1, 2, 3], "max_tokens": 3, "logprobs": 2, "stop": "x"}
+    whole, reader = vocabulary(CHAT_TEMPLATE + "{{ loud }}"), RequestReader()
+
+    async def attempt(kind: Any, body: bytes) -> int:
+        try:
+            request: Request = await reader.read(parse_request, body, kind, Sampling())
+            await reader.read(messages.render, whole, request, 1024)
+        except ChatError as error:
+            assert error.status < 500, (error, body[:2000])
+            error.body()
+            return 1
+        return 0
+
+    num_refused = 0
+    with MemoryBound(mib=256):
+        for kind, good in (("chat", full), ("text", plain)):
+            for number, body in enumerate(mutations(json.dumps(good).encode(), seed=1, count=NUM_MUTATIONS // 2)):
+                async with Heartbeat() as heart:
+                    num_refused += await attempt(kind, body)
+                if heart.longest_s >= HOLD_S:
+                    assert await hold_of(lambda kind=kind, body=body: attempt(kind, body)) < HOLD_S, (
+                        number,
+                        body[:500],
+                    )
+    assert NUM_MUTATIONS // 4 < num_refused < NUM_MUTATIONS
+
+
+# --- whole commands ---------------------------------------------------------------------------------------------------
+
+ATTACKING_ROLLOUT = """
+from pathlib import Path
+
+from art_cli import Outcome, Policy
+
+SPIN = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+
+
+async def rollout(policy: Policy, scenario: dict) -> Outcome:
+    ask = policy.client.with_options(max_retries=0).chat.completions.create
+    number = len(list(Path(__file__).parent.glob("attempt-*")))
+    (Path(__file__).parent / f"attempt-{number}").touch()
+    messages, extra = [{"role": "user", "content": scenario["ask"]}], {}
+    if number == 0:
+        extra = {"chat_template_kwargs": {"chat_template": SPIN}}
+    if number == 1:
+        messages[0]["content"] = "hello wo" * (28 * 2**20 // 8)
+    reply = await ask(model=policy.model, messages=messages, extra_body=extra)
+    return Outcome(reward=float(len(reply.choices[0].message.content or "")))
+"""
+
+
+def test_a_rollout_that_attacks_its_engine_ends_alone(tmp_path: Path) -> None:
+    """The first attempt sends a template of its own, the second 28 MiB: both fail, the run and the others do not."""
+    project = tmp_path / "project"
+    shutil.copytree(LETTERS, project)
+    (project / "rollout.py").write_text(ATTACKING_ROLLOUT)
+    options = [f"runs={tmp_path}", "train.steps=1", "eval=null", "rollout.group_size=4", "rollout.timeout_s=60"]
+    command = [sys.executable, "-m", "art_cli", "train", str(project / "config.yaml"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    [path] = tmp_path.glob("letters*/step_*/trajectories.jsonl")
+    errors = [json.loads(line).get("error") for line in path.read_text().splitlines()]
+    failed = sorted(error for error in map(str, filter(None, errors)))
+    assert len(failed) == 2 < len(errors), failed
+    assert any("chat_template" in error for error in failed) and any("context" in error for error in failed)
+
+
+async def test_a_server_under_attack_answers_and_ends_when_it_is_told(tmp_path: Path) -> None:
+    """A small version of benchmarks/serve_attack.py: no 5xx, /health answers, SIGTERM in the middle ends it."""
+    model = tmp_path / "tiny"
+    save_weights(tiny_weights(lora_rank=None), model)
+    async with art_serve(model, "--drain", "2") as (process, root):
+        asked = [asyncio.create_task(ask_attacks(root, number)) for number in range(6)]
+        health_s: list[float] = []
+        async with httpx.AsyncClient(timeout=60) as client:
+            for _ in range(40):
+                begin = time.monotonic()
+                assert (await client.get(f"{root}/health")).status_code == 200
+                health_s.append(time.monotonic() - begin)
+                await asyncio.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 60) == 0
+        statuses = [status for task in asyncio.as_completed(asked) for status in await task]
+    assert statistics.median(health_s) < HOLD_S
+    assert statuses and all(status < 500 or status == 503 for status in statuses), Counter(statuses)
+    assert 400 in statuses
+
+
+async def ask_attacks(root: str, number: int) -> list[int]:
+    """Statuses of one request after the other, until the server is gone."""
+    bodies = [*long_bodies(8).values(), ("chat", chat(chat_template_kwargs={"chat_template": SPIN}))]
+    statuses = []
+    async with httpx.AsyncClient(timeout=60) as client:
+        with contextlib.suppress(httpx.HTTPError):
+            while True:
+                kind, fields = bodies[number % len(bodies)]
+                fields = fields if fields["model"] != "policy" else {**fields, "model": "tiny"}
+                path = "chat/completions" if kind == "chat" else "completions"
+                statuses.append((await client.post(f"{root}/v1/{path}", json=fields)).status_code)
+                number += 1
+    return statuses

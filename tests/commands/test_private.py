@@ -1,0 +1,111 @@
+"""What is said in a run is its owner's alone: files are 0600 and directories 0700, whatever the umask lets through."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from art_cli import cli
+from art_cli.engines.vllm.process import ServerProcess
+from art_cli.judges.cache import VerdictCache
+from art_cli.run_dir import LineWriter, new_directory, write_file
+from art_cli.scratch import scratch
+from tests.support.paths import LETTERS
+from tests.support.served import make_run
+
+CONFIG = str(LETTERS / "config.yaml")
+
+
+@pytest.fixture(autouse=True)
+def open_umask() -> Iterator[None]:
+    """Everything that is made without a mode of its own is readable and writable by all."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def readable_by_others(root: Path) -> list[str]:
+    """What below `root`, and `root` itself, has a bit for group or others, with its mode."""
+    found = [(path, stat.S_IMODE(path.lstat().st_mode)) for path in (root, *root.rglob("*")) if not path.is_symlink()]
+    return [f"{path}: {mode:o}" for path, mode in found if mode & 0o077]
+
+
+def test_nothing_of_a_run_is_readable_by_others(tmp_path: Path) -> None:
+    """What `art train` writes: trajectories, scores, configuration, checkpoints, base, logs; other stages as well."""
+    runs, out = tmp_path / "runs", tmp_path / "out"
+    settings = [f"runs={runs}", "train.steps=1", "rollout.group_size=2", "judge=rollout", "eval=null"]
+    assert cli.run(["train", CONFIG, *settings]) == 0
+    assert cli.run(["generate", CONFIG, *settings, "-o", str(out / "deep" / "played.jsonl")]) == 0
+    assert cli.run(["judge", str(out / "deep" / "played.jsonl"), "-o", str(out / "scored.jsonl"), "judge=rollout"]) == 0
+    assert cli.run(["step", CONFIG, str(out / "scored.jsonl"), *settings, "-o", str(out / "checkpoint")]) == 0
+    written = {path.name for path in (*runs.rglob("*"), *out.rglob("*"))}
+    assert {"config.json", "metrics.jsonl", "trajectories.jsonl", "scored.jsonl", "lock", "played.jsonl"} < written
+    assert {"manifest.json", "adapter_model.safetensors", "tokenizer_config.json"} < written
+    assert readable_by_others(runs) == []
+    assert readable_by_others(out) == []
+
+
+async def test_caches_logs_and_temporary_directories_are_private(tmp_path: Path) -> None:
+    cache = VerdictCache(tmp_path / "cache" / "art" / "verdicts.sqlite")
+    cache._db.execute("insert into verdicts values ('k', x'00', 0)")
+    assert {path.name for path in (tmp_path / "cache" / "art").iterdir()} >= {"verdicts.sqlite", "verdicts.sqlite-wal"}
+    assert readable_by_others(tmp_path / "cache") == []
+    cache.close()
+    process = ServerProcess([sys.executable, "-c", "print('said')"], os.environ, tmp_path / "logs" / "vllm.log")
+    await process.start()
+    await process.wait()
+    await process.stop()
+    assert (tmp_path / "logs" / "vllm.log").read_text() == "said\n"
+    assert readable_by_others(tmp_path / "logs") == []
+    with scratch("test") as place:
+        assert readable_by_others(place) == []
+
+
+def test_what_is_there_keeps_its_mode_and_exports_are_for_others(tmp_path: Path) -> None:
+    """A user who opened a directory or a file to a group has opened it for good, but for files that are replaced."""
+    shared = tmp_path / "shared"
+    shared.mkdir(0o750)
+    (shared / "played.jsonl").touch(0o640)
+    with LineWriter(shared / "played.jsonl") as writer:
+        writer.append({"a": 1})
+    write_file(shared / "config.json", b"{}")
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (shared, shared / "played.jsonl")] == [0o750, 0o640]
+    with new_directory(tmp_path / "weights", is_private=False) as directory:
+        (directory / "model.safetensors").write_bytes(b"")
+    assert [
+        stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "weights", tmp_path / "weights/model.safetensors")
+    ] == [0o777, 0o666]
+
+
+def test_a_link_in_a_new_directory_does_not_open_or_close_its_target(tmp_path: Path) -> None:
+    """A builder may link to a model that others use as well."""
+    target = tmp_path / "model.safetensors"
+    target.write_bytes(b"weights")
+    target.chmod(0o644)
+    with new_directory(tmp_path / "base") as directory:
+        (directory / "model.safetensors").symlink_to(target)
+    assert stat.S_IMODE(target.stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize("is_on_line", [True, False])
+def test_a_key_on_the_command_line_is_warned_of(tmp_path: Path, is_on_line: bool) -> None:
+    """`ps` shows it to everybody; the warning names what does not. The key itself is not in it."""
+    run = make_run(tmp_path / "mine", (1,))
+    command = [sys.executable, "-m", "art_cli", "serve", str(run.root), "--engine", "embedded", "--port", "0", "--json"]
+    command += ["--api-key", "the-key-of-this-test"] if is_on_line else []
+    environment = os.environ | ({} if is_on_line else {"ART_API_KEY": "the-key-of-this-test"})
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["url"]
+        process.terminate()
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0
+    warned = [line for line in errors.splitlines() if "--api-key: anyone on this machine can see it" in line]
+    assert len(warned) == is_on_line
+    assert "the-key-of-this-test" not in errors

@@ -1,0 +1,148 @@
+"""Tool calls of model families besides Hermes, read on the embedded engine; each template line is the family's own."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from art_cli.chat.errors import ChatError
+from art_cli.chat.requests import Request, Sampling
+from art_cli.engines.embedded.call_syntax import GLM, HERMES, LLAMA, MISTRAL, PHI, XML, find_syntax, is_known
+from art_cli.engines.embedded.messages import MessageParser, render
+from art_cli.engines.embedded.text import Vocabulary
+from tests.support.tiny import tiny_tokenizer
+
+Json = dict[str, Any]
+
+MOVE = {"type": "object", "properties": {"to": {"type": "string"}, "n": {"type": "integer"}}}
+SCHEMAS = {"move": MOVE}
+ARGUMENTS = '{"to": "é4", "n": 7}'
+
+# One call of move(to="é4", n=7) as each family writes it.
+TEXTS = {
+    "hermes": (HERMES, '<tool_call>\n{"name": "move", "arguments": ' + ARGUMENTS + "}\n</tool_call>"),
+    "xml": (
+        XML,
+        "<tool_call>\n<function=move>\n<parameter=to>\né4\n</parameter>\n<parameter=n>\n7\n</parameter>\n</function>\n"
+        "</tool_call>",
+    ),
+    "glm": (
+        GLM,
+        "<tool_call>move\n<arg_key>to</arg_key>\n<arg_value>é4</arg_value>\n<arg_key>n</arg_key>\n"
+        "<arg_value>7</arg_value>\n</tool_call>",
+    ),
+    "mistral list": (MISTRAL, '[TOOL_CALLS][{"name": "move", "arguments": ' + ARGUMENTS + "}]"),
+    "mistral args": (MISTRAL, "[TOOL_CALLS]move[ARGS]" + ARGUMENTS),
+    "llama": (LLAMA, '{"name": "move", "parameters": ' + ARGUMENTS + "}"),
+    "llama tag": (LLAMA, '<|python_tag|>{"name": "move", "parameters": ' + ARGUMENTS + "}"),
+    "phi": (PHI, '<|tool_call|>[{"name": "move", "arguments": ' + ARGUMENTS + "}]<|/tool_call|>"),
+}
+# The line of each family's published chat template that writes a call.
+TEMPLATES = {
+    "hermes": '{{- \'<tool_call>\\n{"name": "\' }}{{- tool_call.name }}',
+    "xml": "{{- '\\n<tool_call>\\n<function=' + tool_call.name + '>\\n' }}",
+    "glm": "<arg_key>{{ k }}</arg_key> {{ '\\n<tool_call>' + tc.name }}",
+    "mistral": '{{- "[TOOL_CALLS] [" }}{{- \'"parameters": \' }}',
+    "llama": "{{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": ' }}",
+    "phi": "{{ '<|tool_call|>' + message['tool_calls'] | tojson + '<|/tool_call|>' }}",
+}
+
+
+def parse(text: str, cuts: list[int], **how: Any) -> Json:
+    parser = MessageParser(**{"has_tools": True, "has_thinking": True, "schemas": SCHEMAS, **how})
+    start = 0
+    for end in [*sorted({cut for cut in cuts if cut < len(text)}), len(text)]:
+        parser.push(text[start:end])
+        start = end
+    parser.flush()
+    return {**parser.message, "tool_calls": [call["function"] for call in parser.message.get("tool_calls", [])]}
+
+
+@pytest.mark.parametrize("family", TEXTS)
+def test_a_call_of_each_family_is_read_with_its_arguments(family: str) -> None:
+    syntax, text = TEXTS[family]
+    message = parse(text, [], syntax=syntax)
+    [call] = message["tool_calls"]
+    assert message["content"] is None
+    assert call["name"] == "move"
+    assert json.loads(call["arguments"]) == {"to": "é4", "n": 7}
+
+
+@pytest.mark.parametrize("family", ["mistral list", "llama", "llama tag", "phi"])
+def test_arguments_written_as_json_stay_the_text_that_was_sampled(family: str) -> None:
+    syntax, text = TEXTS[family]
+    spaced = text.replace(ARGUMENTS, '{ "to":"é4",  "n" : 7 }')
+    [call] = parse(spaced, [], syntax=syntax)["tool_calls"]
+    assert call["arguments"] == '{ "to":"é4",  "n" : 7 }'
+
+
+def test_several_calls_in_one_reply() -> None:
+    one = '{"name": "move", "arguments": {}}'
+    assert len(parse(f"[TOOL_CALLS][{one}, {one}]", [], syntax=MISTRAL)["tool_calls"]) == 2
+    assert len(parse("[TOOL_CALLS]a[ARGS]{}[TOOL_CALLS]b[ARGS]{}", [], syntax=MISTRAL)["tool_calls"]) == 2
+    assert len(parse(f"{one}; {one}", [], syntax=LLAMA)["tool_calls"]) == 2
+
+
+def test_a_value_is_what_its_schema_says() -> None:
+    """A string stays text even where it reads as a number; without a schema the text's own JSON decides."""
+    text = "<tool_call><function=f><parameter=s>7</parameter><parameter=x>7</parameter></function></tool_call>"
+    schemas = {"f": {"properties": {"s": {"type": "string"}}}}
+    [call] = parse(text, [], syntax=XML, schemas=schemas)["tool_calls"]
+    assert json.loads(call["arguments"]) == {"s": "7", "x": 7}
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text"),
+    [
+        (MISTRAL, "[TOOL_CALLS] nothing that is JSON"),
+        (MISTRAL, "[TOOL_CALLS]f[ARGS]{broken"),
+        (LLAMA, '{"answer": 4}'),
+        (LLAMA, '{"name": 3, "parameters": {}}'),
+        (LLAMA, "{" * 5000),
+        (XML, "<tool_call><function=f><parameter=a>1</tool_call>"),
+        (GLM, "<tool_call>f <arg_key>a</arg_key></tool_call>"),
+        (PHI, '<|tool_call|>[{"name": "f"}, 3]<|/tool_call|>'),
+    ],
+)
+def test_text_that_is_no_call_stays_content(syntax: Any, text: str) -> None:
+    message = parse(text, [], syntax=syntax)
+    assert message["content"] == text
+    assert message["tool_calls"] == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(sorted(TEXTS)),
+    st.lists(st.sampled_from(["<think>", "</think>", "{", "[", "a", "\n", " ", "<", "[TOOL", "é", "<|"]), max_size=4),
+    st.lists(st.integers(0, 300), max_size=8),
+)
+def test_a_message_is_the_same_however_its_text_is_cut_up(family: str, before: list[str], cuts: list[int]) -> None:
+    syntax, text = TEXTS[family]
+    text = "".join(before) + text
+    assert parse(text, cuts, syntax=syntax) == parse(text, [], syntax=syntax)
+    assert parse(text, list(range(len(text))), syntax=syntax) == parse(text, [], syntax=syntax)
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_the_template_says_which_syntax_it_is(family: str) -> None:
+    assert find_syntax(TEMPLATES[family]).name == family
+    assert is_known(TEMPLATES[family])
+
+
+def test_a_template_without_calls_is_not_known() -> None:
+    assert not is_known("{{ messages[0].content }}")
+
+
+def test_a_request_is_read_in_the_syntax_of_its_template_and_refuses_to_force_what_it_cannot_hold() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% if false %}" + TEMPLATES["xml"] + "{% endif %}{{ messages[0].content }}"
+    tools = [{"type": "function", "function": {"name": "move", "parameters": MOVE}}]
+    asked = {"model": "m", "sampling": Sampling(), "messages": [{"role": "user", "content": "hi"}], "tools": tools}
+    parser = render(Vocabulary(tokenizer), Request(**asked)).parser()
+    parser.push(TEXTS["xml"][1])
+    parser.flush()
+    assert json.loads(parser.calls[0]["function"]["arguments"]) == {"to": "é4", "n": 7}
+    with pytest.raises(ChatError, match="tool_choice"):
+        render(Vocabulary(tokenizer), Request(**asked, tool_choice="required"))

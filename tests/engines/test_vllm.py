@@ -1,0 +1,648 @@
+"""The vLLM engine: its server as a process, adapters by step, what happens when something dies.
+
+Against a fake server (fake_vllm.py), which is a real process with vLLM's routes; test_vllm_real.py has the real one.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from pydantic import ValidationError
+
+from art_cli.chat.errors import ChatError
+from art_cli.chat.replies import ReplyBuilder
+from art_cli.chat.requests import Request, Sampling
+from art_cli.config.compose import load_config
+from art_cli.config.schema import VllmEngineConfig
+from art_cli.engines.vllm import arguments, server
+from art_cli.engines.vllm.arguments import ServedModel
+from art_cli.engines.vllm.engine import VllmEngine
+from art_cli.engines.vllm.process import free_port
+from art_cli.errors import CheckpointError, DriftError, EngineError
+from art_cli.loop.generate import plan_groups
+from art_cli.loop.sampler import open_sampler
+from art_cli.trajectory import Trajectory
+from tests.support import fake_vllm
+from tests.support.tiny import tiny_weights
+from tests.support.waiting import until
+
+Json = dict[str, Any]
+
+MODEL = ServedModel("org/model", "float32", 64, 4, "{{ messages }}", "cpu")
+PROBE = [7, 3, 41, 0, 12, 9]
+
+
+class Fake:
+    """The files of one test: a Python that runs the fake server, its calls, adapters."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.logs = directory / "logs"
+        self.python = directory / "python"
+        self.python.write_text(
+            f'#!/bin/sh\nshift 2\necho $$ > {directory}/pid\nexec "{sys.executable}" "{fake_vllm.__file__}" "$@"\n'
+        )
+        self.python.chmod(0o755)
+
+    def config(self, manner: str = "", **changes: Any) -> VllmEngineConfig:
+        env = {"FAKE_VLLM": manner, "FAKE_VLLM_CALLS": str(self.directory / "calls.jsonl"), **changes.pop("env", {})}
+        given = {"name": "vllm", "python": self.python, "env": env, "start_timeout_s": 20.0, "timeout_s": 20.0}
+        return VllmEngineConfig.model_validate({**given, **changes})
+
+    @asynccontextmanager
+    async def running(self, manner: str = "", **changes: Any) -> AsyncIterator[VllmEngine]:
+        engine = VllmEngine(self.config(manner, **changes), MODEL, name="policy", logs=self.logs)
+        await engine.start()
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+    def adapter(self, name: str) -> Path:
+        path = self.directory / name
+        path.mkdir(exist_ok=True)
+        (path / "adapter_config.json").write_text("{}")
+        (path / "adapter_model.safetensors").write_text(name)
+        return path
+
+    def calls(self) -> list[Json]:
+        return [json.loads(line) for line in (self.directory / "calls.jsonl").read_text().splitlines()]
+
+    def starts(self) -> list[Json]:
+        return [call for call in self.calls() if "argv" in call]
+
+    def paths(self) -> list[str]:
+        return [call["path"] for call in self.calls() if "path" in call]
+
+    def release(self) -> None:
+        (self.directory / "release").touch()
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Fake:
+    return Fake(tmp_path)
+
+
+def chat(text: str = "hello", **sampling: Any) -> Request:
+    sampling = {"max_tokens": 4, "seed": 1, **sampling}
+    return Request(model="policy", messages=[{"role": "user", "content": text}], sampling=Sampling(**sampling))
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie is dead: nobody has asked for its status yet, that is all."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# --- how it is started ------------------------------------------------------------------------------------------------
+
+
+def flags(**changes: Any) -> list[str]:
+    config = VllmEngineConfig.model_validate({"name": "vllm", **changes})
+    return arguments.command(config, MODEL, python=Path("/p"), port=1, name="n@base", template=None, sleep=0)
+
+
+def test_arguments_go_through_by_their_own_names_and_win_over_our_defaults() -> None:
+    argv = flags(
+        args={
+            "tensor-parallel-size": 2,
+            "enforce_eager": True,
+            "enable-prefix-caching": False,
+            "max-loras": 5,
+            "tool-call-parser": None,
+            "hf-overrides": {"a": 1},
+            "middleware": ["x", "y"],
+        }
+    )
+    text = " ".join(argv)
+    for there in (
+        "--tensor-parallel-size 2",
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        "--max-loras 5",
+        '--hf-overrides {"a": 1}',
+        "--middleware x y",
+    ):
+        assert there in text
+    assert text.count("--max-loras") == 1
+    assert "--tool-call-parser" not in text
+
+
+def test_the_model_decides_what_the_server_can_hold() -> None:
+    """A LoRA rank of 4 needs vLLM's smallest, 8; logprobs are those of the distribution sampled from."""
+    text = " ".join(flags())
+    for there in (
+        "--model org/model",
+        "--dtype float32",
+        "--max-model-len 64",
+        "--max-lora-rank 8",
+        "--logprobs-mode processed_logprobs",
+        "--host 127.0.0.1",
+    ):
+        assert there in text
+    with pytest.raises(EngineError, match=r"model\.lora\.rank: 600"):
+        config = VllmEngineConfig(name="vllm")
+        arguments.command(
+            config, MODEL._replace(lora_rank=600), python=Path("/p"), port=1, name="n", template=None, sleep=0
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"args": {"model": "x"}}, r"'model' is set by art itself; use model\.base"),
+        ({"args": {"--api_key": "x"}}, r"'--api_key' is set by art itself; remove it"),
+        ({"args": {"max_model_len": 5}}, r"use model\.max_length"),
+        ({"args": {"--seed": 5}}, r"write it without dashes in front: 'seed'"),
+        ({"env": {"VLLM_API_KEY": "x"}}, r"VLLM_API_KEY is set by art itself"),
+        ({"url": "http://h:1", "args": {"seed": 1}, "sleep": 0}, r"somebody else's: remove args, sleep"),
+        ({"api_key_env": "K"}, r"a server of our own gets a random one"),
+    ],
+)
+def test_what_art_sets_itself_is_refused(changes: Json, said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        VllmEngineConfig.model_validate({"name": "vllm", **changes})
+
+
+def test_the_environment_leaves_out_ours_and_says_the_cpus_defaults() -> None:
+    config = VllmEngineConfig(name="vllm", env={"VLLM_CPU_KVCACHE_SPACE": "9"})
+    inherited = {"PYTHONPATH": "/ours", "WORLD_SIZE": "2", "HOME": "/h", "VLLM_CPU_OMP_THREADS_BIND": "0-3"}
+    found = arguments.environment(config, MODEL, inherited=inherited, key="k", sleep=0, has_gpu=False)
+    assert not {"PYTHONPATH", "WORLD_SIZE", "VLLM_SERVER_DEV_MODE"} & found.keys()
+    assert (found["HOME"], found["VLLM_CPU_KVCACHE_SPACE"]) == ("/h", "9")
+    assert found["VLLM_CPU_OMP_THREADS_BIND"] == "0-3"  # the user's own
+    assert found["VLLM_API_KEY"] == "k"
+    with_gpu = arguments.environment(config, MODEL, inherited={}, key="k", sleep=1, has_gpu=True)
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in with_gpu
+    assert with_gpu["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "server_visible", "gpus", "level"),
+    [
+        ("cuda:0", None, None, 1, 1),
+        ("cuda:1", None, None, 1, 0),
+        ("cuda:1", None, None, 2, 1),
+        ("cuda:0", "3,4", None, 1, 1),
+        ("cuda:0", "3,4", "4", 1, 0),
+        ("cuda:1", "3,4", "4", 1, 1),
+        ("cpu", None, None, 1, 0),
+    ],
+)
+def test_it_sleeps_where_the_learner_has_the_same_gpu(
+    device: str, visible: str | None, server_visible: str | None, gpus: int, level: int
+) -> None:
+    """The learner's "cuda:1" under CUDA_VISIBLE_DEVICES=3,4 is the system's GPU 4."""
+    env = {} if server_visible is None else {"CUDA_VISIBLE_DEVICES": server_visible}
+    inherited = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    config = VllmEngineConfig(name="vllm", env=env, args={"tensor-parallel-size": gpus})
+    model = MODEL._replace(learner_device=device)
+    assert arguments.sleep_level(config, model, inherited=inherited, has_gpu=True) == level
+
+
+def test_sleep_without_a_gpu_is_refused() -> None:
+    config = VllmEngineConfig(name="vllm", sleep=1)
+    with pytest.raises(EngineError, match=r"engine\.sleep: 1 needs a GPU"):
+        arguments.sleep_level(config, MODEL, inherited={}, has_gpu=False)
+
+
+async def test_the_key_is_in_the_environment_and_nowhere_else(fake: Fake) -> None:
+    """The fake writes its key to the log; what an error would show of the log does not."""
+    async with fake.running() as engine:
+        key = engine._server.key
+        (start,) = fake.starts()
+        assert key not in json.dumps(start)
+        assert key in (fake.logs / "vllm.log").read_text()
+        assert key not in engine._server.last_lines() and "***" in engine._server.last_lines()
+        assert key not in repr(engine.endpoint)
+    assert (fake.logs / "vllm_chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_the_python_is_relative_to_the_file_and_its_link_is_kept(tmp_path: Path) -> None:
+    """A venv's python is a link to the system's; followed, it would be another environment."""
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "python").symlink_to(sys.executable)
+    text = "model: {base: m}\nrollout: {entry: 'r.py:r', scenarios: s}\nengine: {name: vllm, python: venv/python}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    engine = load_config(tmp_path / "config.yaml").config.engine
+    assert isinstance(engine, VllmEngineConfig) and engine.python == tmp_path / "venv" / "python"
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_reply_is_the_steps_adapters_and_says_so(fake: Fake) -> None:
+    async with fake.running() as engine:
+        for name, step in (("a", 3), ("b", 4)):
+            await engine.load(fake.adapter(name), step)
+            reply = await engine.reply(chat("hello"))
+            (choice,) = reply.choices
+            assert (reply.step, engine.endpoint.step, reply.model) == (step, step, "policy")
+            before = [reply.prompt_ids[-1], *choice.token_ids]
+            seed = fake_vllm.seed_of(fake.adapter(name))
+            expected = [fake_vllm.logprobs(seed, b)[t] for b, t in zip(before, choice.token_ids, strict=False)]
+            assert choice.logprobs == pytest.approx(expected)
+            assert choice.raw_logprobs == pytest.approx(expected)
+
+
+async def test_raw_logprobs_are_known_where_the_sampled_ones_tell_them(fake: Fake) -> None:
+    async with fake.running() as engine:
+        (plain,) = (await engine.reply(chat("hi"))).choices
+        (greedy,) = (await engine.reply(chat("hi", temperature=0.0))).choices
+        (warm,) = (await engine.reply(chat("hi", temperature=0.5))).choices
+        (cut,) = (await engine.reply(chat("hi", top_k=3))).choices
+    assert plain.raw_logprobs == plain.logprobs
+    assert greedy.logprobs == [0.0] * 4
+    assert greedy.raw_logprobs is not None and max(greedy.raw_logprobs) < 0
+    assert warm.raw_logprobs is None and cut.raw_logprobs is None
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])
+async def test_logprobs_of_a_held_reply_are_marked_as_masked(fake: Fake, is_stream: bool) -> None:
+    """A mask that no learner knows is in them; they would stop the run as a gap."""
+    held = msgspec.structs.replace(chat("hi"), response_format={"type": "json_object"})
+    async with fake.running() as engine:
+        for request in (chat("hi"), held):
+            if is_stream:
+                builder = ReplyBuilder(request)
+                async for chunk in engine.stream(request):
+                    builder.add(chunk)
+                reply = builder.reply()
+            else:
+                reply = await engine.reply(request)
+            assert reply.choices[0].is_masked == (request is held)
+
+
+async def test_a_stream_put_together_is_the_plain_reply(fake: Fake) -> None:
+    async with fake.running() as engine:
+        await engine.load(fake.adapter("a"), 2)
+        request = chat("hello")
+        plain = await engine.reply(request)
+        builder = ReplyBuilder(request)
+        async for chunk in engine.stream(request):
+            builder.add(chunk)
+    streamed = builder.reply()
+    assert (streamed.step, streamed.prompt_ids) == (plain.step, plain.prompt_ids)
+    for name in ("token_ids", "logprobs", "raw_logprobs", "text"):
+        assert getattr(streamed.choices[0], name) == getattr(plain.choices[0], name)
+
+
+async def test_refusals_are_in_openai_words(fake: Fake) -> None:
+    async with fake.running() as engine:
+        with pytest.raises(ChatError) as unknown:
+            await engine.reply(Request(model="gpt-5", messages=[], sampling=Sampling()))
+        assert (unknown.value.status, unknown.value.code) == (404, "model_not_found")
+        with pytest.raises(ChatError) as long:
+            await engine.reply(chat("long"))
+        assert (long.value.status, long.value.code) == (400, "context_length_exceeded")
+        with pytest.raises(ChatError) as other:
+            await engine.reply(chat("refuse"))
+        assert (other.value.status, other.value.type, other.value.code) == (400, "invalid_request_error", None)
+
+
+async def test_the_score_is_of_the_given_tokens_under_the_adapter(fake: Fake) -> None:
+    async with fake.running() as engine:
+        for name in ("a", "b"):
+            await engine.load(fake.adapter(name), 1)
+            seed = fake_vllm.seed_of(fake.adapter(name))
+            expected = [fake_vllm.logprobs(seed, b)[t] for b, t in zip(PROBE, PROBE[1:], strict=False)]
+            assert await engine.score(PROBE) == pytest.approx(expected)
+
+
+async def test_a_stale_prefix_cache_stops_the_run(fake: Fake) -> None:
+    """The fake's cache keeps what the first adapter computed, whatever is asked for later."""
+    async with fake.running("stale") as engine:
+        await engine.load(fake.adapter("a"), 1)
+        await engine.score(PROBE)
+        await engine.load(fake.adapter("b"), 2)
+        with pytest.raises(DriftError, match=r"step 2: vLLM's prefix cache holds what other weights computed"):
+            await engine.score(PROBE)
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+async def test_every_load_has_a_name_of_its_own_and_the_old_one_goes(fake: Fake) -> None:
+    """Names differ by step, so the prefix cache of one is never read by another; a step loaded twice too."""
+    async with fake.running() as engine:
+        for step in (1, 2, 2):
+            await engine.load(fake.adapter("a"), step)
+        await until(lambda: fake.paths().count("/v1/unload_lora_adapter") == 2)
+    named = [(c["path"], c["body"]["lora_name"]) for c in fake.calls() if "lora" in c.get("path", "")]
+    loads = [name for path, name in named if path.endswith("/load_lora_adapter")]
+    unloads = [name for path, name in named if path.endswith("/unload_lora_adapter")]
+    assert loads == ["policy@0001", "policy@0002", "policy@0002.2"]
+    assert unloads == loads[:2]
+
+
+async def test_an_adapter_in_use_is_unloaded_when_its_last_request_has_ended(fake: Fake) -> None:
+    async with fake.running() as engine:
+        await engine.load(fake.adapter("a"), 1)
+        slow = asyncio.create_task(engine.reply(chat("slow")))
+        await until(lambda: "/v1/chat/completions" in fake.paths())
+        await engine.load(fake.adapter("b"), 2)
+        assert (await engine.reply(chat("quick"))).step == 2
+        assert "/v1/unload_lora_adapter" not in fake.paths()
+        fake.release()
+        assert (await slow).step == 1
+        await until(lambda: "/v1/unload_lora_adapter" in fake.paths())
+
+
+async def test_a_checkpoint_without_an_adapter_is_refused(fake: Fake) -> None:
+    async with fake.running() as engine:
+        with pytest.raises(CheckpointError, match=r"no adapter_config\.json.*vLLM swaps adapters only"):
+            await engine.load(fake.directory, 1)
+
+
+# --- starting and ending ----------------------------------------------------------------------------------------------
+
+
+async def test_a_server_that_does_not_start_shows_its_last_lines(fake: Fake) -> None:
+    with pytest.raises(EngineError, match=r"ended while it started \(exit status 3\)(?s:.)*no such model"):
+        async with fake.running("no start"):
+            pass
+
+
+async def test_a_port_that_somebody_else_was_quicker_to_take_is_left_to_them(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        ports = [taken.getsockname()[1], free_port()]
+        monkeypatch.setattr(server, "free_port", lambda: ports.pop(0))
+        async with fake.running():
+            assert len(fake.starts()) == 2 and not ports
+    assert "address already in use" in (fake.logs / "vllm.log").read_text()
+
+
+async def test_a_server_that_does_not_answer_in_time_is_ended(fake: Fake) -> None:
+    with pytest.raises(EngineError, match=r"no answer within 2 s \(engine\.start_timeout_s\)"):
+        async with fake.running("silent", start_timeout_s=2.0):
+            pass
+    assert not is_alive(int((fake.directory / "pid").read_text()))
+
+
+async def test_a_python_without_vllm_is_named(fake: Fake) -> None:
+    missing = fake.config(python=fake.directory / "nowhere")
+    with pytest.raises(EngineError, match=r"engine\.python: no such file: .*/nowhere"):
+        VllmEngine(missing, MODEL, name="policy", logs=fake.logs)
+    engine = VllmEngine(fake.config(python=None), MODEL, name="policy", logs=fake.logs)
+    with pytest.raises(EngineError, match=r"engine\.python: .* has no vLLM; `pip install vllm` there"):
+        await engine.start()
+
+
+async def test_a_closed_engine_leaves_no_process_and_says_that_it_is_closed(fake: Fake) -> None:
+    async with fake.running() as engine:
+        pids = fake.starts()[0]["pids"]
+        assert all(is_alive(pid) for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
+    with pytest.raises(EngineError, match="closed"):
+        await engine.score(PROBE)
+    with pytest.raises(ChatError, match="closed"):
+        await engine.reply(chat())
+
+
+def test_the_server_dies_with_a_parent_that_is_killed(fake: Fake) -> None:
+    """SIGKILL leaves the parent no time for anything; server and helper are gone all the same."""
+    config, logs = fake.config().model_dump_json(exclude_unset=True), str(fake.logs)
+    program = f"""
+import asyncio
+from pathlib import Path
+from art_cli.config.schema import VllmEngineConfig
+from art_cli.engines.vllm.arguments import ServedModel
+from art_cli.engines.vllm.engine import VllmEngine
+
+async def main():
+    config = VllmEngineConfig.model_validate_json({config!r})
+    engine = VllmEngine(config, {MODEL!r}, name="policy", logs=Path({logs!r}))
+    await engine.start()
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
+        pids = fake.starts()[0]["pids"]
+        assert all(is_alive(pid) for pid in pids)
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "the server outlived its parent"
+        time.sleep(0.02)
+
+
+# --- dying ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_dead_server_is_noticed_and_started_once_more(fake: Fake) -> None:
+    """What was in flight fails as transport (5xx); what comes after waits and is answered by the same adapter."""
+    async with fake.running() as engine:
+        await engine.load(fake.adapter("a"), 6)
+        flying = asyncio.create_task(engine.reply(chat("hang")))
+        await until(lambda: "/v1/chat/completions" in fake.paths())
+        begin = time.monotonic()
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(ChatError) as lost:
+            await flying
+        assert lost.value.status >= 500
+        reply = await engine.reply(chat("hello"))
+        assert time.monotonic() - begin < 10
+        assert reply.step == 6
+        assert [call["body"]["lora_name"] for call in fake.calls() if call.get("path") == "/v1/load_lora_adapter"] == [
+            "policy@0006",
+            "policy@0006",
+        ]
+        await engine.load(fake.adapter("b"), 7)
+        assert (await engine.reply(chat("hello"))).step == 7
+
+
+async def test_death_is_noticed_within_two_seconds(fake: Fake) -> None:
+    async with fake.running() as engine:
+        os.kill(engine.pid, signal.SIGKILL)
+        begin = time.monotonic()
+        await until(lambda: not engine._ready.is_set, timeout_s=2.0)
+        assert time.monotonic() - begin < 2.0
+
+
+async def test_the_second_death_fails_the_engine_with_the_logs_last_lines(fake: Fake) -> None:
+    async with fake.running() as engine:
+        watch = asyncio.create_task(engine.watch())
+        for _ in range(2):
+            with pytest.raises(ChatError):
+                await engine.reply(chat("die"))
+        with pytest.raises(EngineError, match=r"the server ended \(exit status 9\); the last lines of .*vllm\.log:\n"):
+            await asyncio.wait_for(watch, 10)
+        with pytest.raises(ChatError) as refusal:
+            await engine.reply(chat("hello"))
+        assert (refusal.value.status, refusal.value.code) == (503, "engine_failed")
+        with pytest.raises(EngineError, match="exit status 9"):
+            await engine.load(fake.adapter("a"), 1)
+    assert len(fake.starts()) == 2
+
+
+async def test_a_death_in_the_middle_of_a_load_is_made_good(fake: Fake) -> None:
+    """The server dies while it loads; the second one is asked again, dies too, and that is told."""
+    async with fake.running("die at load") as engine:
+        with pytest.raises(EngineError, match=r"the server ended \(exit status 5\)"):
+            await engine.load(fake.adapter("a"), 1)
+    assert len(fake.starts()) == 2
+
+
+async def test_a_dead_engine_core_counts_as_dead(fake: Fake) -> None:
+    """vLLM's front end lives on for a while and answers 503 to health checks when its core is gone."""
+    async with fake.running() as engine:
+        with pytest.raises(ChatError) as lost:
+            await engine.reply(chat("core"))
+        assert lost.value.status == 500
+        assert (await engine.reply(chat("hello"))).choices
+    first, second = (start["pids"] for start in fake.starts())
+    assert first != second
+
+
+async def test_rollouts_of_an_engine_that_failed_for_good_stay_owed(fake: Fake) -> None:
+    """Two rollouts whose every call kills the server: the second death ends the playing, and nothing is handed over as
+    a rollout that failed."""
+    ask = (
+        'await policy.client.chat.completions.create(model=policy.model, messages=[{"role": "user", "content": "die"}])'
+    )
+    (fake.directory / "rollout.py").write_text(f"async def rollout(policy, scenario):\n    {ask}\n")
+    (fake.directory / "config.yaml").write_text(
+        "model: {base: m}\nrollout: {entry: 'rollout.py:rollout', scenarios: s}\n"
+    )
+    loaded = load_config(fake.directory / "config.yaml")
+    loaded = replace(loaded, config=loaded.config.model_copy(update={"engine": fake.config()}))
+    played: list[Trajectory] = []
+    with pytest.raises(EngineError, match=r"the server ended \(exit status 9\)"):
+        async with open_sampler(loaded, tiny_weights(), checkpoint=None, step=0, logs=fake.logs) as sampler:
+            await sampler.play_shown(plan_groups([{"id": "x"}], step=0, group_size=2), played.append, title="die")
+    assert played == []
+    assert len(fake.starts()) == 2
+
+
+# --- sleep ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_rest_waits_for_what_flies_and_wake_lets_the_rest_in(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, level: int
+) -> None:
+    """After level 2 base weights are read again, and the adapter under a new name: its old place was dropped."""
+    monkeypatch.setattr(arguments, "has_gpu", lambda inherited: True)
+    async with fake.running(sleep=level) as engine:
+        assert "--enable-sleep-mode" in fake.starts()[0]["argv"]
+        await engine.load(fake.adapter("a"), 1)
+        flying = asyncio.create_task(engine.reply(chat("slow")))
+        await until(lambda: "/v1/chat/completions" in fake.paths())
+        resting = asyncio.create_task(engine.rest())
+        await asyncio.sleep(0)
+        waiting = asyncio.create_task(engine.reply(chat("hello")))
+        fake.release()
+        await flying
+        await resting
+        assert not waiting.done()
+        assert fake.paths()[-1] == "/sleep"
+        await engine.wake()
+        assert (await waiting).step == 1
+        paths = fake.paths()[fake.paths().index("/sleep") :]
+        if level == 1:
+            assert paths == ["/sleep", "/wake_up", "/v1/chat/completions"]
+        else:
+            assert paths[:5] == ["/sleep", "/wake_up", "/collective_rpc", "/wake_up", "/v1/load_lora_adapter"]
+            assert [c["query"] for c in fake.calls() if c.get("path") == "/wake_up"] == [
+                "tags=weights",
+                "tags=kv_cache",
+            ]
+
+
+async def test_a_server_that_dies_asleep_comes_back_on_waking(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before: the memory is the learner's."""
+    monkeypatch.setattr(arguments, "has_gpu", lambda inherited: True)
+    async with fake.running(sleep=1) as engine:
+        await engine.load(fake.adapter("a"), 1)
+        await engine.rest()
+        os.kill(engine.pid, signal.SIGKILL)
+        await until(lambda: not engine._ready.is_set)
+        assert len(fake.starts()) == 1
+        await engine.wake()
+        assert (await engine.reply(chat("hello"))).step == 1
+        assert len(fake.starts()) == 2
+
+
+# --- a server that runs already ---------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def foreign(fake: Fake, monkeypatch: pytest.MonkeyPatch, manner: str = "") -> AsyncIterator[str]:
+    """The root of a fake server started by somebody else, whose key is "theirs"."""
+    monkeypatch.setenv("THEIR_KEY", "theirs")
+    env = {**os.environ, "VLLM_API_KEY": "theirs", "FAKE_VLLM": manner}
+    env["FAKE_VLLM_CALLS"] = str(fake.directory / "calls.jsonl")
+    port = free_port()
+    argv = [sys.executable, fake_vllm.__file__, "--served-model-name", "base", "--port", str(port)]
+    process = await asyncio.create_subprocess_exec(*argv, env=env, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        await until(lambda: answers(port))
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+async def test_a_running_server_is_used_and_left_as_it_was(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with foreign(fake, monkeypatch) as url:
+        for _ in range(2):  # the second run finds nothing of the first
+            config = VllmEngineConfig(name="vllm", url=url, api_key_env="THEIR_KEY")
+            engine = VllmEngine(config, MODEL, name="policy", logs=fake.logs)
+            await engine.start()
+            await engine.load(fake.adapter("a"), 1)
+            assert (await engine.reply(chat("hello"))).step == 1
+            await engine.close()
+        assert engine.pid == 0
+        calls = fake.paths()
+        assert calls.count("/v1/load_lora_adapter") == calls.count("/v1/unload_lora_adapter") == 2
+        assert is_alive(fake.starts()[0]["pids"][0])
+
+
+@pytest.mark.parametrize(
+    ("manner", "key", "said"),
+    [
+        ("raw", "THEIR_KEY", r"start it with --logprobs-mode processed_logprobs"),
+        ("", "NO_KEY", r"engine\.api_key_env: .*401: Unauthorized \(the key is read from NO_KEY\)"),
+    ],
+)
+async def test_a_running_server_that_will_not_do_is_refused(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, manner: str, key: str, said: str
+) -> None:
+    async with foreign(fake, monkeypatch, manner) as url:
+        engine = VllmEngine(
+            VllmEngineConfig(name="vllm", url=url, api_key_env=key), MODEL, name="policy", logs=fake.logs
+        )
+        with pytest.raises(EngineError, match=said):
+            await engine.start()
+
+
+async def test_an_address_where_nothing_answers_is_named(fake: Fake) -> None:
+    config = VllmEngineConfig(name="vllm", url="http://127.0.0.1:9")
+    engine = VllmEngine(config, MODEL, name="policy", logs=fake.logs)
+    with pytest.raises(EngineError, match=r"engine\.url: http://127\.0\.0\.1:9.*start the server first"):
+        await engine.start()

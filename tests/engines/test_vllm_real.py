@@ -1,0 +1,229 @@
+"""The vLLM engine with a real vLLM on the CPU: its numbers against transformers and PEFT, and a whole run through it.
+
+`make test-vllm` sets it up.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+from art_cli.chat.requests import Request, Sampling
+from art_cli.config.compose import LoadedConfig, load_config
+from art_cli.config.schema import LoraConfig, ModelConfig, VllmEngineConfig
+from art_cli.engines.vllm.arguments import served_model
+from art_cli.engines.vllm.engine import VllmEngine
+from art_cli.errors import DriftError
+from art_cli.loop import proof
+from art_cli.loop.train import train
+from art_cli.model import Weights, load_checkpoint, load_weights, save_weights
+from art_cli.run_dir import RunDir
+from tests.support.paths import LETTERS
+from tests.support.real_vllm import MARKS, PYTHON, QUICK
+
+LONG_PROBE = 300  # tokens; vLLM caches whole blocks, of 128 on a CPU
+
+pytestmark = MARKS
+
+
+class Bench:
+    """A running engine, and the same policy in this process to hold it against."""
+
+    def __init__(self, directory: Path) -> None:
+        sys.path.insert(0, str(LETTERS))
+        from build import build_wide
+
+        base = directory / "base"
+        build_wide(base)
+        config = ModelConfig(base=str(base), lora=LoraConfig(rank=4, alpha=8))
+        self.weights: Weights = load_weights(config, str(base), device="cpu")
+        self.checkpoints = {name: self._make(directory / name, seed) for seed, name in enumerate("ab", 1)}
+        settings = VllmEngineConfig.model_validate({"name": "vllm", "python": PYTHON, **QUICK})
+        self.engine = VllmEngine(settings, served_model(self.weights), name="policy", logs=directory)
+
+    def _make(self, path: Path, seed: int) -> Path:
+        """A checkpoint with an adapter that changes every logit."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self.weights.model.named_parameters():
+                if "lora_B" in name:
+                    parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+        save_weights(self.weights, path)
+        return path
+
+    async def load(self, name: str, step: int) -> None:
+        """Both sides."""
+        await self.engine.load(self.checkpoints[name], step)
+        load_checkpoint(self.weights, self.checkpoints[name])
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """[L, V] by one plain forward."""
+        with torch.no_grad():
+            logits: torch.Tensor = self.weights.model(torch.tensor([ids])).logits[0].float()
+        return logits
+
+    def score(self, ids: list[int]) -> list[float]:
+        rows = self.logits(ids).log_softmax(-1)[:-1]
+        return rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+    bench = Bench(tmp_path_factory.mktemp("bench"))
+    await bench.engine.start()
+    try:
+        yield bench
+    finally:
+        await bench.engine.close()
+
+
+def chat(text: str, **sampling: Any) -> Request:
+    sampling = {"max_tokens": 12, **sampling}
+    return Request(model="policy", messages=[{"role": "user", "content": text}], sampling=Sampling(**sampling))
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.6}, {"top_k": 5}, {"temperature": 1.3, "top_p": 0.8}, {"temperature": 0.0}]
+)
+async def test_logprobs_are_of_the_distribution_sampled_from(bench: Bench, sampling: dict[str, Any]) -> None:
+    """Logits by a full forward, divided by the temperature; what top_k and top_p cut off is gone from the norm."""
+    await bench.load("a", 1)
+    texts = ["red", "one two three", "Straße — 日本"]
+    replies = await asyncio.gather(*(bench.engine.reply(chat(text, seed=3, **sampling)) for text in texts))
+    for reply in replies:
+        (choice,) = reply.choices
+        ids = reply.prompt_ids + choice.token_ids
+        logits = bench.logits(ids)[len(reply.prompt_ids) - 1 : -1]
+        sampled = torch.tensor(choice.token_ids)[:, None]
+        raw = logits.log_softmax(-1).gather(1, sampled)[:, 0].tolist()
+        expected = cut(logits, **sampling).gather(1, sampled)[:, 0].tolist()
+        assert choice.logprobs == pytest.approx(expected, abs=1e-4)
+        if choice.raw_logprobs is not None:
+            assert choice.raw_logprobs == pytest.approx(raw, abs=1e-4)
+        assert (choice.raw_logprobs is None) == bool(sampling and sampling.get("temperature") != 0)
+
+
+def cut(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
+    """Log-probabilities after the temperature, then the k likeliest, then the least set that holds p."""
+    if temperature == 0:
+        return torch.where(logits == logits.amax(-1, keepdim=True), 0.0, float("-inf"))
+    logits = logits / temperature
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
+    if top_p < 1:
+        ordered, places = logits.softmax(-1).sort(descending=True)
+        outside = ordered.cumsum(-1) - ordered >= top_p
+        logits = logits.masked_fill(outside.gather(1, places.argsort(-1)), float("-inf"))
+    return logits.log_softmax(-1)
+
+
+async def test_the_prompt_is_what_our_template_renders(bench: Bench) -> None:
+    function = {"name": "look", "description": "look", "parameters": {"type": "object", "properties": {}}}
+    tool = {"type": "function", "function": function}
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is there?"}]
+    request = Request(model="policy", messages=messages, tools=[tool], sampling=Sampling(max_tokens=1))
+    reply = await bench.engine.reply(request)
+    text = bench.weights.tokenizer.apply_chat_template(
+        messages, tools=[tool], tokenize=False, add_generation_prompt=True
+    )
+    assert bench.weights.tokenizer.decode(reply.prompt_ids) == text
+
+
+async def test_each_adapter_scores_as_peft_does_and_they_differ(bench: Bench) -> None:
+    probe = proof.make_probe(265)
+    scores = {}
+    for step, name in enumerate("ab", 2):
+        await bench.load(name, step)
+        scores[name] = await bench.engine.score(probe)
+        assert scores[name] == pytest.approx(bench.score(probe), abs=1e-4)
+        assert proof.compare(scores[name], bench.score(probe), dtype="float32", step=step) < 1e-4
+    gap = sum(abs(a - b) for a, b in zip(scores["a"], scores["b"], strict=True)) / len(probe)
+    assert gap > 0.01
+
+
+async def test_the_proof_of_weights_fails_on_the_wrong_adapter(bench: Bench) -> None:
+    probe = proof.make_probe(265)
+    await bench.engine.load(bench.checkpoints["a"], 4)
+    load_checkpoint(bench.weights, bench.checkpoints["b"])
+    with pytest.raises(DriftError, match="step 4: the engine does not sample from the learner's weights"):
+        proof.compare(await bench.engine.score(probe), bench.score(probe), dtype="float32", step=4)
+
+
+async def test_a_name_used_twice_leaves_a_stale_cache_and_is_found_out(bench: Bench, tmp_path: Path) -> None:
+    """Why every load has a name of its own: vLLM finds cached prefixes by an adapter's name and path alone."""
+    probe = [index % 256 for index in range(LONG_PROBE)]
+    place = shutil.copytree(bench.checkpoints["a"], tmp_path / "place")
+    await bench.engine.load(place, 5)
+    await bench.engine.score(probe)
+    shutil.copytree(bench.checkpoints["b"], place, dirs_exist_ok=True)
+    adapters = bench.engine._adapters
+    assert adapters is not None
+    again = {"lora_name": adapters.current.name, "lora_path": str(place), "load_inplace": True}
+    await adapters.control._call("POST", "/v1/load_lora_adapter", again, timeout_s=60.0)
+    with pytest.raises(DriftError, match="prefix cache holds what other weights computed"):
+        await bench.engine.score(probe)
+    await bench.load("b", 5)
+    assert await bench.engine.score(probe) == pytest.approx(bench.score(probe), abs=1e-4)
+
+
+async def test_the_log_holds_no_key(bench: Bench) -> None:
+    text = (bench.checkpoints["a"].parent / "vllm.log").read_text()
+    assert "Application startup complete" in text
+    assert bench.engine._server.key not in text
+
+
+# --- a whole run ------------------------------------------------------------------------------------------------------
+
+
+def letters(runs: Path, *overrides: str) -> LoadedConfig:
+    """The tiny project, its engine a vLLM process."""
+    own = ["model.base=build.py:build_wide", "engine=vllm", f"engine.python={PYTHON}", f"runs={runs}", "train.steps=5"]
+    own += ["+engine.args={enforce-eager: true}", "+engine.env={VLLM_CPU_KVCACHE_SPACE: 1, OMP_NUM_THREADS: 1}"]
+    own += ["train.keep_checkpoints=9", "eval=null", "rollout.concurrency=2"]
+    return load_config(LETTERS / "config.yaml", [*own, *overrides])
+
+
+async def test_a_run_whose_server_is_killed_finishes_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """5 steps of 12 rollouts; the server is killed with SIGKILL while step 2 is played. No trajectory has an error,
+    each step has every place once, and every sampled token's logprob is the learner's to 1e-4 nats."""
+    engines: list[VllmEngine] = []
+    start = VllmEngine.start
+
+    async def started(engine: VllmEngine) -> None:
+        engines.append(engine)
+        await start(engine)
+
+    monkeypatch.setattr(VllmEngine, "start", started)
+    caplog.set_level("INFO")
+    run = RunDir(tmp_path / "letters")
+    training = asyncio.create_task(train(letters(tmp_path)))
+    deadline = time.monotonic() + 600
+    while not (run.trajectories_path(2).exists() and run.trajectories_path(2).read_bytes()):
+        assert not training.done() and time.monotonic() < deadline
+        await asyncio.sleep(0.002)
+    os.kill(engines[0].pid, signal.SIGKILL)
+    result = await training
+    assert result.step == 5
+    assert "the server answers again" in caplog.text
+    for step in range(5):
+        played = run.trajectories(step)
+        assert len(played) == len({t.id for t in played}) == 12
+        assert [t.error for t in played] == [None] * 12
+        assert {turn.step for t in played for turn in t.turns} == {step}
+    lines = [line.metrics for line in run.metrics() if line.split == "train"]
+    assert len(lines) == 5
+    assert max(line["logprob_gap_max"] for line in lines) < 1e-4
+    assert max(line["probe_gap"] for line in lines) < 1e-4
+    text = (run.logs / "vllm.log").read_text()
+    assert all(f"Loaded new LoRA adapter: name 'letters@{step:04d}'" in text for step in range(6))

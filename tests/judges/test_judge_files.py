@@ -1,0 +1,472 @@
+"""What `art judge` makes of files that are not what they should be: another input's, judge's or program's.
+
+The judges here cost nothing: the rollout's own reward, or a function.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from art_cli.config.schema import BlendJudgeConfig, FunctionJudgeConfig, RewardModelJudgeConfig, RulerJudgeConfig
+from art_cli.errors import DataError, RunError
+from art_cli.judges import make_judge
+from art_cli.judges.files import TrajectoryFile
+from art_cli.learners.demos import load_demos
+from art_cli.rollouts.scenarios import load_scenarios
+from art_cli.run_dir import LineWriter, read_lines, write_lines
+from art_cli.trajectory import Json, ScoredTrajectory, Trajectory
+from tests.support.hostile import assert_in_words
+from tests.support.paths import ROOT
+from tests.support.ruler_cases import rated
+from tests.support.waiting import wait_until
+
+Art = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def judge(art: Art, file: str, *arguments: str) -> tuple[int, str, str]:
+    return art("judge", file, "judge=rollout", *arguments)
+
+
+def rewards(path: str) -> dict[str, float | None]:
+    return {trajectory.id: trajectory.reward for trajectory in read_lines(Path(path), ScoredTrajectory)}
+
+
+def write(path: str, *rewards: float, text: str = "hi", group: str = "g") -> Sequence[Trajectory]:
+    """One group of ours with these returned rewards."""
+    rows = rated(list(rewards), group=group)
+    for row, reward in zip(rows, rewards, strict=True):
+        row.returned_reward = reward
+        row.messages = [*row.messages, {"role": "user", "content": text}]
+    write_lines(Path(path), rows)
+    return rows
+
+
+def art_group(*rewards: float, text: str = "hi") -> Json:
+    """A group as OpenPipe ART writes it, on one line."""
+    message = {"role": "user", "content": text}
+    return {"trajectories": [{"messages_and_choices": [message], "reward": reward} for reward in rewards]}
+
+
+# --- 3: whose output it is --------------------------------------------------------------------------------------------
+
+
+def test_two_files_in_one_directory_are_scored_to_two_files(art: Art) -> None:
+    """ART's groups have no names but their line's number: both files hold a group "line-1"."""
+    for name, reward in (("a", 0.25), ("b", 0.75)):
+        Path(f"{name}.jsonl").write_text(json.dumps(art_group(reward, 1.0)) + "\n")
+        code, out, err = judge(art, f"{name}.jsonl")
+        assert code == 0, err
+        assert out.startswith(f"{name}.scored.jsonl: 1 groups scored, ")
+    assert rewards("a.scored.jsonl") == {"line-1/0": 0.25, "line-1/1": 1.0}
+    assert rewards("b.scored.jsonl") == {"line-1/0": 0.75, "line-1/1": 1.0}
+
+
+def test_another_inputs_output_is_refused_whatever_its_groups_are_called(art: Art) -> None:
+    Path("a.jsonl").write_text(json.dumps(art_group(0.25, 1.0)) + "\n")
+    Path("b.jsonl").write_text(json.dumps(art_group(0.25, 1.0, text="other words")) + "\n")
+    assert judge(art, "a.jsonl", "-o", "s.jsonl")[0] == 0
+    before = Path("s.jsonl").read_bytes()
+    code, _, err = judge(art, "b.jsonl", "-o", "s.jsonl")
+    assert code == 1
+    assert "s.jsonl:1: trajectory 'line-1/0' is another attempt than the one of that id in b.jsonl" in err
+    assert "-o" in err and "--fresh" in err
+    assert Path("s.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("messages", []),
+        ("turns", []),
+        ("returned_reward", 0.5),
+        ("metadata", {"a": 2}),
+        ("error", "timeout: 3 s"),
+        ("step", 7),
+    ],
+)
+def test_a_new_attempt_under_an_old_id_is_not_taken_for_scored(art: Art, field: str, value: Any) -> None:
+    rows = write("t.jsonl", 0.25, 1.0)
+    rows[1].metadata = {"a": 1}
+    rows[1].turns = [TURN]
+    write_lines(Path("t.jsonl"), rows)
+    assert judge(art, "t.jsonl")[0] == 0
+    setattr(rows[1], field, value)
+    write_lines(Path("t.jsonl"), rows)
+    code, _, err = judge(art, "t.jsonl")
+    assert code == 1 and "t.scored.jsonl:2: trajectory 'g-1' is another attempt" in err
+    code, out, _ = judge(art, "t.jsonl", "--fresh")
+    assert code == (1 if field == "returned_reward" and value is None else 0), out
+
+
+def test_attempts_of_other_ids_are_not_taken_for_scored(art: Art) -> None:
+    rows = write("t.jsonl", 0.25, 1.0)
+    assert judge(art, "t.jsonl")[0] == 0
+    rows[0].id = "g-new"
+    write_lines(Path("t.jsonl"), rows)
+    code, _, err = judge(art, "t.jsonl")
+    assert code == 1 and "t.scored.jsonl:1: trajectory 'g-0' is not in t.jsonl" in err
+
+
+def test_a_copy_of_the_unscored_input_is_not_a_scored_file(art: Art) -> None:
+    write("t.jsonl", 0.25, 1.0)
+    Path("copy.jsonl").write_bytes(Path("t.jsonl").read_bytes())
+    code, _, err = judge(art, "t.jsonl", "-o", "copy.jsonl")
+    assert code == 1 and "copy.jsonl:1: not scored: neither a reward nor an error" in err
+    assert Path("copy.jsonl").read_bytes() == Path("t.jsonl").read_bytes()
+
+
+def test_a_link_to_the_input_is_the_input(art: Art) -> None:
+    write("t.jsonl", 0.25, 1.0)
+    os.link("t.jsonl", "linked.jsonl")
+    code, _, err = judge(art, "t.jsonl", "-o", "linked.jsonl", "--fresh")
+    assert code == 2 and "input and output are the same file" in err
+    assert Path("t.jsonl").stat().st_size > 0
+
+
+def test_a_file_of_something_else_named_as_output_stays_as_it_is(art: Art) -> None:
+    """Its last line has no newline, as a torn one; but no record of ours begins like that."""
+    write("t.jsonl", 0.25, 1.0)
+    Path("notes.txt").write_text("Do not lose these notes")
+    code, _, err = judge(art, "t.jsonl", "-o", "notes.txt")
+    assert code == 1 and "notes.txt: its last line is no record" in err
+    assert Path("notes.txt").read_text() == "Do not lose these notes"
+
+
+# --- 4: whose judge it is ---------------------------------------------------------------------------------------------
+
+FUNCTION = "def judge(group):\n    return [{} for _ in group]\n"
+
+
+def blend(**weights: float) -> str:
+    """A configuration whose judge is a blend of the functions of these names."""
+    named = {name: {"name": "function", "entry": f"{name}.py:judge"} for name in weights if name != "rollout"}
+    judge = {"name": "blend", "blend": weights, "judges": named}
+    config = Path("-".join(f"{name}{weight}" for name, weight in weights.items()) + ".yaml")
+    config.write_text(
+        json.dumps({"model": {"base": "b"}, "rollout": {"entry": "r:r", "scenarios": "s"}, "judge": judge})
+    )
+    return f"--config={config}"
+
+
+def test_scores_of_two_judges_are_not_mixed_in_one_file(art: Art) -> None:
+    """Every pair of different judges over a file that the first left half done; the same judge goes on."""
+    for name, number in (("one", 1), ("two", 2)):
+        Path(f"{name}.py").write_text(FUNCTION.format(number))
+    judges = [
+        ["judge=rollout"],
+        ["judge=function", "judge.entry=one.py:judge"],
+        ["judge=function", "judge.entry=two.py:judge"],
+        [blend(one=1, rollout=3)],
+        [blend(one=3, rollout=1)],
+        [blend(two=1, rollout=3)],
+    ]
+    first, second = write("first.jsonl", 0.25, 1.0), write("second.jsonl", 0.5, 0.75, group="h")
+    for mine in judges:
+        write_lines(Path("t.jsonl"), first)
+        assert art("judge", "t.jsonl", *mine, "--fresh")[0] == 0
+        write_lines(Path("t.jsonl"), [*first, *second])
+        before = Path("t.scored.jsonl").read_bytes()
+        for other in judges:
+            Path("t.scored.jsonl").write_bytes(before)
+            code, out, err = art("judge", "t.jsonl", *other)
+            if mine is other:
+                assert code == 0 and "1 groups scored (1 were before)" in out
+            else:
+                assert code == 1 and "t.scored.jsonl:1: judged with other settings" in err, (mine, other, err)
+                assert Path("t.scored.jsonl").read_bytes() == before
+
+
+def test_a_digest_changes_with_all_that_decides_a_reward_and_with_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text(FUNCTION.format(1))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
+
+    def function(**fields: Any) -> str:
+        return made(FunctionJudgeConfig(name="function", **{"entry": "f.py:judge", **fields}))
+
+    def model(**fields: Any) -> str:
+        return made(RewardModelJudgeConfig(name="reward_model", **{"model": "model", **fields}))
+
+    def made(config: Any) -> str:
+        return make_judge(config, tmp_path).settings
+
+    assert function() == function(timeout_s=3) == function()
+    assert model() == model(batch_size=3, device="cpu") != model(label=1) != model(activation="sigmoid")
+    assert model(max_length=7) != model() != model(model="other/model")
+    before = function(), model()
+    (tmp_path / "f.py").write_text(FUNCTION.format(2))
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0] }}")
+    assert function() != before[0] and model() != before[1]
+    ruler = RulerJudgeConfig(name="ruler", api_base="http://127.0.0.1:9/v1", model="m", cache=None)
+    blends = {
+        made(BlendJudgeConfig(name="blend", blend=weights, judges={"ruler": judge} if "ruler" in weights else {}))
+        for weights in ({"ruler": 1, "rollout": 2}, {"ruler": 2, "rollout": 1}, {"rollout": 1})
+        for judge in (ruler, ruler.model_copy(update={"votes": 2}))
+    }
+    assert len(blends) == 2 + 2 + 1
+
+
+def test_a_file_that_an_older_art_wrote_with_ruler_is_gone_on_with(tmp_path: Path) -> None:
+    """Its lines have the digest with each score alone; those of other judges have none, and are refused."""
+    from art_cli.judges.output import scored_groups
+    from art_cli.trajectory import Score, score_trajectory
+
+    rows = write("t.jsonl", 0.25, 1.0)
+    source = TrajectoryFile(Path("t.jsonl"))
+    scores = [Score(judge="ruler", score=0.5, settings="abc")], [Score(judge="function", score=0.5)]
+    for name, given in zip("rf", scores, strict=True):
+        plain = [msgspec.to_builtins(score_trajectory(row, 0.5, given)) for row in rows]
+        write_lines(tmp_path / name, [{key: row[key] for key in row if key != "judge_settings"} for row in plain])
+    assert scored_groups(TrajectoryFile(tmp_path / "r"), source, "abc") == {"g"}
+    for name, settings in (("r", "abd"), ("f", "abc")):
+        with pytest.raises(RunError, match=f"{name}:1: judged with other settings"):
+            scored_groups(TrajectoryFile(tmp_path / name), source, settings)
+
+
+# --- 5: who holds it --------------------------------------------------------------------------------------------------
+
+SLOW = """
+import pathlib, time
+def judge(group):
+    pathlib.Path("begun").touch()
+    deadline = time.monotonic() + 60
+    while not pathlib.Path("go").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return [0.5 for _ in group]
+"""
+
+
+@pytest.fixture
+def slow_judge() -> subprocess.Popen[str]:
+    """`art judge t.jsonl` in a process of its own, in the middle of its group; it goes on once there is a file "go"."""
+    write("t.jsonl", 0.25, 1.0)
+    Path("slow.py").write_text(SLOW)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "art_cli", "judge", "t.jsonl", "judge=function", "judge.entry=slow.py:judge"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_until(Path("begun").exists)
+    return process
+
+
+def test_fresh_does_not_take_away_the_file_that_another_process_writes(
+    art: Art, slow_judge: "subprocess.Popen[str]"
+) -> None:
+    inode = Path("t.scored.jsonl").stat().st_ino
+    code, _, err = judge(art, "t.jsonl", "--fresh")
+    assert code == 1 and "another process is writing it" in err
+    assert Path("t.scored.jsonl").stat().st_ino == inode
+    Path("go").touch()
+    _, err = slow_judge.communicate(timeout=60)
+    assert slow_judge.returncode == 0, err
+    assert rewards("t.scored.jsonl") == {"g-0": 0.5, "g-1": 0.5}
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_who_wrote_to_a_file_that_is_gone_does_not_report_success(
+    replaced: bool, slow_judge: "subprocess.Popen[str]"
+) -> None:
+    Path("t.scored.jsonl").unlink()
+    if replaced:
+        Path("t.scored.jsonl").write_text("")
+    Path("go").touch()
+    out, err = slow_judge.communicate(timeout=60)
+    assert slow_judge.returncode == 1 and "t.scored.jsonl: was removed or replaced while it was written" in err, out
+
+
+def test_every_writer_of_lines_holds_its_file_until_it_is_closed(tmp_path: Path) -> None:
+    """In one process as between two, and on the file that the name means now, not on one that was removed."""
+    path = tmp_path / "t.jsonl"
+    with LineWriter(path) as writer:
+        with pytest.raises(RunError, match="another process is writing it"):
+            LineWriter(path)
+        with pytest.raises(RunError, match="another process is writing it"):
+            LineWriter(path, is_fresh=True)
+        writer.append({"a": 1})
+    path.unlink()
+    with LineWriter(path) as writer:
+        assert writer.is_in_place()
+        path.unlink()
+        assert not writer.is_in_place()
+        with LineWriter(path) as second:
+            second.append({"b": 1})
+    assert path.read_bytes() == b'{"b":1}\n'
+
+
+# --- 11 and 17: other people's lines ----------------------------------------------------------------------------------
+
+TURN = msgspec.convert(
+    {"parent": None, "kept": 0, "prompt_ids": [1], "sampled_ids": [2], "logprobs": [-0.5], "raw_logprobs": None}
+    | {"step": 0, "temperature": 1.0},
+    type=Trajectory.__annotations__["turns"].__args__[0],
+)
+GOOD = '{"messages": [{"role": "user", "content": "hi"}], "group_id": "good", "reward": 0.5}\n'
+
+
+def plain(content: Any, **fields: Any) -> str:
+    return json.dumps({"messages": [{"role": "user", "content": content}], "group_id": "odd", "reward": 0.25, **fields})
+
+
+def own(**fields: Any) -> str:
+    known = {"id": "a", "group_id": "odd", "group_size": 1, "index": 0, "messages": [], "returned_reward": 0.25}
+    return json.dumps(known | fields)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        plain([{"type": ["text"], "text": "a"}]),
+        plain([{"type": {"a": 1}}]),
+        plain([{"type": "text", "text": {"a": 1}}]),
+        plain([{"type": "image_url", "image_url": [1]}, {"type": "image_url", "image_url": {"url": 3}}, 3, None]),
+        plain("a", tools=[{"function": 3}, {}]),
+        plain("a", metrics={"loss": float("nan"), "high": float("inf"), "fine": 1}),
+        plain("half a pair: \ud800", note="\udfff\ud800"),
+        plain("a", note=10**300),
+        own(metrics={"loss": float("nan")}, metadata={"a": float("-inf")}),
+        own(messages=[{"role": ["user"], "content": {"a": "\ud83d"}, "tool_calls": {"a": 3}}]),
+        own(messages=[{"role": "assistant", "tool_calls": [3, {"id": [1]}, {"function": {"name": {}}}]}]),
+    ],
+)
+def test_a_line_with_something_odd_inside_is_judged(art: Art, line: str) -> None:
+    """RULER writes it down (a dry run writes every prompt), a judge scores it, and what it wrote is read again."""
+    Path("t.jsonl").write_text(f"{GOOD}{line}\n")
+    code, out, err = art("judge", "t.jsonl", "judge.api_base=http://127.0.0.1:9/v1", "judge.cache=null", "--dry-run")
+    assert code == 0 and out.startswith("2 groups to judge: 2 calls"), err
+    code, _, err = judge(art, "t.jsonl")
+    assert code == 0, err
+    assert sorted(rewards("t.scored.jsonl").values()) == [0.25, 0.5]
+    code, out, err = judge(art, "t.jsonl", "--report")
+    assert code == 0 and "0 groups scored (2 were before)" in out, err
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (plain("a", messages=[3]), "t.jsonl:2: Expected `object`, got `int`"),
+        (plain("a", metrics={"win": "yes"}), "t.jsonl:2: Expected"),
+        (plain("a", reward="high"), "t.jsonl:2: Expected"),
+        (plain("a", reward=float("nan")), "the rollout returned no reward"),
+        (plain("a", reward=1e308), "the reward 1e+308 is beyond 1e+100"),
+        (own(returned_reward=float("inf")), "the rollout returned no reward"),
+        (own(messages=3), "t.jsonl:2: Expected `array`, got `int`"),
+        (own(turns=[{"logprobs": [float("nan")]}]), "t.jsonl:2: "),
+        (json.dumps({"trajectories": [3]}), "t.jsonl:2: Expected `object`, got `int`"),
+        (plain("@").replace('"@"', "[" * 900 + "]" * 900), "nested too deeply"),
+        (
+            plain("@").replace("@", "\xe9"),
+            "not UTF-8",
+        ),
+    ],
+)
+def test_a_group_that_cannot_be_read_is_owed_and_the_others_are_judged(
+    art: Art, place: Path, line: str, says: str
+) -> None:
+    Path("t.jsonl").write_bytes((f"{GOOD}{line}\n").encode("latin-1"))
+    (place / "deep.py").write_text("def judge(group):\n    return [t.returned_reward for t in group]\n")
+    judging = ["judge=function", "judge.entry=deep.py:judge"] if "[[[" in line else ["judge=rollout"]
+    code, out, err = art("judge", "t.jsonl", *judging)
+    assert_in_words(code, err)
+    assert code == 1 and says in out and "1 groups were not scored and stay owed" in err
+    assert rewards("t.scored.jsonl") == {"good/0": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b'{"messages": ' + b"[" * 50_000, "t.jsonl:2: JSON is nested too deeply"),
+        (b'{"messages": [], "group_id": "\xff\xfe"}', "t.jsonl:2: the text is not UTF-8 (byte 30 of the line)"),
+        (
+            own(group_size=10**30).encode(),
+            '"group_size" is 1000000000000000000000000000000, not between 1 and 1,000,000',
+        ),
+        (own(group_size=-3).encode(), '"group_size" is -3, not between'),
+        (own(index=1).encode(), '"index" is 1, not between 0 and group_size - 1'),
+        (own(index=-1).encode(), '"index" is -1'),
+        (own(id=["a"]).encode(), '"id" and "group_id" of a trajectory are strings'),
+        (own(group_id={"a": 1}).encode(), '"id" and "group_id" of a trajectory are strings'),
+        (own(group_id="good").encode(), "group 'good' is there already, in line 1, in another format"),
+        (own().encode() + b"\n" + own(group_size=2, index=1, id="b").encode(), "t.jsonl:3: group 'odd' has 1 attempts"),
+        (b"\x00\x01", "t.jsonl:2: JSON is malformed"),
+    ],
+)
+def test_a_line_that_has_no_place_is_named(art: Art, line: bytes, says: str) -> None:
+    Path("t.jsonl").write_bytes(GOOD.encode() + line + b"\n")
+    code, _, err = judge(art, "t.jsonl")
+    assert_in_words(code, err)
+    assert code == 1 and says in err and "t.jsonl:" in err
+
+
+def read_own(path: Path) -> object:
+    return list(read_lines(path, Trajectory))
+
+
+def read_source(path: Path) -> object:
+    source = TrajectoryFile(path)
+    return [source.load(group) for group in source]
+
+
+def read_scenarios(path: Path) -> object:
+    return load_scenarios(path.name, path.parent)
+
+
+def read_demos(path: Path) -> object:
+    return load_demos(path.name, path.parent)
+
+
+EVERY = (
+    '{"id": "a", "group_id": "g", "group_size": 1, "index": 0, "messages": [{"role": "assistant", "content": "é"}]}\n'
+)
+READERS = pytest.mark.parametrize("read", [read_own, read_source, read_scenarios, read_demos])
+
+
+@READERS
+def test_a_byte_order_mark_is_passed_over_by_every_reader(place: Path, read: Callable[[Path], object]) -> None:
+    """Also in the middle, where two files with one were put together."""
+    lines = EVERY, EVERY.replace('"a"', '"b"').replace('"g"', '"h"')
+    (place / "plain.jsonl").write_text("".join(lines))
+    (place / "marked.jsonl").write_bytes(b"".join(b"\xef\xbb\xbf" + line.encode() for line in lines))
+    assert read(place / "marked.jsonl") == read(place / "plain.jsonl")
+
+
+@READERS
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+def test_another_encoding_is_called_by_its_name_by_every_reader(
+    place: Path, read: Callable[[Path], object], encoding: str
+) -> None:
+    (place / "t.jsonl").write_bytes(EVERY.encode(encoding))
+    with pytest.raises(DataError, match=rf"t\.jsonl: the text is {encoding[:6].upper()}; save it as UTF-8"):
+        read(place / "t.jsonl")
+
+
+@READERS
+def test_what_pythons_json_writes_is_read_by_every_reader(place: Path, read: Callable[[Path], object]) -> None:
+    """json.dumps writes NaN, Infinity and half pairs; a number that is not finite is null, half a pair U+FFFD."""
+    record = json.loads(EVERY)
+    odd = record | {"messages": [{"role": "assistant", "content": "a\ud800", "n": [float("nan"), float("inf")]}]}
+    mended = record | {"messages": [{"role": "assistant", "content": "a\ufffd", "n": [None, None]}]}
+    (place / "odd.jsonl").write_text(json.dumps(odd) + "\n")
+    (place / "mended.jsonl").write_text(json.dumps(mended) + "\n")
+    assert read(place / "odd.jsonl") == read(place / "mended.jsonl")
+
+
+@READERS
+def test_a_line_that_is_no_json_is_named_by_every_reader(place: Path, read: Callable[[Path], object]) -> None:
+    for broken in (b'{"id": }', b'{"id": "\xff"}', b"[" * 50_000, b'{"a": ' * 50_000, b"[1]", b"9" * 5_000):
+        (place / "t.jsonl").write_bytes(EVERY.encode() + broken + b"\n")
+        with pytest.raises(DataError, match=r"t\.jsonl:2: ") as caught:
+            read(place / "t.jsonl")
+        assert len(str(caught.value)) < 1_000 and str(caught.value).isprintable()

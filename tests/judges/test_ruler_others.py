@@ -1,0 +1,322 @@
+"""What stands beside RULER behind the same protocol: blends, a local reward model, litellm, and the Python call."""
+
+import copy
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+import art_cli
+from art_cli import cli
+from art_cli.config.schema import BlendJudgeConfig, RewardModelJudgeConfig, RulerJudgeConfig
+from art_cli.errors import JudgeError, JudgeStopped, UsageError
+from art_cli.judges import make_judge, prices, trial
+from art_cli.judges.prices import find_price
+from art_cli.judges.ruler import RulerJudge
+from tests.support.judge_server import Conduct, JudgeServer
+from tests.support.paths import ROOT
+from tests.support.ruler_cases import SYSTEM, attempt, rated
+from tests.support.tiny import tiny_tokenizer
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[JudgeServer]:
+    async with JudgeServer() as running:
+        yield running
+
+
+# --- blend ------------------------------------------------------------------------------------------------------------
+
+
+def blend(server: JudgeServer, weights: dict[str, float]) -> BlendJudgeConfig:
+    ruler = RulerJudgeConfig(name="ruler", model="m", api_base=server.api_base, cache=None)
+    return BlendJudgeConfig(name="blend", blend=weights, judges={"ruler": ruler} if "ruler" in weights else {})
+
+
+async def test_a_blend_is_the_weighted_mean_of_its_judges(server: JudgeServer) -> None:
+    """Weights 7 and 3, RULER's score q, the rollout's own reward 2: (7 q + 3 * 2) / 10, above 1 and kept so."""
+    judge = make_judge(blend(server, {"ruler": 7, "rollout": 3}), Path("."))
+    verdicts = await judge.judge(rated([0.2, 0.9], returned_reward=2.0))
+    await judge.close()
+    for index, quality in enumerate([0.2, 0.9]):
+        verdict = verdicts[f"g-{index}"]
+        assert verdict.reward == pytest.approx((7 * quality + 3 * 2) / 10)
+        assert [(score.judge, score.score) for score in verdict.scores] == [("ruler", quality), ("rollout", 2.0)]
+
+
+async def test_a_blend_with_one_judge_missing_is_no_blend(server: JudgeServer) -> None:
+    judge = make_judge(blend(server, {"ruler": 7, "rollout": 3}), Path("."))
+    with pytest.raises(JudgeError, match="the rollout returned no reward"):
+        await judge.judge(rated([0.2, 0.9]))
+    await judge.close()
+
+
+# --- reward model -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A seeded two-layer classifier with two outputs, over bytes."""
+    torch.manual_seed(0)
+    tokenizer = tiny_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=256, num_labels=2, pad_token_id=0,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("reward") / "model"
+    Qwen3ForSequenceClassification(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+async def score(path: Path, group: list[Any], **settings: Any) -> list[float]:
+    judge = make_judge(RewardModelJudgeConfig(name="reward_model", model=path.name, **settings), path.parent)
+    verdicts = await judge.judge(group)
+    await judge.close()
+    return [verdicts[trajectory.id].reward for trajectory in group]
+
+
+@pytest.mark.parametrize("activation", ["none", "sigmoid", "softmax"])
+async def test_batched_scores_equal_those_of_each_conversation_alone(reward_model: Path, activation: str) -> None:
+    """Conversations of 1 to 8 messages in batches of 3, padded, against one forward pass each without any padding."""
+    group = [attempt(i, [SYSTEM, *[{"role": "user", "content": "go on " * i}] * (i % 4)]) for i in range(8)]
+    found = await score(reward_model, group, label=1, activation=activation, batch_size=3)
+    model = Qwen3ForSequenceClassification.from_pretrained(reward_model).eval()
+    tokenizer = tiny_tokenizer()
+    for trajectory, value in zip(group, found, strict=True):
+        ids = tokenizer.apply_chat_template(trajectory.messages, tokenize=True, return_dict=False)[-256:]
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0]
+        wanted = {"none": logits[1], "sigmoid": logits[1].sigmoid(), "softmax": logits.softmax(-1)[1]}[activation]
+        assert value == pytest.approx(float(wanted), abs=1e-5)
+
+
+async def test_of_a_conversation_that_is_too_long_the_end_counts(reward_model: Path) -> None:
+    tails = [
+        attempt(i, [{"role": "user", "content": start * 400 + "the same end" * 10}]) for i, start in enumerate("ab")
+    ]
+    one, other = await score(reward_model, tails, max_length=100)
+    assert one == pytest.approx(other, abs=1e-6)
+
+
+async def test_a_reward_model_that_is_not_there_stops_and_a_label_that_is_not_there_too(
+    reward_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(JudgeStopped, match="judge.model: nothing cannot be loaded"):
+        await score(tmp_path / "nothing", rated([0.1]))
+    with pytest.raises(JudgeStopped, match="judge.label 5: .* has 2 outputs"):
+        await score(reward_model, rated([0.1]), label=5)
+
+
+# --- the Python call --------------------------------------------------------------------------------------------------
+
+
+async def test_one_call_scores_a_group_and_keeps_what_failed(server: JudgeServer) -> None:
+    group = rated([0.2, 0.9, 0.4])
+    group[1].error = "timeout: 3 s"
+    judged = await art_cli.ruler_score_group(group, "m", api_base=server.api_base, cache=None)
+    assert [(each.id, each.reward) for each in judged] == [("g-0", 0.2), ("g-1", None), ("g-2", 0.4)]
+
+
+async def test_one_call_takes_plain_conversations_a_rubric_and_parameters(server: JudgeServer) -> None:
+    group = [{"messages": trajectory.messages} for trajectory in rated([0.2, 0.9])]
+    judged = await art_cli.ruler_score_group(
+        group, "m", {"temperature": 0}, "Shorter is better.", api_base=server.api_base, cache=None, votes=2
+    )
+    assert [each.reward for each in judged] == [0.2, 0.9]
+    assert "Shorter is better." in server.asked[0]["messages"][0]["content"] and server.asked[0]["temperature"] == 0
+
+
+class ForeignTrajectory(BaseModel):
+    """As a program written for OpenPipe ART holds them."""
+
+    messages_and_choices: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    reward: float = 0.0
+    metrics: dict[str, float] = {}
+    logs: list[str] = []
+
+    def messages(self) -> list[dict[str, Any]]:
+        return self.messages_and_choices
+
+    def log(self, message: str) -> None:
+        self.logs.append(message)
+
+
+class ForeignGroup(BaseModel):
+    trajectories: list[ForeignTrajectory]
+    metadata: dict[str, str] = {}
+
+
+async def test_a_foreign_group_comes_back_as_a_copy_with_its_rewards_set(server: JudgeServer) -> None:
+    rows = [ForeignTrajectory(messages_and_choices=each.messages, reward=0.5) for each in rated([0.2, 0.9])]
+    group = ForeignGroup(trajectories=rows, metadata={"a": "b"})
+    before = copy.deepcopy(group)
+    judged = await art_cli.ruler_score_group(group, "m", api_base=server.api_base, cache=None)
+    assert group == before
+    assert isinstance(judged, ForeignGroup) and judged.metadata == {"a": "b"}
+    assert [each.reward for each in judged.trajectories] == [0.2, 0.9]
+    assert [each.metrics for each in judged.trajectories] == [
+        {"independent_reward": 0.5, "ruler_score": 0.2},
+        {"independent_reward": 0.5, "ruler_score": 0.9},
+    ]
+    assert all(each.logs[0].startswith("RULER explanation: place ") for each in judged.trajectories)
+
+
+async def test_a_failure_is_raised_or_swallowed_as_asked_and_a_wrong_setting_is_named(server: JudgeServer) -> None:
+    server.conduct = Conduct(misbehaviour="seven")
+    settings = {"api_base": server.api_base, "cache": None, "attempts": 1}
+    with pytest.raises(JudgeError):
+        await art_cli.ruler_score_group(rated([0.2, 0.9]), "m", **settings)
+    assert await art_cli.ruler_score_group(rated([0.2, 0.9]), "m", swallow_exceptions=True, **settings) is None
+    with pytest.raises(UsageError, match="vote: Extra inputs"):
+        await art_cli.ruler_score_group(rated([0.2, 0.9]), "m", vote=2)
+
+
+# --- prices and litellm -----------------------------------------------------------------------------------------------
+
+
+def test_prices_come_from_litellms_table_without_importing_it() -> None:
+    """openai/o3: 2 and 8 dollars a million, 0.50 for what OpenAI had cached."""
+    price = find_price(RulerJudgeConfig(name="ruler", model="openai/o3"))
+    assert price is not None
+    assert price.cost(1_000_000, 1_000_000) == pytest.approx(10.0)
+    assert price.cost(1_000_000, 0, 1_000_000) == pytest.approx(0.5)
+    assert find_price(RulerJudgeConfig(name="ruler", model="nobody/knows")) is None
+
+
+@pytest.fixture
+def no_litellm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As where it is not installed."""
+    monkeypatch.setitem(sys.modules, "litellm", None)
+    prices._table.cache_clear()
+    yield
+    prices._table.cache_clear()
+
+
+@pytest.mark.parametrize("variable", ["OPENAI_BASE_URL", "OPENAI_API_BASE"])
+async def test_openai_is_asked_without_litellm(
+    no_litellm: None, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """Its address and key are read as OpenAI's client reads them; without a table its price is unknown, not zero."""
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-canary-0011223344")
+    async with JudgeServer(Conduct(key="sk-canary-0011223344")) as server:
+        monkeypatch.setenv(variable, server.api_base)
+        judge = RulerJudge(RulerJudgeConfig(name="ruler", model="openai/gpt-4.1", cache=None), Path("."))
+        verdicts = await judge.judge(rated([0.2, 0.9]))
+        await judge.close()
+    assert [verdicts[name].reward for name in ("g-0", "g-1")] == [0.2, 0.9]
+    assert server.asked[0]["model"] == "gpt-4.1" and "response_format" in server.asked[0]
+    assert (judge.usage.calls, judge.usage.cost_usd) == (1, None)
+
+
+def test_a_key_of_openai_that_is_not_set_is_told_without_litellm(
+    no_litellm: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.chdir(tmp_path)
+    config = RulerJudgeConfig(name="ruler", model="openai/o3")
+    assert trial.missing_keys(config, tmp_path) == {"OPENAI_API_KEY": "openai/o3"}
+
+
+@pytest.mark.parametrize("model", ["anthropic/claude-sonnet-4-5", "gpt-4.1", "openai/responses/o1-pro"])
+def test_a_judge_that_needs_litellm_says_so_before_anything_runs(
+    no_litellm: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    with pytest.raises(UsageError, match=r"pip install 'art-cli\[litellm\]'"):
+        RulerJudge(RulerJudgeConfig(name="ruler", model=model, cache=None), tmp_path)
+    (tmp_path / "r.py").write_text("def r(policy, scenario): return 1\n")
+    (tmp_path / "s.jsonl").write_text('{"id": 1}\n')
+    (tmp_path / "config.yaml").write_text(
+        "model: {base: m}\nrollout: {entry: 'r.py:r', scenarios: s.jsonl}\n"
+        f"judge: {{name: ruler, model: {model}}}\n"
+    )
+    assert cli.run(["train", str(tmp_path / "config.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert f"config.yaml:3: judge.model: {model} is asked through litellm, which is not installed: pip install" in said
+
+
+LITELLM = """
+import asyncio, gzip, os, resource, sys
+from pathlib import Path
+from tests.support.judge_server import Conduct, JudgeServer
+from tests.support.ruler_cases import rated
+from art_cli.config.schema import RulerJudgeConfig
+from art_cli.errors import JudgeError, JudgeStopped
+from art_cli.judges.prices import find_price
+from art_cli.judges.ruler import RulerJudge
+
+async def main():
+    async with JudgeServer(Conduct(misbehaviour="429", times=1, key=os.environ["DEEPSEEK_API_KEY"])) as server:
+        os.environ["DEEPSEEK_API_BASE"] = server.api_base
+        config = RulerJudgeConfig(name="ruler", model="deepseek/deepseek-chat", cache=None)
+        judge = RulerJudge(config, Path("."), first_delay_s=0.01)
+        assert "litellm" not in sys.modules
+        verdicts = await judge.judge(rated([0.2, 0.9]))
+        assert [verdicts[name].reward for name in ("g-0", "g-1")] == [0.2, 0.9], verdicts
+        usage = judge.usage
+        wanted = find_price(config).cost(usage.prompt_tokens, usage.completion_tokens)
+        assert usage.calls == 1 and abs(usage.cost_usd - wanted) < 1e-9
+        assert server.asked[0]["model"] == "deepseek-chat" and "response_format" in server.asked[0]
+        assert len(server.asked) == 2
+        server.conduct = Conduct(key="another")
+        try:
+            await judge.judge(rated([0.3, 0.8]))
+        except JudgeStopped as stopped:
+            assert os.environ["DEEPSEEK_API_KEY"] not in str(stopped) and "***" in str(stopped), str(stopped)
+        else:
+            raise AssertionError("a wrong key was accepted")
+        await judge.close()
+        bomb = gzip.compress(b" " * (1 << 20), 9) * 1000
+        right = os.environ["DEEPSEEK_API_KEY"]
+        for change, encoding in ((bomb, "gzip"), (b" " * (1 << 23), "identity")):
+            server.conduct = Conduct(
+                key=right, change_body=lambda data: change, headers={"Content-Encoding": encoding}
+            )
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            judge = RulerJudge(config, Path("."), first_delay_s=0.01)
+            try:
+                await judge.judge(rated([0.1, 0.7]))
+            except JudgeError as owed:
+                assert "larger than 4 MiB" in str(owed), str(owed)
+            else:
+                raise AssertionError("a bomb was read")
+            assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+        server.conduct = Conduct(key=right, usage={"prompt_tokens": 10**30, "completion_tokens": -4, "total_tokens": 1})
+        judge = RulerJudge(config, Path("."), first_delay_s=0.01)
+        await judge.judge(rated([0.1, 0.7]))
+        assert 0 < judge.usage.tokens < 10_000 and 0 < judge.usage.cost_usd < 0.1, judge.usage
+        server.conduct = Conduct(key=right, misbehaviour="429", retry_after="86400")
+        try:
+            await judge.judge(rated([0.3, 0.7]))
+        except JudgeStopped as stopped:
+            assert "quota is used up until" in str(stopped), str(stopped)
+        else:
+            raise AssertionError("a day was waited")
+        await judge.close()
+
+asyncio.run(main())
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_litellm_reaches_a_provider_waits_out_its_limits_and_keeps_its_key() -> None:
+    """In a process of its own: importing litellm takes seconds, and must not happen before the first call."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DEEPSEEK_API_KEY": "sk-canary-0011223344"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LITELLM)], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("done")
+    assert "sk-canary-0011223344" not in done.stdout + done.stderr

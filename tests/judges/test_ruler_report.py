@@ -1,0 +1,205 @@
+"""What is said of a judge: agreement by hand-worked forms, bias with its sign, and the page."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from art_cli.errors import DataError, UsageError
+from art_cli.judges.agreement import Measure, Ratio, best_of_group, kendall_tau, measure, pairwise, slope
+from art_cli.judges.report import make_report
+from art_cli.judges.report_text import report_lines
+from art_cli.run_dir import write_lines
+from art_cli.trajectory import Score, ScoredTrajectory, score_trajectory
+from art_cli.views.judge_page import judge_page
+from tests.support.ruler_cases import attempt
+
+
+def test_pairwise_accuracy_by_hand() -> None:
+    """Gold 0 1 2 2: 5 pairs differ. Scores .1 .3 .2 .3: right (0,1) (0,2) (0,3), wrong (1,2), a tie (1,3): 3.5."""
+    assert pairwise([0.1, 0.3, 0.2, 0.3], [0, 1, 2, 2]) == Ratio(3.5, 5)
+    assert pairwise([0.1, 0.2], [1, 1]) == Ratio(0, 0)
+    assert pairwise([], []) == Ratio(0, 0)
+
+
+def test_kendalls_tau_b_by_hand() -> None:
+    """Scores 1 2 3 3, gold 1 3 2 2. Concordant (0,1) (0,2) (0,3), discordant (1,2) (1,3); untied 5 and 5: 1/5."""
+    assert kendall_tau([1, 2, 3, 3], [1, 3, 2, 2]) == Ratio(pytest.approx(0.2), 1)
+    assert kendall_tau([1, 1], [1, 2]) == Ratio(0, 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
+def test_kendalls_tau_b_equals_its_definition(points: list[tuple[int, int]]) -> None:
+    """(C - D) / sqrt((n0 - n1) (n0 - n2)) with n1, n2 the tied pairs of each side, counted from group sizes."""
+    scores, gold = [x for x, _ in points], [y for _, y in points]
+    n0 = len(points) * (len(points) - 1) // 2
+    tied = [sum(side.count(v) * (side.count(v) - 1) // 2 for v in set(side)) for side in (scores, gold)]
+    found = kendall_tau(scores, gold)
+    if n0 in tied:
+        assert found == Ratio(0, 0)
+        return
+    pairs = [(a, b) for i, a in enumerate(points) for b in points[:i]]
+    agree = sum((a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in pairs)
+    against = sum((a[0] - b[0]) * (a[1] - b[1]) < 0 for a, b in pairs)
+    assert found.numerator == pytest.approx((agree - against) / ((n0 - tied[0]) * (n0 - tied[1])) ** 0.5)
+
+
+def test_the_best_of_a_group_by_hand() -> None:
+    assert best_of_group([0.1, 0.9], [0, 1]) == Ratio(1, 1)
+    assert best_of_group([0.9, 0.9, 0.1], [0, 1, 1]) == Ratio(0.5, 1)  # one of two at the top, by lot
+    assert best_of_group([0.9, 0.1], [1, 1]) == Ratio(0, 0)
+
+
+def test_a_slope_by_hand() -> None:
+    """x 0 1 2, y 1 3 8: dx -1 0 1, dy -3 -1 4: 7 / 2."""
+    assert slope([0, 1, 2], [1, 3, 8]) == Ratio(7, 2)
+
+
+def test_an_interval_holds_its_value_nineteen_times_in_twenty() -> None:
+    """Means of 40 coins with p = 0.7, 100 times: the interval holds 0.7 in 95 %, give or take 3 standard errors."""
+    rng = random.Random(0)
+    hits = 0
+    for seed in range(100):
+        found = measure([Ratio(float(rng.random() < 0.7), 1) for _ in range(40)], seed=seed)
+        assert found is not None and found.low <= found.value <= found.high
+        hits += found.low <= 0.7 <= found.high
+    assert hits / 100 == pytest.approx(0.95, abs=0.065)
+
+
+def test_groups_count_by_what_they_tell_and_none_tells_nothing() -> None:
+    found = measure([Ratio(3, 6), Ratio(1, 1), Ratio(0, 0)])
+    assert found is not None and found.value == pytest.approx(4 / 7) and found.num == 2
+    assert measure([Ratio(0, 0)]) is None
+    assert measure([Ratio(1, 2)]) == Measure(0.5, 0.5, 0.5, 1)
+
+
+# --- a whole file -----------------------------------------------------------------------------------------------------
+
+
+def scored_group(
+    number: int, qualities: list[float], *, bias: float, votes: int, rng: random.Random, gold: str = "metrics"
+) -> list[ScoredTrajectory]:
+    """What a judge with a known bias leaves: half of it added in the first place, half taken off in the last."""
+    orders = [rng.sample(range(len(qualities)), len(qualities)) for _ in range(votes)]
+    group = []
+    for index, quality in enumerate(qualities):
+        positions = [order.index(index) for order in orders]
+        given = [quality + bias * (0.5 - place / (len(qualities) - 1)) for place in positions]
+        score = sum(given) / votes
+        spread = (sum((vote - score) ** 2 for vote in given) / (votes - 1)) ** 0.5 if votes > 1 else None
+        record = Score(
+            judge="ruler", model="m", score=score, votes=given, positions=positions, spread=spread,
+            cost_usd=0.01, prompt_tokens=100.0, completion_tokens=10.0, latency_s=float(number),
+        )  # fmt: skip
+        trajectory = attempt(index, [], group=f"g{number}", size=len(qualities), metrics={"quality": quality})
+        group.append(score_trajectory(trajectory, score, [record]))
+    return group
+
+
+def write(path: Path, *, bias: float = 0.0, votes: int = 1, num_groups: int = 200, seed: int = 0) -> Path:
+    rng = random.Random(seed)
+    groups = [
+        scored_group(number, [rng.uniform(0.2, 0.8) for _ in range(6)], bias=bias, votes=votes, rng=rng)
+        for number in range(num_groups)
+    ]
+    write_lines(path, [each for group in groups for each in group])
+    return path
+
+
+@pytest.mark.parametrize("bias", [0.2, -0.1])
+def test_order_bias_is_exact_where_attempts_are_compared_with_themselves(tmp_path: Path, bias: float) -> None:
+    report, _ = make_report(write(tmp_path / "s.jsonl", bias=bias, votes=3))
+    [judge] = report.judges
+    assert judge.order_bias is not None and judge.order_bias.value == pytest.approx(bias, abs=1e-9)
+    words = dict(report_lines(report))["  order bias"]
+    assert words.startswith(f"{bias:+.3f}")
+    assert f"the {'first' if bias > 0 else 'last'} place gets more" in words
+
+
+def test_with_one_vote_order_bias_is_found_among_the_noise_of_quality(tmp_path: Path) -> None:
+    """Quality is uniform over 0.6, a standard deviation of 0.17: 400 groups of 6 tell 0.2 to within about 0.02."""
+    report, _ = make_report(write(tmp_path / "s.jsonl", bias=0.2, num_groups=400))
+    bias = report.judges[0].order_bias
+    assert bias is not None and bias.low <= 0.2 <= bias.high and bias.high - bias.low < 0.1
+
+
+def test_a_judge_without_bias_is_not_accused(tmp_path: Path) -> None:
+    report, _ = make_report(write(tmp_path / "s.jsonl", num_groups=400))
+    assert "none that stands out" in dict(report_lines(report))["  order bias"]
+
+
+def test_votes_agree_better_than_one_vote(tmp_path: Path) -> None:
+    report, _ = make_report(write(tmp_path / "s.jsonl", bias=0.3, votes=8), gold="metrics.quality")
+    [judge] = report.judges
+    assert judge.agreement and judge.one_vote
+    all_votes, one = judge.agreement.pairwise_accuracy, judge.one_vote.pairwise_accuracy
+    assert all_votes and one and all_votes.low > one.high
+    assert report.values()["pairwise_accuracy"] == all_votes.value
+    assert report.values()["one_vote.pairwise_accuracy"] == one.value
+
+
+def test_counts_costs_and_times_are_sums_and_medians(tmp_path: Path) -> None:
+    report, _ = make_report(write(tmp_path / "s.jsonl", num_groups=5, votes=2))
+    [judge] = report.judges
+    assert (report.num_groups, report.num_trajectories, judge.num_votes) == (5, 30, 2)
+    assert judge.cost_usd == pytest.approx(0.3) and judge.prompt_tokens == 3000 and judge.completion_tokens == 300
+    assert (judge.latency_s, judge.latency_p95_s) == (2.0, 4.0)
+
+
+def test_groups_without_signal_and_failed_attempts_are_counted(tmp_path: Path) -> None:
+    """Equal to 1e-8: groups a (equal), b (one attempt), c (all failed) tell nothing; d does."""
+
+    def one(group: str, index: int, reward: float | None) -> ScoredTrajectory:
+        error = "timeout: 3 s" if reward is None else None
+        return score_trajectory(attempt(index, [], group=group, error=error), reward)
+
+    rows = [one("a", 0, 0.5), one("a", 1, 0.5 + 1e-9), one("b", 0, 0.3), one("c", 0, None), one("d", 0, 0.1)]
+    write_lines(tmp_path / "s.jsonl", [*rows, one("d", 1, 0.2), one("d", 2, None)])
+    report, _ = make_report(tmp_path / "s.jsonl")
+    assert (report.num_groups, report.num_without_signal, report.num_failed) == (4, 3, 2)
+    assert report.values()["no_signal_share"] == 0.75
+
+
+def test_a_gold_that_is_not_there_is_one_line_with_what_there_is(tmp_path: Path) -> None:
+    path = write(tmp_path / "s.jsonl", num_groups=1)
+    with pytest.raises(UsageError, match=r"--gold metrics.win: .*metrics\.quality"):
+        make_report(path, gold="metrics.win")
+    (tmp_path / "t.jsonl").write_text(json.dumps({"group_id": "g", "index": 0}) + "\n")
+    with pytest.raises(DataError, match="no rewards in it"):
+        make_report(tmp_path / "t.jsonl")
+
+
+class _Tags:
+    """Counts the tags of a page and remembers what loads something."""
+
+    def __init__(self, page: str) -> None:
+        from html.parser import HTMLParser
+
+        counts: dict[str, int] = {}
+        loads: list[str] = []
+
+        class Parser(HTMLParser):
+            def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+                counts[tag] = counts.get(tag, 0) + 1
+                loads.extend(str(value) for name, value in attrs if name in ("src", "href"))
+
+        Parser().feed(page)
+        self.counts, self.loads = counts, loads
+
+
+def test_the_page_shows_every_line_and_four_plots_and_loads_nothing(tmp_path: Path) -> None:
+    import msgspec
+
+    path = tmp_path / "<script>s.jsonl"
+    write(path, bias=0.2, votes=2, num_groups=20)
+    report, sample = make_report(path, gold="metrics.quality")
+    plain: dict[str, Any] = msgspec.to_builtins(report)
+    page = judge_page(plain, msgspec.to_builtins(sample), report_lines(report))
+    tags = _Tags(page)
+    assert tags.counts["svg"] == 4 and tags.counts["tr"] == len(report_lines(report))
+    assert "script" not in tags.counts and tags.loads == []
+    assert tags.counts["circle"] == 20 * 6 * 2 + 20 * 6

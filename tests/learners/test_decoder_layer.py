@@ -1,0 +1,63 @@
+"""Decoder layers computed as two functions give the model's own numbers, forward and backward, and are in use."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+
+from art_cli.config.schema import TorchLearnerConfig
+from art_cli.learners.pack_runner import PackRunner
+from art_cli.learners.packing_check import compare_packing
+from art_cli.model import Weights
+from tests.learners.test_pack_runner import SHAPE, samples, weights_of
+
+MODELS: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(**SHAPE),
+    "qwen2, biases": transformers.Qwen2Config(**SHAPE),
+    "qwen3, norms of the heads": transformers.Qwen3Config(**SHAPE, head_dim=16),
+    "mistral, window": transformers.MistralConfig(**SHAPE, sliding_window=8),
+}
+
+
+def adapted(config: Any, targets: str | list[str], **knobs: Any) -> Weights:
+    """With adapters, norms and biases that all count."""
+    weights = weights_of(config)
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM", **knobs)
+    model: Any = get_peft_model(weights.model, lora)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or name.endswith(("bias", "norm.weight")):
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+    return Weights(
+        model.eval(), weights.tokenizer, weights.device, weights.dtype, weights.max_length, "tiny", has_adapter=True
+    )
+
+
+def num_in_use(runner: PackRunner) -> int:
+    with runner.running():
+        return sum("forward" in vars(layer) for layer in runner.model.base_model.layers)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]], ids=["all", "two"])
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_logprobs_and_gradient_are_those_of_the_models_own_layers(config: Any, targets: Any) -> None:
+    runner = PackRunner(adapted(config, targets), TorchLearnerConfig())
+    runner.settle(samples()[0])
+    assert runner.can_pack and num_in_use(runner) == 2
+    gap = compare_packing(runner, samples())
+    assert gap.logprob < 1e-5 and gap.gradient < 1e-5, str(gap)
+
+
+def test_layers_that_are_not_known_stay_as_they_are() -> None:
+    """Dropout on an adapter, another activation, weights that are all trained."""
+    assert num_in_use(_settled(adapted(MODELS["llama"], "all-linear", lora_dropout=0.5))) == 0
+    assert num_in_use(_settled(adapted(transformers.LlamaConfig(**SHAPE, hidden_act="relu"), "all-linear"))) == 0
+    assert num_in_use(_settled(weights_of(MODELS["llama"]))) == 0
+
+
+def _settled(weights: Weights) -> PackRunner:
+    runner = PackRunner(weights, TorchLearnerConfig())
+    runner.settle(samples()[0])
+    assert runner.can_pack
+    return runner

@@ -1,0 +1,400 @@
+"""The learner as a whole. Contract 1: the gradient of a step is that of one sequence at a time."""
+
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from art_cli.config.schema import (
+    CispoConfig,
+    DapoConfig,
+    DrGrpoConfig,
+    GrpoConfig,
+    GspoConfig,
+    LossConfig,
+    TorchLearnerConfig,
+    TrainConfig,
+)
+from art_cli.errors import DriftError, LearnerError
+from art_cli.learners.torch_learner import TorchLearner
+from art_cli.model import Weights
+from art_cli.trajectory import ScoredTrajectory, Turn, sequence
+from tests.support.tiny import tiny_weights
+from tests.support.trees import logprobs_of, sampled, scored, turn, turn_trees
+
+LOSSES: dict[str, LossConfig] = {
+    "grpo": GrpoConfig(),
+    "grpo, kl and importance": GrpoConfig(kl=0.1, importance_cap=1.05, scale_advantages=False),
+    "dr_grpo": DrGrpoConfig(name="dr_grpo", kl=0.1),
+    "dapo": DapoConfig(name="dapo"),
+    "gspo": GspoConfig(name="gspo", kl=0.1, clip=0.02, clip_high=0.02),
+    "cispo": CispoConfig(name="cispo", clip_high=0.05),
+}
+MAX_TOKENS = 16
+
+
+def learner(weights: Weights, loss: LossConfig | None = None, **knobs: object) -> TorchLearner:
+    shape = {name: knobs.pop(name) for name in list(knobs) if name in TorchLearnerConfig.model_fields}
+    return TorchLearner(
+        weights,
+        train=TrainConfig(**{"learning_rate": 1e-3, "max_logprob_gap": 10.0, **knobs}),
+        loss=loss or GrpoConfig(),
+        learner=TorchLearnerConfig(**shape),
+        sampling_max_tokens=MAX_TOKENS,
+    )
+
+
+# --- contract 1 -------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def groups_of(draw: st.DrawFn) -> list[list[ScoredTrajectory]]:
+    groups = []
+    for name in ("a", "b"):
+        size = draw(st.integers(2, 4))
+        rewards = draw(st.lists(st.floats(-2, 2), min_size=size, max_size=size))
+        groups.append(
+            [
+                scored(draw(turn_trees(draw(st.integers(1, 4)))), reward, index=index, group=name)
+                for index, reward in enumerate(rewards)
+            ]
+        )
+    return groups
+
+
+def reference_gradient(
+    weights: Weights, groups: list[list[ScoredTrajectory]], loss: LossConfig
+) -> dict[str, torch.Tensor]:
+    """One sequence at a time, written out plainly: no packing, no shared code but the model.
+
+    A sampled token is trained in the first leaf turn that holds it; a sequence is such a leaf.
+    """
+    sequences = []
+    for group in groups:
+        rewards = torch.tensor([t.reward for t in group], dtype=torch.float64)
+        if rewards.max() - rewards.min() <= 1e-8:
+            continue
+        for trajectory, reward in zip(group, rewards, strict=True):
+            advantage = reward - rewards.mean()
+            if not isinstance(loss, DrGrpoConfig) and loss.scale_advantages:
+                advantage = advantage / rewards.std()
+            sequences += [(trajectory.id, float(advantage), *leaf) for leaf in leaves(trajectory.turns)]
+    num_tokens = sum(len(places) for _, _, _, places in sequences)
+    num_trajectories = len({id for id, *_ in sequences})
+    weights.model.zero_grad()
+    for _, advantage, ids, places in sequences:
+        new = chosen_logprobs(weights, ids, places)
+        engine = torch.tensor([t.logprobs[offset] for _, t, offset in places])
+        old = new.detach() if loss.importance_cap else engine
+        ratio = (new - old).exp()
+        if isinstance(loss, GspoConfig):
+            ratio = (new - old).mean().exp().expand(len(new))
+        if isinstance(loss, CispoConfig):
+            terms = -ratio.detach().clamp(1 - loss.clip, 1 + loss.clip_high) * advantage * new
+        else:
+            high = loss.clip_high if isinstance(loss, DapoConfig | GspoConfig) else loss.clip
+            terms = -torch.minimum(ratio * advantage, ratio.clamp(1 - loss.clip, 1 + high) * advantage)
+        if loss.importance_cap:
+            terms = terms * (new.detach() - engine).exp().clamp(max=loss.importance_cap)
+        if loss.kl:
+            with torch.no_grad(), weights.adapter_off():
+                reference = chosen_logprobs(weights, ids, places)
+            terms = terms + loss.kl * ((reference - new).exp() - (reference - new) - 1)
+        if isinstance(loss, GspoConfig):
+            value = terms.mean() / len(sequences)
+        elif isinstance(loss, DrGrpoConfig):
+            value = terms.sum() / MAX_TOKENS / num_trajectories
+        else:
+            value = terms.sum() / num_tokens
+        value.backward()
+    gradient = {n: p.grad.clone() for n, p in weights.model.named_parameters() if p.grad is not None}
+    weights.model.zero_grad()
+    return gradient
+
+
+def chosen_logprobs(weights: Weights, ids: list[int], places: list[tuple[int, Turn, int]]) -> torch.Tensor:
+    """[N] the logprob of each place's token, at the temperature of the turn that sampled it."""
+    rows = {t.temperature: logprobs_of(weights, ids, t.temperature) for _, t, _ in places}
+    return torch.stack([rows[t.temperature][place - 1] for place, t, _ in places])
+
+
+def leaves(turns: list[Turn]) -> list[tuple[list[int], list[tuple[int, Turn, int]]]]:
+    """(token ids, [(place in them, the turn that sampled it, offset in that turn), ...]) of each leaf."""
+    whole = {t.parent for t in turns if t.parent is not None and t.kept == len(sequence(turns, t.parent))}
+    taken, found = set(), []
+    for index in range(len(turns)):
+        if index in whole:
+            continue
+        origin: list[tuple[int, int] | None] = origins(turns, index)
+        places = [(i, *o) for i, o in enumerate(origin) if o is not None and i > 0 and o not in taken]
+        taken |= {(t, offset) for _, t, offset in places}
+        if places:
+            found.append((sequence(turns, index), [(i, turns[t], offset) for i, t, offset in places]))
+    return found
+
+
+def origins(turns: list[Turn], index: int) -> list[tuple[int, int] | None]:
+    t = turns[index]
+    kept = origins(turns, t.parent)[: t.kept] if t.parent is not None else []
+    return [*kept, *[None] * len(t.prompt_ids), *[(index, offset) for offset in range(len(t.sampled_ids))]]
+
+
+class Caught:
+    """Stands in for the optimizer's update: keeps the gradient, changes nothing."""
+
+    def __init__(self, learner: TorchLearner) -> None:
+        self.learner, self.gradient = learner, {}
+        learner.optimizer.update = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self) -> None:
+        self.gradient = {n: p.grad.clone() for n, p in self.learner.parameters.items() if p.grad is not None}
+        self.learner.optimizer.clear()
+
+
+WEIGHTS = tiny_weights(seed=3)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(groups=groups_of(), budget=st.sampled_from([1, 12, 24, 4096]), packing=st.sampled_from(["auto", "tree", "rows"]))
+def test_gradient_is_that_of_one_sequence_at_a_time(
+    loss: LossConfig, groups: list[list[ScoredTrajectory]], budget: int, packing: str
+) -> None:
+    """Contract 1, for every loss, any packing and micro-batch size: equal to 1e-5 of the gradient's norm."""
+    for group in groups:
+        for trajectory in group:
+            trajectory.turns = sampled(WEIGHTS, trajectory.turns, noise=0.1, seed=trajectory.index)
+    expected = reference_gradient(WEIGHTS, groups, loss)
+    trained = learner(WEIGHTS, loss, micro_batch_tokens=budget, packing=packing, max_grad_norm=1e9)
+    caught = Caught(trained)
+    trained.step(groups)
+    assert caught.gradient.keys() == expected.keys()
+    norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
+    error = math.sqrt(sum(float((caught.gradient[n] - g).square().sum()) for n, g in expected.items()))
+    assert error <= 1e-5 * norm + 1e-9
+
+
+# --- what a step does -------------------------------------------------------------------------------------------------
+
+
+def two_answers(weights: Weights, *, good: float = 1.0, bad: float = 0.0, group: str = "g") -> list[ScoredTrajectory]:
+    """One prompt, two one-turn trajectories that answered it differently."""
+    answers = [[20, 21, 22], [20, 31, 32]]
+    return [
+        scored(sampled(weights, [turn([1, 2, 3], answer)]), reward, index=index, group=group)
+        for index, (answer, reward) in enumerate(zip(answers, (good, bad), strict=True))
+    ]
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_step_makes_the_better_sample_likelier_and_the_worse_one_less(loss: LossConfig) -> None:
+    """From ratio 1, every loss's first gradient is the plain policy gradient."""
+    weights = tiny_weights()
+    group = two_answers(weights)
+    before = [sum(t.turns[0].logprobs) for t in group]
+    learner(weights, loss).step([group])
+    after = [sum(logprobs_of(weights, sequence(t.turns, 0))[2:].tolist()) for t in group]
+    assert after[0] > before[0]
+    assert after[1] < before[1]
+
+
+def test_saved_and_loaded_the_next_step_is_bit_identical(tmp_path: Path) -> None:
+    weights, other = tiny_weights(), tiny_weights()
+    groups = [two_answers(weights, group="a"), two_answers(weights, bad=0.5, group="b")]
+    knobs = {"warmup_steps": 4, "weight_decay": 0.1, "updates_per_step": 2}
+    first, second = learner(weights, **knobs), learner(other, **knobs)
+    first.step(groups)
+    first.save(tmp_path)
+    first.step(groups)
+    second.load(tmp_path)
+    second.step(groups)
+    assert second.optimizer.counts == first.optimizer.counts
+    for name, parameter in first.parameters.items():
+        assert torch.equal(parameter, second.parameters[name]), name
+
+
+def test_with_the_optimizer_offloaded_the_steps_are_the_same(tmp_path: Path) -> None:
+    """Bit by bit, and either goes on from what the other saved."""
+    weights = [tiny_weights() for _ in range(3)]
+    groups = [two_answers(weights[0], group="a"), two_answers(weights[0], bad=0.5, group="b")]
+    knobs = {"weight_decay": 0.1, "updates_per_step": 2}
+    here, there, after = (learner(w, offload_optimizer=on, **knobs) for w, on in zip(weights, (0, 1, 1), strict=True))
+    here.step(groups)
+    here.save(tmp_path)
+    after.load(tmp_path)
+    for trained in (here, there, there, after):
+        trained.step(groups)
+    for name, parameter in here.parameters.items():
+        assert torch.equal(parameter, there.parameters[name]), name
+        assert torch.equal(parameter, after.parameters[name]), name
+
+
+def parameters_of(learner: TorchLearner) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in learner.parameters.items()}
+
+
+def assert_unchanged(learner: TorchLearner, before: dict[str, torch.Tensor]) -> None:
+    for name, parameter in learner.parameters.items():
+        assert torch.equal(parameter, before[name]), name
+
+
+@pytest.mark.parametrize("rewards", [(0.1, 0.1), (1.0, 1.0 + 1e-9)])
+def test_a_step_without_signal_changes_no_weight_and_says_so(rewards: tuple[float, float]) -> None:
+    """Contract 4, with momentum and weight decay at hand from a step before."""
+    weights = tiny_weights()
+    trained = learner(weights, weight_decay=0.1)
+    trained.step([two_answers(weights)])
+    before, version = parameters_of(trained), weights.version
+    counts = msgspec.structs.replace(trained.optimizer.counts)
+    metrics = trained.step([two_answers(weights, good=rewards[0], bad=rewards[1])])
+    assert_unchanged(trained, before)
+    assert (metrics.num_updates, metrics.no_signal_share, metrics.tokens_computed) == (0, 1.0, 0)
+    assert math.isnan(metrics.loss)
+    assert weights.version == version
+    assert trained.optimizer.counts == counts
+
+
+def test_a_group_without_signal_adds_nothing_to_one_that_has_some() -> None:
+    """Not even to the denominator: the gradient is that of the other group alone."""
+    weights = tiny_weights()
+    flat, group = two_answers(weights, good=0.3, bad=0.3, group="flat"), two_answers(weights)
+    alone, both = Caught(learner(weights)), Caught(learner(weights))
+    alone.learner.step([group])
+    metrics = both.learner.step([flat, group])
+    assert metrics.no_signal_share == 0.5
+    for name, gradient in alone.gradient.items():
+        assert torch.equal(both.gradient[name], gradient)
+
+
+def test_failed_trajectories_are_counted_and_not_trained_on() -> None:
+    weights = tiny_weights()
+    group = two_answers(weights)
+    failed = scored([turn([1], [2])], None, index=2, error="timeout: 600 s")
+    metrics = learner(weights).step([[*group, failed]])
+    assert (metrics.num_trajectories, metrics.num_failed, metrics.num_samples) == (3, 1, 2)
+    assert (metrics.reward_mean, metrics.reward_std) == (0.5, 0.5)
+
+
+def test_tokens_are_counted_flat_computed_and_trained() -> None:
+    """1 2 3 [20 21 22] and 1 2 3 [20 31 32]: 12 tokens flat, 8 in the tree (1 2 3 20 | 21 22 | 31 32), 6 trained."""
+    weights = tiny_weights()
+    metrics = learner(weights).step([two_answers(weights)])
+    assert (metrics.tokens_flat, metrics.tokens_computed, metrics.tokens_trained) == (12, 8, 6)
+
+
+def test_a_finished_trajectory_without_a_reward_is_refused() -> None:
+    with pytest.raises(LearnerError, match="trajectory g/1: its reward is None; judge it first"):
+        learner(WEIGHTS).step([[scored([turn([1], [2])], 1.0), scored([turn([1], [2])], None, index=1)]])
+
+
+# --- contract 2 -------------------------------------------------------------------------------------------------------
+
+
+def test_the_gap_between_engine_and_learner_is_measured() -> None:
+    """The engine's logprobs moved by 0.03 and -0.01: mean 0.02, largest 0.03."""
+    weights = tiny_weights()
+    group = two_answers(weights)
+    for trajectory, shift in zip(group, (0.03, -0.01), strict=True):
+        [only] = trajectory.turns
+        trajectory.turns = [turn(only.prompt_ids, only.sampled_ids, logprobs=[x + shift for x in only.logprobs])]
+    metrics = learner(weights).step([group])
+    assert metrics.logprob_gap == pytest.approx(0.02, abs=1e-5)
+    assert metrics.logprob_gap_max == pytest.approx(0.03, abs=1e-5)
+
+
+def test_past_the_bound_the_step_stops_and_changes_nothing() -> None:
+    trained = learner(tiny_weights(seed=0), max_logprob_gap=0.05)
+    before = parameters_of(trained)
+    with pytest.raises(DriftError, match=r"differ by \d.* nats per token .* over train.max_logprob_gap = 0.05"):
+        trained.step([two_answers(tiny_weights(seed=5))])
+    assert_unchanged(trained, before)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
+def test_truncated_sampling_is_compared_by_raw_logprobs_and_trained_from_ratio_1(temperature: float) -> None:
+    """top_k 2 and greedy renormalise: the engine's logprobs (here 0) are then no logprobs of the learner's."""
+    weights = tiny_weights()
+    group = two_answers(weights)
+    for trajectory in group:
+        [only] = trajectory.turns
+        fields = {"raw_logprobs": only.raw_logprobs, "top_k": 2, "temperature": temperature}
+        trajectory.turns = [turn(only.prompt_ids, only.sampled_ids, **fields)]
+    metrics = learner(weights, GrpoConfig(scale_advantages=False)).step([group])
+    assert metrics.logprob_gap < 1e-5
+    assert metrics.clip_fraction == 0
+    # ratio 1, advantages +-1/2 over three tokens each: the mean of -r A is 0
+    assert metrics.loss == pytest.approx(0, abs=1e-6)
+
+
+def test_what_the_engine_did_not_say_is_not_compared() -> None:
+    weights = tiny_weights()
+    group = [
+        scored([turn([1, 2], [answer], raw_logprobs=None, top_p=0.9)], float(answer), index=answer) for answer in (0, 1)
+    ]
+    assert math.isnan(learner(weights).step([group]).logprob_gap)
+
+
+def test_score_is_the_plain_logprob() -> None:
+    ids = [5, 9, 260, 3, 3, 17]
+    for temperature in (1.0, 0.7):
+        expected = logprobs_of(WEIGHTS, ids, temperature).tolist()
+        assert learner(WEIGHTS).score(ids, temperature=temperature) == pytest.approx(expected, abs=1e-5)
+    assert learner(WEIGHTS).score([5]) == []
+
+
+# --- several updates per step -----------------------------------------------------------------------------------------
+
+
+def test_a_batch_split_over_updates_is_that_many_steps_on_its_groups() -> None:
+    """Two updates on two groups change the weights as two steps on one group each do, from the same samples."""
+    one, two = tiny_weights(), tiny_weights()
+    groups = [two_answers(one, group="a"), two_answers(one, good=0.0, bad=1.0, group="b")]
+    whole, apart = learner(one, updates_per_step=2), learner(two)
+    metrics = whole.step(groups)
+    assert metrics.num_updates == 2
+    for group in groups:
+        apart.step([group])
+    for name, parameter in whole.parameters.items():
+        assert torch.equal(parameter, apart.parameters[name]), name
+
+
+def test_later_updates_are_corrected_against_the_weights_that_sampled() -> None:
+    """With importance_cap the old logprobs are the learner's at the step's start, not at the update's: after a first
+    update with a large rate the second's ratios are off 1, and some are clipped.
+    """
+    weights = tiny_weights()
+    groups = [two_answers(weights, group=name) for name in "ab"]
+    metrics = learner(weights, GrpoConfig(importance_cap=2.0), learning_rate=0.05, updates_per_step=2).step(groups)
+    assert metrics.clip_fraction > 0
+    assert metrics.logprob_gap < 1e-5  # of both updates' groups, measured before the first
+
+
+def test_when_a_later_update_fails_the_first_is_taken_back() -> None:
+    weights = tiny_weights()
+    trained = learner(weights, updates_per_step=2)
+    good, bad = two_answers(weights, group="good"), two_answers(weights, group="bad")
+    [only] = bad[1].turns
+    bad[1].turns = [turn(only.prompt_ids, only.sampled_ids, logprobs=[-1.0, -1000.0, -1.0])]
+    before = parameters_of(trained)
+    with pytest.raises(LearnerError, match="trajectory bad/1, turn 0: its loss is not finite; no weight was changed"):
+        trained.step([good, bad])
+    assert_unchanged(trained, before)
+    assert trained.optimizer.counts.num_updates == 0
+    assert trained.optimizer.tensors() == {}
+
+
+def test_a_gradient_that_is_not_finite_names_its_trajectory() -> None:
+    """Ratio exp(60) with A < 0: the loss, about 1e26, is finite; squared for the gradient's norm it is not."""
+    weights = tiny_weights()
+    trained = learner(weights, max_logprob_gap=100.0)
+    group = two_answers(weights)
+    [only] = group[1].turns
+    group[1].turns = [turn(only.prompt_ids, only.sampled_ids, logprobs=[only.logprobs[0] - 60.0, *only.logprobs[1:]])]
+    before = parameters_of(trained)
+    with pytest.raises(LearnerError, match="trajectory g/1, turn 0: its gradient is not finite"):
+        trained.step([group])
+    assert_unchanged(trained, before)

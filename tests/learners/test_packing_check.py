@@ -1,0 +1,110 @@
+"""On a run's first batch packs are held against plain rows: logprobs and gradient, and rows win where they differ."""
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from art_cli.config.schema import GrpoConfig, TorchLearnerConfig
+from art_cli.learners.pack_runner import PackRunner
+from art_cli.learners.packing_check import compare_packing
+from art_cli.learners.samples import bare_sample
+from tests.learners.test_learner import Caught, learner, reference_gradient, two_answers
+from tests.learners.test_pack_runner import samples, weights_of
+from tests.support.tiny import tiny_config, tiny_weights
+
+
+def runner_of(weights: Any) -> PackRunner:
+    runner = PackRunner(weights, TorchLearnerConfig())
+    runner.settle(samples()[0])
+    assert runner.can_pack
+    return runner
+
+
+@pytest.mark.parametrize("lora_rank", [4, None])
+def test_exact_packs_hold_to_rounding(lora_rank: int | None) -> None:
+    """24 + 24 + 18 trained tokens; nothing is left behind in any `.grad`."""
+    weights = tiny_weights(lora_rank=lora_rank)
+    gap = compare_packing(runner_of(weights), samples())
+    assert gap.num_tokens == sum(len(sample.targets) for sample in samples())
+    assert gap.logprob < 1e-5 and gap.gradient < 1e-5
+    assert gap.is_small
+    assert all(parameter.grad is None for parameter in weights.model.parameters())
+
+
+def test_trees_are_compared_also_where_the_first_batch_has_none_that_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later batch may have them, and is not compared any more."""
+    runner, parents, run = runner_of(tiny_weights()), [], PackRunner.run
+
+    def keep(self: PackRunner, pack: Any) -> Any:
+        parents.extend(pack.segments.parents)
+        return run(self, pack)
+
+    monkeypatch.setattr(PackRunner, "run", keep)
+    ids = [np.array([1, *[2 + index] * 60]) for index in range(4)]
+    little = [bare_sample(each, np.array([60]), str(index)) for index, each in enumerate(ids)]
+    assert all(parent < 0 for pack in runner.pack(little) for parent in pack.segments.parents)
+    assert compare_packing(runner, little).is_small
+    assert any(parent >= 0 for parent in parents)
+
+
+def test_bfloat16_packs_hold_within_its_bounds() -> None:
+    gap = compare_packing(runner_of(weights_of(tiny_config(), torch.bfloat16)), samples())
+    assert gap.is_small
+    assert gap.gradient > 1e-5
+
+
+def break_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention with the right values and a wrong gradient: that of attention which sees every earlier token."""
+    from art_cli.learners import tree_attention
+
+    right = tree_attention._BlockAttention.apply
+
+    def wrong(query: Any, key: Any, value: Any, blocks: Any, scale: float) -> Any:
+        groups = query.shape[1] // key.shape[1]
+        wide = [tensor.repeat_interleave(groups, dim=1) for tensor in (key, value)]
+        causal = F.scaled_dot_product_attention(query, *wide, is_causal=True, scale=scale)
+        return causal + (right(query, key, value, blocks, scale) - causal).detach()
+
+    monkeypatch.setattr(tree_attention._BlockAttention, "apply", wrong)
+
+
+def test_a_gradient_that_ignores_the_tree_is_found_out_though_the_logprobs_agree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    break_backward(monkeypatch)
+    gap = compare_packing(runner_of(tiny_weights()), samples())
+    assert gap.logprob < 1e-4
+    assert gap.gradient > 0.01 and not gap.is_small
+
+
+def test_the_first_batch_falls_back_to_rows_and_says_so_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = tiny_weights()
+    groups = [two_answers(weights)]
+    expected = reference_gradient(weights, groups, GrpoConfig())
+    break_backward(monkeypatch)
+    caught = Caught(learner(weights, max_grad_norm=1e9))
+    with caplog.at_level(logging.INFO):
+        metrics = caught.learner.step(groups)
+        caught.learner.step(groups)
+    [said] = [record.message for record in caplog.records if "plain rows" in record.message]
+    assert said.startswith("packs do not hold against plain rows: logprobs differ by ")
+    assert "(bound 0.001)" in said and "training one sample at a time" in said
+    assert metrics.tokens_computed == metrics.tokens_flat == 12
+    for name, gradient in expected.items():
+        torch.testing.assert_close(caught.gradient[name], gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_where_packs_hold_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    weights = tiny_weights()
+    trained = learner(weights)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            metrics = trained.step([two_answers(weights)])
+    assert len([record for record in caplog.records if "packs hold against plain rows" in record.message]) == 1
+    assert metrics.tokens_computed == 8

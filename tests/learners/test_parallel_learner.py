@@ -1,0 +1,557 @@
+"""The learner in several processes: the gradient is that of one, and a dead process ends the run at once."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from art_cli.config.compose import load_config
+from art_cli.config.schema import (
+    DrGrpoConfig,
+    GrpoConfig,
+    LoraConfig,
+    LossConfig,
+    ModelConfig,
+    SftConfig,
+    TorchLearnerConfig,
+    TrainConfig,
+)
+from art_cli.errors import ConfigError, DriftError, LearnerError
+from art_cli.learners import workers as workers_module
+from art_cli.learners.packing import PACK_COST, pack_samples
+from art_cli.learners.parallel import Job, ParallelLearner
+from art_cli.learners.ranks import deal, pack_evenly
+from art_cli.learners.samples import trajectory_samples
+from art_cli.learners.torch_learner import TorchLearner
+from art_cli.learners.workers import Silence, Workers
+from art_cli.model import load_weights
+from art_cli.run_dir import RunDir, verify_checkpoint
+from art_cli.trajectory import ScoredTrajectory
+from tests.letters.build import build
+from tests.support.paths import LETTERS, ROOT
+from tests.support.trees import sampled, scored, turn, turn_trees
+from tests.support.waiting import wait_until
+
+ADAPTER, MODEL, MOMENTS = "adapter_model.safetensors", "model.safetensors", "optimizer.safetensors"
+DEMOS = [
+    {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": n * 4}]} for n in "abcde"
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("base")
+    build(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    """Two processes that serve all tests which let them live."""
+    workers = Workers(2, logs=tmp_path_factory.mktemp("logs"))
+    yield workers
+    workers.close()
+
+
+def job(base: Path, *, lora: bool = True, loss: LossConfig | None = None, **knobs: object) -> Job:
+    shape = {name: knobs.pop(name) for name in list(knobs) if name in TorchLearnerConfig.model_fields}
+    return Job(
+        base=str(base),
+        model=ModelConfig(base=str(base), lora=LoraConfig(rank=4, alpha=8) if lora else None),
+        train=TrainConfig(**{"learning_rate": 1e-3, "max_logprob_gap": 100.0, **knobs}),
+        loss=loss or GrpoConfig(),
+        learner=TorchLearnerConfig(**{"processes": 2, "micro_batch_tokens": 60, **shape}),
+        sft=SftConfig(demos="", batch_size=2),
+        sampling_max_tokens=16,
+    )
+
+
+def alone(job: Job) -> TorchLearner:
+    """The same learner in this process."""
+    weights = load_weights(job.model, job.base, device="cpu", seed=job.train.seed)
+    return TorchLearner(
+        weights,
+        train=job.train,
+        loss=job.loss,
+        learner=job.learner,
+        sft=job.sft,
+        sampling_max_tokens=job.sampling_max_tokens,
+    )
+
+
+def played(base: Path, *, groups: int = 3, seed: int = 0, **knobs: object) -> list[list[ScoredTrajectory]]:
+    """Groups of 4 attempts of uneven length, of two turns, as an older policy sampled them."""
+    draw = np.random.default_rng(seed)
+    weights = load_weights(ModelConfig(base=str(base), lora=None), str(base), device="cpu")
+
+    def attempt(prompt: list[int]) -> list[object]:
+        first, more, second = (draw.integers(3, 250, draw.integers(1, 16)).tolist() for _ in range(3))
+        turns = [turn(prompt, first), turn(more, second, parent=0, kept=len(prompt) + len(first), **knobs)]
+        return sampled(weights, turns, noise=0.3, seed=int(draw.integers(1000)))
+
+    made = []
+    for group in range(groups):
+        prompt = draw.integers(3, 250, 12 * (group + 1)).tolist()
+        made.append([scored(attempt(prompt), float(draw.normal()), index=i, group=f"g{group}") for i in range(4)])
+    return made
+
+
+def started(base: Path, directory: Path, *, lora: bool = True) -> Path:
+    """A checkpoint whose adapter is not the fresh one, which changes nothing and has no gradient for A."""
+    learner = alone(job(base, lora=lora))
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in learner.parameters.items():
+            if "lora_B" in name:
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=draw))
+    path = directory / "start"
+    path.mkdir()
+    learner.save(path)
+    return path
+
+
+def saved(learner: TorchLearner | ParallelLearner, path: Path) -> Path:
+    path.mkdir()
+    learner.save(path)
+    return path
+
+
+def distance(one: Path, other: Path, *, kind: str = "") -> float:
+    """|one - other| / |one| over all tensors of two files whose name ends in `kind`, taken as one vector."""
+    left, right = load_file(one), load_file(other)
+    assert left.keys() == right.keys()
+    names = [name for name in left if name.endswith(kind)]
+    assert names
+    vectors = [torch.cat([tensors[name].double().flatten() for name in names]) for tensors in (left, right)]
+    return float((vectors[0] - vectors[1]).norm() / vectors[0].norm())
+
+
+# --- the gradient -----------------------------------------------------------------------------------------------------
+
+CASES: dict[str, dict[str, object]] = {
+    "trees": {},
+    "rows": {"packing": "rows"},
+    "one pack in each process": {"micro_batch_tokens": 10_000},
+    "kl, importance, three updates": {
+        "loss": GrpoConfig(kl=0.1, importance_cap=1.5),
+        "updates_per_step": 3,
+        "micro_batch_tokens": 100,
+    },
+    "checkpointed layers": {"gradient_checkpointing": True, "loss": DrGrpoConfig(name="dr_grpo")},
+    "all weights": {"lora": False},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_have_the_gradient_and_the_metrics_of_one(
+    case: str, base: Path, workers: Workers, tmp_path: Path
+) -> None:
+    """After one update AdamW's first moment is (1 - beta1) times the clipped gradient: so gradients are compared.
+
+    Packs of 60 tokens do not come out even, so that one process runs an idle pack.
+    """
+    knobs = dict(CASES[case])
+    setup = job(base, **knobs)
+    start = started(base, tmp_path, lora=bool(knobs.get("lora", True)))
+    groups = played(base)
+    one, two = alone(setup), ParallelLearner(setup, workers)
+    metrics = []
+    for learner in (one, two):
+        learner.load(start)
+        metrics.append(learner.step(groups).known())
+    first, second = saved(one, tmp_path / "one"), saved(two, tmp_path / "two")
+    assert distance(first / MOMENTS, second / MOMENTS, kind=":exp_avg") < 1e-5
+    assert distance(first / MOMENTS, second / MOMENTS) < 1e-5
+    weights = MODEL if setup.model.lora is None else ADAPTER
+    assert distance(first / weights, second / weights) < 1e-5
+    for name in metrics[0].keys() - {"train_s", "tokens_computed"}:
+        assert metrics[1][name] == pytest.approx(metrics[0][name], rel=1e-5, abs=1e-6), name
+    assert metrics[1].keys() == metrics[0].keys()
+    assert one.score(range(3, 40)) == pytest.approx(two.score(range(3, 40)), abs=1e-4)
+
+
+def test_the_distance_would_show_a_gradient_that_is_a_mean_instead_of_a_sum(base: Path, tmp_path: Path) -> None:
+    """Half the gradient, below the clip: a relative distance of 1/2, five orders above the bound."""
+    learner = alone(job(base))
+    learner.step(played(base))
+    path = saved(learner, tmp_path / "one")
+    (tmp_path / "two").mkdir()
+    halved = {name: tensor / 2 for name, tensor in load_file(path / MOMENTS).items()}
+    save_file(halved, tmp_path / "two" / MOMENTS)
+    assert distance(path / MOMENTS, tmp_path / "two" / MOMENTS, kind=":exp_avg") == pytest.approx(0.5)
+
+
+def test_demos_train_the_same_in_two_processes(base: Path, workers: Workers, tmp_path: Path) -> None:
+    setup = job(base)
+    one, two = alone(setup), ParallelLearner(setup, workers)
+    numbers = [learner.sft(DEMOS) for learner in (one, two)]
+    assert distance(saved(one, tmp_path / "one") / ADAPTER, saved(two, tmp_path / "two") / ADAPTER) < 1e-4
+    for name in ("loss", "loss_first", "grad_norm", "num_updates", "tokens_trained"):
+        assert numbers[1][name] == pytest.approx(numbers[0][name], rel=1e-4), name
+
+
+# --- packs against rows -----------------------------------------------------------------------------------------------
+
+
+def test_the_first_batch_is_compared_in_all_processes(base: Path, workers: Workers) -> None:
+    ParallelLearner(job(base), workers).step(played(base))
+    for rank in range(2):
+        assert "packs hold against plain rows" in (workers.logs / f"learner_{rank}.log").read_text()
+
+
+def test_packs_with_a_wrong_gradient_lose_in_all_processes(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows from the first batch on, with the gradient of one process that is right."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import pytest\n"
+        "from tests.learners.test_packing_check import break_backward\n"
+        "break_backward(pytest.MonkeyPatch())\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    workers = Workers(2, logs=tmp_path / "logs")
+    try:
+        one, two = alone(job(base)), ParallelLearner(job(base), workers)
+        start, groups = started(base, tmp_path), played(base)
+        one.load(start)
+        two.load(start)
+        one.step(groups)
+        metrics = two.step(groups)
+        first, second = saved(one, tmp_path / "one"), saved(two, tmp_path / "two")
+    finally:
+        workers.close()
+    for rank in range(2):
+        assert "packs do not hold against plain rows" in (tmp_path / "logs" / f"learner_{rank}.log").read_text()
+    assert metrics.tokens_computed == metrics.tokens_flat
+    assert distance(first / MOMENTS, second / MOMENTS, kind=":exp_avg") < 1e-5
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_either_goes_on_from_the_others_checkpoint(base: Path, workers: Workers, tmp_path: Path) -> None:
+    """A step in one process, the next in two, and the other way round: both as two steps in one process."""
+    setup = job(base)
+    batches = [played(base, seed=seed) for seed in (1, 2)]
+    whole = alone(setup)
+    for batch in batches:
+        whole.step(batch)
+    reference = saved(whole, tmp_path / "whole")
+
+    def alike(learner: str) -> TorchLearner | ParallelLearner:
+        return alone(setup) if learner == "one" else ParallelLearner(setup, workers)
+
+    for before, after in (("one", "two"), ("two", "one")):
+        learner = alike(before)
+        learner.step(batches[0])
+        halfway = saved(learner, tmp_path / f"{before}, halfway")
+        learner = alike(after)
+        learner.load(halfway)
+        learner.step(batches[1])
+        path = saved(learner, tmp_path / f"{before}, {after}")
+        assert sorted(file.name for file in path.iterdir()) == sorted(file.name for file in reference.iterdir())
+        assert distance(reference / MOMENTS, path / MOMENTS) < 1e-5
+        assert distance(reference / ADAPTER, path / ADAPTER) < 1e-5
+
+
+def test_what_is_loaded_is_saved_again_bit_by_bit(base: Path, workers: Workers, tmp_path: Path) -> None:
+    learner = alone(job(base))
+    learner.step(played(base))
+    first = saved(learner, tmp_path / "first")
+    parallel = ParallelLearner(job(base), workers)
+    parallel.load(first)
+    again = saved(parallel, tmp_path / "again")
+    for name in (ADAPTER, MOMENTS, "optimizer.json", "rng.safetensors"):
+        assert (again / name).read_bytes() == (first / name).read_bytes(), name
+
+
+# --- failures of a step -----------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_in_one_process_ends_the_step_in_both_and_changes_nothing(
+    base: Path, workers: Workers, tmp_path: Path
+) -> None:
+    """One token that the engine says was impossible makes its ratio infinite: exp(0 + 1000)."""
+    groups = played(base)
+    bad = groups[1][2]
+    turns = [*bad.turns]
+    turns[0] = msgspec.structs.replace(turns[0], logprobs=[-1000.0] * len(turns[0].sampled_ids))
+    groups[1][2] = msgspec.structs.replace(bad, turns=turns, reward=-9.0)
+    learner = ParallelLearner(job(base), workers)
+    before = saved(learner, tmp_path / "before")
+    with pytest.raises(LearnerError, match="g1/2.*not finite"):
+        learner.step(groups)
+    after = saved(learner, tmp_path / "after")
+    assert (before / ADAPTER).read_bytes() == (after / ADAPTER).read_bytes()
+    assert learner.step(played(base)).num_updates == 1
+
+
+def test_drift_is_found_over_all_processes(base: Path, workers: Workers) -> None:
+    """The logprobs carry noise of 0.3 nats a token, on either side of what the bound lets pass."""
+    learner = ParallelLearner(job(base, max_logprob_gap=0.01), workers)
+    with pytest.raises(DriftError, match="max_logprob_gap = 0.01"):
+        learner.step(played(base))
+
+
+# --- dealing ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(turn_trees(3), min_size=1, max_size=12), st.integers(2, 5), st.integers(4, 60), st.booleans())
+def test_every_sample_is_dealt_once_and_every_process_runs_as_many_packs(
+    trees: list[list[object]], size: int, budget: int, share: bool
+) -> None:
+    samples = [
+        sample
+        for index, turns in enumerate(trees)
+        for sample in trajectory_samples(scored(turns, 0.0, index=index), 1.0)
+    ]
+    packs = pack_evenly(samples, size, budget=budget, share=share)
+    dealt = [deal(packs, rank, size) for rank in range(size)]
+    assert len({len(mine) for mine in dealt}) == 1
+    names = sorted((s.trajectory_id, s.turn) for mine in dealt for pack in mine for s in pack.samples)
+    assert names == sorted((sample.trajectory_id, sample.turn) for sample in samples)
+    for pack in (pack for mine in dealt for pack in mine):
+        longest = max((len(sample.token_ids) for sample in pack.samples), default=2)
+        assert len(pack.token_ids) <= max(budget, longest)
+        assert len(pack.edges.targets) > 0, "an idle pack still runs the head"
+
+    def duration(packs: list[object]) -> int:
+        lengths = sorted((len(pack.token_ids) for pack in packs), reverse=True)
+        return sum(length + PACK_COST for length in lengths[::size])
+
+    assert duration(packs) <= duration(pack_samples(samples, budget=budget, share=share))
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("model.quantize=4bit", "learner.processes"),
+        ("learner.offload_optimizer=true", "learner.offload_optimizer"),
+        ("learner.device=cuda:1", "learner.device"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(override: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        load_config(LETTERS / "config.yaml", ["learner=torch", "learner.processes=2", override])
+
+
+# --- death ------------------------------------------------------------------------------------------------------------
+
+
+def warmed_up(base: Path, tmp_path: Path) -> tuple[Workers, ParallelLearner]:
+    """Two processes that have answered once and live."""
+    workers = Workers(2, logs=tmp_path / "logs")
+    learner = ParallelLearner(job(base), workers)
+    learner.score([1, 2, 3])
+    learner.check()
+    return workers, learner
+
+
+def test_a_killed_process_ends_the_others_and_says_so(base: Path, tmp_path: Path) -> None:
+    """Stopped first, so that it dies in the middle of a step that the other waits in. `check` sees it as well."""
+    workers, learner = warmed_up(base, tmp_path)
+    victim, other = workers.pids[1], workers.pids[0]
+    os.kill(victim, signal.SIGSTOP)
+    killer = threading.Timer(0.5, os.kill, (victim, signal.SIGKILL))
+    killer.start()
+    begin = time.monotonic()
+    with pytest.raises(LearnerError, match="process 1 of the learner's 2 died .killed by SIGKILL.*same command"):
+        learner.step(played(base))
+    assert time.monotonic() - begin < 30
+    with pytest.raises(LearnerError, match="process 1 .*SIGKILL"):
+        learner.check()
+    with pytest.raises(ProcessLookupError):
+        os.kill(other, 0)
+    learner.close()
+
+
+class Run:
+    """`art train` on tests/letters as a child, with a learner of two processes."""
+
+    def __init__(self, runs: Path) -> None:
+        self.files = RunDir(runs / "letters")
+        self.command = [
+            *(
+                sys.executable,
+                "-c",
+                "from art_cli.cli import main; main()",
+                "train",
+                str(LETTERS / "config.yaml"),
+                f"runs={runs}",
+            ),
+            *("learner=torch", "learner.processes=2", "engine=embedded", "train.steps=3", "eval=null"),
+        ]
+
+    @contextlib.contextmanager
+    def started(self) -> Iterator["subprocess.Popen[str]"]:
+        with subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+            try:
+                yield child
+            finally:
+                child.kill()
+
+    def learner_pid(self, rank: int) -> int:
+        """Of the process whose logs lie in this run, by what the system knows of it."""
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                command, environment = (place / "cmdline").read_bytes(), (place / "environ").read_bytes()
+            except OSError:
+                continue
+            words = command.split(b"\0")
+            is_ours = str(self.files.logs.resolve()).encode() in words and b"torch.distributed.run" not in words
+            if is_ours and f"RANK={rank}".encode() in environment.split(b"\0"):
+                return int(place.name)
+        raise AssertionError(f"no process of rank {rank}")
+
+
+def test_a_process_that_hangs_ends_them_all_and_is_named(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lives, stopped in the middle of a step that the other waits in: that one goes on saying that it runs."""
+    monkeypatch.setattr(workers_module, "HUNG_S", 5.0)
+    workers, learner = warmed_up(base, tmp_path)
+    victim, other = workers.pids[1], workers.pids[0]
+    os.kill(victim, signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(LearnerError, match="process 1 of the learner's hangs.*5 s.*same command"):
+        learner.step(played(base))
+    assert time.monotonic() - begin < 30
+    learner.close()
+    begin = time.monotonic()
+    while any(is_running(pid) for pid in (victim, other)):
+        assert time.monotonic() - begin < 10
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """A zombie is not: init, whose child it is now, has not asked for its status yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+HANG = "the learner's processes hang: they have done nothing for {} s"
+
+
+class Clock:
+    """Stands until it is told to go on, in steps as small as those in which it is looked at."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def passed(silence: Silence, clock: Clock, seconds: float, *, beating: Sequence[int] = ()) -> str | None:
+    """What is wrong after some time in which those processes say that they run, and nothing more."""
+    for _ in range(round(seconds / 0.25)):
+        clock.now += 0.25
+        for rank in beating:
+            silence.hear(rank, {"beat": True})
+    return silence.problem()
+
+
+def test_processes_that_run_and_do_nothing_hang_after_ten_times_the_longest_pack() -> None:
+    """The first pack comes after 8 s, the next one after 4: 10 x 8 s; before the first one there are 900."""
+    clock = Clock()
+    silence = Silence([0, 1], 60.0, clock)
+    assert passed(silence, clock, 890, beating=[0, 1]) is None
+    assert (
+        passed(silence, clock, 11, beating=[0, 1]) == "the learner's processes hang: they have done nothing for 900 s"
+    )
+    silence = Silence([0, 1], 60.0, clock)
+    for seconds in (8, 4):
+        assert passed(silence, clock, seconds, beating=[0, 1]) is None
+        silence.hear(0, {"progress": [1, 9]})
+    assert passed(silence, clock, 79, beating=[0, 1]) is None
+    assert passed(silence, clock, 2, beating=[0, 1]) == HANG.format(80)
+
+
+def test_a_process_that_does_not_beat_is_named_whatever_the_others_do() -> None:
+    clock = Clock()
+    silence = Silence([0, 1], 60.0, clock)
+    assert passed(silence, clock, 59, beating=[0]) is None
+    assert passed(silence, clock, 2, beating=[0]) == (
+        "process 1 of the learner's hangs: it lives, and has not moved for 60 s"
+    )
+
+
+def test_quick_packs_leave_a_minute_and_who_has_answered_may_be_silent() -> None:
+    clock = Clock()
+    silence = Silence([0, 1], 60.0, clock)
+    passed(silence, clock, 1)
+    silence.hear(0, {"progress": [1, 9]})
+    silence.hear(1, {"result": None})
+    assert passed(silence, clock, 59, beating=[0]) is None
+    assert passed(silence, clock, 2, beating=[0]) == HANG.format(60)
+
+
+def test_time_in_which_the_owner_was_stopped_itself_does_not_count() -> None:
+    clock = Clock()
+    silence = Silence([0], 60.0, clock)
+    clock.now += 10_000
+    assert silence.problem() is None
+
+
+@pytest.mark.slow
+def test_a_run_whose_learner_loses_a_process_ends_loudly_and_the_same_command_finishes_it(tmp_path: Path) -> None:
+    """Rank 1 is stopped while the second step is sampled and killed when the other waits for it in that step."""
+    run = Run(tmp_path)
+    with run.started() as child:
+        wait_until(lambda: any(line.split == "train" for line in run.files.metrics()), while_running=child)
+        victim = run.learner_pid(1)
+        os.kill(victim, signal.SIGSTOP)
+        wait_until(lambda: len(run.files.scored(1)) == 12, while_running=child)
+        os.kill(victim, signal.SIGKILL)
+        begin = time.monotonic()
+        _, said = child.communicate(timeout=240)
+        assert time.monotonic() - begin < 30
+        assert child.returncode == 1
+    assert "error: process 1 of the learner's 2 died (killed by SIGKILL)" in said
+    assert "run the same command again" in said
+    assert [verify_checkpoint(run.files.checkpoint_path(step)).step for step in (0, 1)] == [0, 1]
+    with pytest.raises(AssertionError, match="no process"):
+        run.learner_pid(0)
+
+    with run.started() as child:
+        _, said = child.communicate(timeout=240)
+        assert child.returncode == 0, said
+    train = [line for line in run.files.metrics() if line.split == "train"]
+    assert [line.step for line in train] == [0, 1, 2]
+    assert all(line.metrics["probe_gap"] < 1e-3 and line.metrics["num_updates"] == 1 for line in train)
+    assert verify_checkpoint(run.files.checkpoint_path(3)).step == 3
+    trajectories = [t.id for step in range(3) for t in run.files.trajectories(step)]
+    assert len(trajectories) == len(set(trajectories)) == 36
+    first, last = (run.files.checkpoint_path(step) / ADAPTER for step in (1, 3))
+    assert first.read_bytes() != last.read_bytes()
+
+
+@pytest.mark.slow
+def test_the_learners_processes_end_with_a_run_that_is_killed_outright(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.started() as child:
+        logs = run.files.logs
+        wait_until(lambda: (logs / "learner_1.log").exists() and run.files.checkpoint_steps(), while_running=child)
+        pids = [run.learner_pid(rank) for rank in (0, 1)]
+        child.kill()
+        child.communicate(timeout=240)
+    begin = time.monotonic()
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() - begin < 30
+        time.sleep(0.05)

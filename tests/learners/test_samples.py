@@ -1,0 +1,107 @@
+"""Samples: the leaves of a trajectory's tree of turns, each sampled token trained once."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from art_cli.errors import LearnerError
+from art_cli.learners.samples import Sample, trajectory_samples
+from art_cli.trajectory import Turn, sequence
+from tests.support.trees import scored, turn, turn_trees
+
+
+def samples_of(*turns: Turn) -> list[Sample]:
+    return trajectory_samples(scored(turns, 1.0), 0.5)
+
+
+def as_lists(samples: list[Sample]) -> list[tuple[list[int], list[int]]]:
+    return [(sample.token_ids.tolist(), sample.targets.tolist()) for sample in samples]
+
+
+def test_one_turn_is_one_sample() -> None:
+    [sample] = samples_of(turn([1, 2, 3], [4, 5], logprobs=[-0.1, -0.7], raw_logprobs=[-0.2, -0.9], temperature=0.5))
+    assert as_lists([sample]) == [([1, 2, 3, 4, 5], [3, 4])]
+    assert sample.logprobs.tolist() == [-0.1, -0.7]
+    assert sample.raw_logprobs.tolist() == [-0.2, -0.9]
+    assert sample.temperatures.tolist() == [0.5, 0.5]
+    assert (sample.advantage, sample.trajectory_id, sample.turn) == (0.5, "g/0", 0)
+
+
+def test_a_turn_that_continues_another_is_one_sample_with_it() -> None:
+    """1 2 3 [4 5] 6 [7], each turn at its own temperature."""
+    [sample] = samples_of(turn([1, 2, 3], [4, 5]), turn([6], [7], parent=0, kept=5, temperature=0.5))
+    assert as_lists([sample]) == [([1, 2, 3, 4, 5, 6, 7], [3, 4, 6])]
+    assert sample.temperatures.tolist() == [1.0, 1.0, 0.5]
+
+
+def test_a_token_that_two_leaves_share_is_trained_in_the_first() -> None:
+    """1 2 3 [4 5] 6 [7] and 1 2 3 [4] 8 [9]: the 4 belongs to both."""
+    first, second = samples_of(
+        turn([1, 2, 3], [4, 5]), turn([6], [7], parent=0, kept=5), turn([8], [9], parent=1, kept=4)
+    )
+    assert as_lists([first, second]) == [([1, 2, 3, 4, 5, 6, 7], [3, 4, 6]), ([1, 2, 3, 4, 8, 9], [5])]
+
+
+def test_the_same_tokens_sampled_twice_are_trained_twice() -> None:
+    """Two calls with the same prompt that drew the same answer are two draws, not one."""
+    assert as_lists(samples_of(turn([1], [2]), turn([1], [2]))) == [([1, 2], [1]), ([1, 2], [1])]
+
+
+def test_a_turn_that_sampled_nothing_gives_no_sample_of_its_own() -> None:
+    assert samples_of() == []
+    assert samples_of(turn([1, 2], [])) == []
+    assert as_lists(samples_of(turn([1, 2], [3]), turn([4], [], parent=0, kept=3))) == [([1, 2, 3, 4], [2])]
+
+
+def test_logprobs_of_a_cut_distribution_are_not_comparable() -> None:
+    """Greedy is trained at temperature 1: nothing can be divided by 0."""
+    [top] = samples_of(turn([1], [2], logprobs=[-0.1], raw_logprobs=[-0.3], top_k=5, temperature=0.7))
+    [greedy] = samples_of(turn([1], [2], logprobs=[0.0], raw_logprobs=None, temperature=0.0))
+    assert np.isnan(top.logprobs).all() and top.raw_logprobs.tolist() == [-0.3] and top.temperatures.tolist() == [0.7]
+    assert np.isnan(greedy.logprobs).all() and np.isnan(greedy.raw_logprobs).all()
+    assert greedy.temperatures.tolist() == [1.0]
+
+
+def test_logprobs_under_a_grammars_mask_are_unknown_to_the_learner() -> None:
+    plain, masked = [
+        samples_of(turn([1], [2], logprobs=[-0.1], raw_logprobs=[-0.3], is_masked=it)) for it in (False, True)
+    ]
+    assert plain[0].logprobs.tolist() == [-0.1]
+    assert np.isnan(masked[0].logprobs).all() and masked[0].raw_logprobs.tolist() == [-0.3]
+
+
+@given(st.integers(1, 6).flatmap(turn_trees))
+def test_every_sampled_token_is_trained_exactly_once(turns: list[Turn]) -> None:
+    """Told apart by their logprobs, which are the token's own number here; each sample is a turn's sequence."""
+    number = 0
+    numbered = []
+    for each in turns:
+        values = [float(number + offset) for offset in range(len(each.sampled_ids))]
+        number += len(values)
+        fields = {name: getattr(each, name) for name in Turn.__struct_fields__}
+        numbered.append(Turn(**fields | {"logprobs": values, "raw_logprobs": values}))
+    samples = samples_of(*numbered)
+    trained = sorted(value for sample in samples for value in sample.logprobs)
+    # the very first token of a sequence has nothing that predicts it
+    predicted = [
+        value
+        for index, each in enumerate(numbered)
+        for offset, value in enumerate(each.logprobs)
+        if len(sequence(numbered, index)) - len(each.sampled_ids) + offset > 0
+    ]
+    assert trained == predicted
+    for sample in samples:
+        assert sample.token_ids.tolist() == sequence(numbered, sample.turn)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logprobs": [-1.0]}, "2 sampled tokens but 1 logprobs"),
+        ({"raw_logprobs": [-1.0, float("inf")]}, "raw_logprobs that are not finite"),
+    ],
+)
+def test_refuses_logprobs_that_cannot_be_the_engines(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(LearnerError, match=f"trajectory g/0, turn 0: {message}"):
+        samples_of(turn([1], [2, 3], **fields))

@@ -1,0 +1,395 @@
+"""What `auto` is: the engine and the learner that facts speak for, where the choice stands, and what resumes."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from art_cli import cli
+from art_cli.commands import doctor
+from art_cli.commands import serve as serve_command
+from art_cli.config.compose import LoadedConfig, load_config
+from art_cli.config.schema import EmbeddedEngineConfig, TorchLearnerConfig, VllmEngineConfig
+from art_cli.engines import make_engine
+from art_cli.engines.vllm.probe import VllmFacts, find_vllm
+from art_cli.errors import ConfigError, EngineError, LearnerError, RunError, UsageError
+from art_cli.learners import load_policy, make_learner
+from art_cli.loop.choice import Choice, Facts, Machine, choose, describe, engine_facts, settle
+from art_cli.loop.train import claim_config
+from art_cli.run_dir import RunDir
+from tests.support.paths import LETTERS, ROOT
+from tests.support.served import make_run, scripted_source
+from tests.support.tiny import tiny_weights
+
+CONFIG = LETTERS / "config.yaml"
+PYTHON = Path(os.environ.get("ART_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
+PLAIN = 'model: {base: base}\nrollout: {entry: "rollout.py:rollout", scenarios: scenarios.jsonl}\n'
+WORKS = VllmFacts(
+    python="/venv/python", version="0.32.0", torch="2.13.0", gpus=["H200"], architectures=["Qwen3ForCausalLM"]
+)
+
+
+@dataclass
+class MachineOf(Machine):
+    """A machine of facts that a test writes; `asked` are the Pythons whose vLLM was asked for."""
+
+    gpu: bool = True
+    modules: tuple[str, ...] = ("vllm", "unsloth")
+    facts: VllmFacts = WORKS
+    unsloth_problem: str = ""
+    asked: list[Path | None] = field(default_factory=list)
+
+    def has_gpu(self) -> bool:
+        return self.gpu
+
+    def has(self, module: str) -> bool:
+        return module in self.modules
+
+    def vllm(self, python: Path | None) -> VllmFacts:
+        self.asked.append(python)
+        return self.facts
+
+    def unsloth(self) -> str:
+        return self.unsloth_problem
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A directory whose `base` is a model that says what it is."""
+    for name, architecture in (("base", "Qwen3ForCausalLM"), ("odd", "OddForCausalLM")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    (tmp_path / "config.yaml").write_text(PLAIN)
+    return tmp_path
+
+
+def load(project: Path, *overrides: str) -> LoadedConfig:
+    return load_config(project / "config.yaml", overrides)
+
+
+def engine(project: Path, *overrides: str, machine: Machine) -> tuple[str, str]:
+    """The engine that auto is, and the reason."""
+    settled = settle(load(project, *overrides), "engine", machine=machine)
+    return settled.config.engine.name, settled.auto["engine"]
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("group", "fast", "plain"), [("engine", "vllm", "embedded"), ("learner", "unsloth", "torch")])
+def test_the_faster_one_is_chosen_where_nothing_speaks_against_it(group: str, fast: str, plain: str) -> None:
+    """A GPU comes first, then whether it fits the run, then whether it works here; only the last can be mended."""
+    assert choose(group, Facts(True, found="X 1.0")) == Choice(fast, "X 1.0 and a GPU are here")
+    assert choose(group, Facts(False, "odd", "X 1.0", "broken", cure="c")) == Choice(plain, "no GPU here")
+    assert choose(group, Facts(True, "it is odd", "X 1.0", "broken", cure="c")) == Choice(plain, "it is odd")
+    assert choose(group, Facts(True, "", "X 1.0", "broken", cure="c")) == Choice(plain, "broken", "c")
+
+
+def test_vllm_is_the_engine_where_it_and_a_gpu_are_there(project: Path) -> None:
+    assert engine(project, machine=MachineOf()) == ("vllm", "vLLM 0.32.0 and a GPU are here")
+    settled = settle(load(project), "engine", machine=MachineOf())
+    assert settled.config.engine == VllmEngineConfig(name="vllm")
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("model.lora=null", "model.lora is null, and vLLM swaps LoRA adapters only"),
+        ("model.lora.rank=1024", "model.lora.rank is 1024, and vLLM serves 512 at most"),
+        ("model.base=build.py:build", "model.base is made by a function, and vLLM knows published architectures only"),
+        ("model.base=odd", "vLLM 0.32.0 does not serve OddForCausalLM"),
+    ],
+)
+def test_what_vllm_cannot_serve_is_sampled_by_the_embedded_engine(project: Path, override: str, reason: str) -> None:
+    assert engine(project, override, machine=MachineOf()) == ("embedded", reason)
+
+
+@pytest.mark.parametrize("base", ["elsewhere/unknown", "torn"])
+def test_a_base_that_does_not_say_what_it_is_is_no_obstacle(project: Path, base: str) -> None:
+    """Whatever is wrong with it, loading it says so."""
+    (project / "torn").mkdir()
+    (project / "torn" / "config.json").write_text('{"archit')
+    assert engine(project, f"model.base={base}", machine=MachineOf())[0] == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [
+        (MachineOf(gpu=False), "no GPU here"),
+        (MachineOf(modules=()), "vLLM is not installed"),
+        (MachineOf(facts=VllmFacts(python="/p", error="ImportError: x")), "vLLM does not work in /p: ImportError: x"),
+        (MachineOf(facts=VllmFacts(python="/p", version="1", torch="2+cpu")), "torch 2+cpu of /p sees no GPU"),
+    ],
+)
+def test_what_the_machine_lacks_is_the_reason(project: Path, machine: MachineOf, reason: str) -> None:
+    assert engine(project, machine=machine) == ("embedded", reason)
+
+
+@pytest.mark.parametrize(
+    ("machine", "override"),
+    [
+        (MachineOf(gpu=False), "train.steps=1"),
+        (MachineOf(modules=()), "train.steps=1"),
+        (MachineOf(), "model.lora=null"),
+    ],
+)
+def test_vllm_is_not_asked_where_something_else_decides(project: Path, machine: MachineOf, override: str) -> None:
+    """Asking takes as long as importing it."""
+    assert engine(project, override, machine=machine)[0] == "embedded"
+    assert machine.asked == []
+
+
+def test_a_learner_on_the_cpu_is_torch(project: Path) -> None:
+    settled = settle(load(project, "learner.device=cpu"), "learner", machine=MachineOf())
+    assert settled.config.learner == TorchLearnerConfig(device="cpu")
+    assert settled.auto == {"learner": "learner.device is cpu"}
+
+
+def test_unsloth_is_the_learner_beside_vllm_only(project: Path) -> None:
+    """It replaces the attention that the embedded engine steers."""
+    settled = settle(load(project), "learner", machine=MachineOf())
+    assert (settled.config.learner.name, settled.config.engine.name) == ("unsloth", "auto")
+    settled = settle(load(project), "engine", "learner", machine=MachineOf(modules=("unsloth",)))
+    assert (settled.config.engine.name, settled.config.learner.name) == ("embedded", "torch")
+    assert settled.auto["learner"].startswith("engine is embedded")
+    settled = settle(load(project), "learner", machine=MachineOf(unsloth_problem="Unsloth 1 is too old"))
+    assert (settled.config.learner.name, settled.auto["learner"]) == ("torch", "Unsloth 1 is too old")
+
+
+def test_the_knobs_that_all_learners_have_reach_the_one_chosen(project: Path) -> None:
+    loaded = load(project, "learner={micro_batch_tokens: 64, gradient_checkpointing: true}", "learner.packing=rows")
+    settled = settle(loaded, "learner", machine=MachineOf(gpu=False))
+    expected = TorchLearnerConfig(micro_batch_tokens=64, gradient_checkpointing=True, packing="rows")
+    assert settled.config.learner == expected
+
+
+def test_what_has_a_name_keeps_it_and_has_no_reason(project: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    loaded = load(project, "engine=embedded", "engine.max_batch=3", "learner=torch")
+    machine = MachineOf()
+    assert settle(loaded, "engine", "learner", machine=machine) is loaded
+    assert loaded.config.engine == EmbeddedEngineConfig(max_batch=3)
+    assert (loaded.auto, machine.asked, caplog.messages) == ({}, [], [])
+
+
+def test_what_was_not_settled_is_told_and_not_made(project: Path) -> None:
+    config, weights = load(project).config, tiny_weights()
+    with pytest.raises(EngineError, match="engine auto is not settled"):
+        make_engine(config.engine, weights, name="x", logs=project)
+    for make in (lambda: make_learner(config, weights), lambda: load_policy(config, "base")):
+        with pytest.raises(LearnerError, match="learner auto is not settled"):
+            make()
+
+
+def test_only_what_a_command_uses_is_chosen(project: Path) -> None:
+    """`art generate` has no learner, `art step` no engine."""
+    machine = MachineOf()
+    settled = settle(load(project), "learner", machine=machine)
+    assert (settled.config.engine.name, list(settled.auto)) == ("auto", ["learner"])
+    settled = settle(load(project), "engine", machine=machine)
+    assert (settled.config.learner.name, list(settled.auto)) == ("auto", ["engine"])
+
+
+# --- where it stands --------------------------------------------------------------------------------------------------
+
+
+def test_the_choice_and_its_reason_are_one_line(project: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    settled = settle(load(project, "learner=torch"), "engine", "learner", machine=MachineOf(gpu=False))
+    assert caplog.messages == ["engine embedded (auto: no GPU here), learner torch"]
+    assert describe(settled, "engine", "learner") == caplog.messages[0]
+
+
+class Result(NamedTuple):
+    code: int
+    out: list[str]
+    err: list[str]
+
+
+Art = Callable[..., Result]
+
+
+@pytest.fixture
+def art(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Art:
+    """The command line, on a machine that shows no GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def run(*arguments: object) -> Result:
+        capsys.readouterr()
+        code = cli.run([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return Result(code, out.splitlines(), err.splitlines())
+
+    return run
+
+
+def test_a_run_says_what_it_is_first_and_in_its_configuration_and_resumes(art: Art, tmp_path: Path) -> None:
+    settings = [CONFIG, f"runs={tmp_path}", "rollout.groups_per_step=1", "eval=null"]
+    line = "engine embedded (auto: no GPU here), learner torch (auto: no GPU here)"
+    done = art("train", *settings, "train.steps=1")
+    assert (done.code, done.err[0]) == (0, line)
+    config = tmp_path / "letters" / "config.json"
+    found = json.loads(config.read_text())
+    assert found["auto"] == {"engine": "no GPU here", "learner": "no GPU here"}
+    assert found["engine"] == {"name": "embedded", "max_batch": 128, "prefill_tokens": 8192}
+    assert found["learner"]["name"] == "torch"
+    again = art("train", *settings, "train.steps=2")
+    assert (again.code, again.err[0]) == (0, line)
+    found["train"]["steps"] = 2
+    assert json.loads(config.read_text()) == found
+    assert sorted(RunDir(tmp_path / "letters").checkpoint_steps()) == [0, 1, 2]
+
+
+def test_the_same_machine_gives_the_same_file_and_another_one_goes_on(project: Path) -> None:
+    """Moved from a machine with vLLM to one without, the run samples with another engine; what is trained is the same.
+    A change of what is trained is still refused."""
+    run = RunDir(project / "runs")
+    claim_config(run, settle(load(project), "engine", "learner", machine=MachineOf(modules=("vllm",))))
+    before = run.config_path.read_text()
+    assert json.loads(before)["auto"]["engine"] == "vLLM 0.32.0 and a GPU are here"
+    assert json.loads(before)["engine"]["name"] == "vllm"
+    claim_config(run, settle(load(project), "engine", "learner", machine=MachineOf(modules=("vllm",))))
+    assert run.config_path.read_text() == before
+    claim_config(run, settle(load(project), "engine", "learner", machine=MachineOf(gpu=False)))
+    found = json.loads(run.config_path.read_text())
+    assert (found["engine"]["name"], found["auto"]["engine"]) == ("embedded", "no GPU here")
+    run.checkpoint_path(0).mkdir(parents=True)
+    changed = settle(load(project, "train.seed=1"), "engine", "learner", machine=MachineOf())
+    with pytest.raises(RunError, match=r"another configuration: train\.seed: 0 -> 1; change"):
+        claim_config(run, changed)
+
+
+def test_generate_and_check_say_it_too(art: Art, tmp_path: Path) -> None:
+    settings = [CONFIG, f"runs={tmp_path}", "rollout.groups_per_step=1", "rollout.group_size=2"]
+    done = art("generate", *settings, "-o", tmp_path / "out.jsonl")
+    assert (done.code, done.err[0]) == (0, "engine embedded (auto: no GPU here)")
+    done = art("check", *settings, "engine=embedded")
+    assert done.code == 0, done.err
+    assert done.out[1] == "ok   auto       engine embedded, learner torch (auto: no GPU here)"
+
+
+# --- knobs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "line"),
+    [
+        ("engine: {max_batch: 4}\n", [], "`name: embedded` beside it (engine=embedded)"),
+        ("", ["engine.max_batch=4"], "`name: embedded` beside it (engine=embedded)"),
+        ("engine: {python: /p}\n", [], "`name: vllm` beside it (engine=vllm)"),
+        ("engine: {timeout_s: 4}\n", [], "`name: openai` or `name: vllm` beside it (engine=openai)"),
+    ],
+)
+def test_a_knob_of_one_engine_needs_that_engines_name(project: Path, text: str, override: list[str], line: str) -> None:
+    (project / "config.yaml").write_text(PLAIN + text)
+    with pytest.raises(ConfigError) as caught:
+        load(project, *override)
+    assert "engine 'auto' has no knobs of one engine; " in str(caught.value)
+    assert str(caught.value).endswith(f"needs {line}")
+
+
+def test_a_named_engine_keeps_its_knobs(project: Path) -> None:
+    (project / "config.yaml").write_text(PLAIN + "engine: {name: embedded, max_batch: 4}\n")
+    assert load(project).config.engine == EmbeddedEngineConfig(max_batch=4)
+    (project / "config.yaml").write_text(PLAIN)
+    assert load(project, "engine=embedded", "engine.max_batch=4").config.engine == EmbeddedEngineConfig(max_batch=4)
+
+
+# --- art serve, art doctor --------------------------------------------------------------------------------------------
+
+
+def test_serving_chooses_by_the_same_facts(tmp_path: Path) -> None:
+    """vLLM is looked for where `--set python` or the run says; it serves one checkpoint only."""
+    source = scripted_source()._replace(base=str(tmp_path))
+    machine = MachineOf(modules=())
+
+    def chosen(*knobs: str, num: int = 1, name: str = "auto") -> str:
+        return serve_command._choose_engine(name, knobs, [source] * num, machine).name
+
+    assert chosen() == "embedded"
+    assert chosen("python=/opt/python") == "vllm"
+    assert machine.asked == [Path("/opt/python")]
+    machine.modules = ("vllm",)
+    assert (chosen(), chosen(num=2), chosen(name="embedded")) == ("vllm", "embedded", "embedded")
+    machine.gpu = False
+    assert chosen() == "embedded"
+    run = make_run(tmp_path / "run")
+    of_run = scripted_source()._replace(run=run)
+    section = {"engine": {"name": "vllm", "python": "/trained/python"}}
+    run.config_path.write_text(json.dumps(json.loads(run.config_path.read_text()) | section))
+    elsewhere = MachineOf(modules=())
+    assert serve_command._choose_engine("auto", [], [of_run], elsewhere, is_trusted=True).name == "vllm"
+    assert elsewhere.asked == [Path("/trained/python")]
+
+
+def test_a_run_that_is_not_trusted_has_no_program_tried(tmp_path: Path) -> None:
+    """`auto` tries the run's Python to find out what its vLLM can do: it asks first, and says what it would run."""
+    run = make_run(tmp_path / "run")
+    of_run = scripted_source()._replace(run=run)
+    section = {"engine": {"name": "vllm", "python": "/theirs/python"}}
+    run.config_path.write_text(json.dumps(json.loads(run.config_path.read_text()) | section))
+    machine = MachineOf(modules=("vllm",))
+    for name in ("auto", "vllm"):
+        with pytest.raises(UsageError, match=r'would run vLLM with engine.python="/theirs/python"; add --trust'):
+            serve_command._choose_engine(name, [], [of_run], machine)
+    assert machine.asked == []
+    assert serve_command._choose_engine("embedded", [], [of_run], machine).name == "embedded"
+    assert serve_command._choose_engine("auto", ["python=/mine/python"], [of_run], machine).name == "vllm"
+    assert machine.asked == [Path("/mine/python")]
+    machine.gpu = False
+    assert serve_command._choose_engine("auto", [], [of_run], machine).name == "embedded"
+
+
+def test_doctor_says_what_auto_is_and_what_would_change_it() -> None:
+    def found(machine: Machine) -> dict[str, doctor.Finding]:
+        return {finding.name: finding for finding in doctor.check_auto(machine)}
+
+    engine = found(MachineOf())["engine"]
+    assert engine == ("engine", "ok", "auto chooses vllm: vLLM 0.32.0 and a GPU are here", "")
+    engine = found(MachineOf(modules=()))["engine"]
+    install = "pip install 'art-cli[vllm]'"
+    assert engine == ("engine", "ok", "auto chooses embedded: vLLM is not installed", install)
+    engine = found(MachineOf(facts=VllmFacts(python="/p", error="ImportError: x")))["engine"]
+    assert engine.state == "broken" and "ImportError: x" in engine.message and engine.cure
+    learner = found(MachineOf(modules=()))["learner"]
+    assert learner.message == "auto chooses torch: Unsloth is not installed"
+    assert learner.cure == "pip install 'art-cli[unsloth]'"
+
+
+def test_doctor_in_a_process_of_its_own(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "art_cli", "doctor", "--json"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)}
+    assert found["engine"]["message"] == "auto chooses embedded: no GPU here"
+    assert found["learner"]["message"] == "auto chooses torch: no GPU here"
+    assert "auto, embedded, openai, vllm" in found["configs"]["message"]
+
+
+# --- a real vLLM, a real GPU ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm and no ART_VLLM_PYTHON: make test-vllm")
+def test_a_real_vllm_says_what_it_serves_and_that_it_sees_no_gpu() -> None:
+    facts = find_vllm(PYTHON)
+    assert facts.error is None and facts.version
+    assert "Qwen3ForCausalLM" in facts.architectures and "OddForCausalLM" not in facts.architectures
+    if not facts.gpus:
+        problem = engine_facts(MachineOf(facts=facts), python=PYTHON).problem
+        assert problem == f"torch {facts.torch} of {PYTHON} sees no GPU"
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_seen_without_torch() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU here")
+    assert Machine().has_gpu()

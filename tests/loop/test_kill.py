@@ -1,0 +1,199 @@
+"""Contract 6: a run killed at any instant and started again ends as an undisturbed one, and loses nothing."""
+
+import asyncio
+import json
+import os
+import queue
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from art_cli.config.compose import load_config
+from art_cli.loop.choice import settle
+from art_cli.loop.generate import group
+from art_cli.loop.policy import PolicySource, open_learner
+from art_cli.loop.train import train
+from art_cli.run_dir import RunDir, verify_checkpoint
+from art_cli.trajectory import ScoredTrajectory, Trajectory
+from tests.support.paths import LETTERS
+
+ADAPTER = "adapter_model.safetensors"
+STEPS = 12
+# One rollout at a time, so that what is sampled does not depend on which others happened to share a forward pass.
+SETTINGS = [f"train.steps={STEPS}", "train.keep_checkpoints=99", "rollout.concurrency=1", "eval=null"]
+
+
+class Trainer:
+    """Starts training processes and kills them."""
+
+    def __init__(self, overrides: list[str], log: Path) -> None:
+        self.overrides = overrides
+        self.log = log.open("ab")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.fork_train"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.lines: queue.Queue[bytes] = queue.Queue()
+        self.listener = threading.Thread(target=self._listen)
+        self.listener.start()
+
+    def start(self) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(self.overrides).encode() + b"\n")
+        self.process.stdin.flush()
+        return int(self.lines.get(timeout=240))
+
+    def status(self, timeout_s: float) -> int | None:
+        """How the child ended; None when it has not within that time."""
+        try:
+            return int(self.lines.get(timeout=timeout_s))
+        except queue.Empty:
+            return None
+
+    def kill(self, child: int) -> None:
+        os.kill(child, signal.SIGKILL)
+        assert self.status(timeout_s=30) == signal.SIGKILL
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line)
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        assert self.process.wait(timeout=240) == 0
+        self.listener.join(timeout=240)
+        self.process.stdout.close()
+        self.log.close()
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    trainer = Trainer([f"runs={tmp_path}", *SETTINGS], tmp_path / "log")
+    yield trainer
+    trainer.close()
+
+
+def finished_lines(root: Path) -> set[str]:
+    """The ids of every trajectory that stands whole on disk."""
+    return {t.id for step in range(STEPS) for t in RunDir(root).trajectories(step)}
+
+
+def retrain(root: Path, step: int) -> bytes:
+    """The adapter that step gives, computed again from the checkpoint before it and the step's scored groups."""
+    files = RunDir(root)
+    loaded = settle(load_config(LETTERS / "config.yaml", [f"runs={root.parent}", *SETTINGS]), "learner")
+    with open_learner(loaded, PolicySource(files.checkpoint_path(step), step)) as learner:
+        groups = group(files.scored(step))
+        learner.step([groups[name] for name in sorted(groups)])
+        again = root.parent / f"again-{step}"
+        again.mkdir()
+        learner.save(again)
+    return (again / ADAPTER).read_bytes()
+
+
+def check_record(root: Path) -> None:
+    """Every step done once: each place of each group played once and scored once, each checkpoint whole."""
+    files = RunDir(root)
+    assert [line.step for line in files.metrics() if line.split == "train"] == list(range(STEPS))
+    for step in range(STEPS):
+        played = files.trajectories(step)
+        assert len({t.id for t in played}) == len(played) == 12, f"step {step}"
+        scored: dict[str, list[ScoredTrajectory]] = group(files.scored(step))
+        assert {t.id for members in scored.values() for t in members} == {t.id for t in played}
+        assert verify_checkpoint(files.checkpoint_path(step + 1)).step == step + 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_killed_at_thirty_random_instants_loses_nothing_and_trains_on_nothing_twice(
+    tmp_path: Path, trainer: Trainer
+) -> None:
+    """Kills come 0.3 to 1.5 s after each start, wherever that is: loading, sampling, judging, training, writing.
+
+    After every kill each trajectory that stood on disk still stands there at the end. Each step's adapter is, bit for
+    bit, what one update of the checkpoint before it on that step's scored groups gives: no group counted twice or not
+    at all. Runs that finish early are followed by fresh ones until there have been thirty kills.
+    """
+    draw = random.Random(7)
+    root, seen, kills = tmp_path / "letters", set[str](), 0
+    begin = time.monotonic()
+    while True:
+        child = trainer.start()
+        status = trainer.status(timeout_s=draw.uniform(0.3, 1.5) if kills < 30 else 300)
+        if status is None:
+            trainer.kill(child)
+            kills += 1
+            seen |= finished_lines(root)
+        elif kills < 30:
+            assert status == 0
+            check_record(root)
+            root.rename(tmp_path / f"finished-{kills}")
+            seen = set()
+        else:
+            assert status == 0, (tmp_path / "log").read_text()[-2000:]
+            break
+        assert time.monotonic() - begin < 800
+    assert seen <= finished_lines(root)
+    check_record(root)
+    for step in range(STEPS):
+        assert retrain(root, step) == (RunDir(root).checkpoint_path(step + 1) / ADAPTER).read_bytes(), f"step {step}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kills_outside_of_generation_give_a_bit_identical_adapter(tmp_path: Path, trainer: Trainer) -> None:
+    """Killed right after each of 6 steps' last trajectory was written: during judging, training or checkpointing.
+
+    The undisturbed run is given the same trajectories and does the rest in one go: judging, training, checkpoints.
+    """
+    draw = random.Random(3)
+    files = RunDir(tmp_path / "letters")
+    for step in range(0, STEPS, 2):
+        child = trainer.start()
+        while len(files.trajectories(step)) < 12:
+            assert trainer.status(timeout_s=0.002) is None
+        assert trainer.status(timeout_s=draw.uniform(0.0, 0.05)) is None
+        trainer.kill(child)
+    trainer.start()
+    assert trainer.status(timeout_s=300) == 0
+    check_record(files.root)
+
+    whole = RunDir(tmp_path / "whole" / "letters")
+    shutil.copytree(files.root, whole.root)
+    for step in range(STEPS):
+        shutil.rmtree(whole.checkpoint_path(step + 1))
+        whole.scored_path(step).unlink()
+    asyncio.run(train(load_config(LETTERS / "config.yaml", [f"runs={tmp_path / 'whole'}", *SETTINGS])))
+    for step in range(STEPS + 1):
+        one, other = (run.checkpoint_path(step) / ADAPTER for run in (whole, files))
+        assert one.read_bytes() == other.read_bytes(), f"step {step}"
+
+
+def test_an_older_checkpoint_takes_over_when_the_newest_is_damaged_and_the_steps_come_out_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step is trained again from its trajectories, which are all there: nothing is played, the bytes are equal."""
+    overrides = [f"runs={tmp_path}", "train.keep_checkpoints=9", "eval=null"]
+    loaded = load_config(LETTERS / "config.yaml", overrides)
+    root = asyncio.run(train(loaded)).root
+    path = RunDir(root).checkpoint_path(4) / ADAPTER
+    good = path.read_bytes()
+    played: list[Trajectory] = RunDir(root).trajectories(3)
+    path.write_bytes(good[:-7])
+    asyncio.run(train(loaded))
+    assert "passed over a checkpoint" in caplog.text
+    assert path.read_bytes() == good
+    assert RunDir(root).trajectories(3) == played

@@ -1,0 +1,284 @@
+"""A whole run of the smallest size, through the real gateway, engine, judge and learner."""
+
+import asyncio
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from art_cli.config.compose import load_config, load_sweep
+from art_cli.engines.embedded.engine import EmbeddedEngine
+from art_cli.errors import ArtError, DriftError, RunError
+from art_cli.loop.train import TrainResult, going_on, train
+from art_cli.run_dir import RunDir, verify_checkpoint
+from art_cli.trajectory import prompt
+from tests.support.paths import LETTERS
+
+ADAPTER = "adapter_model.safetensors"
+
+
+def run(runs: Path, *overrides: str, is_fresh: bool = False, project: Path = LETTERS) -> TrainResult:
+    loaded = load_config(project / "config.yaml", [f"runs={runs}", *overrides])
+    return asyncio.run(train(loaded, is_fresh=is_fresh))
+
+
+def adapter(root: Path, step: int) -> bytes:
+    return (RunDir(root).checkpoint_path(step) / ADAPTER).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("runs"), "train.keep_checkpoints=9").root
+
+
+def test_every_step_leaves_its_whole_record(finished: Path) -> None:
+    """4 steps of 3 groups of 4: 12 trajectories and 12 scored lines each, every place once, 2 turns each."""
+    files = RunDir(finished)
+    lines = [(line.step, line.split) for line in files.metrics()]
+    assert [step for step, split in lines if split == "train"] == [0, 1, 2, 3]
+    assert [step for step, split in lines if split == "eval"] == [0, 2, 4]
+    for step in range(4):
+        played, scored = files.trajectories(step), files.scored(step)
+        assert len({t.id for t in played}) == len(played) == 12
+        assert {t.id for t in scored} == {t.id for t in played}
+        assert all(t.reward == t.returned_reward for t in scored)
+        assert all(len(t.turns) == 2 and turn.step == step for t in played for turn in t.turns)
+    for step in range(5):
+        assert verify_checkpoint(files.checkpoint_path(step)).step == step
+
+
+def test_the_second_turn_continues_the_first_token_for_token(finished: Path) -> None:
+    for trajectory in RunDir(finished).trajectories(0):
+        first, second = trajectory.turns
+        assert second.parent == 0
+        if first.finish_reason == "stop":  # a reply cut off by its length lacks the end that the template then writes
+            assert second.kept == len(first.prompt_ids) + len(first.sampled_ids)
+        assert prompt(trajectory.turns, 1)[: len(first.prompt_ids)] == first.prompt_ids
+
+
+def test_engine_and_learner_agree_on_every_sampled_token(finished: Path) -> None:
+    """Contracts 2 and 5 in fp32: the gap of sampled tokens and of the probe stay at rounding."""
+    for line in RunDir(finished).metrics():
+        if line.split == "train":
+            assert line.metrics["logprob_gap_max"] < 1e-4
+            assert line.metrics["probe_gap"] < 1e-5
+
+
+def test_letters_become_likelier(tmp_path: Path) -> None:
+    """A quarter of what a random model says is letters; their share is the reward. Seen: 0.24 -> 0.77 in 12 steps."""
+    root = run(tmp_path, "train.steps=12", "train.learning_rate=0.1", "rollout.group_size=8", "eval=null").root
+    rewards = [line.metrics["reward_mean"] for line in RunDir(root).metrics()]
+    assert rewards[-1] > rewards[0] + 0.3
+
+
+def test_a_policy_that_loops_until_its_limit_learns_to_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A rollout ends with reward 1 when a reply begins with a letter, and by its limit of 2 turns otherwise.
+
+    Seen in 8 steps of two seeds: 0.27 -> 0.94 and 0.19 -> 0.96.
+
+    Without `limit_reward` for those that return none, all rewards would be equal, and nothing would be learned.
+    """
+    caplog.set_level("INFO")
+    project = tmp_path / "project"
+    shutil.copytree(LETTERS, project)
+    (project / "rollout.py").write_text(LOOPING)
+    settings = ["train.steps=8", "train.learning_rate=0.1", "rollout.group_size=16", "rollout.max_turns=2", "eval=null"]
+    run_dir = RunDir(run(tmp_path, *settings, "rollout.sampling.max_tokens=2", project=project).root)
+    lines = [line.metrics for line in run_dir.metrics()]
+    assert lines[0]["num_failed"] == 0 and lines[0]["num_limited"] > 20
+    assert lines[0]["reward_mean"] == pytest.approx(1 - lines[0]["num_limited"] / 48)
+    assert sum(line["reward_mean"] for line in lines[-3:]) / 3 > lines[0]["reward_mean"] + 0.3
+    assert f"failed 0  limited {lines[0]['num_limited']:.0f}" in caplog.text
+
+
+LOOPING = """
+async def rollout(policy, scenario):
+    messages = [{"role": "user", "content": scenario["ask"]}]
+    while True:
+        reply = await policy.client.chat.completions.create(model=policy.model, messages=messages)
+        text = reply.choices[0].message.content or ""
+        if text[:1].isascii() and text[:1].isalpha():
+            return 1.0
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+"""
+
+
+def test_a_finished_run_says_so_and_more_steps_go_on_from_it(finished: Path) -> None:
+    before = adapter(finished, 4)
+    assert run(finished.parent, "train.keep_checkpoints=9").was_finished
+    result = run(finished.parent, "train.keep_checkpoints=9", "train.steps=5")
+    assert (result.was_finished, result.step) == (False, 5)
+    assert adapter(finished, 4) == before
+
+
+def test_a_changed_configuration_is_refused_by_name_and_fresh_starts_beside(finished: Path) -> None:
+    with pytest.raises(RunError, match=r"train\.seed: 0 -> 7.*--fresh"):
+        run(finished.parent, "train.seed=7", "train.learning_rate=0.02")
+    result = run(finished.parent, "train.seed=7", "train.steps=1", is_fresh=True)
+    assert result.root == finished.with_name("letters-2")
+
+
+def test_a_run_of_an_older_version_goes_on_where_its_record_lacks_a_newer_key(tmp_path: Path) -> None:
+    """A record without `rollout.limit_reward` and `eval.judge` has their defaults, and another value clashes."""
+    small = ["rollout.group_size=2", "rollout.groups_per_step=1"]
+    files = RunDir(run(tmp_path, *small, "train.steps=1").root)
+    record = json.loads(files.config_path.read_text())
+    del record["rollout"]["limit_reward"], record["eval"]["judge"]
+    files.config_path.write_text(json.dumps(record))
+    assert run(tmp_path, *small, "train.steps=2").step == 2
+    with pytest.raises(RunError, match="rollout.limit_reward: 0.0 -> -1.0"):
+        run(tmp_path, *small, "train.steps=3", "rollout.limit_reward=-1")
+
+
+def test_a_run_goes_on_with_another_learning_rate_and_records_from_which_step(tmp_path: Path) -> None:
+    """Two steps at 0.01, one at 0.02, one at 0.005: metrics have each step's rate, config.json where it changed."""
+    small = ["eval=null", "rollout.group_size=2", "rollout.groups_per_step=1", "+train.weight_decay=0.1"]
+    files = RunDir(run(tmp_path, *small, "train.steps=2").root)
+    run(tmp_path, *small, "train.steps=3", "train.learning_rate=0.02", "rollout.timeout_s=77")
+    run(tmp_path, *small, "train.steps=3", "train.learning_rate=0.02", "rollout.timeout_s=77")
+    run(tmp_path, *small, "train.steps=4", "train.learning_rate=0.005", "rollout.timeout_s=77")
+    assert [line.metrics["learning_rate"] for line in files.metrics()] == [0.01, 0.01, 0.02, 0.005]
+    record = json.loads(files.config_path.read_text())
+    assert record["changes"] == [
+        {"step": 2, "key": "rollout.timeout_s", "old": 600.0, "new": 77.0},
+        {"step": 2, "key": "train.learning_rate", "old": 0.01, "new": 0.02},
+        {"step": 3, "key": "train.learning_rate", "old": 0.02, "new": 0.005},
+    ]
+    assert record["train"]["learning_rate"] == 0.005
+
+
+def test_the_newest_the_best_and_the_first_checkpoint_stay(tmp_path: Path) -> None:
+    files = RunDir(run(tmp_path, "train.keep_checkpoints=2", "train.steps=6").root)
+    rewards = {line.step: line.metrics["reward"] for line in files.metrics() if line.split == "eval"}
+    best = max(rewards, key=lambda step: (rewards[step], step))
+    assert set(files.checkpoint_steps()) == {0, 5, 6, best}
+
+
+def test_steps_without_signal_change_no_weight_and_say_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Contract 4: every rollout returns 0.1, whose mean over 4 is off by 1e-17."""
+    project = tmp_path / "project"
+    shutil.copytree(LETTERS, project)
+    (project / "rollout.py").write_text(
+        (LETTERS / "rollout.py").read_text().replace("letters / max(len(said), 1)", "0.1")
+    )
+    root = run(tmp_path, "train.steps=2", "train.weight_decay=0.1", "eval=null", project=project).root
+    assert adapter(root, 0) == adapter(root, 1) == adapter(root, 2)
+    assert "step 1/2: no signal" in caplog.text and "step 2/2: no signal" in caplog.text
+    assert all(line.metrics["no_signal_share"] == 1.0 for line in RunDir(root).metrics())
+
+
+def test_an_engine_that_does_not_load_the_step_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract 5: the engine scores the probe with an adapter of its own that never changes."""
+    stale: dict[str, list[float]] = {}
+    honest = EmbeddedEngine.score
+
+    async def score(self: EmbeddedEngine, token_ids: list[int]) -> list[float]:
+        return stale.setdefault("first", await honest(self, token_ids))
+
+    monkeypatch.setattr(EmbeddedEngine, "score", score)
+    with pytest.raises(DriftError, match=r"does not sample from the learner's weights.*engine.*learner"):
+        run(tmp_path, "train.learning_rate=0.1")
+
+
+def test_a_step_taken_from_files_is_the_step_of_the_run_bit_for_bit(finished: Path, tmp_path: Path) -> None:
+    files = RunDir(finished)
+    output = tmp_path / "step_0003"
+    done = subprocess.run(
+        [sys.executable, "-m", "art_cli", "step", str(LETTERS / "config.yaml"), str(files.scored_path(2))]
+        + ["--checkpoint", str(files.checkpoint_path(2)), "-o", str(output), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (output / ADAPTER).read_bytes() == adapter(finished, 3)
+    assert json.loads(done.stdout)["step"] == 3
+    tensors = load_file(files.checkpoint_path(2) / ADAPTER)
+    assert any((tensors[name] != other).any() for name, other in load_file(output / ADAPTER).items())
+
+
+def test_ctrl_c_says_how_to_go_on_and_what_it_says_finishes(tmp_path: Path) -> None:
+    art = [sys.executable, "-m", "art_cli"]
+    runs = tmp_path / "my runs"
+    command = [*art, "train", str(LETTERS / "config.yaml"), f"runs={runs}", "train.steps=6"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("step 2/6"):
+                break
+        os.kill(process.pid, signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(timeout=240) == 130
+    assert "Traceback" not in rest
+    program, *hint = shlex.split(rest.partition("go on with: ")[2])
+    assert program == "art"
+    done = subprocess.run([*art, *hint], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "goes on from step" in done.stderr
+    assert [line.step for line in RunDir(runs / "letters").metrics() if line.split == "train"] == list(range(6))
+
+
+def test_what_goes_on_is_the_whole_sweep_and_never_begins_anew(tmp_path: Path) -> None:
+    """A run that --fresh made beside `letters` is found again by its name, also one of a sweep."""
+    path = LETTERS / "config.yaml"
+    start = ["art", "train", str(path)]
+    sweep = ["train.steps=1,2", "judge.name=rollout"]
+    _, second = load_sweep(path, sweep)
+    name = second.config.name
+    assert shlex.split(going_on(second, RunDir(tmp_path / name))) == [*start, "-m", *sweep]
+    alone = [*start, "train.steps=2", "judge.name=rollout", f"name={name}-2"]
+    assert shlex.split(going_on(second, RunDir(tmp_path / f"{name}-2"))) == alone
+    once = load_config(path, ["name=mine"])
+    assert shlex.split(going_on(once, RunDir(tmp_path / "mine"))) == [*start, "name=mine"]
+    fresh = going_on(once, RunDir(tmp_path / "mine-2"))
+    assert load_config(path, shlex.split(fresh)[3:]).config.name == "mine-2"
+
+
+def test_ctrl_c_while_the_model_is_loaded_ends_the_run_before_it_begins(tmp_path: Path) -> None:
+    """The warm-up, in a thread that nobody can stop, would take hours."""
+    demos = tmp_path / "demos.jsonl"
+    talk = {"messages": [{"role": "user", "content": "say 1 letters"}, {"role": "assistant", "content": "aaaa"}]}
+    demos.write_text((json.dumps(talk) + "\n") * 16)
+    settings = [f"runs={tmp_path}", f"+sft.demos={demos}", "+sft.epochs=1000000"]
+    command = [sys.executable, "-m", "art_cli", "train", str(LETTERS / "config.yaml"), *settings]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("engine embedded")
+        os.kill(process.pid, signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(timeout=240) == 130
+    assert "Traceback" not in rest
+    assert RunDir(tmp_path / "letters").checkpoint_steps() == []
+
+
+def test_a_run_that_never_began_takes_another_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ArtError, match=r"model\.base"):
+        run(tmp_path, "model.base=nothing/such", "train.steps=1")
+    result = run(tmp_path, "train.steps=1", "eval=null")
+    with pytest.raises(RunError, match=r"made by another configuration: model\.base"):
+        run(tmp_path, "model.base=nothing/such", "train.steps=1", "eval=null")
+    assert json.loads(RunDir(result.root).config_path.read_text())["model"]["base"] == "build.py:build"
+
+
+def test_sft_comes_first_and_is_the_starting_policy(tmp_path: Path) -> None:
+    demos = tmp_path / "demos.jsonl"
+    talk = {"messages": [{"role": "user", "content": "say 1 letters"}, {"role": "assistant", "content": "aaaa"}]}
+    demos.write_text((json.dumps(talk) + "\n") * 16)
+    result = run(
+        tmp_path,
+        f"+sft.demos={demos}",
+        "+sft.epochs=6",
+        "+sft.learning_rate=3e-2",
+        "+sft.batch_size=4",
+        "train.steps=1",
+    )
+    assert result.evaluations[0]["reward"] > 0.5
+    first = [line for line in RunDir(result.root).metrics() if line.split == "sft"]
+    assert len(first) == 1

@@ -1,0 +1,204 @@
+"""Rollouts in processes of their own: what goes over, what comes back, and how they end."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from art_cli.errors import RolloutError, UsageError
+from art_cli.rollouts import process
+from tests.support.stage import ASK, Stage
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize("processes", [0, 1, 2])
+async def test_what_it_returns_and_calls_is_the_same_in_any_number_of_processes(stage: Stage, processes: int) -> None:
+    source = f"""
+{ASK}
+import os
+from art_cli import Outcome
+async def rollout(policy, scenario):
+    reply = await ask(policy)
+    if scenario["index"] == 2:
+        raise ValueError("no")
+    told = {{"pid": os.getpid(), "step": policy.step}}
+    return Outcome(reward=scenario["index"], metrics={{"won": True}}, metadata=told)
+"""
+    played = await stage.play(source, num=6, processes=processes, concurrency=6)
+    assert [t.returned_reward for t in played] == [0, 1, None, 3, 4, 5]
+    assert [t.error for t in played if t.error] == ["ValueError: no (rollout.py:13)"]
+    assert all(len(t.turns) == 1 for t in played)
+    assert all(t.metrics["won"] == 1 and t.metadata["step"] == 2 for t in played if not t.error)
+    pids = {t.metadata["pid"] for t in played if not t.error}
+    assert len(pids) == max(1, processes)
+    assert (os.getpid() in pids) == (processes == 0)
+    assert not any(is_alive(pid) for pid in pids - {os.getpid()})
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"), [("os._exit(3)", "status 3"), ("os.kill(os.getpid(), 11)", "signal 11")], ids=["exit", "fault"]
+)
+async def test_an_attempt_that_kills_its_process_is_played_again_in_a_new_one(
+    stage: Stage, ending: str, said: str
+) -> None:
+    source = f"""
+import asyncio, os
+from pathlib import Path
+first = Path({str(stage.directory / "first")!r})
+async def rollout(policy, scenario):
+    if not first.exists():
+        first.touch()
+        {ending}
+    await asyncio.sleep(0.01)
+    return 1
+"""
+    played = await stage.play(source, num=4)
+    assert [t.returned_reward for t in played] == [1] * 4
+    assert sum(t.metrics["num_retries"] for t in played) >= 1
+
+    (stage.directory / "first").unlink()
+    stage.finished.clear()
+    (failed,) = await stage.play(source, num=1, retries=0)
+    assert failed.error == f"process: its process ended ({said})"
+
+
+async def test_a_rollout_that_outlives_its_time_is_cancelled_over_there(stage: Stage) -> None:
+    source = f"""
+import asyncio
+from pathlib import Path
+async def rollout(policy, scenario):
+    try:
+        await asyncio.sleep(60)
+    finally:
+        Path({str(stage.directory / "let_go")!r}).touch()
+"""
+    (trajectory,) = await stage.play(source, timeout_s=0.2)
+    assert trajectory.error == "timeout: not finished after 0.2 s (rollout.timeout_s)"
+    assert (stage.directory / "let_go").exists()
+
+
+async def test_one_that_blocks_is_told_so_and_its_process_ends_all_the_same(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "CLOSE_DEADLINE_S", 0.5)
+    source = f"""
+import os, time
+from pathlib import Path
+async def rollout(policy, scenario):
+    Path({str(stage.directory / "pid")!r}).write_text(str(os.getpid()))
+    time.sleep(60)
+"""
+    (trajectory,) = await stage.play(source, timeout_s=0.5)
+    assert trajectory.error is not None
+    assert trajectory.error.endswith("it blocks the event loop: await what waits, or make it a plain `def`")
+    assert not is_alive(int((stage.directory / "pid").read_text()))
+
+
+async def test_what_it_starts_ends_with_it(stage: Stage) -> None:
+    source = """
+import subprocess
+from art_cli import Outcome
+async def rollout(policy, scenario):
+    return Outcome(metadata={"pid": subprocess.Popen(["sleep", "60"]).pid})
+"""
+    (trajectory,) = await stage.play(source)
+    for _ in range(100):
+        if not is_alive(trajectory.metadata["pid"]):
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail("a program that the rollout started is still there")
+
+
+async def test_what_it_prints_goes_to_standard_error(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    source = """
+import subprocess
+async def rollout(policy, scenario):
+    print("a thought")
+    subprocess.run(["echo", "a program's"])
+"""
+    await stage.play(source)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "a thought\n" in err
+    assert "a program's\n" in err
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ("import nothing_such", UsageError, "rollout.py:1: ModuleNotFoundError: No module named 'nothing_such'"),
+        ("def other(): ...", UsageError, "rollout.py has no 'rollout'"),
+        ("def rollout(policy): ...", RolloutError, "must take (policy, scenario)"),
+        ("import os; os._exit(4)", RolloutError, "its process ended (status 4) while it was imported"),
+    ],
+)
+async def test_a_function_that_cannot_be_loaded_is_told_before_anything_is_played(
+    stage: Stage, source: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error) as raised:
+        await stage.play(source, processes=2)
+    assert message in str(raised.value)
+
+
+async def test_an_import_that_takes_too_long_is_given_up(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "START_DEADLINE_S", 3.0)
+    pid = stage.directory / "pid"
+    source = (
+        f"import os, time\nfrom pathlib import Path\nPath({str(pid)!r}).write_text(str(os.getpid()))\ntime.sleep(60)"
+    )
+    with pytest.raises(RolloutError, match="not imported within 3 s"):
+        await stage.play(source)
+    assert not pid.exists() or not is_alive(int(pid.read_text()))
+
+
+async def test_a_wrong_outcome_stops_the_run(stage: Stage) -> None:
+    with pytest.raises(RolloutError, match="a rollout returns a number"):
+        await stage.play("def rollout(policy, scenario): return 'good'")
+
+
+def test_it_does_not_outlive_whoever_started_it(tmp_path: Path) -> None:
+    """Which is killed, so that nothing of it can clean up."""
+    (tmp_path / "rollout.py").write_text(
+        "import os, time\nfrom pathlib import Path\n"
+        f"Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n"
+        "async def rollout(policy, scenario): ...\n"
+    )
+    program = f"""
+import asyncio
+from pathlib import Path
+from art_cli.rollouts.process import ProcessRollout
+async def main():
+    await ProcessRollout("rollout.py:rollout", directory=Path({str(tmp_path)!r})).open()
+    print("open", flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "open\n"
+    pid = int((tmp_path / "pid").read_text())
+    assert is_alive(pid)
+    owner.send_signal(signal.SIGKILL)
+    owner.wait(10)
+    owner.stdout.close()
+    deadline = time.monotonic() + 20
+    while is_alive(pid):
+        assert time.monotonic() < deadline, "it is still there"
+        time.sleep(0.05)

@@ -1,0 +1,32 @@
+"""Clients as their users use them hold a tool conversation with `art serve` on the embedded engine.
+
+`benchmarks/clients.py` has more of them, and vLLM; tests/serving/test_vllm_serve.py has these on vLLM.
+"""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.support.node import clients as install_node_client
+from tests.support.tool_clients import TOOLS, art_serve, converse, demo, is_right, teach
+
+KEY = "the-key-of-this-test"
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    place: Path = tmp_path_factory.mktemp("taught")
+    async with art_serve(teach(place, [demo(TOOLS)]).root, KEY, "--engine", "embedded") as (_, url):
+        yield url
+
+
+@pytest.mark.parametrize("program", ["openai_sdk.py", "litellm_sdk.py", "openai_sdk.mjs"])
+async def test_a_client_gets_the_call_then_the_streamed_answer_and_401_with_another_key(url: str, program: str) -> None:
+    if program.endswith(".mjs"):
+        install_node_client()
+    found = await converse(program, url, KEY)
+    assert is_right(found), found

@@ -1,0 +1,20 @@
+"""A Python with openai 3, the OpenAI Agents SDK and pydantic-ai, for tests: those of `rollout.python`.
+
+`make setup-agents` makes .venv-agents; ART_AGENTS_PYTHON names another. Without either, tests that need it are skipped.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+ENVIRONMENT = ROOT / ".venv-agents"
+IS_THERE = "ART_AGENTS_PYTHON" in os.environ or any(ENVIRONMENT.glob("lib/*/site-packages/pydantic_ai"))
+PYTHON = Path(os.environ.get("ART_AGENTS_PYTHON") or ENVIRONMENT / "bin" / "python").absolute()
+MARKS = [
+    pytest.mark.agents,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not IS_THERE, reason="no .venv-agents and no ART_AGENTS_PYTHON: make test-agents"),
+]
