@@ -28,7 +28,7 @@ from tests.support.paths import ROOT
 from tests.support.tiny import save_tiny_base
 
 PYTHON = Path(os.environ.get("ART_UNSLOTH_PYTHON", ROOT / ".venv-unsloth/bin/python"))
-IGNORES_MASKS = "from fake_unsloth import IgnoresMasks as FastLanguageModel\n"
+IGNORES_MASKS = "from tests.support.fake_unsloth import IgnoresMasks as FastLanguageModel\n"
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_it_loads_what_the_configuration_says(
 def test_a_base_that_it_did_not_quantise_is_refused(
     config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(tmp_path, monkeypatch, body="from fake_unsloth import QuantizesNothing as FastLanguageModel")
+    install(tmp_path, monkeypatch, body="from tests.support.fake_unsloth import QuantizesNothing as FastLanguageModel")
     run = config(quantize="4bit")
     with pytest.raises(LearnerError, match="did not load .* in 4bit: set model.quantize=null"):
         load_policy(run, run.model.base)

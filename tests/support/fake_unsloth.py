@@ -22,7 +22,7 @@ def install(
     *,
     version: str = "2026.10.9",
     needs: tuple[str, ...] = ("torch<2.15.0,>=2.4.0", "transformers<=5.99,>=4.52.4", "peft>=0.18"),
-    body: str = "from fake_unsloth import Honest as FastLanguageModel\nprint('Unsloth: patching')\n",
+    body: str = "from tests.support.fake_unsloth import Honest as FastLanguageModel\nprint('Unsloth: patching')\n",
 ) -> None:
     """`import unsloth` runs `body` from here on, until the test ends."""
     (directory / "unsloth").mkdir()
