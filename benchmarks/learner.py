@@ -128,12 +128,13 @@ def _recorded(groups: Groups) -> dict[str, Any]:
     import torch
 
     from art_cli.config.schema import GrpoConfig
+    from art_cli.learners.algorithms.presets import build_algorithm
     from art_cli.learners.batch import make_batch
 
     turns = [trajectory.turns[0] for group in groups for trajectory in group]
     prompts = torch.tensor([turn.prompt_ids for turn in turns])
     completions = torch.tensor([turn.sampled_ids for turn in turns])
-    batch = make_batch(groups, loss=GrpoConfig(), max_tokens=completions.shape[1])
+    batch = make_batch(groups, build_algorithm(GrpoConfig(), max_tokens=completions.shape[1]))
     return {
         "prompt_ids": prompts,
         "prompt_mask": torch.ones_like(prompts),

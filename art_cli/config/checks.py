@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from art_cli.config.schema import (
-    DapoConfig,
     OpenAIEngineConfig,
     RunConfig,
     TorchLearnerConfig,
@@ -26,10 +25,8 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     if isinstance(config.engine, VllmEngineConfig) and config.model.lora is None:
         yield "engine", "'vllm' swaps LoRA adapters and cannot follow whole weights; set model.lora, or engine=embedded"
-    if isinstance(config.loss, DapoConfig):
-        is_set = "overlong_buffer" in config.loss.model_fields_set
-        if is_set and config.loss.overlong != "penalty":
-            yield "loss.overlong_buffer", f"used with loss.overlong 'penalty' only, which is {config.loss.overlong!r}"
+    for knob, message in config.loss.conflicts():
+        yield f"loss.{knob}", message
     if config.rollout.command is not None and "processes" in config.rollout.model_fields_set:
         yield "rollout.processes", "used with rollout.entry only: each attempt of a command is a process of its own"
     if config.rollout.python is not None and config.rollout.command is not None:

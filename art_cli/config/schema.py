@@ -4,6 +4,7 @@ A section that can be one of several (engine, judge, loss, learner, tracker) is 
 knob the chosen one does not have is an error and never a silent no-op. Defaults stand here and nowhere else.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -426,14 +427,21 @@ class BaseLossConfig(Section):
     importance_cap: PositiveFloat | None = None
     """Truncated importance sampling: each token's weight is min(learner / engine, cap). null: off."""
 
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """(knob, message) for each knob that is set and has no effect."""
+        yield from ()
 
-class GrpoConfig(BaseLossConfig):
+
+class ScaledLossConfig(BaseLossConfig):
+    scale_advantages: bool = True
+    """Divide advantages by the group's standard deviation."""
+
+
+class GrpoConfig(ScaledLossConfig):
     """GRPO (Shao et al. 2024, arXiv:2402.03300): PPO clip, mean over all trained tokens of the step."""
 
     name: Literal["grpo"] = "grpo"
     clip: PositiveFloat = 0.2
-    scale_advantages: bool = True
-    """Divide by the group's standard deviation."""
 
 
 class DrGrpoConfig(BaseLossConfig):
@@ -445,36 +453,37 @@ class DrGrpoConfig(BaseLossConfig):
     """The constant each trajectory's sum is divided by. null: rollout.sampling.max_tokens."""
 
 
-class DapoConfig(BaseLossConfig):
+class DapoConfig(ScaledLossConfig):
     """DAPO (Yu et al. 2025, arXiv:2503.14476): clip-higher, token-level mean, soft punishment of overlong replies."""
 
     name: Literal["dapo"]
     clip: PositiveFloat = 0.2
     clip_high: PositiveFloat = 0.28
-    scale_advantages: bool = True
     overlong: Literal["keep", "mask", "penalty"] = "keep"
     """Trajectories cut off by a length limit: train as they are, leave out, or lower the reward near the limit."""
     overlong_buffer: PositiveInt = 256
     """Tokens before the limit in which the penalty grows from 0 to 1 (equation 13)."""
 
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        if "overlong_buffer" in self.model_fields_set and self.overlong != "penalty":
+            yield "overlong_buffer", f"used with loss.overlong 'penalty' only, which is {self.overlong!r}"
 
-class GspoConfig(BaseLossConfig):
+
+class GspoConfig(ScaledLossConfig):
     """GSPO (Zheng et al. 2025, arXiv:2507.18071): the ratio of a whole sequence, its geometric mean over tokens."""
 
     name: Literal["gspo"]
     clip: PositiveFloat = 3e-4
     clip_high: PositiveFloat = 4e-4
-    scale_advantages: bool = True
 
 
-class CispoConfig(BaseLossConfig):
+class CispoConfig(ScaledLossConfig):
     """CISPO (MiniMax-M1 2025, arXiv:2506.13585): the clipped, detached ratio as a weight on the log-likelihood."""
 
     name: Literal["cispo"]
     clip: PositiveFloat = 1.0
     """Lower bound 1 - clip; at 1 there is none."""
     clip_high: PositiveFloat = 4.0
-    scale_advantages: bool = True
 
 
 LossConfig = Annotated[GrpoConfig | DrGrpoConfig | DapoConfig | GspoConfig | CispoConfig, Field(discriminator="name")]

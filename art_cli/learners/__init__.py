@@ -1,6 +1,6 @@
 """What owns the weights and updates them: the Learner protocol, what a step reports, and the table of built-ins.
 
-    scored groups -> advantages.py -> samples.py -> packing.py -> losses/ -> torch_learner.py -> a checkpoint directory
+    scored groups -> credit (algorithms/) -> samples.py -> packing.py -> objective, share (algorithms/) -> a gradient
 
 A learner speaks in plain data (records, paths, numbers). Its methods block; the loop calls them in a thread.
 """

@@ -4,11 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from art_cli.config.schema import DapoConfig, DrGrpoConfig, LossConfig
 from art_cli.errors import LearnerError
-from art_cli.learners.advantages import advantages, has_signal
-from art_cli.learners.losses.dapo import overlong_penalty
-from art_cli.learners.losses.means import Counts
+from art_cli.learners.algorithms import Algorithm
+from art_cli.learners.algorithms.shares import UpdateCounts
 from art_cli.learners.samples import Sample, trajectory_samples
 from art_cli.outcome import MAX_NUMBER
 from art_cli.trajectory import ScoredTrajectory
@@ -29,7 +27,7 @@ class Batch(NamedTuple):
         return 1 - len(self.groups) / self.num_groups if self.num_groups else 0.0
 
 
-def make_batch(groups: Sequence[Sequence[ScoredTrajectory]], *, loss: LossConfig, max_tokens: int) -> Batch:
+def make_batch(groups: Sequence[Sequence[ScoredTrajectory]], algorithm: Algorithm) -> Batch:
     """The samples of all groups with signal, in an order that does not depend on which trajectory finished first.
 
     A trajectory with an error is counted and left out. Raises LearnerError: a finished trajectory without a reward.
@@ -38,7 +36,7 @@ def make_batch(groups: Sequence[Sequence[ScoredTrajectory]], *, loss: LossConfig
     finished = [[trajectory for trajectory in group if trajectory.error is None] for group in ordered]
     rewards = [_reward(trajectory) for group in finished for trajectory in group]
     mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
-    samples = [_group_samples(group, loss=loss, max_tokens=max_tokens) for group in finished]
+    samples = [_group_samples(group, algorithm) for group in finished]
     return Batch(
         groups=[group for group in samples if group],
         reward_mean=mean,
@@ -59,8 +57,8 @@ def split_batch(groups: Sequence[list[Sample]], parts: int) -> list[list[Sample]
     ]
 
 
-def count(samples: Sequence[Sample]) -> Counts:
-    return Counts(
+def count(samples: Sequence[Sample]) -> UpdateCounts:
+    return UpdateCounts(
         tokens=sum(len(sample.targets) for sample in samples),
         samples=len(samples),
         trajectories=len({sample.trajectory_id for sample in samples}),
@@ -77,29 +75,14 @@ def _reward(trajectory: ScoredTrajectory) -> float:
     return trajectory.reward
 
 
-def _group_samples(group: Sequence[ScoredTrajectory], *, loss: LossConfig, max_tokens: int) -> list[Sample]:
-    """The group's samples; none where its rewards are equal (contract 4)."""
-    rewards = [_reward(trajectory) + _penalty(trajectory, loss, max_tokens) for trajectory in group]
-    if not has_signal(rewards):
+def _group_samples(group: Sequence[ScoredTrajectory], algorithm: Algorithm) -> list[Sample]:
+    """The group's samples; none where no trajectory is worth more than another (contract 4)."""
+    credits = algorithm.credit(group)
+    if not any(credits):
         return []
-    scale = not isinstance(loss, DrGrpoConfig) and loss.scale_advantages
     return [
         sample
-        for trajectory, advantage in zip(group, advantages(rewards, scale=scale), strict=True)
-        if not _is_masked(trajectory, loss)
+        for trajectory, advantage in zip(group, credits, strict=True)
+        if advantage is not None
         for sample in trajectory_samples(trajectory, advantage)
     ]
-
-
-def _penalty(trajectory: ScoredTrajectory, loss: LossConfig, max_tokens: int) -> float:
-    """DAPO's soft punishment, of the trajectory's longest reply."""
-    if not isinstance(loss, DapoConfig) or loss.overlong != "penalty":
-        return 0.0
-    longest = max((len(turn.sampled_ids) for turn in trajectory.turns if not turn.is_abandoned), default=0)
-    return overlong_penalty(longest, max_tokens=max_tokens, buffer=loss.overlong_buffer)
-
-
-def _is_masked(trajectory: ScoredTrajectory, loss: LossConfig) -> bool:
-    """DAPO's overlong filtering: cut off by a length limit, it counts in the group's mean and is not trained on."""
-    is_cut_off = any(turn.finish_reason == "length" and not turn.is_abandoned for turn in trajectory.turns)
-    return isinstance(loss, DapoConfig) and loss.overlong == "mask" and is_cut_off

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from art_cli.config.schema import LossConfig
 from art_cli.errors import LearnerError
+from art_cli.learners.algorithms import Algorithm
+from art_cli.learners.algorithms.objectives import PolicyTerms
+from art_cli.learners.algorithms.shares import UpdateCounts
+from art_cli.learners.algorithms.streams import LossTerms, pack_loss, truncated_weights
 from art_cli.learners.batch import count
 from art_cli.learners.logprobs import TokenScores
-from art_cli.learners.losses import LossTerms, build_loss, pack_loss
-from art_cli.learners.losses.importance import truncated_weights
-from art_cli.learners.losses.means import Counts
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing import Pack
@@ -29,17 +29,22 @@ class Update(NamedTuple):
     """One optimizer step to come: its packs, its counts, and what the weights before the step say of each pack."""
 
     packs: list[Pack]  # those that this process runs
-    counts: Counts
+    counts: UpdateCounts
     before: list[Tensor | None]  # [N] logprobs of each pack's terms at the step's first weights; None: at its own pass
     has_unknown: bool  # somewhere in it the engine's logprobs are not those of what it sampled from
 
 
 class PolicyGradient:
-    """The gradient of a configured loss, pack by pack, with whatever of it the loss needs: old, reference, weights."""
+    """The gradient of an algorithm's loss, pack by pack.
 
-    def __init__(self, runner: PackRunner, config: LossConfig, *, max_tokens: int) -> None:
-        self.runner, self.config = runner, config
-        self.loss = build_loss(config, max_tokens=max_tokens)
+    `kl` is the weight of the KL to the reference policy, `importance_cap` the cap of truncated importance weights.
+    """
+
+    def __init__(
+        self, runner: PackRunner, algorithm: Algorithm, *, kl: float = 0.0, importance_cap: float | None = None
+    ) -> None:
+        self.runner, self.algorithm = runner, algorithm
+        self.kl, self.importance_cap = kl, importance_cap
 
     def plan(self, samples: Sequence[Sample]) -> Update:
         packs = self.runner.deal(samples)
@@ -48,7 +53,7 @@ class PolicyGradient:
 
     def look_ahead(self, update: Update, tally: Tally) -> Update:
         """The update with its packs' logprobs at the current weights, where its loss will need them once they moved."""
-        if self.config.importance_cap is None and not update.has_unknown:
+        if self.importance_cap is None and not update.has_unknown:
             return update
         before: list[Tensor | None] = []
         with torch.no_grad():
@@ -73,10 +78,10 @@ class PolicyGradient:
             if is_first:
                 tally.add_gap(scores, pack.terms)
             terms = self._terms(pack, scores, update.counts, before, reference)
-            loss = pack_loss(self.loss.objective, terms, kl=self.config.kl)
+            loss = pack_loss(self.algorithm, terms, kl=self.kl)
             is_bad = ~loss.parts.isfinite()
             if is_bad.any():
-                faults.append(_not_finite("loss", pack.samples[int(terms.samples[is_bad][0])]))
+                faults.append(_not_finite("loss", pack.samples[int(terms.policy.samples[is_bad][0])]))
             loss.loss.backward()  # type: ignore[no-untyped-call]
             tally.add_pack(pack, scores, loss)
             done()
@@ -100,26 +105,28 @@ class PolicyGradient:
 
     def _reference(self, pack: Pack) -> Tensor | None:
         """[N] logprobs of the pack's terms under the model without its adapter; None where there is no KL term."""
-        if self.config.kl == 0:
+        if self.kl == 0:
             return None
         with torch.no_grad(), self.runner.weights.adapter_off():
             return self.runner.run(pack).logprobs[self._tensor(pack.terms.edges)]
 
     def _terms(
-        self, pack: Pack, scores: TokenScores, counts: Counts, before: Tensor | None, reference: Tensor | None
+        self, pack: Pack, scores: TokenScores, counts: UpdateCounts, before: Tensor | None, reference: Tensor | None
     ) -> LossTerms:
         new = scores.logprobs[self._tensor(pack.terms.edges)]
         before = new.detach() if before is None else before
         engine = self._tensor(pack.terms.logprobs).float()
-        cap = self.config.importance_cap
-        shares = np.array([self.loss.share(len(sample.targets), counts) for sample in pack.samples])
+        cap = self.importance_cap
+        shares = np.array([self.algorithm.share(len(sample.targets), counts) for sample in pack.samples])
         return LossTerms(
-            new=new,
-            # what sampled, as the engine said it; as the learner sees it where the engine's is not comparable, or
-            # where the difference between the two is corrected for
-            old=torch.where(engine.isnan(), before, engine) if cap is None else before,
-            advantages=self._tensor(pack.terms.advantages).float(),
-            samples=self._tensor(pack.terms.samples),
+            PolicyTerms(
+                new=new,
+                # the engine's logprobs of what it sampled. The learner's own, where the engine's are not comparable or
+                # importance weights correct for the difference between the two
+                old=torch.where(engine.isnan(), before, engine) if cap is None else before,
+                advantages=self._tensor(pack.terms.advantages).float(),
+                samples=self._tensor(pack.terms.samples),
+            ),
             shares=self._tensor(shares[pack.terms.samples]).float(),
             importance=None if cap is None else truncated_weights(before, engine, cap=cap),
             reference=reference,

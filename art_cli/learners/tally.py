@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from art_cli.learners import StepMetrics
+from art_cli.learners.algorithms.streams import PackLoss
 from art_cli.learners.batch import Batch
 from art_cli.learners.logprobs import TokenScores
-from art_cli.learners.losses import PackLoss
 from art_cli.learners.packing import Pack, Terms
 
 

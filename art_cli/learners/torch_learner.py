@@ -22,6 +22,7 @@ from torch import Tensor
 from art_cli.config.schema import BaseLearnerConfig, LossConfig, SftConfig, TrainConfig
 from art_cli.errors import DriftError, LearnerError
 from art_cli.learners import Progress, StepMetrics
+from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.batch import make_batch, split_batch
 from art_cli.learners.demos import demo_samples
 from art_cli.learners.optimizer import Optimizer
@@ -61,11 +62,11 @@ class TorchLearner:
         if loss.kl > 0 and not weights.has_adapter:
             raise LearnerError("loss.kl needs a reference policy, the model without its adapter: set model.lora")
         self.weights = weights
-        self.train_config, self.loss_config, self.sft_config = train, loss, sft
-        self.max_tokens = sampling_max_tokens
+        self.train_config, self.sft_config = train, sft
+        self.algorithm = build_algorithm(loss, max_tokens=sampling_max_tokens)
         self.ranks: Ranks = ranks or Alone()
         self.runner = PackRunner(weights, learner, self.ranks)
-        self.gradient = PolicyGradient(self.runner, loss, max_tokens=sampling_max_tokens)
+        self.gradient = PolicyGradient(self.runner, self.algorithm, kl=loss.kl, importance_cap=loss.importance_cap)
         self.warm_up: Sft | None = None  # between begin_sft and end_sft
         self.has_compared = False  # packs with plain rows, see `_compare_packing`
         self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
@@ -78,7 +79,7 @@ class TorchLearner:
         Raises LearnerError (a loss that is not finite, memory that does not suffice) and DriftError (contract 2).
         """
         begin = time.perf_counter()
-        batch = make_batch(groups, loss=self.loss_config, max_tokens=self.max_tokens)
+        batch = make_batch(groups, self.algorithm)
         parts = split_batch(batch.groups, self.train_config.updates_per_step)
         tally = Tally()
         learning_rate = self.optimizer.current_rate()

@@ -10,25 +10,21 @@ import torch
 from torch import Tensor
 
 from art_cli.config.schema import CispoConfig, DapoConfig, DrGrpoConfig, GrpoConfig, GspoConfig, LossConfig
-from art_cli.learners.losses import LossTerms, build_loss, pack_loss
-from art_cli.learners.losses.cispo import cispo
-from art_cli.learners.losses.dapo import dapo, overlong_penalty
-from art_cli.learners.losses.dr_grpo import dr_grpo
-from art_cli.learners.losses.grpo import grpo
-from art_cli.learners.losses.gspo import gspo
-from art_cli.learners.losses.importance import truncated_weights
-from art_cli.learners.losses.kl import k3
-from art_cli.learners.losses.means import Counts, sample_mean, token_mean, trajectory_sum
-from art_cli.learners.losses.objective import Objective, ObjectiveFunction
+from art_cli.learners.algorithms.credit import overlong_penalty
+from art_cli.learners.algorithms.objectives import Objective, PolicyTerms
+from art_cli.learners.algorithms.presets import build_algorithm
+from art_cli.learners.algorithms.shares import UpdateCounts, sample_mean, token_mean, trajectory_sum
+from art_cli.learners.algorithms.streams import LossTerms, k3, pack_loss, truncated_weights
 
 
 def evaluate(
-    objective: ObjectiveFunction, ratios: list[float], advantages: list[float], samples: list[int], **knobs: float
+    loss: LossConfig, ratios: list[float], advantages: list[float], samples: list[int]
 ) -> tuple[Objective, Tensor]:
     """The objective of tokens whose new / old probability ratios are given, and its gradient by each new logprob."""
     old = torch.full((len(ratios),), -1.0)
     new = (old + torch.tensor(ratios).log()).requires_grad_()
-    result = objective(new, old, torch.tensor(advantages), torch.tensor(samples), **knobs)
+    terms = PolicyTerms(new, old, torch.tensor(advantages), torch.tensor(samples))
+    result = build_algorithm(loss, max_tokens=1).objective(terms)
     result.values.sum().backward()
     assert new.grad is not None
     return result, new.grad
@@ -37,15 +33,15 @@ def evaluate(
 # --- closed forms -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("objective", [grpo, dr_grpo])
-def test_the_ratio_counts_until_the_clip_and_its_gradient_is_the_ratio(objective: ObjectiveFunction) -> None:
+@pytest.mark.parametrize("loss", [GrpoConfig(clip=0.2), DrGrpoConfig(name="dr_grpo", clip=0.2)])
+def test_the_ratio_counts_until_the_clip_and_its_gradient_is_the_ratio(loss: LossConfig) -> None:
     """clip 0.2, -min(r A, clip(r, 0.8, 1.2) A), gradient by log p: -r A, or 0 where the clipped side is smaller.
 
     r 1.0, A  2: -2.0, gradient -2        r 1.5, A  1: -1.2, gradient 0, clipped
     r 1.5, A -1:  1.5, gradient 1.5       r 0.5, A  1: -0.5, gradient -0.5
     r 0.5, A -1:  0.8, gradient 0, clipped
     """
-    result, gradient = evaluate(objective, [1.0, 1.5, 1.5, 0.5, 0.5], [2, 1, -1, 1, -1], [0, 1, 2, 3, 4], clip=0.2)
+    result, gradient = evaluate(loss, [1.0, 1.5, 1.5, 0.5, 0.5], [2, 1, -1, 1, -1], [0, 1, 2, 3, 4])
     torch.testing.assert_close(result.values, torch.tensor([-2.0, -1.2, 1.5, -0.5, 0.8]))
     torch.testing.assert_close(gradient, torch.tensor([-2.0, 0.0, 1.5, -0.5, 0.0]))
     assert result.is_clipped.tolist() == [False, True, False, False, True]
@@ -53,7 +49,9 @@ def test_the_ratio_counts_until_the_clip_and_its_gradient_is_the_ratio(objective
 
 def test_dapo_clips_higher_above_than_below() -> None:
     """clip 0.2 below, 0.28 above: r 1.25 goes free (-1.25), r 1.3 is cut at -1.28, r 0.75 with A -1 at 0.8."""
-    result, gradient = evaluate(dapo, [1.25, 1.3, 0.75], [1, 1, -1], [0, 1, 2], clip=0.2, clip_high=0.28)
+    result, gradient = evaluate(
+        DapoConfig(name="dapo", clip=0.2, clip_high=0.28), [1.25, 1.3, 0.75], [1, 1, -1], [0, 1, 2]
+    )
     torch.testing.assert_close(result.values, torch.tensor([-1.25, -1.28, 0.8]))
     torch.testing.assert_close(gradient, torch.tensor([-1.25, 0.0, 0.0]))
     assert result.is_clipped.tolist() == [False, True, True]
@@ -65,7 +63,9 @@ def test_gspo_takes_or_leaves_a_sequence_whole() -> None:
     Sample 1: ratios 4 and 1, geometric mean 2, clipped at 1.5: each token -1.5, no gradient for either.
     By log p of one token of two, s = exp(mean) changes by s / 2, and both tokens carry it: -2 A s / 2 = -A s.
     """
-    result, gradient = evaluate(gspo, [2.0, 0.5, 4.0, 1.0], [1] * 4, [0, 0, 1, 1], clip=0.5, clip_high=0.5)
+    result, gradient = evaluate(
+        GspoConfig(name="gspo", clip=0.5, clip_high=0.5), [2.0, 0.5, 4.0, 1.0], [1] * 4, [0, 0, 1, 1]
+    )
     torch.testing.assert_close(result.values, torch.tensor([-1.0, -1.0, -1.5, -1.5]))
     torch.testing.assert_close(gradient, torch.tensor([-1.0, -1.0, 0.0, 0.0]))
     assert result.is_clipped.tolist() == [False, False, True, True]
@@ -76,7 +76,9 @@ def test_cispo_cuts_the_weight_and_keeps_the_gradient() -> None:
 
     The value is w times -A log p: old is -1, so log p is -1 + log r.
     """
-    result, gradient = evaluate(cispo, [1.0, 5.0, 5.0], [1, 1, -1], [0, 1, 2], clip=1.0, clip_high=1.0)
+    result, gradient = evaluate(
+        CispoConfig(name="cispo", clip=1.0, clip_high=1.0), [1.0, 5.0, 5.0], [1, 1, -1], [0, 1, 2]
+    )
     torch.testing.assert_close(gradient, torch.tensor([-1.0, -2.0, 2.0]))
     log_p = math.log(5) - 1
     torch.testing.assert_close(result.values, torch.tensor([1.0, -2 * log_p, 2 * log_p]))
@@ -101,7 +103,7 @@ def test_importance_weights_are_capped_and_one_where_the_engine_is_silent() -> N
 
 def test_means_are_over_the_whole_update() -> None:
     """8 tokens in 2 samples (6 and 2) of 1 trajectory: each token 1/8; or 1/12 and 1/4; or 1/100 of a constant."""
-    update = Counts(tokens=8, samples=2, trajectories=1)
+    update = UpdateCounts(tokens=8, samples=2, trajectories=1)
     assert token_mean(6, update) == token_mean(2, update) == 1 / 8
     assert (sample_mean(6, update), sample_mean(2, update)) == (1 / 12, 1 / 4)
     assert trajectory_sum(6, update, max_tokens=100) == 1 / 100
@@ -119,15 +121,12 @@ def test_a_pack_loss_is_objective_times_importance_plus_kl_times_share() -> None
     (-1 * 0.5 + 0.1 * (2 - log 2 - 1)) / 4
     """
     terms = LossTerms(
-        new=torch.tensor([-1.0]),
-        old=torch.tensor([-1.0]),
-        advantages=torch.tensor([1.0]),
-        samples=torch.tensor([0]),
+        PolicyTerms(torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([1.0]), torch.tensor([0])),
         shares=torch.tensor([0.25]),
         importance=torch.tensor([0.5]),
         reference=torch.tensor([-1.0 + math.log(2)]),
     )
-    result = pack_loss(build_loss(GrpoConfig(), max_tokens=1).objective, terms, kl=0.1)
+    result = pack_loss(build_algorithm(GrpoConfig(), max_tokens=1), terms, kl=0.1)
     assert float(result.loss) == pytest.approx((-0.5 + 0.1 * (1 - math.log(2))) / 4)
 
 
@@ -221,20 +220,17 @@ def test_value_and_gradient_are_trls(config: LossConfig, trl: dict[str, Any]) ->
 
     kept = mask.bool()
     ours = theirs.detach().clone().requires_grad_()
-    loss = build_loss(config, max_tokens=MAX_TOKENS)
-    counts = Counts(tokens=sum(lengths), samples=B, trajectories=B)
+    loss = build_algorithm(config, max_tokens=MAX_TOKENS)
+    counts = UpdateCounts(tokens=sum(lengths), samples=B, trajectories=B)
     of_sample = torch.arange(B)[:, None].expand(B, T)[kept]
     shares = torch.tensor([loss.share(length, counts) for length in lengths])
     terms = LossTerms(
-        new=ours[kept],
-        old=old[kept],
-        advantages=advantages[of_sample],
-        samples=of_sample,
+        PolicyTerms(ours[kept], old[kept], advantages[of_sample], of_sample),
         shares=shares[of_sample],
         importance=importance[kept],
         reference=reference[kept],
     )
-    result = pack_loss(loss.objective, terms, kl=KL)
+    result = pack_loss(loss, terms, kl=KL)
     result.loss.backward()
     torch.testing.assert_close(result.loss, expected)
     torch.testing.assert_close(ours.grad, theirs.grad)

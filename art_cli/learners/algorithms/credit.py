@@ -1,7 +1,9 @@
-"""What a reward is worth relative to its group. Numbers in, numbers out."""
+"""Credit: what a trajectory is worth relative to its group. Numbers in, numbers out."""
 
 import math
 from collections.abc import Sequence
+
+from art_cli.trajectory import ScoredTrajectory, Turn
 
 EQUAL = 1e-8  # rewards this close carry no signal: what is left between them is rounding, not preference
 
@@ -29,3 +31,23 @@ def has_signal(rewards: Sequence[float]) -> bool:
     """Whether the rewards of a group differ by more than 1e-8; an empty group has no signal."""
     assert all(map(math.isfinite, rewards)), f"rewards must be finite: {list(rewards)}"
     return len(rewards) > 0 and max(rewards) - min(rewards) > EQUAL
+
+
+def rewards_of(group: Sequence[ScoredTrajectory]) -> list[float]:
+    """[G] the rewards of trajectories that all have one."""
+    return [trajectory.reward for trajectory in group if trajectory.reward is not None]
+
+
+def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer: int) -> float:
+    """What a reply of that length adds to its reward: 0 up to max - buffer, then falling evenly to -1 at max.
+
+    DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 13. At max 100, buffer 20: 80 tokens 0, 90 tokens -0.5, 100 tokens
+    and above -1.
+    """
+    free = max_tokens - min(buffer, max_tokens)
+    return max(-1.0, min(0.0, (free - num_tokens) / (max_tokens - free)))
+
+
+def seen_turns(trajectory: ScoredTrajectory) -> list[Turn]:
+    """The turns whose replies the rollout received."""
+    return [turn for turn in trajectory.turns if not turn.is_abandoned]

@@ -1,0 +1,67 @@
+"""Objectives: what each trained token adds to the loss before its share. Pure functions of [N] tensors."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class PolicyTerms(NamedTuple):
+    """N terms, one per trained token of each sample of a pack, as float32 tensors of [N].
+
+    Samples of a pack that share a token have a term each; these have the same `new`.
+    """
+
+    new: Tensor  # logprobs under the current weights; carries the gradient
+    old: Tensor  # logprobs under the weights that sampled
+    advantages: Tensor
+    samples: Tensor  # int64: index of the term's sample in the pack
+
+
+class Objective(NamedTuple):
+    """What an objective gives for N terms."""
+
+    values: Tensor  # [N] to be minimised
+    is_clipped: Tensor  # [N] bool: the clip is active
+
+
+def clip_tokens(terms: PolicyTerms, low: float, high: float) -> Objective:
+    """PPO's surrogate with the ratio r = exp(new - old) of each token."""
+    return clipped_surrogate((terms.new - terms.old).exp(), terms.advantages, low, high)
+
+
+def clip_samples(terms: PolicyTerms, low: float, high: float) -> Objective:
+    """PPO's surrogate with one ratio per sample: the geometric mean of its tokens' ratios. GSPO, equations 5 to 7."""
+    return clipped_surrogate(_sample_mean(terms.new - terms.old, terms.samples).exp(), terms.advantages, low, high)
+
+
+def clip_weights(terms: PolicyTerms, low: float, high: float) -> Objective:
+    """[N] -clip(r, 1 - low, 1 + high) A new with the clipped ratio detached. CISPO, equations 4 and 5.
+
+    The value is not a distance from anything; its gradient is what counts. Clipped: where the ratio was cut.
+    """
+    ratio = (terms.new - terms.old).detach().exp()
+    is_clipped = (ratio < 1 - low) | (ratio > 1 + high)
+    return Objective(-ratio.clamp(1 - low, 1 + high) * terms.advantages * terms.new, is_clipped)
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Objective:
+    """[N] -min(r A, clip(r, 1 - low, 1 + high) A), and where the clip holds the gradient back.
+
+    PPO, Schulman et al. 2017 (arXiv:1707.06347), equation 7; the two bounds apart are DAPO's clip-higher.
+
+    ratio 1.5, A = 1,  bounds 0.2 -> -1.2, clipped (no gradient)
+    ratio 1.5, A = -1, bounds 0.2 ->  1.5, not clipped (it still pushes the ratio down)
+    """
+    bounded = ratio.clamp(1 - low, 1 + high)
+    values = -torch.minimum(ratio * advantages, bounded * advantages)
+    is_clipped = ((ratio > 1 + high) & (advantages > 0)) | ((ratio < 1 - low) & (advantages < 0))
+    return Objective(values, is_clipped)
+
+
+def _sample_mean(values: Tensor, samples: Tensor) -> Tensor:
+    """[N] each value replaced by the mean over its sample. No terms give no terms."""
+    num_samples = int(samples.max()) + 1 if len(samples) else 0
+    sums = values.new_zeros(num_samples).index_add(0, samples, values)
+    counts = values.new_zeros(num_samples).index_add(0, samples, torch.ones_like(values))
+    return (sums / counts.clamp(min=1))[samples]
