@@ -1,8 +1,8 @@
-"""The command line: each command parses its arguments, then imports `commands/<name>` and calls its `run`.
+"""The command line: imports the module of the command that is called, and reports every failure as one line.
 
-Nothing heavy is imported here, so that help answers at once. What goes wrong ends here as well: a mistake or failure
-that a user can act on is its line on standard error and its exit code; anything else is a bug, said in one line, with
-the traceback under --verbose.
+Each command is defined in `commands/<name>.py`. Nothing heavy is imported here, so that help answers at once. A mistake
+or failure that a user can act on becomes a line on standard error and an exit code. Anything else is a bug: it becomes
+one line too, with the traceback under --verbose.
 """
 
 import atexit
@@ -12,13 +12,16 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
-from art_cli import log
+from art_cli import commands, log
 from art_cli.errors import (
     ArtError,
     ConfigError,
@@ -30,23 +33,36 @@ from art_cli.errors import (
     printable_lines,
 )
 
-# What a module that is not installed belongs to: `pip install 'art-cli[EXTRA]'`.
-EXTRAS = {"torch": "train", "transformers": "train", "peft": "train", "safetensors": "train", "numpy": "train"} | {
-    name: name for name in ("litellm", "wandb", "vllm", "unsloth")
-}
-
 MAX_ERROR = 4_000  # characters of an error's line; file names, ids and providers' words may be of any length
 
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+PLAIN: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False, "add_completion": False}
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Wins over the file: train.steps=10, loss=dapo.")
-]
-Json = Annotated[bool, typer.Option("--json", help="The result as JSON.")]
-Checkpoint = Annotated[
-    Path | None, typer.Option("--checkpoint", metavar="DIR", help="A checkpoint, a run (its newest one), or base.")
-]
+
+class LazyCommands(Mapping[str, Any]):
+    """Name -> Typer's command, made when it is asked for, so that a command does not wait for the others' imports."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in commands.NAMES:
+            raise KeyError(name)
+        single = typer.Typer(**PLAIN)
+        single.command(name)(import_module(f"art_cli.commands.{name}").run)
+        return get_command(single)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(commands.NAMES)
+
+    def __len__(self) -> int:
+        return len(commands.NAMES)
+
+
+class LazyGroup(TyperGroup):
+    """`art`: its commands are those of `LazyCommands`."""
+
+    def __init__(self, **knobs: Any) -> None:
+        super().__init__(**knobs | {"commands": LazyCommands()})
+
+
+app = typer.Typer(cls=LazyGroup, **PLAIN)
 
 
 def main() -> NoReturn:
@@ -117,9 +133,8 @@ def _lines(error: Exception) -> tuple[list[str], int]:
         case typer.TyperException():
             path = getattr(getattr(error, "ctx", None), "command_path", "art")
             return [f"error: {error.format_message()} (see {path} --help)"], error.exit_code
-        case ModuleNotFoundError(name=str(name)) if name.partition(".")[0] in EXTRAS:
-            package = name.partition(".")[0]
-            return [f"error: {package} is not installed; pip install 'art-cli[{EXTRAS[package]}]'"], 1
+        case ModuleNotFoundError(name=str(name)) if extra := _extra_of(package := name.partition(".")[0]):
+            return [f"error: {package} is not installed; pip install 'art-cli[{extra}]'"], 1
         case OSError(errno=errno.ENOSPC):
             what = f"{error.filename}: " if error.filename else ""
             return [f"error: {what}no space left on the disk; free some and run the same command again"], 1
@@ -133,6 +148,13 @@ def _lines(error: Exception) -> tuple[list[str], int]:
     where = traceback.extract_tb(error.__traceback__)[-1]
     bug = f"error: this is a bug in art: {type(error).__name__}: {text} ({Path(where.filename).name}:{where.lineno})"
     return [f"{bug}; run it again with --verbose for the traceback"], 1
+
+
+def _extra_of(package: str) -> str | None:
+    """The extra that installs the package; None: no extra of ours does."""
+    from art_cli.commands.doctor import EXTRAS
+
+    return next((extra for extra, (packages, _) in EXTRAS.items() if package in packages), None)
 
 
 def _help(context: typer.Context, is_wanted: bool) -> None:
@@ -168,379 +190,3 @@ def art(
     Results go to standard output, progress and logs to standard error. Exit code 0: done; 1: failed, or below a gate;
     2: a mistake in the command or the configuration.
     """
-
-
-@app.command()
-def init(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="New, or empty.", show_default=False)],
-    recipe: Annotated[str, typer.Option("--recipe", metavar="NAME", help="Which one to copy.")] = "tictactoe",
-) -> None:
-    """Copy a recipe to a new directory.
-
-    It holds config.yaml, the rollout and what that needs.
-
-    \b
-    art init mine
-    art init mine --recipe tictactoe
-    """
-    from art_cli.commands import init as command
-
-    command.run(directory=directory, recipe=recipe)
-
-
-@app.command()
-def check(
-    config: Config,
-    overrides: Overrides = None,
-    judge: Annotated[
-        bool, typer.Option("--judge/--no-judge", help="Ask a judge that costs money once, for cents.")
-    ] = True,
-    json: Json = False,
-) -> None:
-    """Try everything a run needs, once.
-
-    Composes the configuration, loads the model, plays a rollout twice, takes an update, asks the judge; says of each
-    finding what cures it. Changes nothing.
-
-    \b
-    art check config.yaml
-    art check config.yaml --no-judge        only says what asking the judge would cost
-    """
-    from art_cli.commands import check as command
-
-    command.run(config=config, overrides=overrides or [], as_json=json, asks_judge=judge)
-
-
-@app.command()
-def train(
-    config: Config,
-    overrides: Overrides = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="A new run beside an existing one, never over it.")] = False,
-    multirun: Annotated[bool, typer.Option("-m", "--multirun", help="A run for each of a=1,2 b=x,y.")] = False,
-    json: Json = False,
-) -> None:
-    """Train; run again, it resumes.
-
-    It stops when train.steps are done. A run that was interrupted at any moment goes on where it stopped.
-
-    \b
-    art train config.yaml
-    art train config.yaml train.learning_rate=1e-5 judge=rollout
-    art train config.yaml -m train.learning_rate=1e-5,1e-4 loss=grpo,dapo
-    """
-    from art_cli.commands import train as command
-
-    command.run(config=config, overrides=overrides or [], is_fresh=fresh, is_multirun=multirun, as_json=json)
-
-
-@app.command()
-def generate(
-    config: Config,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Appended to.", show_default=False)],
-    overrides: Overrides = None,
-    checkpoint: Checkpoint = None,
-    step: Annotated[int | None, typer.Option("--step", min=0, help="Whose scenarios; its own, if not given.")] = None,
-    json: Json = False,
-) -> None:
-    """Play scenarios, write trajectories.
-
-    Those of one step. Run again, it goes on with what is missing. Exit code 1 where every attempt failed.
-
-    \b
-    art generate config.yaml -o trajectories.jsonl
-    art generate config.yaml -o trajectories.jsonl --checkpoint runs/mine/checkpoints/step_0004
-    """
-    from art_cli.commands import generate as command
-
-    command.run(config=config, overrides=overrides or [], output=output, checkpoint=checkpoint, step=step, as_json=json)
-
-
-@app.command()
-def judge(
-    trajectories: Annotated[Path, typer.Argument(metavar="FILE", help="Trajectories.", show_default=False)],
-    overrides: Overrides = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Of T.jsonl: T.scored.jsonl beside it.")
-    ] = None,
-    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Which model judges: openai/o3.")] = None,
-    rubric: Annotated[Path | None, typer.Option("--rubric", metavar="FILE", help="What it judges by.")] = None,
-    config: Annotated[Path | None, typer.Option("--config", metavar="CONFIG", help="Whose judge to use.")] = None,
-    group_by: Annotated[str | None, typer.Option("--group-by", metavar="KEY", help="Of plain conversations.")] = None,
-    partial: Annotated[bool, typer.Option("--partial", help="Judge incomplete groups as they are.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin the output anew.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would cost, and do nothing.")] = False,
-    report: Annotated[bool, typer.Option("--report", help="Say how far the judge can be trusted.")] = False,
-    gold: Annotated[str | None, typer.Option("--gold", metavar="KEY", help="metrics.win or returned_reward.")] = None,
-    gate: Annotated[list[str] | None, typer.Option("--gate", metavar="BOUND", help="Exit 1 below it.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="The report as a page.")] = None,
-    json: Json = False,
-) -> None:
-    """Score trajectories, group by group, with RULER or another judge; measure the judge.
-
-    \b
-    art judge trajectories.jsonl -o scored.jsonl --model openai/o3
-    art judge trajectories.jsonl judge=function judge.entry=judge.py:judge -o scored.jsonl
-    art judge scored.jsonl --gold metrics.win --gate 'pairwise_accuracy>=0.8'
-    """
-    from art_cli.commands import judge as command
-
-    command.run(
-        trajectories=trajectories,
-        overrides=overrides or [],
-        output=output,
-        model=model,
-        rubric=rubric,
-        config=config,
-        group_by=group_by,
-        is_partial=partial,
-        is_fresh=fresh,
-        is_dry_run=dry_run,
-        is_report=report,
-        gold=gold,
-        gates=gate or [],
-        html=html,
-        as_json=json,
-    )
-
-
-@app.command()
-def step(
-    config: Config,
-    scored: Annotated[Path, typer.Argument(metavar="SCORED", help="Scored trajectories.", show_default=False)],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="A checkpoint.", show_default=False)],
-    overrides: Overrides = None,
-    checkpoint: Checkpoint = None,
-    json: Json = False,
-) -> None:
-    """Take one policy update from a file.
-
-    Writes the checkpoint that `art train` would have written after the same trajectories.
-
-    \b
-    art step config.yaml scored.jsonl -o step_0001
-    """
-    from art_cli.commands import step as command
-
-    command.run(
-        config=config, overrides=overrides or [], scored=scored, checkpoint=checkpoint, output=output, as_json=json
-    )
-
-
-@app.command()
-def sft(
-    config: Config,
-    demos: Annotated[Path, typer.Argument(metavar="DEMOS", help="Chat transcripts, JSON lines.", show_default=False)],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="A checkpoint.", show_default=False)],
-    overrides: Overrides = None,
-    checkpoint: Checkpoint = None,
-) -> None:
-    """Warm-start from chat transcripts.
-
-    Trains on the assistant's tokens only, and writes a checkpoint.
-
-    \b
-    art sft config.yaml demos.jsonl -o warm
-    """
-    from art_cli.commands import sft as command
-
-    command.run(config=config, overrides=overrides or [], demos=demos, checkpoint=checkpoint, output=output)
-
-
-@app.command(name="eval")
-def evaluate(
-    config: Config,
-    overrides: Overrides = None,
-    checkpoint: Annotated[
-        list[Path] | None,
-        typer.Option("--checkpoint", metavar="DIR", help="A checkpoint, run, directory of runs, or base; repeat."),
-    ] = None,
-    endpoint: Annotated[
-        list[str] | None, typer.Option("--endpoint", metavar="MODEL@URL", help="Any OpenAI-compatible one; repeat.")
-    ] = None,
-    gate: Annotated[
-        list[str] | None,
-        typer.Option("--gate", metavar="METRIC>=X", help="Exit 1 where the last policy misses it; X: baseline-0.02."),
-    ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="DIR", help="Keep the trajectories.")] = None,
-    json: Json = False,
-) -> None:
-    """Compare policies; gate on the result.
-
-    Plays the evaluation scenarios with each and compares it with the first, scenario by scenario.
-
-    \b
-    art eval config.yaml --checkpoint runs/mine --gate 'reward>=0.8'
-    art eval config.yaml --checkpoint runs/a --checkpoint runs/b --endpoint gpt-5@https://api.openai.com/v1
-    art eval config.yaml --checkpoint base --checkpoint runs/mine --gate 'reward>=baseline-0.02'
-    art eval config.yaml --checkpoint 'runs/sweep-*'          a table over a sweep, the best run on top
-    """
-    from art_cli.commands import eval as command
-
-    command.run(
-        config=config,
-        overrides=overrides or [],
-        checkpoints=checkpoint or [],
-        endpoints=endpoint or [],
-        gates=gate or [],
-        output=output,
-        as_json=json,
-    )
-
-
-@app.command()
-def serve(
-    context: typer.Context,
-    checkpoints: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[NAME=]CHECKPOINT...", help="A checkpoint, a run, an adapter, a base model.", show_default=False
-        ),
-    ],
-    best: Annotated[bool, typer.Option("--best", help="A run's best evaluated checkpoint, not its newest.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", help="Change to each new checkpoint of a run.")] = False,
-    base: Annotated[
-        str | None, typer.Option("--base", metavar="MODEL", help="Where the base model is, if it was moved.")
-    ] = None,
-    engine: Annotated[
-        str, typer.Option("--engine", metavar="NAME", help="auto, embedded or vllm; auto: what the machine has.")
-    ] = "auto",
-    knobs: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the engine: max_batch=256; repeat.")
-    ] = None,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Run the vLLM that the run's config.json names: python, args, env.")
-    ] = False,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="Of the base: float32, bfloat16; its run's.")] = None,
-    host: Annotated[str, typer.Option("--host", help="Any but this machine's own needs a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8000,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            "--api-key", metavar="KEY", envvar="ART_API_KEY", help="Who calls must have it.", show_envvar=True
-        ),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", metavar="FILE", help="One key a line; any of them will do.")
-    ] = None,
-    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests answered at once.")] = 256,
-    queue: Annotated[int, typer.Option("--queue", min=0, help="Waiting besides; more get 429.")] = 1024,
-    max_body: Annotated[float, typer.Option("--max-body", metavar="MIB", min=0.001, help="Larger get 413.")] = 32.0,
-    drain: Annotated[
-        float, typer.Option("--drain", metavar="SECONDS", min=0, help="For what runs to end, when told to stop.")
-    ] = 30.0,
-    log_content: Annotated[bool, typer.Option("--log-content", help="Log what is asked and answered.")] = False,
-    json: Json = False,
-) -> None:
-    """Put checkpoints behind an OpenAI-compatible API.
-
-    \b
-    art serve runs/mine                           its newest checkpoint, as model `mine`
-    art serve runs/mine --follow                  and each new one as training writes it
-    art serve small=runs/a large=runs/b/checkpoints/step_0040
-    ART_API_KEY=... art serve runs/mine --host 0.0.0.0
-
-    SIGTERM and Ctrl-C let what runs end, and refuse what is new with 503.
-    """
-    from art_cli.commands import serve as command
-
-    command.run(
-        checkpoints=checkpoints,
-        is_best=best,
-        is_following=follow,
-        base=base,
-        engine=engine,
-        knobs=knobs or [],
-        is_trusted=trust,
-        dtype=dtype,
-        host=host,
-        port=port,
-        api_key=api_key,
-        is_key_on_line=_is_on_line(context, "api_key"),
-        api_key_file=api_key_file,
-        concurrency=concurrency,
-        queue=queue,
-        max_body_mib=max_body,
-        drain_s=drain,
-        logs_content=log_content,
-        as_json=json,
-    )
-
-
-def _is_on_line(context: typer.Context, name: str) -> bool:
-    """Whether the parameter was given as an option, and not by its environment variable or default."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-@app.command()
-def export(
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Or a run.", show_default=False)],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="A new one.", show_default=False)],
-    best: Annotated[bool, typer.Option("--best", help="A run's best evaluated checkpoint, not its newest.")] = False,
-    base: Annotated[
-        str | None, typer.Option("--base", metavar="MODEL", help="Where the base model is, if it was moved.")
-    ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="Of the weights: float32, bfloat16.")] = "float32",
-    max_gap: Annotated[
-        float | None, typer.Option("--max-gap", metavar="NATS", help="Of any token's logprob; by the dtype.")
-    ] = None,
-    push: Annotated[
-        str | None, typer.Option("--push", metavar="REPO", help="To the hub as well, with the token HF_TOKEN.")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Merge a checkpoint into weights that stand alone.
-
-    Writes what transformers and vLLM load, with a model card, and proves it: the run's saved prompts get the same
-    logprobs from the merged weights as from the adapter, or it fails.
-
-    \b
-    art export runs/mine -o mine-merged --dtype bfloat16
-    """
-    from art_cli.commands import export as command
-
-    command.run(
-        checkpoint=checkpoint,
-        output=output,
-        is_best=best,
-        base=base,
-        dtype=dtype,
-        max_gap=max_gap,
-        push=push,
-        as_json=json,
-    )
-
-
-@app.command()
-def checkpoints(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
-    prune: Annotated[bool, typer.Option("--prune", help="Remove all but the newest ones and the best.")] = False,
-    keep: Annotated[int | None, typer.Option("--keep", min=1, help="With --prune: how many newest.")] = None,
-    fork: Annotated[
-        str | None, typer.Option("--fork", metavar="NEW_RUN", help="A new run that begins at a checkpoint of this one.")
-    ] = None,
-    step: Annotated[int | None, typer.Option("--step", min=0, help="With --fork: which; its newest.")] = None,
-    adapter: Annotated[
-        Path | None, typer.Option("--import", metavar="DIR", help="Make RUN, with a PEFT adapter as its step 0.")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """List a run's checkpoints; prune, fork, import.
-
-    \b
-    art checkpoints runs/mine
-    art checkpoints runs/mine --prune --keep 2
-    art checkpoints runs/mine --fork mine-again --step 40     then: art train config.yaml name=mine-again
-    art checkpoints runs/new --import adapter                 then: art train config.yaml name=new
-    """
-    from art_cli.commands import checkpoints as command
-
-    command.run(run=run, is_pruning=prune, keep=keep, fork=fork, step=step, adapter=adapter, as_json=json)
-
-
-@app.command()
-def doctor(json: Json = False) -> None:
-    """Say what works here, and what to install."""
-    from art_cli.commands import doctor as command
-
-    command.run(as_json=json)

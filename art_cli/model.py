@@ -88,7 +88,7 @@ def outline(base: str, adapter: Path | None, *, named: str | None = None) -> Out
     import peft
     import transformers
 
-    _find(base, named)
+    require_base(base, named)
     with _loading(base, named or repr(base)):
         config: Any = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
         has_tokenizer = adapter is not None and (adapter / "tokenizer_config.json").is_file()
@@ -149,7 +149,7 @@ def load_weights(
 
     _spare_collector(has_transformers=load is None)
     place = torch.device(_pick_device(device))
-    _find(base, named)
+    require_base(base, named)
     with _loading(base, named):
         dtype = getattr(torch, config.dtype) if config.dtype != "auto" else choose_dtype(base, place)
         model = (load or _load_model)(config, base, place, dtype, seed)  # Unsloth's comes before transformers' import
@@ -329,8 +329,8 @@ def _load_tokenizer(base: str) -> Any:
         raise ValueError(f"its tokenizer (tokenizer.json, tokenizer_config.json): {one_line(error)}") from error
 
 
-def _find(base: str, named: str | None) -> None:
-    """Raises ArtError: a directory with a damaged file, or nothing of that name on the hub."""
+def require_base(base: str, named: str | None) -> None:
+    """Raises ArtError: the directory has a damaged file, or the hub has nothing of that name."""
     if Path(base).is_dir():
         check_base(Path(base), named)
     else:

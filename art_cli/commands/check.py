@@ -1,65 +1,37 @@
-"""`art check`: a preflight that changes nothing: everything a run needs, tried once, each finding with its cure.
+"""`art check`: a preflight that changes nothing; prints what it finds, each finding with its cure."""
 
-The checks go from cheap to dear; one that fails stops those that stand on it. Nothing is written outside a temporary
-directory. A judge that costs money is asked once about two short attempts, and its line says what that cost.
-"""
+from typing import Annotated
 
-import json
-import logging
-import shutil
-import socket
-import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+import typer
 
-from art_cli import plugins, threads
-from art_cli.chat.requests import text_of
-from art_cli.config.compose import LoadedConfig, load_config
-from art_cli.config.references import check_ready
-from art_cli.config.schema import RolloutJudgeConfig, RulerJudgeConfig, VllmEngineConfig
-from art_cli.engines.vllm.probe import find_vllm
-from art_cli.errors import ArtError, printable_lines
-from art_cli.judges import make_judge, trial
-from art_cli.judges.estimate import Estimate
-from art_cli.learners import Learner, load_policy, make_learner
-from art_cli.learners.demos import load_demos
-from art_cli.loop.choice import describe, settle
-from art_cli.loop.generate import plan_groups
-from art_cli.loop.sampler import open_sampler
-from art_cli.loop.train import find_clash
-from art_cli.model import Weights, count_parameters, find_base
-from art_cli.rollouts.gateway import OWN_CLIENT
-from art_cli.rollouts.process import ProcessRollout
-from art_cli.rollouts.scenarios import load_scenarios
-from art_cli.run_dir import RunDir
-from art_cli.scratch import scratch
-from art_cli.trajectory import Json, Trajectory, Turn, prompt, score_trajectory, sequence
-
-log = logging.getLogger(__name__)
-
-CONNECT_TIMEOUT_S = 10.0  # to a vLLM server that is said to run
+from art_cli.commands import Config, Json, Overrides, print_findings
+from art_cli.errors import ArtError
 
 
-class Finding(NamedTuple):
-    """What one check found. Example: Finding("disk", False, "3.1 GB needed, 1.2 GB free", "free some, or ...")."""
+def run(
+    config: Config,
+    overrides: Overrides = None,
+    asks_judge: Annotated[
+        bool, typer.Option("--judge/--no-judge", help="Ask a judge that costs money once, for cents.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Try everything a run needs, once.
 
-    name: str
-    is_good: bool
-    message: str
-    cure: str = ""
+    Composes the configuration, loads the model, plays a rollout twice, takes an update, asks the judge; says of each
+    finding what cures it. Changes nothing.
 
-
-def run(*, config: Path, overrides: Sequence[str], as_json: bool, asks_judge: bool = True) -> None:
-    """Prints every finding; raises ArtError (exit code 1) when one is bad, ConfigError (2) for the configuration.
-
-    `asks_judge`: a judge that costs money is asked about two short attempts; otherwise only what it would cost is told.
+    \b
+    art check config.yaml
+    art check config.yaml --no-judge        only says what asking the judge would cost
     """
-    loaded = load_config(config, overrides)
+    from art_cli.commands.preflight import Preflight
+    from art_cli.config.compose import load_config
+    from art_cli.config.references import check_ready
+    from art_cli.loop.choice import settle
+    from art_cli.scratch import scratch
+
+    loaded = load_config(config, overrides or [])
     check_ready(loaded, is_training=True)
     loaded = settle(loaded, "engine", "learner")
     with scratch("check") as place:
@@ -68,355 +40,7 @@ def run(*, config: Path, overrides: Sequence[str], as_json: bool, asks_judge: bo
             findings = preflight.check()
         finally:
             preflight.close()
-        if as_json:
-            sys.stdout.write(json.dumps([finding._asdict() for finding in findings]) + "\n")
-        else:
-            sys.stdout.writelines(printable_lines(_as_line(finding)) for finding in findings)
+        print_findings(findings, as_json)
         bad = [finding.name for finding in findings if not finding.is_good]
-        if bad:  # raised while the scratch directory is there, so that a log which a finding names stays
+        if bad:  # raised inside the block, so that a log file which a finding names is kept
             raise ArtError(f"{config}: not ready: {', '.join(bad)}")
-
-
-def _as_line(finding: Finding) -> str:
-    line = f"{'ok  ' if finding.is_good else 'FAIL'} {finding.name:10s} {finding.message}\n"
-    return line + (f"     {'':10s} -> {finding.cure}\n" if finding.cure else "")
-
-
-@dataclass
-class Preflight:
-    """The checks, in order; each adds what the later ones use."""
-
-    loaded: LoadedConfig
-    scratch: Path
-    asks_judge: bool = True
-    scenarios: list[Json] = field(default_factory=list)
-    weights: Weights | None = None
-    learner: Learner | None = None
-    played: list[Trajectory] = field(default_factory=list)  # two attempts at the first scenario
-
-    @property
-    def trajectory(self) -> Trajectory | None:
-        return self.played[0] if self.played else None
-
-    def check(self) -> list[Finding]:
-        findings = [Finding("config", True, f"{self.loaded.path}: composes"), self.check_engine()]
-        if not findings[-1].is_good:
-            return findings
-        checks: list[tuple[str, Callable[[], Finding | None]]] = [
-            ("run", self.check_run),
-            ("scenarios", self.check_scenarios),
-            ("entries", self.check_entries),
-            ("model", self.check_model),
-            ("rollout", self.check_rollout),
-            ("tools", self.check_tools),
-            ("tokens", self.check_tokens),
-            ("update", self.check_update),
-            ("judge", self.check_judge),
-            ("disk", self.check_disk),
-        ]
-        for name, check in checks:
-            begin = time.perf_counter()
-            try:
-                finding = check()
-            except ArtError as error:
-                return [*findings, Finding(name, False, str(error))]
-            if finding is None:
-                continue
-            took = time.perf_counter() - begin
-            findings.append(finding._replace(message=f"{finding.message} ({took:.1f} s)"))
-            if not finding.is_good and name != "disk":
-                break
-        return findings
-
-    def close(self) -> None:
-        if self.learner is not None:
-            self.learner.close()
-
-    def check_engine(self) -> Finding:
-        """What engine and learner are; a vLLM that was asked for by name has to be there."""
-        engine = self.loaded.config.engine
-        if isinstance(engine, VllmEngineConfig) and (problem := _vllm_problem(engine)):
-            cure = "pip install 'art-cli[vllm]', name a Python that has it in engine.python, or engine=embedded"
-            return Finding("engine", False, problem, "start it, or mend engine.url" if engine.url else cure)
-        return Finding("auto", True, describe(self.loaded, "engine", "learner"))
-
-    def check_run(self) -> Finding | None:
-        """What `art train` would do with the run that has this name. None: there is no such run yet."""
-        run = RunDir(self.loaded.config.runs / self.loaded.config.name)
-        steps = run.checkpoint_steps()
-        if not steps:
-            return None
-        if clash := find_clash(run, self.loaded):
-            return Finding("run", False, clash)
-        return Finding("run", True, f"{run.root}: art train goes on from step {steps[-1]}")
-
-    def check_scenarios(self) -> Finding:
-        config = self.loaded.config
-        self.scenarios = load_scenarios(config.rollout.scenarios, self.loaded.directory)
-        counts = [f"{len(self.scenarios)} to train on"]
-        if config.eval:
-            held_out = load_scenarios(config.eval.scenarios, self.loaded.directory)
-            counts.append(f"{len(held_out)} to evaluate on")
-        if config.sft:
-            counts.append(f"{len(load_demos(config.sft.demos, self.loaded.directory))} sft transcripts")
-        return Finding("scenarios", True, ", ".join(counts))
-
-    def check_entries(self) -> Finding:
-        config = self.loaded.config
-        threads.run(make_judge(config.judge, self.loaded.directory).close())
-        for name, model in trial.missing_keys(config.judge, self.loaded.directory).items():
-            cure = f"set it in the environment, or in a file .env in {self.loaded.directory}"
-            return Finding("judge", False, f"{name} is not set, and {model} needs it", cure)
-        if config.rollout.command:
-            program = config.rollout.command[0]
-            if shutil.which(program, path=None) is None and not (self.loaded.directory / program).exists():
-                return Finding(
-                    "entries", False, f"rollout.command: no program {program!r}", "install it or mend the path"
-                )
-            return Finding("entries", True, f"rollout.command {program}, judge {config.judge.name}")
-        assert config.rollout.entry
-        where = ""
-        if config.rollout.python is None:
-            plugins.resolve(config.rollout.entry, base=self.loaded.directory)
-        else:
-            where = f" in Python {threads.run(self._load_elsewhere())} at {config.rollout.python}"
-        return Finding("entries", True, f"rollout {config.rollout.entry}{where}, judge {config.judge.name}")
-
-    async def _load_elsewhere(self) -> str:
-        """The version of the user's Python, which loads the rollout. Raises UsageError, RolloutError: it cannot."""
-        rollout = self.loaded.config.rollout
-        assert rollout.entry
-        process = ProcessRollout(rollout.entry, directory=self.loaded.directory, python=rollout.python)
-        await process.open()
-        await process.close()
-        return process.version
-
-    def check_model(self) -> Finding:
-        config = self.loaded.config
-        base = find_base(config.model.base, directory=self.loaded.directory, built=self.scratch / "base")
-        self.weights = load_policy(config, base)
-        self.learner = make_learner(config, self.weights)
-        size = count_parameters(self.weights.model)
-        return Finding(
-            "model",
-            True,
-            f"{config.model.base}: {size.whole / 1e6:.1f}M parameters, {size.trained / 1e6:.2f}M trained, "
-            f"{self.weights.max_length} tokens of context, on {self.weights.device}",
-        )
-
-    def check_rollout(self) -> Finding:
-        """Two attempts at once at the first scenario, as training plays them."""
-        self.played = threads.run(self._play_pair())
-        for trajectory in self.played:
-            if problem := self._rollout_problem(trajectory):
-                return problem
-        first = self.played[0]
-        reward = (
-            "no reward (a judge gives it)" if first.returned_reward is None else f"reward {first.returned_reward:g}"
-        )
-        message = f"{len(first.turns)} turns, {first.num_sampled} sampled tokens, {reward}"
-        return Finding("rollout", True, message, _sampling_note(self.played))
-
-    def _rollout_problem(self, trajectory: Trajectory) -> Finding | None:
-        if trajectory.error:
-            return Finding("rollout", False, trajectory.error, "mend the rollout; it failed on the first scenario")
-        needs_reward = any(isinstance(part, RolloutJudgeConfig) for part in trial.parts(self.loaded.config.judge))
-        if trajectory.returned_reward is None and needs_reward:
-            return Finding(
-                "rollout", False, "it returned no reward, and judge is 'rollout'", "return one, or choose a judge"
-            )
-        if not trajectory.turns:
-            return self._silence_problem()
-        if all(turn.temperature == 0.0 for turn in trajectory.turns):
-            return Finding(
-                "rollout",
-                False,
-                "it samples at temperature 0: all attempts of a group say the same, and nothing is learned from them",
-                "leave temperature out of the agent's call, or set rollout.sampling.force=true "
-                "(and rollout.sampling.temperature above 0)",
-            )
-        return None
-
-    def _silence_problem(self) -> Finding:
-        """What to say where an attempt made no model call."""
-        if not any(trajectory.turns for trajectory in self.played):
-            return Finding(
-                "rollout", False, "it made no model call", "use policy.client, or policy.base_url and api_key"
-            )
-        message = "of two attempts at once one made no model call: they may have gone into the other's trajectory"
-        return Finding("rollout", False, message, OWN_CLIENT)
-
-    async def _play_pair(self) -> list[Trajectory]:
-        played: list[Trajectory] = []
-        plans = plan_groups(self.scenarios[:1], step=0, group_size=2)
-        async with open_sampler(self.loaded, self.weights, checkpoint=None, step=0, logs=self.scratch) as sampler:
-            await sampler.play_shown(plans, played.append, title="check")
-        return sorted(played, key=lambda trajectory: trajectory.index)
-
-    def check_tools(self) -> Finding | None:
-        """Whether the chat template shows the model the tools that the agent sends. None: it sends none."""
-        assert self.weights
-        with_tools = next((trajectory for trajectory in self.played if trajectory.tools), None)
-        if with_tools is None:
-            return None
-        names = ", ".join(str(tool.get("function", {}).get("name")) for tool in with_tools.tools[:5])
-        if _shows_tools(self.weights.tokenizer, with_tools):
-            return Finding("tools", True, f"the chat template shows {names}")
-        cure = "choose a model whose template knows tools, or name a template that does in model.chat_template"
-        return Finding("tools", False, f"the chat template leaves out the tools: the model never sees {names}", cure)
-
-    def check_tokens(self) -> Finding:
-        """Decodes and re-encodes what was recorded, and has the learner score it: contract 2 on one trajectory."""
-        assert self.weights and self.learner and self.trajectory
-        turns = self.trajectory.turns
-        tokenizer: Any = self.weights.tokenizer
-        last = prompt(turns, len(turns) - 1)
-        is_same = tokenizer.encode(tokenizer.decode(last), add_special_tokens=False) == last
-        gap = max(self._gap(turns, index) for index in range(len(turns)))
-        num_branches = sum(turn.parent is None or turn.kept < len(sequence(turns, turn.parent)) for turn in turns) - 1
-        message = f"engine and learner differ by {gap:.1e} nats at most, {num_branches} branches"
-        if gap > self.loaded.config.train.max_logprob_gap:
-            return Finding("tokens", False, message, "engine and learner do not compute the same model")
-        cure = (
-            "" if is_same else "text and tokens do not map one to one here; recorded tokens are trained on as they are"
-        )
-        if num_branches:
-            cure = "a prompt does not extend the turn before it (edited history, or its template): slower, still right"
-        return Finding("tokens", True, message, cure)
-
-    def _gap(self, turns: Sequence[Turn], index: int) -> float:
-        """Largest |engine - learner| in nats over a turn's sampled tokens; 0 where sampling cut the distribution."""
-        turn = turns[index]
-        if turn.is_truncated_sampling or not turn.sampled_ids:
-            return 0.0
-        assert self.learner
-        scores = self.learner.score(sequence(turns, index), temperature=turn.temperature)
-        return max(abs(a - b) for a, b in zip(scores[-len(turn.logprobs) :], turn.logprobs, strict=True))
-
-    def check_update(self) -> Finding:
-        """A step on the longest plausible rows, forward and backward, with made-up tokens."""
-        assert self.weights and self.learner and self.trajectory
-        config = self.loaded.config
-        own_prompt = len(prompt(self.trajectory.turns, 0))
-        length = min(
-            self.weights.max_length, own_prompt + config.rollout.max_turns * config.rollout.sampling.max_tokens
-        )
-        ids = [(7 * place) % self.weights.model.config.vocab_size for place in range(length)]
-        logprobs = self.learner.score(ids)
-        turn = Turn(
-            parent=None,
-            kept=0,
-            prompt_ids=ids[:1],
-            sampled_ids=ids[1:],
-            logprobs=logprobs,
-            raw_logprobs=logprobs,
-            step=0,
-            temperature=1.0,
-        )
-        pair = [
-            score_trajectory(
-                Trajectory(id=f"check-{i}", group_id="check", group_size=2, index=i, turns=[turn]), float(i)
-            )
-            for i in range(2)
-        ]
-        metrics = self.learner.step([pair])
-        return Finding("update", True, f"a row of {length} tokens forward and backward in {metrics.train_s:.1f} s")
-
-    def check_judge(self) -> Finding | None:
-        """Asks the judge. None: the rollout's own reward is all there is to judge by."""
-        notes, cures = [], []
-        for part in trial.parts(self.loaded.config.judge):
-            if isinstance(part, RulerJudgeConfig):
-                note, cure = self._ask_ruler(part)
-                notes.append(note)
-                cures += [cure] if cure else []
-            elif not isinstance(part, RolloutJudgeConfig):
-                verdicts = threads.run(trial.score(part, self.loaded.directory, self.played))
-                rewards = [f"{verdicts[trajectory.id].reward:g}" for trajectory in self.played]
-                notes.append(f"{part.name} gave the two attempts {' and '.join(rewards)}")
-        return Finding("judge", True, "; ".join(notes), "; ".join(cures)) if notes else None
-
-    def _ask_ruler(self, config: RulerJudgeConfig) -> tuple[str, str]:
-        """What to say of a judge that costs money, and a cure ("": none is needed). Raises JudgeError."""
-        models = ", ".join(member.model for member in config.panel) or config.model
-        would = _as_price(trial.expected(config, self.loaded.directory))
-        if not self.asks_judge:
-            return f"{models}: not asked (--no-judge); asking once about two short attempts would take {would}", ""
-        log.info("judge: asking %s once about two short attempts: %s", models, would)
-        asked = threads.run(trial.ask(config, self.loaded.directory))
-        cost = "price unknown" if asked.usage.cost_usd is None else f"${asked.usage.cost_usd:.4f}"
-        took = f"{asked.usage.calls} calls, {asked.usage.tokens:,} tokens, {cost}"
-        is_sound = asked.right > asked.wrong
-        cure = "" if is_sound else "it prefers a wrong answer to two plus two; look at judge.model and judge.rubric"
-        return f"{models} gave a right answer {asked.right:g} and a wrong one {asked.wrong:g}: {took}", cure
-
-    def check_disk(self) -> Finding:
-        """Checkpoints that stay, one more being written, and the trajectories of every step."""
-        assert self.learner and self.trajectory
-        config = self.loaded.config
-        checkpoint = self.scratch / "checkpoint"
-        checkpoint.mkdir()
-        self.learner.save(checkpoint)
-        one = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-        line = (
-            len(json.dumps(self.trajectory.messages))
-            + 40 * self.trajectory.num_sampled
-            + 6 * len(sequence(self.trajectory.turns, 0))
-        )
-        lines = 2 * line * config.rollout.group_size * config.rollout.groups_per_step * config.train.steps
-        needed = one * (config.train.keep_checkpoints + 3) + lines  # step 0, the best, one being written
-        place = next(path for path in [config.runs, *config.runs.parents] if path.exists())
-        free = shutil.disk_usage(place).free
-        message = f"about {needed / 1e9:.2f} GB needed under {config.runs}, {free / 1e9:.1f} GB free"
-        return Finding("disk", needed < free, message, "" if needed < free else "free some, or set `runs` elsewhere")
-
-
-def _vllm_problem(engine: VllmEngineConfig) -> str:
-    """Why the vLLM that the configuration names cannot be used here; "": nothing is known against it."""
-    if engine.url is not None:
-        address = urlsplit(engine.url)
-        try:
-            socket.create_connection((address.hostname or "", address.port or 80), CONNECT_TIMEOUT_S).close()
-        except (OSError, ValueError) as error:
-            return f"engine.url: nothing answers at {engine.url}: {error}"
-        return ""
-    if engine.python is None and find_spec("vllm") is None:
-        return "engine is vllm, and vLLM is not installed"
-    found = find_vllm(engine.python)
-    return "" if found.version else f"engine is vllm, and vLLM does not work in {found.python}: {found.error}"
-
-
-def _sampling_note(played: Sequence[Trajectory]) -> str:
-    """What about the way of sampling leaves attempts alike; "": nothing."""
-    turns = [turn for trajectory in played for turn in trajectory.turns]
-    if any(turn.temperature == 0.0 for turn in turns):
-        return "some calls set temperature 0: what they say is the same in every attempt; rollout.sampling.force=true"
-    said = [[turn.sampled_ids for turn in trajectory.turns] for trajectory in played]
-    if len(said) > 1 and all(other == said[0] for other in said):
-        return "both attempts sampled the same tokens: does the agent set a `seed`? rollout.sampling.force=true"
-    return ""
-
-
-def _shows_tools(tokenizer: Any, trajectory: Trajectory) -> bool:
-    """Whether the trajectory's first prompt is another one with its tools than without them."""
-    asked = []
-    for message in trajectory.messages:
-        if message["role"] == "assistant":
-            break
-        role = "system" if message["role"] == "developer" else message["role"]
-        asked.append({"role": role, "content": text_of(message.get("content"))})
-    asked = asked or [{"role": "user", "content": "hi"}]
-    try:
-        rendered = [
-            tokenizer.apply_chat_template(asked, tools=tools, tokenize=False, add_generation_prompt=True)
-            for tools in (trajectory.tools, None)
-        ]
-    except Exception:  # a template is a program of its own and fails in any way; the rollout's own calls went through
-        return True
-    return bool(rendered[0] != rendered[1])
-
-
-def _as_price(expected: Estimate) -> str:
-    price = "at a price that is not known" if expected.usd is None else f"about ${expected.usd:.4f}"
-    tokens = expected.prompt_tokens + expected.completion_tokens
-    return f"{expected.calls} calls, about {tokens:,} tokens, {price}"

@@ -4,26 +4,43 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from art_cli import checkpoints
-from art_cli.checkpoints import Listed
+import typer
+
+from art_cli.commands import Json
 from art_cli.errors import UsageError, printable_lines
-from art_cli.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from art_cli.checkpoints import Listed
 
 MIB = 2**20
 
 
 def run(
-    *,
-    run: Path,
-    is_pruning: bool,
-    keep: int | None,
-    fork: str | None,
-    step: int | None,
-    adapter: Path | None,
-    as_json: bool,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
+    is_pruning: Annotated[bool, typer.Option("--prune", help="Remove all but the newest ones and the best.")] = False,
+    keep: Annotated[int | None, typer.Option("--keep", min=1, help="With --prune: how many newest.")] = None,
+    fork: Annotated[
+        str | None, typer.Option("--fork", metavar="NEW_RUN", help="A new run that begins at a checkpoint of this one.")
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="With --fork: which; its newest.")] = None,
+    adapter: Annotated[
+        Path | None, typer.Option("--import", metavar="DIR", help="Make RUN, with a PEFT adapter as its step 0.")
+    ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Does one of: list, prune, fork, import."""
+    """List a run's checkpoints; prune, fork, import.
+
+    \b
+    art checkpoints runs/mine
+    art checkpoints runs/mine --prune --keep 2
+    art checkpoints runs/mine --fork mine-again --step 40     then: art train config.yaml name=mine-again
+    art checkpoints runs/new --import adapter                 then: art train config.yaml name=new
+    """
+    from art_cli import checkpoints
+    from art_cli.run_dir import RunDir
+
     if sum((is_pruning, fork is not None, adapter is not None)) > 1:
         raise UsageError("--prune, --fork and --import: one at a time")
     if keep is not None and not is_pruning:
@@ -57,7 +74,7 @@ def _say(as_json: bool, value: object, text: str) -> None:
     sys.stdout.write((json.dumps(value) if as_json else printable_lines(text)) + "\n")
 
 
-def _as_table(entries: Sequence[Listed]) -> str:
+def _as_table(entries: "Sequence[Listed]") -> str:
     lines = [f"{'step':>6s}  {'valid':5s}  {'MiB':>8s}  evaluation"]
     for entry in entries:
         shown = [

@@ -4,7 +4,6 @@ A part that is not installed is no fault: its line says for what it is and how t
 does not work is one, and the exit code is 1. Keys are looked for by name; their values are never read out.
 """
 
-import json
 import os
 import platform
 import shutil
@@ -13,17 +12,17 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
-from art_cli.config.knobs import groups
-from art_cli.config.packaged import options, packaged
-from art_cli.config.schema import RunConfig
+from art_cli.commands import Finding, Json, print_findings
 from art_cli.errors import ArtError
-from art_cli.loop.choice import Machine, choose, engine_facts, learner_facts
+
+if TYPE_CHECKING:
+    from art_cli.loop.choice import Machine
 
 BASE = ("typer", "pydantic", "hydra-core", "omegaconf", "openai", "httpx", "msgspec", "starlette", "uvicorn")
-EXTRAS = {  # extra -> (what has to be importable, what it is for)
-    "train": (("torch", "transformers", "peft", "safetensors"), "training, and the embedded engine"),
+EXTRAS = {  # extra -> (the packages that it installs, what it is for)
+    "train": (("torch", "transformers", "peft", "safetensors", "numpy"), "training, and the embedded engine"),
     "litellm": (("litellm",), "judges of other providers than OpenAI, and prices"),
     "vllm": (("vllm",), "the vLLM engine, on a GPU"),
     "unsloth": (("unsloth",), "the Unsloth learner, on a GPU"),
@@ -33,25 +32,11 @@ KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY", "HF_TOKEN", "WA
 GIB = 1024**3
 
 
-class Finding(NamedTuple):
-    """Example: Finding("wandb", "missing", "not installed: the Weights & Biases tracker", "pip install ...")."""
-
-    name: str
-    state: str  # "ok"; "missing": not there, and need not be; "broken": there, and does not work
-    message: str
-    cure: str = ""
-
-
-def run(*, as_json: bool) -> None:
-    """Prints every finding. Raises ArtError when something that is installed does not work."""
+def run(as_json: Json = False) -> None:
+    """Say what works here, and what to install."""
     findings = list(examine())
-    if as_json:
-        sys.stdout.write(json.dumps([finding._asdict() for finding in findings]) + "\n")
-    else:
-        for finding in findings:
-            cure = f"\n{'':19s}-> {finding.cure}" if finding.cure else ""
-            sys.stdout.write(f"{finding.state:8s}{finding.name:10s} {finding.message}{cure}\n")
-    if broken := [finding.name for finding in findings if finding.state == "broken"]:
+    print_findings(findings, as_json)
+    if broken := [finding.name for finding in findings if not finding.is_good]:
         raise ArtError(f"does not work: {', '.join(broken)}; each line above says what to do")
 
 
@@ -61,7 +46,7 @@ def examine() -> Iterator[Finding]:
     yield _check_base()
     for extra, (modules, purpose) in EXTRAS.items():
         yield _check_extra(extra, modules, purpose)
-    yield from check_auto(Machine())
+    yield from check_auto()
     yield _check_configs()
     yield _check_keys()
 
@@ -69,7 +54,7 @@ def examine() -> Iterator[Finding]:
 def _check_python() -> Finding:
     found = platform.python_version()
     is_good = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    return Finding("python", "ok" if is_good else "broken", found, "" if is_good else "use Python 3.11, 3.12 or 3.13")
+    return Finding("python", is_good, found, "" if is_good else "use Python 3.11, 3.12 or 3.13")
 
 
 def _check_machine() -> Finding:
@@ -79,28 +64,28 @@ def _check_machine() -> Finding:
     message = (
         f"{platform.system()} {platform.machine()}, {cores} cores, {memory:.0f} GiB memory, {free:.0f} GiB disk free"
     )
-    return Finding("machine", "ok", message, "free some: a base model takes gigabytes" if free < 2 else "")
+    return Finding("machine", True, message, "free some: a base model takes gigabytes" if free < 2 else "")
 
 
 def _check_base() -> Finding:
     missing = [name for name in BASE if _version(name) is None]
     if missing:
-        return Finding("art", "broken", f"not installed: {', '.join(missing)}", "pip install art-cli")
-    return Finding("art", "ok", f"{_version('art-cli')}, {', '.join(f'{name} {_version(name)}' for name in BASE)}")
+        return Finding("art", False, f"not installed: {', '.join(missing)}", "pip install art-cli")
+    return Finding("art", True, f"{_version('art-cli')}, {', '.join(f'{name} {_version(name)}' for name in BASE)}")
 
 
 def _check_extra(extra: str, modules: tuple[str, ...], purpose: str) -> Finding:
     cure = f"pip install 'art-cli[{extra}]'"
     missing = [name for name in modules if _version(name) is None]
     if missing:
-        return Finding(extra, "missing", f"{', '.join(missing)} not installed; for {purpose}", cure)
+        return Finding(extra, True, f"{', '.join(missing)} not installed; for {purpose}", cure, is_missing=True)
     versions = ", ".join(f"{name} {_version(name)}" for name in modules)
     try:
         detail = PROOFS[extra]() if extra in PROOFS else ""
     except Exception as error:  # whatever an installed package throws when it is used is the finding
         line = " ".join(str(error).split())[:200]
-        return Finding(extra, "broken", f"{versions}: {type(error).__name__}: {line}", f"{cure} with its constraints")
-    return Finding(extra, "ok", versions + detail)
+        return Finding(extra, False, f"{versions}: {type(error).__name__}: {line}", f"{cure} with its constraints")
+    return Finding(extra, True, versions + detail)
 
 
 def _prove_train() -> str:
@@ -120,22 +105,28 @@ def _prove_train() -> str:
 PROOFS: dict[str, Callable[[], str]] = {"train": _prove_train}
 
 
-def check_auto(machine: Machine) -> Iterator[Finding]:
+def check_auto(machine: "Machine | None" = None) -> Iterator[Finding]:
     """What `auto`, the default of engine and learner, is here for a LoRA on a published model, and what to mend."""
+    from art_cli.loop.choice import Machine, choose, engine_facts, learner_facts
+
+    machine = machine or Machine()
     for group, facts in (("engine", engine_facts(machine)), ("learner", learner_facts(machine))):
         choice = choose(group, facts)
-        state = "broken" if facts.is_installed else "ok"
-        yield Finding(group, state, f"auto chooses {choice.name}: {choice.reason}", choice.cure)
+        yield Finding(group, not facts.is_installed, f"auto chooses {choice.name}: {choice.reason}", choice.cure)
 
 
 def _check_configs() -> Finding:
+    from art_cli.config.knobs import groups
+    from art_cli.config.packaged import options, packaged
+    from art_cli.config.schema import RunConfig
+
     there_are = [f"{group} ({', '.join(options(group, [packaged('configs')]))})" for group in groups(RunConfig)]
-    return Finding("configs", "ok", "; ".join(there_are))
+    return Finding("configs", True, "; ".join(there_are))
 
 
 def _check_keys() -> Finding:
     found = [name for name in KEYS if os.environ.get(name)]
-    return Finding("keys", "ok", ", ".join(found) if found else f"none of {', '.join(KEYS)} is set")
+    return Finding("keys", True, ", ".join(found) if found else f"none of {', '.join(KEYS)} is set")
 
 
 def _version(package: str) -> str | None:

@@ -4,27 +4,46 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from art_cli.commands import Base, Best, Json
 from art_cli.errors import ArtError, UsageError
-from art_cli.loop.proof import make_probe
-from art_cli.model import find_base
-from art_cli.scratch import scratch
-from art_cli.serving.export import Exported, export
-from art_cli.serving.source import find_source
+
+if TYPE_CHECKING:
+    from art_cli.serving.export import Exported
 
 
 def run(
-    *,
-    checkpoint: str,
-    output: Path,
-    is_best: bool,
-    base: str | None,
-    dtype: str,
-    max_gap: float | None,
-    push: str | None,
-    as_json: bool,
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Or a run.", show_default=False)],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="A new one.", show_default=False)],
+    is_best: Best = False,
+    base: Base = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="What the weights are written as: bfloat16.")] = "float32",
+    max_gap: Annotated[
+        float | None,
+        typer.Option("--max-gap", metavar="NATS", help="Largest difference of a logprob; the dtype's, if not given."),
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="REPO", help="To the hub as well, with the token HF_TOKEN.")
+    ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Writes `output` and says how near it is to the checkpoint."""
+    """Merge a checkpoint into weights that stand alone.
+
+    Writes what transformers and vLLM load, with a model card, and proves it: the run's saved prompts get the same
+    logprobs from the merged weights as from the adapter, or it fails.
+
+    \b
+    art export runs/mine -o mine-merged --dtype bfloat16
+    """
+    from art_cli.loop.proof import make_probe
+    from art_cli.model import find_base
+    from art_cli.scratch import scratch
+    from art_cli.serving.export import export
+    from art_cli.serving.source import find_source
+
     token = _find_token() if push is not None else None
     with scratch("export") as place:
         if base is not None:
@@ -39,7 +58,7 @@ def run(
         sys.stdout.write(_as_text(exported, dtype) + (f"  pushed to {url}\n" if url else ""))
 
 
-def _as_text(exported: Exported, dtype: str) -> str:
+def _as_text(exported: "Exported", dtype: str) -> str:
     note = (
         f"  trained on the base in {exported.quantize}, merged into the whole one, which gives other logprobs: "
         f"art eval tells what that does to the rewards\n"

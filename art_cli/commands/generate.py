@@ -5,36 +5,53 @@ The output is appended as rollouts finish; run again, it goes on with what is ow
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from art_cli.config.compose import load_config
+import typer
+
+from art_cli.commands import Checkpoint, Config, Json, Overrides
 from art_cli.errors import RolloutError
-from art_cli.loop.failures import Failures, count_failures
-from art_cli.loop.stages import generate
+
+if TYPE_CHECKING:
+    from art_cli.loop.failures import Failures
 
 
 def run(
-    *,
-    config: Path,
-    overrides: Sequence[str],
-    output: Path,
-    checkpoint: Path | None,
-    step: int | None,
-    as_json: bool = False,
+    config: Config,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="It is appended to.", show_default=False)
+    ],
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="Play this step's scenarios, not the checkpoint's own.")
+    ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Writes `output` and says how many attempts failed. Raises RolloutError: all of them did."""
-    played = generate(load_config(config, overrides), output, checkpoint=checkpoint, step=step)
+    """Play scenarios, write trajectories.
+
+    Plays the scenarios of one step. Run again, it goes on with what is missing. Exit code 1 if every attempt failed.
+
+    \b
+    art generate config.yaml -o trajectories.jsonl
+    art generate config.yaml -o trajectories.jsonl --checkpoint runs/mine/checkpoints/step_0004
+    """
+    from art_cli.config.compose import load_config
+    from art_cli.loop.failures import count_failures
+    from art_cli.loop.stages import generate
+
+    played = generate(load_config(config, overrides or []), output, checkpoint=checkpoint, step=step)
     failures = count_failures(played)
     sys.stdout.write(_as_json(output, failures) if as_json else _as_text(output, failures))
     if failures.is_all:
         raise RolloutError(f"{output}: every attempt failed: {failures}")
 
 
-def _as_json(output: Path, failures: Failures) -> str:
+def _as_json(output: Path, failures: "Failures") -> str:
     row = {"output": str(output), "trajectories": failures.num_played, "failed": failures.num}
     return json.dumps({**row, "commonest_cause": failures.cause or None, "num_alike": failures.num_alike}) + "\n"
 
 
-def _as_text(output: Path, failures: Failures) -> str:
+def _as_text(output: Path, failures: "Failures") -> str:
     return f"{output}: {failures.num_played} trajectories" + (f"; {failures}" if failures.num else "") + "\n"

@@ -5,15 +5,29 @@ import shutil
 import sys
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Annotated
 
-from art_cli.config.packaged import packaged
+import typer
+
 from art_cli.errors import UsageError
 
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "runs", "*.pyc")  # what using a recipe leaves in it
 
 
-def run(*, directory: Path, recipe: str) -> None:
-    """Copies and prints the next commands. Raises UsageError: no such recipe, or something is there already."""
+def run(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.", show_default=False)],
+    recipe: Annotated[str, typer.Option("--recipe", metavar="NAME", help="Which one to copy.")] = "tictactoe",
+) -> None:
+    """Copy a recipe to a new directory.
+
+    It holds config.yaml, the rollout and what that needs.
+
+    \b
+    art init mine
+    art init mine --recipe tictactoe
+    """
+    from art_cli.config.packaged import packaged
+
     copy_recipe(packaged("recipes"), recipe, directory)
     sys.stdout.write(
         f"{directory}: the recipe {recipe!r}; next:\n"

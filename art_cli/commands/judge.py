@@ -1,231 +1,76 @@
 """`art judge`: scores a file of trajectories group by group, and says how far its judge can be trusted.
 
-Reads trajectories (ours, ART's, plain conversations), appends scored trajectories as groups finish. Run again, it goes
-on with the groups that are owed. With --report it measures the judge on the scored file.
+Reads trajectories (ours, ART's, plain conversations) and appends scored trajectories as groups finish. Run again, it
+goes on with the groups that are owed. With --report it measures the judge on the scored file.
 """
 
-import asyncio
 import json
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-import msgspec
+import typer
 
-from art_cli import threads
-from art_cli.config.compose import LoadedJudge, load_judge
-from art_cli.config.schema import RulerJudgeConfig
-from art_cli.errors import DataError, Interrupted, JudgeError, UsageError, printable
-from art_cli.judges import Judge, make_judge
-from art_cli.judges.estimate import Estimate, estimate
-from art_cli.judges.files import Group, TrajectoryFile
-from art_cli.judges.output import scored_groups
-from art_cli.judges.pipeline import Tally
-from art_cli.judges.ruler import RulerJudge
-from art_cli.judges.session import Progress, Session, Summary, judgeable
-from art_cli.judges.spending import usage_of
-
-IN_FLIGHT = 16  # groups at once for a judge that makes no calls
-SHOWN = 5  # owed groups that are named
+from art_cli.commands import Json, Overrides
+from art_cli.errors import UsageError
 
 
 def run(
-    *,
-    trajectories: Path,
-    overrides: Sequence[str],
-    output: Path | None = None,
-    config: Path | None = None,
-    model: str | None = None,
-    rubric: Path | None = None,
-    group_by: str | None = None,
-    is_partial: bool = False,
-    is_fresh: bool = False,
-    is_dry_run: bool = False,
-    is_report: bool = False,
-    gold: str | None = None,
-    gates: Sequence[str] = (),
-    html: Path | None = None,
-    as_json: bool = False,
+    trajectories: Annotated[Path, typer.Argument(metavar="FILE", help="Trajectories.", show_default=False)],
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="T.scored.jsonl beside T.jsonl, if not given.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Which model judges: openai/o3.")] = None,
+    rubric: Annotated[Path | None, typer.Option("--rubric", metavar="FILE", help="What it judges by.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", metavar="CONFIG", help="Use its judge.")] = None,
+    group_by: Annotated[
+        str | None, typer.Option("--group-by", metavar="KEY", help="Group plain conversations by this key.")
+    ] = None,
+    is_partial: Annotated[bool, typer.Option("--partial", help="Judge incomplete groups as they are.")] = False,
+    is_fresh: Annotated[bool, typer.Option("--fresh", help="Begin the output anew.")] = False,
+    is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would cost, and do nothing.")] = False,
+    is_report: Annotated[bool, typer.Option("--report", help="Say how far the judge can be trusted.")] = False,
+    gold: Annotated[str | None, typer.Option("--gold", metavar="KEY", help="metrics.win or returned_reward.")] = None,
+    gates: Annotated[list[str] | None, typer.Option("--gate", metavar="BOUND", help="Exit 1 below it.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="The report as a page.")] = None,
+    as_json: Json = False,
 ) -> None:
-    """Writes `output` (T.scored.jsonl beside T.jsonl). Raises JudgeError when groups stay owed, GateError."""
+    """Score trajectories, group by group, with RULER or another judge; measure the judge.
+
+    \b
+    art judge trajectories.jsonl -o scored.jsonl --model openai/o3
+    art judge trajectories.jsonl judge=function judge.entry=judge.py:judge -o scored.jsonl
+    art judge scored.jsonl --gold metrics.win --gate 'pairwise_accuracy>=0.8'
+    """
+    import msgspec
+
     from art_cli.commands.judge_report import is_scored, report
+    from art_cli.commands.judging import as_text, choose_judge, dry_run, judge_file, refuse_owed
+    from art_cli.judges.files import TrajectoryFile
 
     wants_report = bool(is_report or gold or gates or html)
     if wants_report and is_scored(trajectories):
-        report(trajectories, gold=gold, gates=gates, html=html, as_json=as_json)
+        report(trajectories, gold=gold, gates=gates or [], html=html, as_json=as_json)
         return
     output = output or trajectories.with_name(f"{trajectories.name.removesuffix('.jsonl')}.scored.jsonl")
     if _is_same_file(output, trajectories):
         raise UsageError(f"{trajectories}: input and output are the same file; name another one with -o")
-    loaded = choose_judge(config, overrides, model=model, rubric=rubric)
+    loaded = choose_judge(config, overrides or [], model=model, rubric=rubric)
     source = TrajectoryFile(trajectories, group_by=group_by)
     if is_dry_run:
-        _dry_run(loaded, source, None if is_fresh else output, is_partial=is_partial, as_json=as_json)
+        dry_run(loaded, source, None if is_fresh else output, is_partial=is_partial, as_json=as_json)
         return
-    summary = _judge(loaded, source, output, is_partial=is_partial, is_fresh=is_fresh)
+    summary = judge_file(loaded, source, output, is_partial=is_partial, is_fresh=is_fresh)
+    before = msgspec.to_builtins(summary) if as_json else as_text(summary)
     if wants_report and summary.groups + summary.groups_before:
-        before = msgspec.to_builtins(summary) if as_json else as_text(summary)
         is_whole = not summary.owed
-        report(output, gold=gold, gates=gates, html=html, as_json=as_json, before=before, is_whole=is_whole)
+        report(output, gold=gold, gates=gates or [], html=html, as_json=as_json, before=before, is_whole=is_whole)
     else:
-        sys.stdout.write(json.dumps(msgspec.to_builtins(summary)) + "\n" if as_json else as_text(summary))
-    _refuse_owed(summary)
+        sys.stdout.write(json.dumps(before) + "\n" if as_json else before)
+    refuse_owed(summary)
 
 
 def _is_same_file(one: Path, other: Path) -> bool:
     """Whether both names mean one file, be it by a link."""
     return one.resolve() == other.resolve() or (one.exists() and other.exists() and one.samefile(other))
-
-
-def choose_judge(
-    config: Path | None, overrides: Sequence[str], *, model: str | None = None, rubric: Path | None = None
-) -> LoadedJudge:
-    """The configuration's judge, or RULER where none is named; `model` and `rubric` mean RULER too."""
-    is_named = any(override.partition("=")[0] in ("judge", "judge.name") for override in overrides)
-    if config is None and not is_named:
-        overrides = ["judge=ruler", *overrides]
-    if (model is not None or rubric is not None) and not is_named:
-        others = [override for override in overrides if not override.startswith("judge.")]
-        if not isinstance(load_judge(config, others).config, RulerJudgeConfig):
-            overrides = ["judge=ruler", *overrides]
-    loaded = load_judge(config, overrides)
-    if model is None and rubric is None:
-        return loaded
-    if not isinstance(loaded.config, RulerJudgeConfig):
-        raise UsageError(f"--model and --rubric are for judge=ruler, not judge={loaded.config.name}")
-    if model is not None and loaded.config.panel:
-        raise UsageError("--model: the judge is a panel of several models; change judge.panel instead")
-    chosen: dict[str, Any] = {} if model is None else {"model": model}
-    if rubric is not None:
-        chosen["rubric"] = rubric.resolve()
-    return LoadedJudge(loaded.config.model_copy(update=chosen), loaded.directory)
-
-
-def _judge(loaded: LoadedJudge, source: TrajectoryFile, output: Path, *, is_partial: bool, is_fresh: bool) -> Summary:
-    """What came of it. Raises Interrupted, with everything complete on disk."""
-
-    async def judge() -> Summary:
-        made = make_judge(loaded.config, loaded.directory, job=str(output.resolve()))
-        try:
-            with _interruptible(), _progress(made) as progress:
-                session = Session(made, source, output, is_partial=is_partial)
-                return await session.run(in_flight=_in_flight(loaded), is_fresh=is_fresh, progress=progress)
-        except asyncio.CancelledError:
-            message = f"interrupted; what is scored is in {output}; the same command goes on with the rest"
-            raise Interrupted(message) from None
-        finally:
-            await made.close()
-
-    return threads.run(judge())
-
-
-def _in_flight(loaded: LoadedJudge) -> int:
-    """Groups at once: enough that every call has its place while other groups are read and written."""
-    return loaded.config.concurrency + 8 if isinstance(loaded.config, RulerJudgeConfig) else IN_FLIGHT
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGINT and SIGTERM cancel the task that is inside."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-
-@contextmanager
-def _progress(judge: Judge) -> Iterator[Progress | None]:
-    """A bar with what was spent, on a terminal; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    spent = TextColumn("{task.fields[spent]}")
-    columns = TextColumn("judging"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), spent
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None, spent="")
-
-        def update(total: int, tally: Tally) -> None:
-            usage, num_cached = usage_of(judge)
-            words = [_dollars(usage.cost_usd), f"{usage.tokens:,} tokens"]
-            words += [f"{num_cached} cached"] if num_cached else []
-            words += [f"{len(tally.owed)} owed"] if tally.owed else []
-            bar.update(task, total=total, completed=tally.num_scored + len(tally.owed), spent=", ".join(words))
-
-        yield update
-
-
-def as_text(summary: Summary) -> str:
-    mean = "no reward" if summary.mean is None else f"mean reward {summary.mean:.3f}"
-    before = f" ({summary.groups_before} were before)" if summary.groups_before else ""
-    lines = [f"{printable(summary.scored)}: {summary.groups} groups scored{before}, {mean}"]
-    if summary.calls or summary.cached_votes:
-        tokens = summary.prompt_tokens + summary.completion_tokens
-        paid = f"{summary.calls} calls, {tokens:,} tokens, {_dollars(summary.cost_usd)}"
-        lines.append(f"  {paid}; {summary.cached_votes} votes from the cache")
-    owed = [item for item in summary.owed_because.items() if item[1] != summary.stopped]
-    for group_id, reason in owed[:SHOWN]:
-        lines.append(f"  owed: {printable(group_id)}: {printable(reason, limit=1000)}")
-    for group_id, reason in list(summary.incomplete.items())[:SHOWN]:
-        lines.append(f"  incomplete: {printable(group_id)}: {reason} (--partial judges them as they are)")
-    return "\n".join(lines) + "\n"
-
-
-def _dollars(usd: float | None) -> str:
-    return "price unknown" if usd is None else f"${usd:.4f}"
-
-
-def _refuse_owed(summary: Summary) -> None:
-    """Raises JudgeError when something in the file was not scored."""
-    reasons = [f"{summary.owed} groups were not scored and stay owed"] if summary.owed else []
-    reasons += [f"{len(summary.incomplete)} groups are incomplete"] if summary.incomplete else []
-    if not reasons:
-        return
-    why = summary.stopped or next(iter(summary.owed_because.values()), None)
-    because = f" ({printable(why, limit=1000)})" if why else ""
-    raise JudgeError(f"{'; '.join(reasons)}{because}; the same command goes on with them")
-
-
-def _estimate_group(judge: RulerJudge, source: TrajectoryFile, group: Group) -> Estimate:
-    try:
-        return estimate(judge, [trajectory for trajectory in source.load(group) if trajectory.error is None])
-    except RecursionError as error:
-        raise DataError("JSON is nested too deeply", source.path, group.first_line) from error
-
-
-def _dry_run(
-    loaded: LoadedJudge, source: TrajectoryFile, output: Path | None, *, is_partial: bool, as_json: bool
-) -> None:
-    """Prints what judging would take; no call is made and nothing is written."""
-    judge = make_judge(loaded.config, loaded.directory)
-    if not isinstance(judge, RulerJudge):
-        raise UsageError(f"--dry-run: judge={loaded.config.name} makes no calls that could be counted beforehand")
-    done = (
-        scored_groups(TrajectoryFile(output), source, judge.settings)
-        if output is not None and output.exists()
-        else set()
-    )
-    owed = [group for group in judgeable(source, is_partial=is_partial) if group.group_id not in done]
-    total = Estimate()
-    for group in owed:
-        total += _estimate_group(judge, source, group)
-    threads.run(judge.close())
-    if as_json:
-        sys.stdout.write(json.dumps({"groups": len(owed), **asdict(total)}) + "\n")
-        return
-    price = "price unknown" if total.usd is None else f"about ${total.usd:.4f} and what the model thinks besides"
-    sys.stdout.write(
-        f"{len(owed)} groups to judge: {total.calls} calls ({total.cached} votes are in the cache), "
-        f"about {total.prompt_tokens:,} tokens in and {total.completion_tokens:,} out, {price}\n"
-    )

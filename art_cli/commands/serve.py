@@ -6,20 +6,17 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from art_cli import checkpoints as files
-from art_cli import threads
-from art_cli.config.schema import EngineConfig
+import typer
+
+from art_cli.commands import Base, Best, Json
 from art_cli.errors import UsageError
-from art_cli.loop.choice import Machine, choose, engine_facts
-from art_cli.model import find_base
-from art_cli.scratch import scratch
-from art_cli.serving.keys import check_exposure, read_keys
-from art_cli.serving.loader import Loader, check_trust, engine_config, read_knobs
-from art_cli.serving.policies import Policies, ServedPolicy
-from art_cli.serving.service import Limits, Service
-from art_cli.serving.source import Source, find_source
+
+if TYPE_CHECKING:
+    from art_cli.config.schema import EngineConfig
+    from art_cli.loop.choice import Machine
+    from art_cli.serving.source import Source
 
 log = logging.getLogger(__name__)
 
@@ -31,41 +28,76 @@ KEY_VARIABLE = "ART_API_KEY"
 
 
 def run(
-    *,
-    checkpoints: Sequence[str],
-    is_best: bool,
-    is_following: bool,
-    base: str | None,
-    engine: str,
-    knobs: Sequence[str],
-    is_trusted: bool,
-    dtype: str | None,
-    host: str,
-    port: int,
-    api_key: str | None,
-    is_key_on_line: bool,
-    api_key_file: Path | None,
-    concurrency: int,
-    queue: int,
-    max_body_mib: float,
-    drain_s: float,
-    logs_content: bool,
-    as_json: bool,
+    context: typer.Context,
+    checkpoints: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[NAME=]CHECKPOINT...", help="A checkpoint, a run, an adapter, a base model.", show_default=False
+        ),
+    ],
+    is_best: Best = False,
+    is_following: Annotated[bool, typer.Option("--follow", help="Change to each new checkpoint of a run.")] = False,
+    base: Base = None,
+    engine: Annotated[
+        str, typer.Option("--engine", metavar="NAME", help="auto, embedded or vllm; auto: what the machine has.")
+    ] = "auto",
+    knobs: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An engine's key: max_batch=256; repeat.")
+    ] = None,
+    is_trusted: Annotated[
+        bool, typer.Option("--trust", help="Run the vLLM that the run's config.json names: python, args, env.")
+    ] = False,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="The base's: float32, bfloat16; its run's, if not given.")
+    ] = None,
+    host: Annotated[str, typer.Option("--host", help="Any but this machine's own needs a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", metavar="KEY", envvar="ART_API_KEY", help="Clients must send it.", show_envvar=True),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="One key a line; any of them will do.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests answered at once.")] = 256,
+    queue: Annotated[int, typer.Option("--queue", min=0, help="Requests that wait besides; more get 429.")] = 1024,
+    max_body_mib: Annotated[
+        float, typer.Option("--max-body", metavar="MIB", min=0.001, help="Larger requests get 413.")
+    ] = 32.0,
+    drain_s: Annotated[
+        float, typer.Option("--drain", metavar="SECONDS", min=0, help="When told to stop, how long requests may go on.")
+    ] = 30.0,
+    logs_content: Annotated[bool, typer.Option("--log-content", help="Log prompts and replies.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Serves until SIGTERM or Ctrl-C."""
-    if is_key_on_line:
+    """Put checkpoints behind an OpenAI-compatible API.
+
+    \b
+    art serve runs/mine                           its newest checkpoint, as model `mine`
+    art serve runs/mine --follow                  and each new one as training writes it
+    art serve small=runs/a large=runs/b/checkpoints/step_0040
+    ART_API_KEY=... art serve runs/mine --host 0.0.0.0
+
+    SIGTERM and Ctrl-C let what runs end, and refuse what is new with 503.
+    """
+    from art_cli import threads
+    from art_cli.scratch import scratch
+    from art_cli.serving.keys import check_exposure, read_keys
+    from art_cli.serving.loader import Loader
+    from art_cli.serving.policies import Policies, ServedPolicy
+    from art_cli.serving.service import Limits, Service
+
+    if _is_on_line(context, "api_key"):
         log.warning(
             "--api-key: anyone on this machine can see it in `ps`; set %s, or give --api-key-file", KEY_VARIABLE
         )
     keys = read_keys(api_key, api_key_file)
     check_exposure(host, keys)
     with scratch("serve") as place:
-        if base is not None:
-            base = find_base(base, directory=Path.cwd(), built=place / "base", named="--base")
-        sources = [find_source(text, best=is_best, base=base, dtype=dtype) for text in checkpoints]
+        sources = _find_sources(checkpoints, is_best=is_best, base=base, dtype=dtype, place=place)
         if is_following and not all(source.run is not None for source in sources):
             raise UsageError("--follow: name a run (or a checkpoint in one); nothing else has new checkpoints")
-        loader = Loader(_choose_engine(engine, knobs, sources, is_trusted=is_trusted), logs=place)
+        loader = Loader(_choose_engine(engine, knobs or [], sources, is_trusted=is_trusted), logs=place)
         if loader.swaps_adapters and len(sources) > 1:
             raise UsageError("--engine vllm serves one checkpoint; start one server for each, or --engine embedded")
         log.info("loading %s into %s", ", ".join(map(str, sources)), loader.config.name)
@@ -81,18 +113,42 @@ def run(
         threads.run(service.run(host, port, lambda root: _greet(root, sources, key, as_json)))
 
 
+def _is_on_line(context: typer.Context, name: str) -> bool:
+    """Whether the parameter was given as an option, and not by its environment variable or default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _find_sources(
+    texts: Sequence[str], *, is_best: bool, base: str | None, dtype: str | None, place: Path
+) -> "list[Source]":
+    """What each `[NAME=]CHECKPOINT` means. Raises UsageError, also for a name that is neither here nor on the hub."""
+    from art_cli.model import find_base, require_base
+    from art_cli.serving.source import find_source
+
+    if base is not None:
+        base = find_base(base, directory=Path.cwd(), built=place / "base", named="--base")
+    sources = [find_source(text, best=is_best, base=base, dtype=dtype) for text in texts]
+    for source in sources:
+        require_base(source.base, source.named)
+    return sources
+
+
 def _choose_engine(
     name: str,
     knobs: Sequence[str],
-    sources: Sequence[Source],
-    machine: Machine | None = None,
+    sources: "Sequence[Source]",
+    machine: "Machine | None" = None,
     *,
     is_trusted: bool = False,
-) -> EngineConfig:
+) -> "EngineConfig":
     """The engine that is asked for; `auto` is what this machine has and these sources can be served with.
 
     Raises UsageError: the run decides which program vLLM is, and is not trusted; nothing was run then.
     """
+    from art_cli.loop.choice import Machine, choose, engine_facts
+    from art_cli.serving.loader import check_trust, engine_config, read_knobs
+
     settings, trained, machine = read_knobs(knobs), _trained_engine(sources), machine or Machine()
     obstacle = "vLLM serves one checkpoint only" if len(sources) > 1 else ""
     may_be_vllm = name == "vllm" or (name == "auto" and machine.has_gpu() and not obstacle)
@@ -110,9 +166,11 @@ def _choose_engine(
     return engine_config(name, settings, trained)
 
 
-def _trained_engine(sources: Sequence[Source]) -> dict[str, object]:
+def _trained_engine(sources: "Sequence[Source]") -> dict[str, object]:
     """The engine section of the run that the first source lies in."""
-    section = files.run_config(sources[0].run).get("engine")
+    from art_cli.checkpoints import run_config
+
+    section = run_config(sources[0].run).get("engine")
     return section if isinstance(section, dict) else {}
 
 
@@ -132,7 +190,7 @@ def _how_to_get_key(has_keys: bool, file: Path | None) -> _Key | None:
     return _Key(f"$(grep -v -e '^ *#' -e '^ *$' {shlex.quote(str(file))} | head -n 1 | tr -d ' ')", in_python)
 
 
-def _greet(root: str, sources: Sequence[Source], key: _Key | None, as_json: bool) -> None:
+def _greet(root: str, sources: "Sequence[Source]", key: _Key | None, as_json: bool) -> None:
     """Says where it answers, and how to ask."""
     if as_json:
         models = [{"id": source.name, "step": source.step, "base": source.base} for source in sources]

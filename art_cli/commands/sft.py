@@ -3,26 +3,45 @@
 import logging
 import signal
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from art_cli.config.compose import load_config
-from art_cli.config.places import COMMAND_LINE
-from art_cli.config.references import check_ready
-from art_cli.config.schema import SftConfig
+import typer
+
+from art_cli.commands import Checkpoint, Config, NewCheckpoint, Overrides
 from art_cli.errors import ConfigError, Interrupted, Problem, UsageError, printable
-from art_cli.learners.demos import load_demos
-from art_cli.loop.choice import settle
-from art_cli.loop.policy import PolicySource, find_policy, open_base, open_learner, save_learner
-from art_cli.loop.warm_up import WarmUp, run_warm_up
+
+if TYPE_CHECKING:
+    from art_cli.loop.warm_up import WarmUp
 
 log = logging.getLogger(__name__)
 
 
-def run(*, config: Path, overrides: Sequence[str], demos: Path, checkpoint: Path | None, output: Path) -> None:
-    """Trains on `demos` with the config's `sft` section (its defaults where there is none)."""
-    loaded = load_config(config, overrides)
+def run(
+    config: Config,
+    demos: Annotated[Path, typer.Argument(metavar="DEMOS", help="Chat transcripts, JSON lines.", show_default=False)],
+    output: NewCheckpoint,
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = None,
+) -> None:
+    """Warm-start from chat transcripts.
+
+    Trains on the assistant's tokens only, with the config's `sft` section or its defaults, and writes a checkpoint.
+
+    \b
+    art sft config.yaml demos.jsonl -o warm
+    """
+    from art_cli.config.compose import load_config
+    from art_cli.config.places import COMMAND_LINE
+    from art_cli.config.references import check_ready
+    from art_cli.config.schema import SftConfig
+    from art_cli.learners.demos import load_demos
+    from art_cli.loop.choice import settle
+    from art_cli.loop.policy import PolicySource, find_policy, open_base, open_learner, save_learner
+    from art_cli.loop.warm_up import WarmUp
+
+    loaded = load_config(config, overrides or [])
     check_ready(loaded, ("model",))
     said = loaded.config.sft.demos if loaded.config.sft is not None else str(demos)
     is_on_command_line = loaded.places.of("sft.demos") == COMMAND_LINE
@@ -50,8 +69,10 @@ def run(*, config: Path, overrides: Sequence[str], demos: Path, checkpoint: Path
     sys.stdout.writelines(f"  {printable(name)} {value:.6g}\n" for name, value in metrics.items())
 
 
-def _run(warm_up: WarmUp) -> dict[str, float] | None:
+def _run(warm_up: "WarmUp") -> dict[str, float] | None:
     """The numbers; None: SIGINT or SIGTERM came, and what was done is saved. A second signal ends the process."""
+    from art_cli.loop.warm_up import run_warm_up
+
     signals = (signal.SIGINT, signal.SIGTERM)
     stops: list[int] = []
 

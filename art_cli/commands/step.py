@@ -2,22 +2,38 @@
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from art_cli.config.compose import load_config
+import typer
+
+from art_cli.commands import Checkpoint, Config, Json, NewCheckpoint, Overrides
 from art_cli.errors import DataError, UsageError, printable
-from art_cli.loop.generate import group
-from art_cli.loop.stages import take_step
-from art_cli.run_dir import read_lines
-from art_cli.trajectory import ScoredTrajectory
+
+if TYPE_CHECKING:
+    from art_cli.trajectory import ScoredTrajectory
 
 
 def run(
-    *, config: Path, overrides: Sequence[str], scored: Path, checkpoint: Path | None, output: Path, as_json: bool
+    config: Config,
+    scored: Annotated[Path, typer.Argument(metavar="SCORED", help="Scored trajectories.", show_default=False)],
+    output: NewCheckpoint,
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = None,
+    as_json: Json = False,
 ) -> None:
-    """The step that `art train` would have taken from `checkpoint` on these trajectories, bit for bit."""
-    loaded = load_config(config, overrides)
+    """Take one policy update from a file.
+
+    Writes the checkpoint that `art train` would have written after the same trajectories.
+
+    \b
+    art step config.yaml scored.jsonl -o step_0001
+    """
+    from art_cli.config.compose import load_config
+    from art_cli.loop.generate import group
+    from art_cli.loop.stages import take_step
+
+    loaded = load_config(config, overrides or [])
     trajectories = _read(scored)
     taken = take_step(loaded, trajectories, output, checkpoint=checkpoint)
     if as_json:
@@ -28,7 +44,10 @@ def run(
         sys.stdout.writelines(f"  {printable(name)} {value:.6g}\n" for name, value in taken.metrics.items())
 
 
-def _read(path: Path) -> list[ScoredTrajectory]:
+def _read(path: Path) -> "list[ScoredTrajectory]":
+    from art_cli.run_dir import read_lines
+    from art_cli.trajectory import ScoredTrajectory
+
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
     scored = list(read_lines(path, ScoredTrajectory))

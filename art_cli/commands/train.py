@@ -2,33 +2,54 @@
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from art_cli import threads
-from art_cli.config.compose import load_config, load_sweep
-from art_cli.config.references import check_ready
+import typer
+
+from art_cli.commands import Config, Json, Overrides
 from art_cli.errors import printable_lines
-from art_cli.loop.train import TrainResult, train
+
+if TYPE_CHECKING:
+    from art_cli.loop.train import TrainResult
 
 
-def run(*, config: Path, overrides: Sequence[str], is_fresh: bool, is_multirun: bool, as_json: bool) -> None:
-    """Trains and reports where each run stands."""
-    runs = load_sweep(config, overrides) if is_multirun else [load_config(config, overrides)]
+def run(
+    config: Config,
+    overrides: Overrides = None,
+    is_fresh: Annotated[bool, typer.Option("--fresh", help="A new run beside an existing one, never over it.")] = False,
+    is_multirun: Annotated[bool, typer.Option("-m", "--multirun", help="A run for each of a=1,2 b=x,y.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train; run again, it resumes.
+
+    It stops when train.steps are done. A run that was interrupted at any moment goes on where it stopped.
+
+    \b
+    art train config.yaml
+    art train config.yaml train.learning_rate=1e-5 judge=rollout
+    art train config.yaml -m train.learning_rate=1e-5,1e-4 loss=grpo,dapo
+    """
+    from art_cli import threads
+    from art_cli.config.compose import load_config, load_sweep
+    from art_cli.config.references import check_ready
+    from art_cli.loop.train import train
+
+    runs = load_sweep(config, overrides or []) if is_multirun else [load_config(config, overrides or [])]
     if is_multirun:
-        for loaded in runs:  # what is wrong with the last run is known before the first one begins
+        for loaded in runs:  # a mistake in the last run is reported before the first one begins
             check_ready(loaded, is_training=True)
     for loaded in runs:
         result = threads.run(train(loaded, is_fresh=is_fresh))
         sys.stdout.write(_as_json(result) if as_json else printable_lines(_as_text(result, config)))
 
 
-def _as_json(result: TrainResult) -> str:
+def _as_json(result: "TrainResult") -> str:
     return json.dumps({**asdict(result), "root": str(result.root)}) + "\n"
 
 
-def _as_text(result: TrainResult, config: Path) -> str:
+def _as_text(result: "TrainResult", config: Path) -> str:
     lines = [f"{result.root}: finished, {result.step} steps"]
     if result.was_finished:
         lines[0] += "; nothing left to do (more train.steps go on from here, --fresh starts anew beside it)"

@@ -9,11 +9,12 @@ A name that cannot be meant is refused before anything is played, one that no at
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from art_cli.errors import UsageError
+from art_cli.errors import GateError, UsageError
+from art_cli.loop.evaluate import estimate, paired_difference
 from art_cli.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,12 @@ class Gate(NamedTuple):
 
     def holds(self, value: float) -> bool:
         return value >= self.bound if self.operator == ">=" else value <= self.bound
+
+    def check(self, value: float, *, of: str = "") -> None:
+        """Raises GateError: the value misses the bound. `of` names what has the value."""
+        if not self.holds(value):
+            name = f"{of}: {self.metric}" if of else self.metric
+            raise GateError(f"gate missed: {name} is {value:.4f}, not {self.operator} {self.bound:g}")
 
 
 def parse_gate(text: str, policies: Sequence[str] = ()) -> Gate:
@@ -107,3 +114,26 @@ class NameWatch:
                 if near := get_close_matches(name, sorted(self._seen), 1, CLOSE):
                     raise UsageError(f"--gate: no attempt reports {name!r}; did you mean {near[0]!r}?")
                 log.warning("--gate: none of the first %d attempts reports %r; there are %s", self._num, name, there)
+
+
+def check_policy(gate: Gate, results: Mapping[str, Mapping[str, Mapping[str, float]]], policy: str) -> None:
+    """Holds a policy against the gate; `results` is policy -> metric -> scenario id -> value.
+
+    Raises GateError: the policy misses the gate; UsageError: there is no such metric.
+    """
+    for name in (policy, gate.baseline or policy):
+        if gate.metric not in results[name]:
+            there = ", ".join(sorted(results[name]))
+            raise UsageError(f"--gate: no metric {gate.metric!r} of {name}; there are {there}")
+    ours = results[policy][gate.metric]
+    if gate.baseline is None:
+        gate.check(estimate(list(ours.values())).mean, of=policy)
+        return
+    difference = paired_difference(ours, results[gate.baseline][gate.metric])
+    if difference is None:
+        raise GateError(f"gate missed: {policy} and {gate.baseline} share no scenario with {gate.metric}")
+    if not gate.holds(difference.mean):
+        raise GateError(
+            f"gate missed: {policy}: {gate.metric} differs from {gate.baseline} by {difference.mean:+.4f} "
+            f"[{difference.low:+.4f}, {difference.high:+.4f}], not {gate.operator} {gate.bound:+g}"
+        )

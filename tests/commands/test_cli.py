@@ -14,13 +14,13 @@ import pytest
 
 import art_cli
 from art_cli import cli, log
-from art_cli.commands import doctor
+from art_cli.commands import NAMES, doctor
 from art_cli.commands.init import copy_recipe
 from art_cli.config.compose import load_config
 from art_cli.config.packaged import packaged
 from art_cli.errors import ArtError, ConfigError, Interrupted, Problem, UsageError
 
-COMMANDS = ["init", "check", "train", "generate", "judge", "step", "sft", "eval", "doctor"]
+COMMANDS = list(NAMES)
 HEAVY = ["torch", "openai", "litellm", "hydra", "transformers", "omegaconf", "pydantic", "rich", "httpx", "numpy"]
 HELP_LIMIT_S = 0.2  # on 2 cores
 PLAIN = 'model: {base: m}\nrollout: {entry: "rollout.py:rollout", scenarios: scenarios.jsonl}\n'
@@ -171,6 +171,12 @@ def test_a_file_that_is_missing_is_a_mistake_of_usage_and_an_empty_one_is_none_t
     assert art("judge", "nowhere.jsonl") == missing
 
 
+def test_serving_what_is_nowhere_is_one_line_and_nothing_about_loading(art: Art) -> None:
+    code, out, err = art("serve", "nowhere")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: 'nowhere' is no directory here, and not on the hub: ")
+
+
 def test_a_checkpoint_that_is_missing_is_a_mistake_of_usage(art: Art) -> None:
     Path("config.yaml").write_text(PLAIN)
     for words in (["generate", "config.yaml", "-o", "x"], ["eval", "config.yaml", "eval.scenarios=s"]):
@@ -212,7 +218,7 @@ def test_a_failure_is_told_as_what_it_is(error: Exception, lines: list[str], cod
 
 
 def test_a_bug_is_one_line_and_a_traceback_under_verbose(art: Art, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(**_: object) -> None:
+    def broken() -> None:
         raise ZeroDivisionError("division\nby zero")
 
     monkeypatch.setattr(doctor, "run", broken)
@@ -240,7 +246,7 @@ def test_ctrl_c_is_exit_code_130_and_a_line(tmp_path: Path) -> None:
         "from art_cli import cli\n"
         "from art_cli.commands import doctor\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where a shell put us in the background
-        "def slow(**_):\n"
+        "def slow():\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    threading.Event().wait(30)\n"
         "doctor.run = slow\n"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from art_cli import cli
-from art_cli.commands import doctor
+from art_cli.commands import Finding, doctor
 from art_cli.commands import serve as serve_command
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.schema import EmbeddedEngineConfig, TorchLearnerConfig, VllmEngineConfig
@@ -348,14 +348,14 @@ def test_a_run_that_is_not_trusted_has_no_program_tried(tmp_path: Path) -> None:
 
 
 def test_doctor_says_what_auto_is_and_what_would_change_it() -> None:
-    def found(machine: Machine) -> dict[str, doctor.Finding]:
+    def found(machine: Machine) -> dict[str, Finding]:
         return {finding.name: finding for finding in doctor.check_auto(machine)}
 
     engine = found(MachineOf())["engine"]
-    assert engine == ("engine", "ok", "auto chooses vllm: vLLM 0.32.0 and a GPU are here", "")
+    assert engine == Finding("engine", True, "auto chooses vllm: vLLM 0.32.0 and a GPU are here", "")
     engine = found(MachineOf(modules=()))["engine"]
     install = "pip install 'art-cli[vllm]'"
-    assert engine == ("engine", "ok", "auto chooses embedded: vLLM is not installed", install)
+    assert engine == Finding("engine", True, "auto chooses embedded: vLLM is not installed", install)
     engine = found(MachineOf(facts=VllmFacts(python="/p", error="ImportError: x")))["engine"]
     assert engine.state == "broken" and "ImportError: x" in engine.message and engine.cure
     learner = found(MachineOf(modules=()))["learner"]

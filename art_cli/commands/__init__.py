@@ -1,0 +1,70 @@
+"""The commands: the table of their names, and the options and findings that several of them share.
+
+The command `art X` is the function `run` of `commands/X.py`. Its parameters are the arguments and options, and its
+docstring is the help. The help imports the module, so a module imports anything heavy inside its functions.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from art_cli.errors import printable_lines
+
+NAMES = (
+    "init",
+    "check",
+    "train",
+    "generate",
+    "judge",
+    "step",
+    "sft",
+    "eval",
+    "serve",
+    "export",
+    "checkpoints",
+    "doctor",
+)
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Wins over the file: train.steps=10, loss=dapo.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Checkpoint = Annotated[
+    Path | None, typer.Option("--checkpoint", metavar="DIR", help="A checkpoint, a run (its newest one), or base.")
+]
+NewCheckpoint = Annotated[
+    Path, typer.Option("-o", "--output", metavar="DIR", help="Where to write the checkpoint.", show_default=False)
+]
+Best = Annotated[bool, typer.Option("--best", help="Take a run's best evaluated checkpoint, not its newest.")]
+Base = Annotated[str | None, typer.Option("--base", metavar="MODEL", help="Where the base model is, if it was moved.")]
+
+
+class Finding(NamedTuple):
+    """What one check found. Example: Finding("disk", False, "3.1 GB needed, 1.2 GB free", "free some, or ...")."""
+
+    name: str
+    is_good: bool
+    message: str
+    cure: str = ""
+    is_missing: bool = False  # True: the part is optional and not installed, which is no fault
+
+    @property
+    def state(self) -> str:
+        return "missing" if self.is_missing else "ok" if self.is_good else "broken"
+
+
+def print_findings(findings: Sequence[Finding], as_json: bool) -> None:
+    """Prints one line for each finding, and a second one for its cure; or all of them as one JSON list."""
+    if as_json:
+        sys.stdout.write(json.dumps([finding._asdict() | {"state": finding.state} for finding in findings]) + "\n")
+        return
+    words = ["missing" if finding.is_missing else "ok" if finding.is_good else "FAIL" for finding in findings]
+    width = max(map(len, [*words, "FAIL"]))
+    for finding, word in zip(findings, words, strict=True):
+        cure = f"\n{'':{width}s} {'':10s} -> {finding.cure}" if finding.cure else ""
+        sys.stdout.write(printable_lines(f"{word:{width}s} {finding.name:10s} {finding.message}{cure}\n"))

@@ -1,0 +1,179 @@
+"""What `art judge` does: chooses the judge, judges a file with it, or says what judging would cost."""
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from art_cli import threads
+from art_cli.config.compose import LoadedJudge, load_judge
+from art_cli.config.schema import RulerJudgeConfig
+from art_cli.errors import DataError, Interrupted, JudgeError, UsageError, printable
+from art_cli.judges import Judge, make_judge
+from art_cli.judges.estimate import Estimate, estimate
+from art_cli.judges.files import Group, TrajectoryFile
+from art_cli.judges.output import scored_groups
+from art_cli.judges.pipeline import Tally
+from art_cli.judges.ruler import RulerJudge
+from art_cli.judges.session import Progress, Session, Summary, judgeable
+from art_cli.judges.spending import usage_of
+
+IN_FLIGHT = 16  # groups at once for a judge that makes no calls
+SHOWN = 5  # owed groups that are named
+
+
+def choose_judge(
+    config: Path | None, overrides: Sequence[str], *, model: str | None = None, rubric: Path | None = None
+) -> LoadedJudge:
+    """The configuration's judge, or RULER where none is named; `model` and `rubric` mean RULER too."""
+    is_named = any(override.partition("=")[0] in ("judge", "judge.name") for override in overrides)
+    if config is None and not is_named:
+        overrides = ["judge=ruler", *overrides]
+    if (model is not None or rubric is not None) and not is_named:
+        others = [override for override in overrides if not override.startswith("judge.")]
+        if not isinstance(load_judge(config, others).config, RulerJudgeConfig):
+            overrides = ["judge=ruler", *overrides]
+    loaded = load_judge(config, overrides)
+    if model is None and rubric is None:
+        return loaded
+    if not isinstance(loaded.config, RulerJudgeConfig):
+        raise UsageError(f"--model and --rubric are for judge=ruler, not judge={loaded.config.name}")
+    if model is not None and loaded.config.panel:
+        raise UsageError("--model: the judge is a panel of several models; change judge.panel instead")
+    chosen: dict[str, Any] = {} if model is None else {"model": model}
+    if rubric is not None:
+        chosen["rubric"] = rubric.resolve()
+    return LoadedJudge(loaded.config.model_copy(update=chosen), loaded.directory)
+
+
+def judge_file(
+    loaded: LoadedJudge, source: TrajectoryFile, output: Path, *, is_partial: bool, is_fresh: bool
+) -> Summary:
+    """What came of it. Raises Interrupted, with everything complete on disk."""
+
+    async def judge() -> Summary:
+        made = make_judge(loaded.config, loaded.directory, job=str(output.resolve()))
+        try:
+            with _interruptible(), _progress(made) as progress:
+                session = Session(made, source, output, is_partial=is_partial)
+                return await session.run(in_flight=_in_flight(loaded), is_fresh=is_fresh, progress=progress)
+        except asyncio.CancelledError:
+            message = f"interrupted; what is scored is in {output}; the same command goes on with the rest"
+            raise Interrupted(message) from None
+        finally:
+            await made.close()
+
+    return threads.run(judge())
+
+
+def _in_flight(loaded: LoadedJudge) -> int:
+    """Groups at once: enough that every call has its place while other groups are read and written."""
+    return loaded.config.concurrency + 8 if isinstance(loaded.config, RulerJudgeConfig) else IN_FLIGHT
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGINT and SIGTERM cancel the task that is inside."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+@contextmanager
+def _progress(judge: Judge) -> Iterator[Progress | None]:
+    """A bar with what was spent, on a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    spent = TextColumn("{task.fields[spent]}")
+    columns = TextColumn("judging"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), spent
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None, spent="")
+
+        def update(total: int, tally: Tally) -> None:
+            usage, num_cached = usage_of(judge)
+            words = [_dollars(usage.cost_usd), f"{usage.tokens:,} tokens"]
+            words += [f"{num_cached} cached"] if num_cached else []
+            words += [f"{len(tally.owed)} owed"] if tally.owed else []
+            bar.update(task, total=total, completed=tally.num_scored + len(tally.owed), spent=", ".join(words))
+
+        yield update
+
+
+def as_text(summary: Summary) -> str:
+    mean = "no reward" if summary.mean is None else f"mean reward {summary.mean:.3f}"
+    before = f" ({summary.groups_before} were before)" if summary.groups_before else ""
+    lines = [f"{printable(summary.scored)}: {summary.groups} groups scored{before}, {mean}"]
+    if summary.calls or summary.cached_votes:
+        tokens = summary.prompt_tokens + summary.completion_tokens
+        paid = f"{summary.calls} calls, {tokens:,} tokens, {_dollars(summary.cost_usd)}"
+        lines.append(f"  {paid}; {summary.cached_votes} votes from the cache")
+    owed = [item for item in summary.owed_because.items() if item[1] != summary.stopped]
+    for group_id, reason in owed[:SHOWN]:
+        lines.append(f"  owed: {printable(group_id)}: {printable(reason, limit=1000)}")
+    for group_id, reason in list(summary.incomplete.items())[:SHOWN]:
+        lines.append(f"  incomplete: {printable(group_id)}: {reason} (--partial judges them as they are)")
+    return "\n".join(lines) + "\n"
+
+
+def _dollars(usd: float | None) -> str:
+    return "price unknown" if usd is None else f"${usd:.4f}"
+
+
+def refuse_owed(summary: Summary) -> None:
+    """Raises JudgeError when something in the file was not scored."""
+    reasons = [f"{summary.owed} groups were not scored and stay owed"] if summary.owed else []
+    reasons += [f"{len(summary.incomplete)} groups are incomplete"] if summary.incomplete else []
+    if not reasons:
+        return
+    why = summary.stopped or next(iter(summary.owed_because.values()), None)
+    because = f" ({printable(why, limit=1000)})" if why else ""
+    raise JudgeError(f"{'; '.join(reasons)}{because}; the same command goes on with them")
+
+
+def _estimate_group(judge: RulerJudge, source: TrajectoryFile, group: Group) -> Estimate:
+    try:
+        return estimate(judge, [trajectory for trajectory in source.load(group) if trajectory.error is None])
+    except RecursionError as error:
+        raise DataError("JSON is nested too deeply", source.path, group.first_line) from error
+
+
+def dry_run(
+    loaded: LoadedJudge, source: TrajectoryFile, output: Path | None, *, is_partial: bool, as_json: bool
+) -> None:
+    """Prints what judging would take; no call is made and nothing is written."""
+    judge = make_judge(loaded.config, loaded.directory)
+    if not isinstance(judge, RulerJudge):
+        raise UsageError(f"--dry-run: judge={loaded.config.name} makes no calls that could be counted beforehand")
+    done = (
+        scored_groups(TrajectoryFile(output), source, judge.settings)
+        if output is not None and output.exists()
+        else set()
+    )
+    owed = [group for group in judgeable(source, is_partial=is_partial) if group.group_id not in done]
+    total = Estimate()
+    for group in owed:
+        total += _estimate_group(judge, source, group)
+    threads.run(judge.close())
+    if as_json:
+        sys.stdout.write(json.dumps({"groups": len(owed), **asdict(total)}) + "\n")
+        return
+    price = "price unknown" if total.usd is None else f"about ${total.usd:.4f} and what the model thinks besides"
+    sys.stdout.write(
+        f"{len(owed)} groups to judge: {total.calls} calls ({total.cached} votes are in the cache), "
+        f"about {total.prompt_tokens:,} tokens in and {total.completion_tokens:,} out, {price}\n"
+    )
