@@ -6,9 +6,7 @@ function.py    a Python function as a Rollout
 process.py     that function in processes of its own, which is how it runs unless told otherwise
 messages.py    what goes between those processes and the run
 start.py       how such a process begins, in any Python
-plain_json.py  JSON with the standard library alone, for the processes
 command.py     an external program as a Rollout
-descendants.py one program, and nothing of it left when it is over
 attempt.py     what can go wrong in one attempt, and which of it is worth another
 runner.py      many rollouts at once: concurrency, timeouts, turn limits, retries; each becomes a Trajectory
 progress.py    the counts of a run of rollouts, and their progress bar

@@ -3,10 +3,9 @@
 It gets the scenario as one JSON line on standard input, and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its
 environment. The last line it writes to standard output is its outcome: a number, null, or
 `{"reward": 1.0, "metrics": {...}, "metadata": {...}}`. It runs in a session of its own under a process that kills all
-that descends from it when the rollout is over, however it ends (descendants.py): nothing it started stays behind.
+that descends from it when the rollout is over, however it ends (processes/supervisor.py).
 """
 
-import asyncio
 import os
 import shutil
 import tempfile
@@ -19,12 +18,11 @@ import msgspec
 
 from art_cli.errors import RolloutError, message_of
 from art_cli.outcome import Outcome
+from art_cli.processes.child import ChildProcess
 from art_cli.rollouts.attempt import MAX_ERROR_LENGTH, AttemptError, describe_exit
-from art_cli.rollouts.descendants import command_line
 from art_cli.rollouts.peers import Peers
 from art_cli.rollouts.policy import Json, Policy, read_outcome
 
-KILL_TIMEOUT_S = 10.0  # for all killed processes to be gone
 MAX_LINE_BYTES = 2**20  # of the outcome
 
 
@@ -74,27 +72,15 @@ class CommandRollout:
             "OPENAI_API_KEY": policy.api_key,
             "OPENAI_MODEL": policy.model,
         }
-        control, ours = os.pipe()
-        process = None
+        child = await ChildProcess.start(
+            self._command, stdin=stdin, stdout=stdout, stderr=stderr, cwd=self._directory, environment=environment
+        )
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command_line(control, self._command),
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                cwd=self._directory,
-                env=environment,
-                pass_fds=[control],
-                start_new_session=True,
-            )
-            self._peers.add(policy.api_key, process.pid)
-            return await process.wait()
+            self._peers.add(policy.api_key, child.supervisor_pid)
+            return await child.wait()
         finally:
             self._peers.remove(policy.api_key)
-            os.close(control)
-            os.close(ours)  # all that descends from the program is killed
-            if process is not None and process.returncode is None:
-                await asyncio.wait_for(asyncio.shield(process.wait()), KILL_TIMEOUT_S)
+            await child.stop()
 
     def _read(self, stdout: IO[bytes]) -> Outcome:
         line = _tail(stdout, MAX_LINE_BYTES).rstrip().rpartition(b"\n")[2]

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, get_origin
 
 from art_cli.outcome import MAX_NUMBER, Outcome
-from art_cli.rollouts.plain_json import dump, is_deep, load
+from art_cli.processes.plain_json import dump, is_deep, load
 
 Json = dict[str, Any]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from art_cli.errors import RolloutError
 from art_cli.outcome import MAX_NUMBER, Outcome
+from art_cli.processes.plain_json import MAX_DEPTH, dump, is_deep, load
 from art_cli.rollouts.attempt import AttemptError
-from art_cli.rollouts.plain_json import MAX_DEPTH, dump, is_deep, load
 
 if TYPE_CHECKING:
     import openai

@@ -25,9 +25,9 @@ from typing import Any
 
 from art_cli.errors import RolloutError, UsageError, printable
 from art_cli.outcome import Outcome
+from art_cli.processes.child import ChildProcess
 from art_cli.rollouts import start
 from art_cli.rollouts.attempt import AttemptError, describe_exit
-from art_cli.rollouts.descendants import command_line
 from art_cli.rollouts.messages import (
     FROM_PROCESS,
     MAX_LINE_BYTES,
@@ -113,8 +113,7 @@ class _Process:
         self._entry, self._directory, self._python = entry, directory, python
         self._ids = itertools.count(1)  # 0 is the start
         self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._process: asyncio.subprocess.Process | None = None
-        self._control: int | None = None  # a pipe; closing it kills the process
+        self._child: ChildProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._starting = asyncio.Lock()
@@ -128,13 +127,13 @@ class _Process:
         async with self._starting:
             if self._writer is not None:
                 return
-            await self._clean_up()
+            await self._end()
             self._answers[0] = ready = asyncio.get_running_loop().create_future()
-            reader, self._process, self._writer = await self._launch()
-            assert self._process.stdout is not None
+            reader, self._child, self._writer = await self._launch()
+            assert self._child.stdout is not None
             self._tasks = [
-                asyncio.create_task(_pass_on(self._process.stdout)),
-                asyncio.create_task(self._receive(reader, self._writer, self._process)),
+                asyncio.create_task(_pass_on(self._child.stdout)),
+                asyncio.create_task(self._receive(reader, self._writer, self._child)),
             ]
             try:
                 async with asyncio.timeout(START_DEADLINE_S):
@@ -145,27 +144,21 @@ class _Process:
                     raise
                 raise explained from error
 
-    async def _launch(self) -> tuple[asyncio.StreamReader, asyncio.subprocess.Process, asyncio.StreamWriter]:
+    async def _launch(self) -> tuple[asyncio.StreamReader, ChildProcess, asyncio.StreamWriter]:
         ours, theirs = socket.socketpair()
-        control, self._control = os.pipe()
         with theirs:
             worker = [str(self._python or sys.executable), "-u", "-X", "faulthandler", start.__file__]
             worker += [str(theirs.fileno()), self._entry, str(self._directory)]
             worker += [json.dumps(sys.path)] if self._python is None else []
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *command_line(control, worker, keep=theirs.fileno()),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.STDOUT,
-                    pass_fds=[control, theirs.fileno()],
-                    start_new_session=True,  # a Ctrl-C in the terminal is for this process, which decides
-                    env=None if self._python is None else _environment(self._python),
-                )
-            finally:
-                os.close(control)
+            child = await ChildProcess.start(
+                worker,
+                keep=theirs.fileno(),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                environment=None if self._python is None else _environment(self._python),
+            )
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
-        return reader, process, writer
+        return reader, child, writer
 
     def _explain_start(self, error: BaseException) -> BaseException:
         """The error of a start as the user reads it: with the Python, where that is the user's choice."""
@@ -203,9 +196,9 @@ class _Process:
         """No process is left, nor one that descends from it."""
         if self._writer is not None:
             self._writer.write_eof()
-        if self._process is not None:
+        if self._child is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), CLOSE_DEADLINE_S)
+                await asyncio.wait_for(self._child.wait(), CLOSE_DEADLINE_S)
         await self._end()
 
     async def _ask(self, message: Play | Explain) -> Any:
@@ -223,9 +216,7 @@ class _Process:
         if self._writer is not None:
             self._writer.write(encode(message))
 
-    async def _receive(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: asyncio.subprocess.Process
-    ) -> None:
+    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, child: ChildProcess) -> None:
         """Until the process is gone: then whatever still waits for it fails. One that sends no messages is killed."""
         fault = ""
         try:
@@ -235,11 +226,11 @@ class _Process:
                 pass
             except ValueError as error:
                 fault = f"; what it sent is no message of ours: {printable(error, limit=200)}"
-                self._let_go()
+                child.terminate()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(process.wait()), EXIT_GRACE_S)
-            self._let_go()  # a function that closed its socket may live on
-            status = describe_exit(await process.wait())
+                await asyncio.wait_for(asyncio.shield(child.wait()), EXIT_GRACE_S)
+            child.terminate()  # a function that closed its socket may live on
+            status = describe_exit(await child.wait())
         finally:
             self._writer = None
             writer.close()
@@ -256,17 +247,9 @@ class _Process:
                 _settle(future, message)
 
     async def _end(self) -> None:
-        self._let_go()
-        await self._clean_up()
-
-    def _let_go(self) -> None:
-        """The process and all that descends from it are killed (descendants.py)."""
-        if self._control is not None:
-            os.close(self._control)
-            self._control = None
-
-    async def _clean_up(self) -> None:
-        """The tasks of a process that is gone have ended, its last words passed on."""
+        """The process and all that descends from it are gone, its last words passed on."""
+        if self._child is not None:
+            await self._child.stop()
         if self._tasks:
             _, unfinished = await asyncio.wait(self._tasks, timeout=OUTPUT_DEADLINE_S)
             for task in unfinished:

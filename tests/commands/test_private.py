@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from art_cli import cli
-from art_cli.engines.vllm.process import ServerProcess
+from art_cli.config.schema import VllmEngineConfig
+from art_cli.engines.vllm.arguments import ServedModel
+from art_cli.engines.vllm.server import OwnServer
+from art_cli.errors import EngineError
 from art_cli.judges.cache import VerdictCache
 from art_cli.run_dir import LineWriter, new_directory, write_file
 from art_cli.scratch import scratch
@@ -56,10 +59,12 @@ async def test_caches_logs_and_temporary_directories_are_private(tmp_path: Path)
     assert {path.name for path in (tmp_path / "cache" / "art").iterdir()} >= {"verdicts.sqlite", "verdicts.sqlite-wal"}
     assert readable_by_others(tmp_path / "cache") == []
     cache.close()
-    process = ServerProcess([sys.executable, "-c", "print('said')"], os.environ, tmp_path / "logs" / "vllm.log")
-    await process.start()
-    await process.wait()
-    await process.stop()
+    (tmp_path / "python").write_text("#!/bin/sh\necho said\n")
+    (tmp_path / "python").chmod(0o700)
+    config = VllmEngineConfig(name="vllm", python=tmp_path / "python")
+    model = ServedModel("org/model", "float32", 64, 8, None, "cpu")
+    with pytest.raises(EngineError, match="said"):
+        await OwnServer(config, model, name="policy", log=tmp_path / "logs" / "vllm.log").start()
     assert (tmp_path / "logs" / "vllm.log").read_text() == "said\n"
     assert readable_by_others(tmp_path / "logs") == []
     with scratch("test") as place:

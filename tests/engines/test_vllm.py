@@ -29,7 +29,7 @@ from art_cli.config.schema import VllmEngineConfig
 from art_cli.engines.vllm import arguments, server
 from art_cli.engines.vllm.arguments import ServedModel
 from art_cli.engines.vllm.engine import VllmEngine
-from art_cli.engines.vllm.process import free_port
+from art_cli.engines.vllm.server import free_port
 from art_cli.errors import CheckpointError, DriftError, EngineError
 from art_cli.loop.generate import plan_groups
 from art_cli.loop.sampler import open_sampler

@@ -11,10 +11,10 @@ import pytest
 
 from art_cli import cli
 from art_cli.errors import ArtError, RolloutError, UsageError
+from art_cli.processes.plain_json import MAX_DEPTH, dump, load
 from art_cli.rollouts import start
 from art_cli.rollouts.attempt import from_exception, is_transport_error
 from art_cli.rollouts.messages import FROM_PROCESS, TO_PROCESS, Cancel, Done, Failed, Play, Ready, decode, encode
-from art_cli.rollouts.plain_json import MAX_DEPTH, dump, load
 from tests.support.hostile import NUM_MUTATIONS, mutations
 from tests.support.paths import LETTERS, TESTS
 from tests.support.stage import Stage

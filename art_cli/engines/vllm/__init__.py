@@ -1,8 +1,6 @@
 """The vLLM engine: a server in a process and an environment of its own, spoken to over HTTP alone. No vLLM import here.
 
     arguments.py  the server's command line and environment, from the configuration and the model: pure
-    keeper.py     a program between this process and the server: when this one dies, however, the server goes too
-    process.py    ServerProcess: one server from its start to its end; its log
     server.py     OwnServer starts one, waits until it answers, sees it end; RunningServer finds one at an address
     control.py    the calls that steer a server: health, adapters, sleep, scores
     adapters.py   Adapters: each step's adapter under a name of its own, unloaded when no request uses it

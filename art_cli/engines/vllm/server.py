@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 import secrets
+import socket
 import sys
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from art_cli.config.schema import VllmEngineConfig
 from art_cli.engines.vllm import arguments
 from art_cli.engines.vllm.arguments import ServedModel
 from art_cli.engines.vllm.control import Control, Refused, Unreachable
-from art_cli.engines.vllm.process import ServerProcess, free_port
 from art_cli.errors import EngineError
+from art_cli.private import make_directory, owner_only
+from art_cli.processes.child import ChildProcess, describe_end, last_lines
 from art_cli.run_dir import write_file
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ HEALTH_TIMEOUT_S = 10.0
 HANG_S = 120.0  # without any answer it is as good as dead; long prefills on a CPU keep a server silent for seconds
 PROMPT = [1, 2, 3, 4]  # any tokens
 SAME = 1e-6  # nats
+TERM_GRACE_S = 10.0  # time that vLLM has to free a GPU, which takes a few seconds
+TAIL_LINES = 15
 
 
 class OwnServer:
@@ -48,11 +52,9 @@ class OwnServer:
         if not self._python.is_file():
             raise EngineError(f"engine.python: no such file: {self._python}")
         self._config, self._model = config, model
-        self._process: ServerProcess | None = None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid if self._process is not None else 0
+        self._child: ChildProcess | None = None
+        self._log_start = 0  # where this server's part of the log begins
+        self.pid = 0  # process id of the server itself; 0: not started
 
     async def start(self) -> None:
         """Raises EngineError with the log's last lines: it ended, or did not answer in time."""
@@ -66,9 +68,9 @@ class OwnServer:
         """False: somebody else has that port."""
         self.key = secrets.token_urlsafe(32)
         self.control = Control(f"http://127.0.0.1:{port}", self.key)
-        self._process = ServerProcess(self._command(port), self._environment(), self.log, secrets=[self.key])
         try:
-            await self._process.start()
+            self._child = await self._start_child(port)
+            self.pid = await self._child.program_pid()
             if await self._until_healthy():
                 with contextlib.suppress(Refused):  # another's server, which does not know our key
                     if self.base_name in await self.control.models():
@@ -78,6 +80,14 @@ class OwnServer:
             raise
         await self.stop()
         return False
+
+    async def _start_child(self, port: int) -> ChildProcess:
+        make_directory(self.log.parent)
+        with open(self.log, "ab", opener=owner_only) as log:
+            self._log_start = log.tell()
+            return await ChildProcess.start(
+                self._command(port), environment=self._environment(), stdout=log, stderr=log, grace_s=TERM_GRACE_S
+            )
 
     def _command(self, port: int) -> list[str]:
         template = None
@@ -106,8 +116,8 @@ class OwnServer:
 
     async def _until_healthy(self) -> bool:
         """Whether a server answers; False: ours ended, because somebody else was quicker to take the port."""
-        assert self._process is not None
-        ended = asyncio.ensure_future(self._process.wait())
+        assert self._child is not None
+        ended = asyncio.ensure_future(self._child.wait())
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 while not ended.done():
@@ -125,15 +135,15 @@ class OwnServer:
             return False
         if "No module named 'vllm'" in lines or "No module named vllm" in lines:
             raise EngineError(f"engine.python: {self._python} has no vLLM; `pip install vllm` there, or name another")
-        raise EngineError(f"vllm: the server ended while it started ({ended.result()}); {lines}")
+        raise EngineError(f"vllm: the server ended while it started ({describe_end(ended.result())}); {lines}")
 
     async def ended(self) -> str:
-        assert self._process is not None, "not started"
-        died = asyncio.ensure_future(self._process.wait())
+        assert self._child is not None, "not started"
+        died = asyncio.ensure_future(self._child.wait())
         hung = asyncio.ensure_future(self._unhealthy())
         try:
             done, _ = await asyncio.wait({died, hung}, return_when=asyncio.FIRST_COMPLETED)
-            return died.result() if died in done else hung.result()
+            return describe_end(died.result()) if died in done else hung.result()
         finally:
             died.cancel()
             hung.cancel()
@@ -155,13 +165,13 @@ class OwnServer:
         return f"no answer for {HANG_S:.0f} s"
 
     def last_lines(self) -> str:
-        assert self._process is not None, "not started"
-        return f"the last lines of {self.log}:\n{self._process.tail()}"
+        tail = last_lines(self.log, count=TAIL_LINES, start=self._log_start, secrets=[self.key])
+        return f"the last lines of {self.log}:\n{tail}"
 
     async def stop(self) -> None:
-        if self._process is not None:
+        if self._child is not None:
             await self.control.close()
-            await self._process.stop()
+            await self._child.stop()
 
 
 class RunningServer:
@@ -214,3 +224,11 @@ class RunningServer:
 
     async def stop(self) -> None:
         await self.control.close()
+
+
+def free_port() -> int:
+    """A port of the loopback interface that no process listens on now; another process may be quicker to take it."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,15 +1,21 @@
-"""Runs one program and leaves nothing of it behind: `descendants.py CONTROL KEEP PROGRAM ...`, a process of its own.
+"""Runs one program and leaves nothing of it behind: `supervisor.py CONTROL KEEP GRACE_S PROGRAM ...`.
 
-`command_line` is what starts it. It needs nothing of this package, so that it starts in a hundredth of a second. The
-program gets standard input, output and error, and the descriptor KEEP (-1: none). When the program ends, or the other
-end of the pipe CONTROL is closed, also by a SIGKILL of its owner, everything that descends from it is killed. Then this
-process ends as the program did: with its exit status, or by the signal that ended it.
+It is a process of its own, which ChildProcess starts (child.py). It needs nothing of this package, so that it starts
+in a hundredth of a second.
+
+    CONTROL  one end of a socket pair, whose other end only the owner holds; the program's process id is written to it
+    KEEP     a descriptor that the program gets besides standard input, output and error; -1: none
+    GRACE_S  seconds between SIGTERM and SIGKILL when the program is ended; 0: SIGKILL at once
+    exit     the program's own exit status, or the signal that ended it
+
+The program is ended when the owner shuts its end of CONTROL down, and when the owner dies, also by SIGKILL. When the
+program is over, everything that descends from it is killed.
 
 On Linux this process is the subreaper of all that descends from it (prctl(2), PR_SET_CHILD_SUBREAPER): a process whose
 parent has ended becomes a child of this one, whatever sessions and forks lie between. It kills its children until it
-has none. Elsewhere (macOS) there is no subreaper: the program's process group is killed, and what has left the group
-with a session of its own survives. What nobody can catch: a program that kills this process, and what it has others
-start, such as a container through a daemon.
+has none. macOS has no subreaper: there the program's process group is killed, and a descendant that made a session of
+its own survives. Two cases cannot be covered: a program that kills this process, and work that a program has another
+one do, such as a container that a daemon starts.
 """
 
 import contextlib
@@ -21,17 +27,14 @@ import signal
 import sys
 import time
 
-KILL_DEADLINE_S = 4.0  # for killed processes to be gone; one in an uninterruptible wait of the system may not be
+KILL_DEADLINE_S = 4.0  # longest wait for killed processes; one in an uninterruptible wait of the system takes longer
+POLL_S = 0.25  # how often the owner's life is checked by its process id
 _SUBREAPER, _PARENT_DEATH, _DUMPABLE = 36, 1, 4  # prctl's options, linux/prctl.h
 
 
-def command_line(control: int, command: list[str], *, keep: int = -1) -> list[str]:
-    """What runs `command` under a process of this file. Pass it the descriptors `control` and, if any, `keep`."""
-    return [sys.executable, "-I", "-S", __file__, str(control), str(keep), *command]
-
-
 def main() -> None:
-    control, keep, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    control, keep, grace_s, command = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:]
+    owner = os.getppid()
     os.set_inheritable(control, False)
     wake, waker = os.pipe()
     os.set_blocking(waker, False)
@@ -40,10 +43,14 @@ def main() -> None:
         signal.signal(number, lambda *_: None)  # wakes the poll below; a program that is started gets the defaults
     _prctl(_SUBREAPER, 1)
     _prctl(_DUMPABLE, 0)  # its environment holds a key
-    program = _start(command, control)
+    program = _start(command)
+    with contextlib.suppress(OSError):  # the owner is gone
+        os.write(control, f"{program}\n".encode())
     if keep >= 0:
-        os.close(keep)  # the program's alone: whoever reads its other end sees when the program closes it
-    status = _wait(program, control, wake)
+        os.close(keep)  # the other end of it shall see when the program closes its own
+    status = _wait(program, control, wake, owner)
+    if status is None:
+        status = _terminate(program, grace_s)
     _kill_all(program)
     _end_as(status)
 
@@ -54,7 +61,7 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _start(command: list[str], control: int) -> int:
+def _start(command: list[str]) -> int:
     """The process id of the program, in a session of its own: what it sends its group does not reach this process."""
     supervisor = os.getpid()
     program = os.fork()
@@ -63,6 +70,8 @@ def _start(command: list[str], control: int) -> int:
     try:
         os.setsid()
         _prctl(_PARENT_DEATH, signal.SIGKILL)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a program would inherit that
+            signal.signal(number, signal.SIG_DFL)
         if os.getppid() == supervisor:
             os.execvp(command[0], command)
     except OSError as error:
@@ -70,23 +79,39 @@ def _start(command: list[str], control: int) -> int:
     os._exit(127)
 
 
-def _wait(program: int, control: int, wake: int) -> int:
-    """The program's wait status once it has ended; SIGKILL's where the owner let go of it before."""
+def _wait(program: int, control: int, wake: int, owner: int) -> int | None:
+    """The program's wait status when it has ended; None when it is to be ended.
+
+    The owner's process id is looked at too, because a child that the owner forked may hold its end of CONTROL open.
+    """
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(wake, select.POLLIN)
     while True:
         if (status := _reap(program)) is not None:
             return status
-        ready = dict(poll.poll())
-        if control in ready:
-            return signal.SIGKILL
+        ready = dict(poll.poll(POLL_S * 1000))
+        if control in ready or os.getppid() != owner:
+            return None
         if wake in ready and set(os.read(wake, 4096)) - {signal.SIGCHLD}:
-            return signal.SIGKILL  # somebody asks this process to end
+            return None  # this process was asked to end
+
+
+def _terminate(program: int, grace_s: float) -> int:
+    """The program's wait status; SIGKILL's where it does not end within the grace period."""
+    deadline = time.monotonic() + grace_s
+    if grace_s > 0:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(program, signal.SIGTERM)
+    while time.monotonic() < deadline:
+        if (status := _reap(program)) is not None:
+            return status
+        time.sleep(0.02)
+    return signal.SIGKILL
 
 
 def _reap(program: int) -> int | None:
-    """Takes note of every child that has ended; the program's status if it is one of them."""
+    """The program's status if it has ended; every other child that has ended is waited for as well."""
     status = None
     while True:
         try:
@@ -101,7 +126,7 @@ def _reap(program: int) -> int | None:
 def _kill_all(program: int) -> None:
     """Nothing that descends from this process is left, or the deadline has passed.
 
-    Only children are killed, whose ids cannot be another's until they are waited for; theirs are children next.
+    Only children are killed, because their ids cannot be another's until they are waited for; theirs are children next.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(program, signal.SIGKILL)
@@ -128,7 +153,7 @@ def _children() -> list[int]:
 
 
 def _children_by_stat() -> list[int]:
-    """As `_children`, for a kernel that was built without the list."""
+    """The same for a kernel that was built without the list of children."""
     own, found = str(os.getpid()), []
     with contextlib.suppress(OSError):
         for name in filter(str.isdigit, os.listdir("/proc")):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from art_cli.rollouts.descendants import command_line
+from art_cli.processes.child import ChildProcess
 from tests.support.stage import Stage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
@@ -156,12 +156,6 @@ def test_nothing_is_left_when_the_run_itself_is_killed(directory: Path, kind: st
     [("exit 7", 7), ("kill -9 $$", -9), ("kill -15 $$", -15), ("true", 0), ("exec nothing-such", 127)],
 )
 async def test_it_ends_as_its_program_did(program: str, status: int) -> None:
-    control, ours = os.pipe()
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *command_line(control, ["sh", "-c", program]), pass_fds=[control], stderr=asyncio.subprocess.DEVNULL
-        )
-        assert await asyncio.wait_for(process.wait(), 30) == status
-    finally:
-        os.close(control)
-        os.close(ours)
+    child = await ChildProcess.start(["sh", "-c", program], stderr=asyncio.subprocess.DEVNULL)
+    assert await asyncio.wait_for(child.wait(), 30) == status
+    await child.stop()

@@ -1,0 +1,8 @@
+"""Child processes: how they start, are called, and end.
+
+child.py       ChildProcess: one program, started, waited for and ended; the last lines of its log
+supervisor.py  the process between: when the program or its owner ends, nothing of the program is left
+plain_json.py  JSON with the standard library alone
+
+The room needs the standard library only, because the Python that runs rollouts may have nothing else.
+"""
