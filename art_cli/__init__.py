@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from art_cli.config.compose import LoadedConfig, load_config
     from art_cli.config.schema import RunConfig
     from art_cli.errors import ArtError
-    from art_cli.judges.call import ruler_score_group
+    from art_cli.judges.ruler.call import ruler_score_group
     from art_cli.loop.stages import StepTaken
     from art_cli.loop.train import TrainResult
     from art_cli.notebook import generate, judge, load, step, train
@@ -37,7 +37,7 @@ _HOMES = {
     "judge": "notebook",
     "load": "notebook",
     "load_config": "config.compose",
-    "ruler_score_group": "judges.call",
+    "ruler_score_group": "judges.ruler.call",
     "step": "notebook",
     "train": "notebook",
 }

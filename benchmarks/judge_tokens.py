@@ -29,9 +29,10 @@ from pathlib import Path
 import tiktoken
 
 from art_cli.config.schema import RulerJudgeConfig
-from art_cli.judges import instructions, votes
-from art_cli.judges.docket import read_docket
-from art_cli.judges.prompt import write_prompt
+from art_cli.judges.ruler import prompt as prompt_module
+from art_cli.judges.ruler import votes
+from art_cli.judges.ruler.group import read_group
+from art_cli.judges.ruler.prompt import read_instructions, write_prompt
 from art_cli.trajectory import Json, Trajectory
 
 GROUP = 8
@@ -152,17 +153,17 @@ def flat_prompt(group: Sequence[Trajectory]) -> str:
         f'<trajectory id="{number}">\n{json.dumps(messages[shared:])}\n</trajectory>\n'
         for number, messages in enumerate(lists, 1)
     ]
-    rubric = (Path(instructions.__file__).parent / "rubric.txt").read_text()
+    rubric = (Path(prompt_module.__file__).parent / "rubric.txt").read_text()
     return FLAT_INSTRUCTIONS + rubric + "\n".join(parts)
 
 
 def tree_prompt(group: Sequence[Trajectory]) -> str:
     """What RULER sends, instructions and all; nothing cut."""
     config = RulerJudgeConfig(name="ruler", max_tokens_per_attempt=10**6)
-    docket = read_docket(group, config)
-    order = votes.order(len(docket.attempts), seed=docket.seed, vote=0)
-    told = instructions.read_instructions(config, Path("."))
-    prompt = write_prompt(docket.attempts, order=order, tools=docket.tools, instructions=told, seed="0")
+    judged = read_group(group, config)
+    order = votes.order(len(judged.attempts), seed=judged.seed, vote=0)
+    told = read_instructions(config, Path("."))
+    prompt = write_prompt(judged.attempts, order=order, tools=judged.tools, instructions=told, seed="0")
     return "\n".join(message["content"] for message in prompt.messages)
 
 

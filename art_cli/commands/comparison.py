@@ -18,8 +18,7 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import JudgeModelConfig, ModelConfig, OpenAIEngineConfig
 from art_cli.errors import RolloutError, UsageError
 from art_cli.judges import make_judge
-from art_cli.judges.prices import Price, find_price
-from art_cli.judges.spending import usage_of
+from art_cli.judges.costs import Price, find_price
 from art_cli.judges.trial import require_keys
 from art_cli.loop.choice import settle
 from art_cli.loop.contest import is_judged, judge_contest
@@ -162,7 +161,7 @@ def judge(loaded: LoadedConfig, played: dict[str, list[Trajectory]], results: di
                 results[name]["reward"] = await judge_contest(judge, played[name], played[first])
         finally:
             await judge.close()
-        if (usage := usage_of(judge)[0]).calls:
+        if (usage := judge.usage).calls:
             cost = "price unknown" if usage.cost_usd is None else f"${usage.cost_usd:.4f}"
             log.info("judge: %d calls, %s tokens, %s", usage.calls, f"{usage.tokens:,}", cost)
 

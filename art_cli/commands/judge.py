@@ -47,7 +47,7 @@ def run(
 
     from art_cli.commands.judge_report import is_scored, report
     from art_cli.commands.judging import as_text, choose_judge, dry_run, judge_file, refuse_owed
-    from art_cli.judges.files import TrajectoryFile
+    from art_cli.judges.files.source import TrajectoryFile
 
     wants_report = bool(is_report or gold or gates or html)
     if wants_report and is_scored(trajectories):

@@ -40,8 +40,8 @@ def report(
 
     While groups stay owed no gate is passed: the hardest ones may be missing.
     """
-    from art_cli.judges.report import make_report
-    from art_cli.judges.report_text import report_lines
+    from art_cli.judges.report.report import make_report
+    from art_cli.judges.report.text import report_lines
     from art_cli.loop.gates import parse_gate
 
     parsed = [parse_gate(gate) for gate in gates]

@@ -15,15 +15,12 @@ from art_cli.config.compose import LoadedJudge, load_judge
 from art_cli.config.schema import RulerJudgeConfig
 from art_cli.errors import DataError, Interrupted, JudgeError, UsageError, printable
 from art_cli.judges import Judge, make_judge
-from art_cli.judges.estimate import Estimate, estimate
-from art_cli.judges.files import Group, TrajectoryFile
-from art_cli.judges.output import scored_groups
-from art_cli.judges.pipeline import Tally
-from art_cli.judges.ruler import RulerJudge
-from art_cli.judges.session import Progress, Session, Summary, judgeable
-from art_cli.judges.spending import usage_of
+from art_cli.judges.costs import CostEstimate
+from art_cli.judges.files.scored import scored_groups
+from art_cli.judges.files.session import Progress, Session, Summary, judgeable
+from art_cli.judges.files.source import Group, TrajectoryFile
+from art_cli.judges.groups import JudgeProgress
 
-IN_FLIGHT = 16  # groups at once for a judge that makes no calls
 SHOWN = 5  # owed groups that are named
 
 
@@ -61,7 +58,7 @@ def judge_file(
         try:
             with _interruptible(), _progress(made) as progress:
                 session = Session(made, source, output, is_partial=is_partial)
-                return await session.run(in_flight=_in_flight(loaded), is_fresh=is_fresh, progress=progress)
+                return await session.run(is_fresh=is_fresh, progress=progress)
         except asyncio.CancelledError:
             message = f"interrupted; what is scored is in {output}; the same command goes on with the rest"
             raise Interrupted(message) from None
@@ -69,11 +66,6 @@ def judge_file(
             await made.close()
 
     return threads.run(judge())
-
-
-def _in_flight(loaded: LoadedJudge) -> int:
-    """Groups at once: enough that every call has its place while other groups are read and written."""
-    return loaded.config.concurrency + 8 if isinstance(loaded.config, RulerJudgeConfig) else IN_FLIGHT
 
 
 @contextmanager
@@ -104,12 +96,12 @@ def _progress(judge: Judge) -> Iterator[Progress | None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None, spent="")
 
-        def update(total: int, tally: Tally) -> None:
-            usage, num_cached = usage_of(judge)
+        def update(total: int, done: JudgeProgress) -> None:
+            usage, num_cached = judge.usage, judge.num_cached
             words = [_dollars(usage.cost_usd), f"{usage.tokens:,} tokens"]
             words += [f"{num_cached} cached"] if num_cached else []
-            words += [f"{len(tally.owed)} owed"] if tally.owed else []
-            bar.update(task, total=total, completed=tally.num_scored + len(tally.owed), spent=", ".join(words))
+            words += [f"{len(done.owed)} owed"] if done.owed else []
+            bar.update(task, total=total, completed=done.num_scored + len(done.owed), spent=", ".join(words))
 
         yield update
 
@@ -145,9 +137,9 @@ def refuse_owed(summary: Summary) -> None:
     raise JudgeError(f"{'; '.join(reasons)}{because}; the same command goes on with them")
 
 
-def _estimate_group(judge: RulerJudge, source: TrajectoryFile, group: Group) -> Estimate:
+def _estimate_group(judge: Judge, source: TrajectoryFile, group: Group) -> CostEstimate | None:
     try:
-        return estimate(judge, [trajectory for trajectory in source.load(group) if trajectory.error is None])
+        return judge.estimate([trajectory for trajectory in source.load(group) if trajectory.error is None])
     except RecursionError as error:
         raise DataError("JSON is nested too deeply", source.path, group.first_line) from error
 
@@ -157,7 +149,7 @@ def dry_run(
 ) -> None:
     """Prints what judging would take; no call is made and nothing is written."""
     judge = make_judge(loaded.config, loaded.directory)
-    if not isinstance(judge, RulerJudge):
+    if judge.estimate([]) is None:
         raise UsageError(f"--dry-run: judge={loaded.config.name} makes no calls that could be counted beforehand")
     done = (
         scored_groups(TrajectoryFile(output), source, judge.settings)
@@ -165,9 +157,9 @@ def dry_run(
         else set()
     )
     owed = [group for group in judgeable(source, is_partial=is_partial) if group.group_id not in done]
-    total = Estimate()
+    total = CostEstimate()
     for group in owed:
-        total += _estimate_group(judge, source, group)
+        total += _estimate_group(judge, source, group) or CostEstimate()
     threads.run(judge.close())
     if as_json:
         sys.stdout.write(json.dumps({"groups": len(owed), **asdict(total)}) + "\n")

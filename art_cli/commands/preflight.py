@@ -21,11 +21,11 @@ from art_cli import plugins, threads
 from art_cli.chat.requests import text_of
 from art_cli.commands import Finding
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.schema import RolloutJudgeConfig, RulerJudgeConfig, VllmEngineConfig
+from art_cli.config.schema import VllmEngineConfig
 from art_cli.engines.vllm.probe import find_vllm
 from art_cli.errors import ArtError
-from art_cli.judges import make_judge, trial
-from art_cli.judges.estimate import Estimate
+from art_cli.judges import Judge, trial
+from art_cli.judges.costs import CostEstimate
 from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.learners.demos import load_demos
 from art_cli.loop.choice import describe
@@ -54,6 +54,7 @@ class Preflight:
     scenarios: list[Json] = field(default_factory=list)
     weights: Weights | None = None
     learner: Learner | None = None
+    judge: Judge | None = None
     played: list[Trajectory] = field(default_factory=list)  # two attempts at the first scenario
 
     @property
@@ -93,6 +94,8 @@ class Preflight:
     def close(self) -> None:
         if self.learner is not None:
             self.learner.close()
+        if self.judge is not None:
+            threads.run(self.judge.close())
 
     def check_engine(self) -> Finding:
         """What engine and learner are; a vLLM that was asked for by name has to be there."""
@@ -125,7 +128,7 @@ class Preflight:
 
     def check_entries(self) -> Finding:
         config = self.loaded.config
-        threads.run(make_judge(config.judge, self.loaded.directory).close())
+        self.judge = trial.make_trial_judge(config.judge, self.loaded.directory)
         for name, model in trial.missing_keys(config.judge, self.loaded.directory).items():
             cure = f"set it in the environment, or in a file .env in {self.loaded.directory}"
             return Finding("judge", False, f"{name} is not set, and {model} needs it", cure)
@@ -182,8 +185,7 @@ class Preflight:
     def _rollout_problem(self, trajectory: Trajectory) -> Finding | None:
         if trajectory.error:
             return Finding("rollout", False, trajectory.error, "mend the rollout; it failed on the first scenario")
-        needs_reward = any(isinstance(part, RolloutJudgeConfig) for part in trial.parts(self.loaded.config.judge))
-        if trajectory.returned_reward is None and needs_reward:
+        if trajectory.returned_reward is None and self.judge is not None and self.judge.needs_reward:
             return Finding(
                 "rollout", False, "it returned no reward, and judge is 'rollout'", "return one, or choose a judge"
             )
@@ -286,26 +288,26 @@ class Preflight:
 
     def check_judge(self) -> Finding | None:
         """Asks the judge. None: the rollout's own reward is all there is to judge by."""
+        assert self.judge
         notes, cures = [], []
-        for part in trial.parts(self.loaded.config.judge):
-            if isinstance(part, RulerJudgeConfig):
-                note, cure = self._ask_ruler(part)
+        for part in self.judge.parts:
+            if (expected := part.estimate(trial.short_attempts())) is not None:
+                note, cure = self._ask_once(part, expected)
                 notes.append(note)
                 cures += [cure] if cure else []
-            elif not isinstance(part, RolloutJudgeConfig):
-                verdicts = threads.run(trial.score(part, self.loaded.directory, self.played))
+            elif not part.needs_reward:
+                verdicts = threads.run(trial.score(part, self.played))
                 rewards = [f"{verdicts[trajectory.id].reward:g}" for trajectory in self.played]
-                notes.append(f"{part.name} gave the two attempts {' and '.join(rewards)}")
+                notes.append(f"{part.title} gave the two attempts {' and '.join(rewards)}")
         return Finding("judge", True, "; ".join(notes), "; ".join(cures)) if notes else None
 
-    def _ask_ruler(self, config: RulerJudgeConfig) -> tuple[str, str]:
+    def _ask_once(self, judge: Judge, expected: CostEstimate) -> tuple[str, str]:
         """What to say of a judge that costs money, and a cure ("": none is needed). Raises JudgeError."""
-        models = ", ".join(member.model for member in config.panel) or config.model
-        would = _as_price(trial.expected(config, self.loaded.directory))
+        models, would = judge.title, _as_price(expected)
         if not self.asks_judge:
             return f"{models}: not asked (--no-judge); asking once about two short attempts would take {would}", ""
         log.info("judge: asking %s once about two short attempts: %s", models, would)
-        asked = threads.run(trial.ask(config, self.loaded.directory))
+        asked = threads.run(trial.ask(judge))
         cost = "price unknown" if asked.usage.cost_usd is None else f"${asked.usage.cost_usd:.4f}"
         took = f"{asked.usage.calls} calls, {asked.usage.tokens:,} tokens, {cost}"
         is_sound = asked.right > asked.wrong
@@ -378,7 +380,7 @@ def _shows_tools(tokenizer: Any, trajectory: Trajectory) -> bool:
     return bool(rendered[0] != rendered[1])
 
 
-def _as_price(expected: Estimate) -> str:
+def _as_price(expected: CostEstimate) -> str:
     price = "at a price that is not known" if expected.usd is None else f"about ${expected.usd:.4f}"
     tokens = expected.prompt_tokens + expected.completion_tokens
     return f"{expected.calls} calls, about {tokens:,} tokens, {price}"

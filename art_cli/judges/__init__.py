@@ -1,27 +1,27 @@
-"""What turns a group into one score each: the Judge protocol and the table of built-ins.
+"""What turns a group into one score each: the Judge base class and the table of built-ins.
 
-A judge sees the trajectories of one group that finished without error, and answers by trajectory id. What it cannot
-score it does not invent: it raises JudgeError and the group stays owed.
+A judge sees the trajectories of one group that finished without error, and answers by trajectory id. It never makes up
+a score: when it cannot score a group, it raises JudgeError and the group stays owed.
 
-    rollout.py function.py reward_model.py blend.py    the small judges
-    ruler.py          RULER: docket -> poll -> votes -> panel mean
-      docket.py         a group's different attempts: transcript.py (messages), shorten.py (what is left out)
-      prompt.py         the record the judge reads: tree.py (what is shared once), instructions.py (rubric)
-      poll.py           one model's votes: verdict.py (reads an answer or refuses it), cache.py (what was paid for)
-      caller.py         patience around one provider: provider.py, http_provider.py, litellm_provider.py,
-                        budget.py, prices.py, keys.py
-      votes.py scale.py orders and means; groups too large for one call
-    files.py output.py pipeline.py session.py          a file judged into another, resumed
-    report.py report_text.py agreement.py              how far a judge can be trusted
-    estimate.py spending.py trial.py call.py           --dry-run; what was spent; `art check`; ruler_score_group
+    rollout.py function.py reward_model.py blend.py   the judges of one file; function.py also runs a user's own
+    ruler/       RULER: a language model scores the attempts of a group against each other
+    providers/   the models that judge: one call to one of them, and when to make it again
+    costs.py     usage, prices, estimates, budget
+    groups.py    judges one group, or many at once
+    files/       judges a file into another, and goes on where it stopped
+    report/      measures how far a judge can be trusted
+    trial.py     asks a judge once, for `art check`
+    text.py      text that a judge is shown
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from art_cli.judges.costs import CostEstimate, Usage
 from art_cli.plugins import resolve
 from art_cli.trajectory import Score, Trajectory
 
@@ -31,11 +31,10 @@ if TYPE_CHECKING:
 BUILT_INS = {
     "rollout": "art_cli.judges.rollout:RolloutJudge",
     "function": "art_cli.judges.function:FunctionJudge",
-    "ruler": "art_cli.judges.ruler:RulerJudge",
+    "ruler": "art_cli.judges.ruler.judge:RulerJudge",
     "reward_model": "art_cli.judges.reward_model:RewardModelJudge",
     "blend": "art_cli.judges.blend:BlendJudge",
 }
-SPENDING = frozenset({"ruler", "blend"})  # judges that cost money, and keep to a budget
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,25 +44,81 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     scores: list[Score] = []
 
 
-class Judge(Protocol):
+class Judge:
+    """Base class of all judges. `judge` is the one method that a judge must have; everything else has a default.
+
+    A built-in judge is made as `Class(config, directory, job=...)`: its section of the configuration, the directory
+    that paths are relative to, and the name of the job whose budget it spends. A user's own judge is made as
+    `Class(**judge.args)`.
+    """
+
+    title: str = "judge"
+    """What messages call it."""
+    timeout_s: float = 600.0
+    """Longest time that one verdict is expected to take."""
+    in_flight: int = 16
+    """Groups to judge at once: enough to keep the judge busy while other groups are read and written."""
+    needs_reward: bool = False
+    """Whether it refuses a rollout that returned no reward."""
+
     @property
     def settings(self) -> str:
-        """A digest of all that decides its rewards: two files with the same one can be compared. May read files."""
-        ...
+        """A digest of all that decides the rewards: two files with the same digest can be compared. May read files."""
+        return ""
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
         """One verdict per trajectory id, complete. An empty group gives an empty mapping. Raises JudgeError."""
-        ...
+        raise NotImplementedError
 
-    async def close(self) -> None: ...
+    @property
+    def usage(self) -> Usage:
+        """What the calls of this process took."""
+        return Usage()
+
+    @property
+    def num_cached(self) -> int:
+        """Number of votes that this process found in the cache."""
+        return 0
+
+    def estimate(self, group: Sequence[Trajectory]) -> CostEstimate | None:
+        """What judging this group would take now. None: this judge makes no calls that cost money."""
+        return None
+
+    @property
+    def parts(self) -> "Sequence[Judge]":
+        """The judges that this one consists of: itself, unless it blends others."""
+        return (self,)
+
+    @classmethod
+    def for_trial(cls, config: Any, directory: Path) -> "Judge":
+        """The judge to try before a run: it asks each of its models once and uses no cache."""
+        judge: Judge = cast(Any, cls)(config, directory)
+        return judge
+
+    @classmethod
+    def missing_keys(cls, config: Any, directory: Path) -> dict[str, str]:
+        """The environment variables without which every call would fail -> the model that needs each."""
+        return {}
+
+    async def close(self) -> None:
+        """Releases what the judge holds."""
 
 
 def make_judge(config: "JudgeConfig", directory: Path, *, job: str = "") -> Judge:
-    """The judge that a configuration names, made as `Class(config, directory)`; paths are relative to `directory`.
+    """The judge that a configuration names; paths in it are relative to `directory`.
 
-    `job` names whose budget is spent: what it spent before, in other processes, counts. Raises UsageError: what the
-    configuration names cannot be loaded.
+    `job` names whose budget is spent: what that job spent before, in other processes, counts. Raises UsageError: what
+    the configuration names cannot be loaded.
     """
-    kind = resolve(BUILT_INS[config.name], base=directory)
-    judge: Judge = kind(config, directory, job=job) if config.name in SPENDING else kind(config, directory)
+    judge: Judge = judge_class(config, directory)(config, directory, job=job)
     return judge
+
+
+def judge_class(config: "JudgeConfig", directory: Path) -> Any:
+    """The class of the judge that a configuration names."""
+    return resolve(BUILT_INS[config.name], base=directory)
+
+
+def make_key(**parts: object) -> str:
+    """A digest of `parts`, which decide a verdict; the same in every process."""
+    return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()

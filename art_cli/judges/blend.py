@@ -1,6 +1,6 @@
 """BlendJudge: the weighted mean of several judges' rewards.
 
-A group that one of them cannot score stays owed: a mean over the others would be another judge's reward.
+A group that one of them cannot score stays owed, because a mean over the others would be another judge's reward.
 """
 
 import asyncio
@@ -8,26 +8,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from art_cli.config.schema import BlendJudgeConfig, NamedJudgeConfig, RolloutJudgeConfig, RulerJudgeConfig
-from art_cli.judges import Judge, Verdict, make_judge
-from art_cli.judges.cache import make_key
+from art_cli.judges import Judge, Verdict, judge_class, make_judge, make_key
+from art_cli.judges.costs import CostEstimate, Usage
 from art_cli.trajectory import Score, Trajectory
 
 
-class BlendJudge:
+class BlendJudge(Judge):
     """Weights are taken relative to their sum: {ruler: 7, rollout: 3} is {ruler: 0.7, rollout: 0.3}."""
 
-    def __init__(self, config: BlendJudgeConfig, directory: Path, *, job: str = "") -> None:
+    title = "blend"
+
+    def __init__(
+        self, config: BlendJudgeConfig, directory: Path, *, job: str = "", judges: Mapping[str, Judge] | None = None
+    ) -> None:
         self.weights = config.blend
-        defaults: dict[str, NamedJudgeConfig] = {
-            "ruler": RulerJudgeConfig(name="ruler"),
-            "rollout": RolloutJudgeConfig(),
-        }
-        named = defaults | config.judges
-        self.judges: dict[str, Judge] = {name: make_judge(named[name], directory, job=job) for name in config.blend}
+        self.judges = judges or {name: make_judge(each, directory, job=job) for name, each in _named(config).items()}
+        self.in_flight = max(judge.in_flight for judge in self.judges.values())
+        self.needs_reward = any(judge.needs_reward for judge in self.judges.values())
 
     @property
     def settings(self) -> str:
-        """A digest of the weights and of what each judge goes by."""
+        """A digest of the weights and of each judge's settings."""
         parts = {name: [weight, self.judges[name].settings] for name, weight in self.weights.items()}
         return make_key(blend=parts)[:12]
 
@@ -51,6 +52,41 @@ class BlendJudge:
         ]
         return Verdict(reward=total / sum(self.weights.values()), scores=scores)
 
+    @property
+    def usage(self) -> Usage:
+        return sum((judge.usage for judge in self.judges.values()), Usage())
+
+    @property
+    def num_cached(self) -> int:
+        return sum(judge.num_cached for judge in self.judges.values())
+
+    def estimate(self, group: Sequence[Trajectory]) -> CostEstimate | None:
+        known = [each for judge in self.judges.values() if (each := judge.estimate(group)) is not None]
+        return sum(known, CostEstimate()) if known else None
+
+    @property
+    def parts(self) -> Sequence[Judge]:
+        return list(self.judges.values())
+
+    @classmethod
+    def for_trial(cls, config: BlendJudgeConfig, directory: Path) -> "BlendJudge":
+        named = _named(config).items()
+        tried = {name: judge_class(each, directory).for_trial(each, directory) for name, each in named}
+        return cls(config, directory, judges=tried)
+
+    @classmethod
+    def missing_keys(cls, config: BlendJudgeConfig, directory: Path) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for each in _named(config).values():
+            found |= judge_class(each, directory).missing_keys(each, directory)
+        return found
+
     async def close(self) -> None:
         for judge in self.judges.values():
             await judge.close()
+
+
+def _named(config: BlendJudgeConfig) -> dict[str, NamedJudgeConfig]:
+    """The configuration of each judge that has a weight; `ruler` and `rollout` have defaults."""
+    defaults: dict[str, NamedJudgeConfig] = {"ruler": RulerJudgeConfig(name="ruler"), "rollout": RolloutJudgeConfig()}
+    return {name: (defaults | config.judges)[name] for name in config.blend}

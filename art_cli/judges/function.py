@@ -18,8 +18,7 @@ from typing import Any
 
 from art_cli.config.schema import FunctionJudgeConfig
 from art_cli.errors import JudgeError, UsageError, describe
-from art_cli.judges import Verdict
-from art_cli.judges.cache import make_key
+from art_cli.judges import Judge, Verdict, make_key
 from art_cli.plugins import place_of, resolve
 from art_cli.threads import LoopThread, call_in_thread
 from art_cli.trajectory import Score, Trajectory
@@ -27,12 +26,15 @@ from art_cli.trajectory import Score, Trajectory
 CLOSE_TIMEOUT_S = 5.0
 
 
-class FunctionJudge:
+class FunctionJudge(Judge):
     """Raises UsageError when it is made: the function cannot be loaded."""
 
-    def __init__(self, config: FunctionJudgeConfig, directory: Path) -> None:
+    title = "function"
+    settings = ""  # the digest of the function's name and file
+
+    def __init__(self, config: FunctionJudgeConfig, directory: Path, *, job: str = "") -> None:
         self._entry = config.entry
-        self._timeout_s = config.timeout_s
+        self.timeout_s = config.timeout_s
         self._root = directory.resolve()
         self._function: Callable[[list[Trajectory]], Any] = resolve(config.entry, base=directory)
         if not callable(self._function):
@@ -54,13 +56,13 @@ class FunctionJudge:
 
     async def _call(self, group: list[Trajectory]) -> Any:
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
+            async with asyncio.timeout(self.timeout_s) as limit:
                 if inspect.iscoroutinefunction(self._function):
                     return await self._loop.run(self._function(group))
                 return await call_in_thread(self._function, group)
         except Exception as error:  # the boundary to the user's function
             if limit.expired():
-                raise JudgeError(f"{self._entry}: no answer within {self._timeout_s:g} s (judge.timeout_s)") from error
+                raise JudgeError(f"{self._entry}: no answer within {self.timeout_s:g} s (judge.timeout_s)") from error
             place = place_of(error, self._root)
             where = f" ({place})" if place else ""
             raise JudgeError(f"{self._entry}: {describe(error)}{where}") from error

@@ -11,15 +11,16 @@ from typing import Any
 
 from art_cli.config.schema import RewardModelJudgeConfig
 from art_cli.errors import JudgeError, JudgeStopped, describe
-from art_cli.judges import Verdict
-from art_cli.judges.cache import make_key
-from art_cli.judges.transcript import clean
+from art_cli.judges import Judge, Verdict, make_key
+from art_cli.judges.text import clean
 from art_cli.run_dir import hash_files
 from art_cli.trajectory import Json, Score, Trajectory
 
 
-class RewardModelJudge:
-    def __init__(self, config: RewardModelJudgeConfig, directory: Path) -> None:
+class RewardModelJudge(Judge):
+    title = "reward_model"
+
+    def __init__(self, config: RewardModelJudgeConfig, directory: Path, *, job: str = "") -> None:
         self.config, self._directory = config, directory
         self._lock = asyncio.Lock()  # one forward pass at a time
         self._loaded: tuple[Any, Any] | None = None  # model, tokenizer

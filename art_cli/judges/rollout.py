@@ -5,22 +5,21 @@ from pathlib import Path
 
 from art_cli.config.schema import RolloutJudgeConfig
 from art_cli.errors import JudgeError
-from art_cli.judges import Verdict
+from art_cli.judges import Judge, Verdict
 from art_cli.trajectory import Trajectory
 
 
-class RolloutJudge:
-    settings = "rollout"  # there is nothing to set
+class RolloutJudge(Judge):
+    settings = "rollout"  # nothing about it can be set
+    title = "rollout"
+    needs_reward = True
 
-    def __init__(self, config: RolloutJudgeConfig, directory: Path) -> None:
-        """Nothing to set up; both arguments are what every judge is made with."""
+    def __init__(self, config: RolloutJudgeConfig, directory: Path, *, job: str = "") -> None:
+        """Uses none of the arguments, which every judge is made with."""
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """Raises JudgeError: a rollout returned no reward. That one is never taken for a zero."""
+        """Raises JudgeError: a rollout returned no reward, which is never taken for a zero."""
         return {trajectory.id: Verdict(reward=_reward(trajectory)) for trajectory in group}
-
-    async def close(self) -> None:
-        return None
 
 
 def _reward(trajectory: Trajectory) -> float:

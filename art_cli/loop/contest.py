@@ -15,7 +15,7 @@ import msgspec
 from art_cli.config.schema import RunConfig
 from art_cli.errors import JudgeError
 from art_cli.judges import Judge
-from art_cli.judges.pipeline import judge_groups
+from art_cli.judges.groups import judge_groups
 from art_cli.trajectory import ScoredTrajectory, Trajectory
 
 IN_FLIGHT = 32  # scenarios that are judged at once; a judge that makes calls bounds those itself

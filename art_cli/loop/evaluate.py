@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.config.compose import LoadedConfig
-from art_cli.judges.prices import Price
+from art_cli.judges.costs import Price
 from art_cli.loop.generate import owed, plan_groups
 from art_cli.loop.sampler import Sampler
 from art_cli.rollouts.scenarios import load_scenarios

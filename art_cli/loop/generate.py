@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from art_cli.errors import JudgeError, JudgeStopped
 from art_cli.judges import Judge
-from art_cli.judges.pipeline import judge_group
+from art_cli.judges.groups import judge_group
 from art_cli.rollouts.runner import RolloutPlan
 from art_cli.run_dir import LineWriter
 from art_cli.trajectory import Json, ScoredTrajectory, Trajectory

@@ -14,7 +14,7 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.references import check_ready
 from art_cli.errors import UsageError
 from art_cli.judges import make_judge
-from art_cli.judges.pipeline import judge_group
+from art_cli.judges.groups import judge_group
 from art_cli.loop.choice import settle
 from art_cli.loop.generate import group, owed, plan_groups
 from art_cli.loop.policy import PolicySource, find_policy, open_learner, open_policy, save_learner

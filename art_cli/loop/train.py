@@ -35,7 +35,6 @@ from art_cli.config.references import check_ready, missing_targets
 from art_cli.config.schema import RunConfig
 from art_cli.errors import ConfigError, DataError, Interrupted, Problem, RunError, UsageError
 from art_cli.judges import Judge, make_judge
-from art_cli.judges.keys import find_secrets
 from art_cli.judges.trial import require_keys
 from art_cli.learners import Learner, StepMetrics, has_own_weights, load_policy, make_learner
 from art_cli.learners.demos import load_demos
@@ -50,6 +49,7 @@ from art_cli.loop.warm_up import WAIT_S, WarmUp
 from art_cli.model import Weights, count_parameters, find_base, twin
 from art_cli.rollouts.scenarios import load_scenarios
 from art_cli.run_dir import Manifest, MetricsLine, RunDir, new_checkpoint, read_lines, read_object, write_file
+from art_cli.secrets import find_secrets
 from art_cli.trackers import Tracker, make_tracker
 from art_cli.trajectory import Trajectory
 from art_cli.views.curve import curve, run_series

@@ -12,7 +12,7 @@ import pytest
 from art_cli import checkpoints
 from art_cli.config.compose import load_config
 from art_cli.judges import Verdict
-from art_cli.judges.prices import Price
+from art_cli.judges.costs import Price
 from art_cli.loop.contest import judge_contest
 from art_cli.loop.evaluate import spent_by_scenario
 from art_cli.loop.failures import count_failures

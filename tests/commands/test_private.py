@@ -15,7 +15,7 @@ from art_cli.config.schema import VllmEngineConfig
 from art_cli.engines.vllm.arguments import ServedModel
 from art_cli.engines.vllm.server import OwnServer
 from art_cli.errors import EngineError
-from art_cli.judges.cache import VerdictCache
+from art_cli.judges.ruler.cache import VerdictCache
 from art_cli.run_dir import LineWriter, new_directory, write_file
 from art_cli.scratch import scratch
 from tests.support.paths import LETTERS

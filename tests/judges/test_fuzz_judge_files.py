@@ -18,12 +18,11 @@ from art_cli import cli
 from art_cli.config.schema import RolloutJudgeConfig, RulerJudgeConfig
 from art_cli.errors import ArtError, LearnerError, printable
 from art_cli.judges import make_judge
-from art_cli.judges.estimate import estimate
-from art_cli.judges.files import TrajectoryFile
-from art_cli.judges.report import make_report
-from art_cli.judges.report_text import report_lines
-from art_cli.judges.ruler import RulerJudge
-from art_cli.judges.session import Session
+from art_cli.judges.files.session import Session
+from art_cli.judges.files.source import TrajectoryFile
+from art_cli.judges.report.report import make_report
+from art_cli.judges.report.text import report_lines
+from art_cli.judges.ruler.judge import RulerJudge
 from art_cli.learners.demos import demo_samples, load_demos
 from art_cli.rollouts.scenarios import load_scenarios
 from art_cli.run_dir import LineWriter, read_lines
@@ -138,14 +137,14 @@ def judge_file(path: Path, output: Path, ruler: RulerJudge) -> None:
     source = TrajectoryFile(path)
     for group in source:
         try:
-            estimate(ruler, source.load(group))
+            ruler.estimate(source.load(group))
         except ArtError:
             continue
         except RecursionError:
             pass  # the command says that it is nested too deeply
     judge = make_judge(RolloutJudgeConfig(), path.parent)
-    first = asyncio.run(Session(judge, source, output, is_partial=True).run(in_flight=4))
-    again = asyncio.run(Session(judge, source, output, is_partial=True).run(in_flight=4))
+    first = asyncio.run(Session(judge, source, output, is_partial=True).run())
+    again = asyncio.run(Session(judge, source, output, is_partial=True).run())
     assert again.groups == 0 and again.groups_before == first.groups
     for scored in read_lines(output, ScoredTrajectory):
         assert (scored.reward is None) == (scored.error is not None)
@@ -166,7 +165,7 @@ def test_any_output_is_gone_on_with_or_refused_in_words(place: Path) -> None:
     source, judge = TrajectoryFile(place / "t.jsonl"), make_judge(RolloutJudgeConfig(), place)
     for path in played(SCORED, place / "s.jsonl", seed=2):
         before = path.read_bytes()
-        failure = said(lambda path=path: asyncio.run(Session(judge, source, path).run(in_flight=4)))
+        failure = said(lambda path=path: asyncio.run(Session(judge, source, path).run()))
         if failure is not None:
             assert before.startswith(path.read_bytes()) or path.read_bytes() == before + b"\n"
             continue

@@ -13,12 +13,10 @@ import pytest
 
 from art_cli.config.schema import PriceConfig, RulerJudgeConfig
 from art_cli.errors import JudgeError, JudgeStopped, UsageError
-from art_cli.judges import agreement
-from art_cli.judges.budget import BudgetSpent
-from art_cli.judges.cache import Usage
-from art_cli.judges.estimate import Estimate, estimate
-from art_cli.judges.ruler import RulerJudge
-from art_cli.judges.waits import quiet_time, retry_after
+from art_cli.judges.costs import BudgetSpent, CostEstimate, Usage
+from art_cli.judges.providers.waits import quiet_time, retry_after
+from art_cli.judges.report import agreement
+from art_cli.judges.ruler.judge import RulerJudge
 from art_cli.trajectory import Trajectory
 from tests.support.judge_server import HTTP_MISBEHAVIOURS, MISBEHAVIOURS, VALID, Conduct, JudgeServer, read_record
 from tests.support.ruler_cases import SYSTEM, TASK, attempt, rated
@@ -360,12 +358,12 @@ async def test_the_estimate_before_is_near_what_is_paid_after(server: JudgeServe
     """Prompt tokens within 2 %, calls exactly."""
     judge = make(server, votes=2, max_group=4, price=PriceConfig(input=1.0, output=0.0))
     group = rated([index / 10 for index in range(10)])
-    before = estimate(judge, group)
+    before = judge.estimate(group)
     await judge.judge(group)
     assert before.calls == judge.usage.calls == 8  # parts of 4, 4, 4, 4 (2 anchors), two votes each
     assert before.prompt_tokens == pytest.approx(judge.usage.prompt_tokens, rel=0.02)
     assert before.usd == pytest.approx(judge.usage.cost_usd, rel=0.02)
-    assert estimate(judge, group[:0]) == Estimate()
+    assert judge.estimate(group[:0]) == CostEstimate()
     await judge.close()
 
 

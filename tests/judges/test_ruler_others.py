@@ -18,9 +18,9 @@ import art_cli
 from art_cli import cli
 from art_cli.config.schema import BlendJudgeConfig, RewardModelJudgeConfig, RulerJudgeConfig
 from art_cli.errors import JudgeError, JudgeStopped, UsageError
-from art_cli.judges import make_judge, prices, trial
-from art_cli.judges.prices import find_price
-from art_cli.judges.ruler import RulerJudge
+from art_cli.judges import costs, make_judge, trial
+from art_cli.judges.costs import find_price
+from art_cli.judges.ruler.judge import RulerJudge
 from tests.support.judge_server import Conduct, JudgeServer
 from tests.support.paths import ROOT
 from tests.support.ruler_cases import SYSTEM, attempt, rated
@@ -198,9 +198,9 @@ def test_prices_come_from_litellms_table_without_importing_it() -> None:
 def no_litellm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As where it is not installed."""
     monkeypatch.setitem(sys.modules, "litellm", None)
-    prices._table.cache_clear()
+    costs._table.cache_clear()
     yield
-    prices._table.cache_clear()
+    costs._table.cache_clear()
 
 
 @pytest.mark.parametrize("variable", ["OPENAI_BASE_URL", "OPENAI_API_BASE"])
@@ -253,8 +253,8 @@ from tests.support.judge_server import Conduct, JudgeServer
 from tests.support.ruler_cases import rated
 from art_cli.config.schema import RulerJudgeConfig
 from art_cli.errors import JudgeError, JudgeStopped
-from art_cli.judges.prices import find_price
-from art_cli.judges.ruler import RulerJudge
+from art_cli.judges.costs import find_price
+from art_cli.judges.ruler.judge import RulerJudge
 
 async def main():
     async with JudgeServer(Conduct(misbehaviour="429", times=1, key=os.environ["DEEPSEEK_API_KEY"])) as server:

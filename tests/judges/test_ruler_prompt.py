@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art_cli.config.schema import RulerJudgeConfig
-from art_cli.judges import votes
-from art_cli.judges.docket import read_docket
-from art_cli.judges.prompt import PASSAGE_LENGTH, Prompt, choose_code, choose_ids, write_prompt
-from art_cli.judges.shorten import MARK_TOKENS, _level, count_tokens, shorten
-from art_cli.judges.transcript import Attempt, Conversation, digest, read_attempt
+from art_cli.judges.ruler import votes
+from art_cli.judges.ruler.attempts import Attempt, Conversation, digest, read_attempt
+from art_cli.judges.ruler.group import MARK_TOKENS, _level, read_group, shorten
+from art_cli.judges.ruler.prompt import PASSAGE_LENGTH, JudgePrompt, choose_code, choose_ids, write_prompt
+from art_cli.judges.text import count_tokens
 from art_cli.trajectory import Json, Trajectory
 from tests.support.judge_server import Record, read_record
 from tests.support.ruler_cases import SYSTEM, TASK, attempt, hostile_group
@@ -23,14 +23,14 @@ BIG = 10**6
 
 def show(
     group: list[Trajectory], *, order: list[int] | None = None, max_tokens: int = BIG
-) -> tuple[Prompt, list[Attempt]]:
+) -> tuple[JudgePrompt, list[Attempt]]:
     attempts = shorten([read_attempt(trajectory) for trajectory in group], max_tokens)
     tools = [tool for trajectory in group for tool in trajectory.tools]
     order = list(range(len(group))) if order is None else order
     return write_prompt(attempts, order=order, tools=tools, instructions="", seed="s"), attempts
 
 
-def read_back(prompt: Prompt) -> Record:
+def read_back(prompt: JudgePrompt) -> Record:
     return read_record(prompt.messages[1]["content"])
 
 
@@ -43,7 +43,7 @@ def expected(conversation: Conversation) -> list[tuple[str, list[tuple[str, str]
             continue
         mark = f"{message.role} {message.answers}" if message.answers else message.role
         pieces = []
-        for piece in message.pieces:
+        for piece in message.segments:
             cut = f"<cut {piece.omitted} characters>{piece.tail}" if piece.omitted else ""
             pieces.append((piece.kind, piece.text + cut))
         shown.append((mark, pieces))
@@ -57,7 +57,7 @@ def told(record: Record, name: str) -> list[tuple[str, list[Any]]]:
     ]
 
 
-def assert_shows_everything(prompt: Prompt, attempts: list[Attempt]) -> None:
+def assert_shows_everything(prompt: JudgePrompt, attempts: list[Attempt]) -> None:
     record = read_back(prompt)
     assert sorted(record.asked) == sorted(prompt.ids) == sorted(record.attempts)
     for place, each in enumerate(attempts):
@@ -150,8 +150,8 @@ def test_each_tool_is_shown_once_and_without_its_wrapper() -> None:
     group = [attempt(index, [SYSTEM, {"role": "user", "content": str(index)}]) for index in range(3)]
     for trajectory, has in zip(group, ([tools[0]], [tools[0]], tools), strict=True):
         trajectory.tools = has
-    docket = read_docket(group, RulerJudgeConfig(name="ruler"))
-    prompt = write_prompt(docket.attempts, order=[0, 1, 2], tools=docket.tools, instructions="", seed="s")
+    judged = read_group(group, RulerJudgeConfig(name="ruler"))
+    prompt = write_prompt(judged.attempts, order=[0, 1, 2], tools=judged.tools, instructions="", seed="s")
     shown = read_back(prompt).tools.splitlines()
     assert sorted(shown) == ['{"name":"book","description":"d"}', '{"name":"search","description":"d"}']
 
@@ -272,7 +272,7 @@ def test_a_shortened_attempt_fits_its_budget(max_tokens: int, lengths: list[int]
     """Texts and marks together, by the same estimate; a token is allowed for rounding each cut text up."""
     messages = [{"role": "tool" if i % 2 else "assistant", "content": letter * size} for i, size in enumerate(lengths)]
     [short] = shorten([read_attempt(attempt(0, messages))], max_tokens)
-    pieces = [piece for message in short.main for piece in message.pieces]
+    pieces = [piece for message in short.main for piece in message.segments]
     texts = sum(count_tokens(piece.text + piece.tail) for piece in pieces)
     assert texts + MARK_TOKENS * (len(short.main) + len(pieces)) <= max(max_tokens, 8 * MARK_TOKENS) + len(pieces)
 
@@ -281,7 +281,7 @@ def test_tool_outputs_are_cut_before_the_agents_own_words_head_and_tail_kept() -
     words, output = "I looked at the list. " * 40, "".join(f"{i} " for i in range(20_000))
     messages = [SYSTEM, {"role": "assistant", "content": words}, {"role": "tool", "content": output}]
     [short] = shorten([read_attempt(attempt(0, messages))], 1000)
-    [said], [cut] = short.main[1].pieces, short.main[2].pieces
+    [said], [cut] = short.main[1].segments, short.main[2].segments
     assert said.text == words and not said.omitted
     assert output.startswith(cut.text) and output.endswith(cut.tail) and len(cut.text) > len(cut.tail) > 0
     assert len(cut.text) + cut.omitted + len(cut.tail) == len(output)
@@ -302,7 +302,7 @@ def test_a_cut_message_stays_shared_by_attempts_with_different_room() -> None:
 def test_conversations_of_very_many_messages_keep_both_ends() -> None:
     messages = [{"role": "user", "content": str(i)} for i in range(5000)]
     [short] = shorten([read_attempt(attempt(0, messages))], 1600)
-    texts = [message.pieces[0].text for message in short.main if message.pieces]
+    texts = [message.segments[0].text for message in short.main if message.segments]
     assert len(short.main) == 51 and texts[0] == "0" and texts[-1] == "4999"
     assert sum(message.omitted for message in short.main) == 4950
 

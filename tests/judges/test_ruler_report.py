@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from art_cli.errors import DataError, UsageError
-from art_cli.judges.agreement import Measure, Ratio, best_of_group, kendall_tau, measure, pairwise, slope
-from art_cli.judges.report import make_report
-from art_cli.judges.report_text import report_lines
+from art_cli.judges.report.agreement import Measure, Ratio, best_of_group, kendall_tau, measure, pairwise, slope
+from art_cli.judges.report.report import make_report
+from art_cli.judges.report.text import report_lines
 from art_cli.run_dir import write_lines
 from art_cli.trajectory import Score, ScoredTrajectory, score_trajectory
 from art_cli.views.judge_page import judge_page

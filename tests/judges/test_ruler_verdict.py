@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art_cli.judges.verdict import MAX_ANSWER, VerdictError, check_document, parse_verdict
+from art_cli.judges.providers import MAX_ANSWER
+from art_cli.judges.ruler.verdict import VerdictError, check_document, parse_verdict
 from tests.support.judge_server import MISBEHAVIOURS, VALID
 
 IDS = ["k4b", "w9c", "t3x"]

@@ -12,11 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from art_cli.config.schema import JudgeModelConfig
-from art_cli.judges.answer_limit import find_too_large, limit_transport
-from art_cli.judges.cache import Usage
-from art_cli.judges.keys import Secrets
-from art_cli.judges.prices import find_price
-from art_cli.judges.provider import (
+from art_cli.judges.costs import Usage, find_price
+from art_cli.judges.providers import (
     MAX_ERROR,
     Answer,
     CallFailed,
@@ -25,8 +22,10 @@ from art_cli.judges.provider import (
     one_line,
     read_count,
 )
-from art_cli.judges.shorten import count_tokens
-from art_cli.judges.waits import quiet_time, retry_after
+from art_cli.judges.providers.answer_limit import find_too_large, limit_transport
+from art_cli.judges.providers.waits import quiet_time, retry_after
+from art_cli.judges.text import count_tokens
+from art_cli.secrets import Secrets
 from art_cli.trajectory import Json
 
 log = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ class LitellmProvider:
         self._is_usage_odd = False  # the log has said so
 
     async def ask(self, messages: Sequence[Json], schema: Json | None, *, timeout_s: float) -> Answer:
-        litellm = await asyncio.to_thread(_import_litellm)
+        litellm = await asyncio.to_thread(import_litellm)
         arguments: Json = dict(self._member.params)
         if schema is not None:
             strict = {"name": "verdict", "strict": True, "schema": schema}
@@ -119,7 +118,7 @@ class LitellmProvider:
         """litellm keeps its clients to itself, per process; nothing of ours is open."""
 
 
-def _import_litellm() -> Any:
+def import_litellm() -> Any:
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise its import fetches a price table
     import litellm
 

@@ -1,23 +1,19 @@
-"""API keys: where they come from (the environment, or a .env file) and how they are kept out of everything else.
+"""Secrets: keys and passwords, found in the environment and in addresses, and kept out of every file, log and error.
 
-A key is handed to the provider and to nothing else. Every text that comes back from a provider goes through `Secrets`
-before it can reach a file, a log or an error.
+Every text that comes back from a provider or an endpoint goes through `Secrets` before it reaches any of those.
 """
 
 import base64
 import itertools
-import os
 import re
 import string
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _SECRET_PARAM = re.compile(r"api_?key|secret|password|credential|headers|authorization|[a-z]_token$", re.IGNORECASE)
-_LINE = re.compile(r"""\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*?)\s*$""")
 _USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
 # One escaped character: %2d, \\u002d (also \\\\u002d), \\x2d, &#45;, &#x2d;, or any other behind backslashes.
 _ESCAPE = re.compile(
@@ -31,9 +27,6 @@ MAX_ESCAPES = 50_000  # of a text; the rest is left out
 MAX_ROUNDS = 3  # times that escapes are undone: a key in a URL in a JSON text in a JSON text
 Span = tuple[int, int]
 MIN_LENGTH = 6  # a shorter value is not a key, and replacing it would garble texts
-
-
-DEFAULT_KEY = "OPENAI_API_KEY"  # what every OpenAI-compatible client reads
 
 
 class Secrets:
@@ -158,37 +151,6 @@ def _mask(text: str, spans: Sequence[Span]) -> str:
             pieces += (text[before:start], "***")
         before = end
     return "".join([*pieces, text[before:]])
-
-
-def load_environment(directory: Path) -> None:
-    """Adds what `.env` of the working directory, then of `directory`, says and the environment does not."""
-    for folder in dict.fromkeys((Path.cwd(), directory.resolve())):
-        for name, value in read_dotenv(folder / ".env").items():
-            os.environ.setdefault(name, value)
-
-
-def openai_base() -> str:
-    """Where OpenAI's models are asked: as OpenAI's own client and litellm read it from the environment."""
-    said = os.environ.get("OPENAI_BASE_URL") or os.environ.get("OPENAI_API_BASE")
-    return said or "https://api.openai.com/v1"
-
-
-def read_dotenv(path: Path) -> dict[str, str]:
-    """NAME=value lines; quotes around a value go, lines of another shape are passed over."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    found = {}
-    for line in lines:
-        if match := _LINE.match(line):
-            name, value = match.groups()
-            if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
-                value = value[1:-1]
-            else:
-                value = value.partition(" #")[0].rstrip()
-            found[name] = value
-    return found
 
 
 def find_secrets(

@@ -18,20 +18,25 @@ import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from art_cli.judges import tree
-from art_cli.judges.transcript import Attempt, Message, Piece, clean
+from art_cli.config.schema import RulerJudgeConfig
+from art_cli.errors import UsageError
+from art_cli.judges.ruler import tree
+from art_cli.judges.ruler.attempts import Attempt, Message, Segment
+from art_cli.judges.text import clean
 from art_cli.trajectory import Json
 
 PASSAGE_LENGTH = 200  # characters from which a repeated text is worth a reference (two marks of about 10 tokens)
+RUBRIC = "{rubric}"  # what the instructions hold where the rubric goes
 _CONSONANTS = "bcdfghjkmnpqrstvwxz"  # without vowels no id is a word, and none sounds better than another
 
 
-class Prompt(NamedTuple):
+class JudgePrompt(NamedTuple):
     """What is sent, and how the answer is told apart. G attempts, in the order they were given (not as shown).
 
-    Example: Prompt(messages=[system, user], ids=["k4b", "w9c"], positions=[1, 0]): the second attempt is shown first.
+    Example: JudgePrompt(messages=[system, user], ids=["k4b", "w9c"], positions=[1, 0]) shows the second attempt first.
     """
 
     messages: list[Json]
@@ -41,7 +46,7 @@ class Prompt(NamedTuple):
 
 def write_prompt(
     attempts: Sequence[Attempt], *, order: Sequence[int], tools: Sequence[Json], instructions: str, seed: str
-) -> Prompt:
+) -> JudgePrompt:
     """The prompt that shows `attempts[order[0]]` first. The same arguments give the same prompt.
 
     `seed` chooses ids and code; `instructions` is the system prompt, rubric and all.
@@ -55,7 +60,7 @@ def write_prompt(
     for position, place in enumerate(order):
         ids[place], positions[place] = names[position], position
     messages = [{"role": "system", "content": instructions}, {"role": "user", "content": record.write()}]
-    return Prompt(messages, ids, positions)
+    return JudgePrompt(messages, ids, positions)
 
 
 def choose_ids(count: int, rng: random.Random) -> list[str]:
@@ -184,25 +189,54 @@ class _Record:
                 self.mark(f"cut {message.omitted} messages")
                 continue
             self.mark(f"{message.role} {message.answers}" if message.answers else message.role)
-            for place, piece in enumerate(message.pieces):
-                self.write_piece(piece, is_first=place == 0)
+            for place, segment in enumerate(message.segments):
+                self.write_segment(segment, is_first=place == 0)
 
-    def write_piece(self, piece: Piece, *, is_first: bool) -> None:
-        kind = "" if piece.kind == "text" and is_first else piece.kind
-        if not piece.omitted and (number := self.passages.get(piece.text)):
+    def write_segment(self, segment: Segment, *, is_first: bool) -> None:
+        kind = "" if segment.kind == "text" and is_first else segment.kind
+        if not segment.omitted and (number := self.passages.get(segment.text)):
             self.mark(f"{kind} as passage {number}".lstrip())
             return
         if kind:
             self.mark(kind)
-        self.lines.append(piece.text)
-        if piece.omitted:
-            self.mark(f"cut {piece.omitted} characters")
-            self.lines.append(piece.tail)
+        self.lines.append(segment.text)
+        if segment.omitted:
+            self.mark(f"cut {segment.omitted} characters")
+            self.lines.append(segment.tail)
 
 
 def _texts(parts: Sequence[tree.Part]) -> Iterator[str]:
     for part in parts:
         for message in part.messages:
-            for piece in message.pieces:
-                yield piece.text
-                yield piece.tail
+            for segment in message.segments:
+                yield segment.text
+                yield segment.tail
+
+
+# --- instructions ----------------------------------------------------------------------------------------------------
+
+
+def read_instructions(config: RulerJudgeConfig, directory: Path, *, rubric: str | None = None) -> str:
+    """The system prompt; `rubric` is one as text, in place of any file.
+
+    Raises UsageError: a file that cannot be read or is empty, a rubric without a place.
+    """
+    instructions = _read_text("instructions", config.instructions, directory)
+    if RUBRIC not in instructions:
+        if config.rubric is not None or rubric is not None:
+            raise UsageError(f"judge.rubric: {config.instructions} has no {RUBRIC} to put it in; add one")
+        return instructions
+    return instructions.replace(RUBRIC, rubric or _read_text("rubric", config.rubric, directory))
+
+
+def _read_text(what: str, path: Path | None, directory: Path) -> str:
+    if path is None:
+        return (Path(__file__).parent / f"{what}.txt").read_text(encoding="utf-8").strip()
+    path = directory / path.expanduser()
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"judge.{what}: {path}: {getattr(error, 'strerror', None) or error}") from error
+    if not text:
+        raise UsageError(f"judge.{what}: {path}: the file is empty")
+    return text

@@ -23,7 +23,7 @@ MAX_REWARD = 1e100  # past it sums and squares of rewards are no longer finite n
 
 
 @dataclass
-class Tally:
+class JudgeProgress:
     """What became of the groups. `owed` says why, by group id; `stopped` why no further group was begun."""
 
     num_scored: int = 0
@@ -55,29 +55,29 @@ async def judge_groups(
     keep: Keep,
     *,
     in_flight: int,
-    progress: Callable[[Tally], None] | None = None,
-) -> Tally:
+    progress: Callable[[JudgeProgress], None] | None = None,
+) -> JudgeProgress:
     """Loads and judges all groups and `keep`s each. A group that cannot be read stays owed, as one without a verdict.
 
     `groups` are pairs of a group's id and the function that reads its trajectories when its turn has come.
     Cancelled, it lets go of what is in flight; what was kept stays kept.
     """
-    tally = Tally()
+    done = JudgeProgress()
 
     async def work() -> None:
-        while tally.stopped is None and (group := next(groups, None)) is not None:
+        while done.stopped is None and (group := next(groups, None)) is not None:
             group_id, load = group
             try:
                 keep(await judge_group(judge, load()))
-                tally.num_scored += 1
+                done.num_scored += 1
             except (JudgeError, DataError) as error:
-                tally.owed[group_id] = str(error)
+                done.owed[group_id] = str(error)
                 if isinstance(error, JudgeStopped):
-                    tally.stopped = tally.stopped or str(error)
+                    done.stopped = done.stopped or str(error)
                 else:
                     log.warning("%s: not scored, still owed: %s", printable(group_id), printable(str(error)))
             if progress is not None:
-                progress(tally)
+                progress(done)
 
     try:
         async with asyncio.TaskGroup() as workers:
@@ -85,4 +85,4 @@ async def judge_groups(
                 workers.create_task(work())
     except BaseExceptionGroup as failures:  # a full disk, say: the first one says it all
         raise failures.exceptions[0] from None
-    return tally
+    return done

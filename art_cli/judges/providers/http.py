@@ -13,11 +13,8 @@ from typing import Any
 import httpx
 
 from art_cli.config.schema import JudgeModelConfig
-from art_cli.judges.answer_limit import ENCODINGS, AnswerTooLarge, limit
-from art_cli.judges.cache import Usage
-from art_cli.judges.keys import DEFAULT_KEY, Secrets, openai_base
-from art_cli.judges.prices import find_price
-from art_cli.judges.provider import (
+from art_cli.judges.costs import Usage, find_price
+from art_cli.judges.providers import (
     LONG_ANSWER,
     MAX_ERROR,
     Answer,
@@ -27,8 +24,11 @@ from art_cli.judges.provider import (
     one_line,
     read_count,
 )
-from art_cli.judges.shorten import count_tokens
-from art_cli.judges.waits import quiet_time, retry_after
+from art_cli.judges.providers.answer_limit import ENCODINGS, AnswerTooLarge, limit
+from art_cli.judges.providers.keys import DEFAULT_KEY, openai_base
+from art_cli.judges.providers.waits import quiet_time, retry_after
+from art_cli.judges.text import count_tokens
+from art_cli.secrets import Secrets
 from art_cli.trajectory import Json
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""An attempt as a judge sees it: conversations of messages of pieces, read from a trajectory's OpenAI messages.
+"""An attempt as a judge sees it: conversations of messages of segments, read from a trajectory's OpenAI messages.
 
 Pure. Two messages that say the same are equal here, whatever their random call ids, so that attempts can be laid over
 each other (`tree`). Nothing a message holds makes reading fail: what is not known is shown as JSON. How it is written
@@ -6,26 +6,24 @@ down for the judge is `prompt`'s business; what is left out for length is `short
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from art_cli.judges.text import clean
 from art_cli.trajectory import Json, Trajectory
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _IMAGE_PARTS = frozenset({"image_url", "input_image", "image"})
 _THOUGHT_PARTS = frozenset({"thinking", "reasoning"})
-# Control characters but tab and newline: providers refuse some of them, and none of them tells a judge anything.
-_CONTROL = {code: "\ufffd" for code in (*range(9), 11, 12, *range(14, 32), 127)}
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """A stretch of one message. Where `omitted` is not 0, so many characters are left out between text and tail.
 
-    Example: Piece("call", 'search({"query": "tides"})')
+    Example: Segment("call", 'search({"query": "tides"})')
     """
 
     kind: str  # text, thought, call, refusal, image, audio, file, other
@@ -35,10 +33,10 @@ class Piece(NamedTuple):
 
 
 class Message(NamedTuple):
-    """One message. Example: Message("tool", (Piece("text", "3 results"),), answers=2) answers the second call."""
+    """One message. Example: Message("tool", (Segment("text", "3 results"),), answers=2) answers the second call."""
 
     role: str  # one of ROLES; "message" for any other; "cut" stands for `omitted` messages left out
-    pieces: tuple[Piece, ...]
+    segments: tuple[Segment, ...]
     answers: int = 0  # which of the last reply's calls a tool message answers, from 1; 0: there was only one
     omitted: int = 0
 
@@ -82,7 +80,7 @@ def read_conversation(messages: Sequence[Any]) -> Conversation:
         conversation.append(
             Message(
                 role=role if isinstance(role, str) and role in ROLES else "tool" if role == "function" else "message",
-                pieces=_read_pieces(message),
+                segments=_read_segments(message),
                 answers=places.get(call_id, 0) if isinstance(call_id, str) else 0,
             )
         )
@@ -97,47 +95,47 @@ def _call_places(calls: Any) -> dict[str, int]:
     return {name: place for place, name in enumerate(ids, 1) if isinstance(name, str)}
 
 
-def _read_pieces(message: Json) -> tuple[Piece, ...]:
-    pieces = []
+def _read_segments(message: Json) -> tuple[Segment, ...]:
+    segments = []
     for key in ("reasoning_content", "reasoning"):
         if thought := message.get(key):
-            pieces.append(Piece("thought", clean(thought)))
+            segments.append(Segment("thought", clean(thought)))
             break
-    pieces += _read_content(message.get("content"))
+    segments += _read_content(message.get("content"))
     if refusal := message.get("refusal"):
-        pieces.append(Piece("refusal", clean(refusal)))
+        segments.append(Segment("refusal", clean(refusal)))
     calls = message.get("tool_calls") or ([{"function": call}] if (call := message.get("function_call")) else [])
-    pieces += [_read_call(call) for call in (calls if isinstance(calls, list) else [calls])]
-    return tuple(pieces)
+    segments += [_read_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+    return tuple(segments)
 
 
-def _read_content(content: Any) -> list[Piece]:
+def _read_content(content: Any) -> list[Segment]:
     if content is None or content == "":
         return []
     if not isinstance(content, list):
-        return [Piece("text", clean(content))]
+        return [Segment("text", clean(content))]
     return [_read_part(part) for part in content]
 
 
-def _read_part(part: Any) -> Piece:
+def _read_part(part: Any) -> Segment:
     """One element of a content list."""
     if not isinstance(part, dict):
-        return Piece("text", clean(part))
+        return Segment("text", clean(part))
     named = part.get("type")
     kind = named if isinstance(named, str) else ""  # anything may stand there; a list could not even be looked up
     if kind in _TEXT_PARTS:
-        return Piece("text", clean(part.get("text")))
+        return Segment("text", clean(part.get("text")))
     if kind in _IMAGE_PARTS:
-        return Piece("image", _describe(part))
+        return Segment("image", _describe(part))
     if kind in _THOUGHT_PARTS:
-        return Piece("thought", clean(part.get("thinking") or part.get("text") or part.get("summary")))
+        return Segment("thought", clean(part.get("thinking") or part.get("text") or part.get("summary")))
     if kind == "refusal":
-        return Piece("refusal", clean(part.get("refusal")))
+        return Segment("refusal", clean(part.get("refusal")))
     if kind in ("input_audio", "audio"):
-        return Piece("audio", _describe(part))
+        return Segment("audio", _describe(part))
     if kind in ("file", "input_file"):
-        return Piece("file", _describe(part))
-    return Piece("other", clean(part))
+        return Segment("file", _describe(part))
+    return Segment("other", clean(part))
 
 
 def _describe(part: Json) -> str:
@@ -157,21 +155,13 @@ def _describe(part: Json) -> str:
     return f"{kind[:40] or 'data'}, {len(body)} characters, sha256 {digest}"
 
 
-def _read_call(call: Any) -> Piece:
+def _read_call(call: Any) -> Segment:
     """A tool call as `name(arguments)`."""
     function = call.get("function", call.get("custom")) if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        return Piece("call", clean(call))
+        return Segment("call", clean(call))
     arguments = function.get("arguments", function.get("input"))
-    return Piece("call", f"{clean(function.get('name'))}({clean(arguments)})")
-
-
-def clean(value: Any) -> str:
-    """`value` as text that can be sent: JSON where it is not a text, no lone surrogates, no control characters."""
-    if value is None:
-        return ""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return text.encode("utf-8", "replace").decode().replace("\r\n", "\n").translate(_CONTROL)
+    return Segment("call", f"{clean(function.get('name'))}({clean(arguments)})")
 
 
 def digest(attempt: Attempt) -> str:

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from art_cli.errors import DataError, UsageError, printable
-from art_cli.judges import agreement
-from art_cli.judges.agreement import EQUAL, Measure, Ratio
-from art_cli.judges.files import MAX_GROUP_SIZE
-from art_cli.judges.pipeline import MAX_REWARD
+from art_cli.judges.files.source import MAX_GROUP_SIZE
+from art_cli.judges.groups import MAX_REWARD
+from art_cli.judges.report import agreement
+from art_cli.judges.report.agreement import EQUAL, Measure, Ratio
 from art_cli.run_dir import read_lines
 from art_cli.trajectory import Score
 

@@ -11,13 +11,12 @@ from pathlib import Path
 import msgspec
 
 from art_cli.judges import Judge
-from art_cli.judges.files import Group, TrajectoryFile
-from art_cli.judges.output import ScoredFile
-from art_cli.judges.pipeline import Tally, judge_groups
-from art_cli.judges.spending import usage_of
+from art_cli.judges.files.scored import ScoredFile
+from art_cli.judges.files.source import Group, TrajectoryFile
+from art_cli.judges.groups import JudgeProgress, judge_groups
 from art_cli.trajectory import ScoredTrajectory
 
-Progress = Callable[[int, Tally], None]  # (groups owed at the start, what became of them so far)
+Progress = Callable[[int, JudgeProgress], None]  # (groups owed at the start, what became of them so far)
 
 
 class Summary(msgspec.Struct, kw_only=True):
@@ -48,7 +47,7 @@ class Session:
         self.num_before = self.num_trajectories = self.num_rewards = 0
         self.reward_sum = 0.0
 
-    async def run(self, *, in_flight: int, is_fresh: bool = False, progress: Progress | None = None) -> Summary:
+    async def run(self, *, is_fresh: bool = False, progress: Progress | None = None) -> Summary:
         """Judges what is owed, with `is_fresh` everything. Cancelled, it lets go.
 
         Raises RunError: the output is in use, holds another file's or another judge's scores, or was removed meanwhile.
@@ -62,16 +61,16 @@ class Session:
                 output.append(scored)
                 self._count(scored)
 
-            def report(tally: Tally) -> None:
+            def report(done: JudgeProgress) -> None:
                 if progress is not None:
-                    progress(len(owed), tally)
+                    progress(len(owed), done)
 
             groups = ((group.group_id, partial(self.source.load, group)) for group in owed)
-            tally = await judge_groups(self.judge, groups, keep, in_flight=in_flight, progress=report)
+            done = await judge_groups(self.judge, groups, keep, in_flight=self.judge.in_flight, progress=report)
             output.check_place()
         finally:
             output.close()
-        return self._summary(tally)
+        return self._summary(done)
 
     def _open(self, *, is_fresh: bool) -> ScoredFile:
         """The output, compared with the source: that reads both files, and maybe a reward model's."""
@@ -83,24 +82,24 @@ class Session:
         self.num_rewards += len(rewards)
         self.reward_sum += sum(rewards)
 
-    def _summary(self, tally: Tally) -> Summary:
-        usage, num_cached = usage_of(self.judge)
+    def _summary(self, done: JudgeProgress) -> Summary:
+        usage = self.judge.usage
         waiting = [group for group in self.source if not group.is_complete and not self.is_partial]
         return Summary(
             scored=str(self.path),
-            groups=tally.num_scored,
+            groups=done.num_scored,
             groups_before=self.num_before,
             trajectories=self.num_trajectories,
             mean=self.reward_sum / self.num_rewards if self.num_rewards else None,
             calls=usage.calls,
-            cached_votes=num_cached,
+            cached_votes=self.judge.num_cached,
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cost_usd=usage.cost_usd,
-            owed=len(self.groups) - self.num_before - tally.num_scored,
-            owed_because=tally.owed,
+            owed=len(self.groups) - self.num_before - done.num_scored,
+            owed_because=done.owed,
             incomplete={group.group_id: f"{group.count} of {group.size} attempts" for group in waiting},
-            stopped=tally.stopped,
+            stopped=done.stopped,
         )
 
 

@@ -14,12 +14,13 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from art_cli.errors import JudgeStopped, UsageError
-from art_cli.judges.verdict import Entry
+from art_cli.judges.costs import Spent, Usage
+from art_cli.judges.ruler.verdict import Entry
 from art_cli.private import make_directory, owner_only
 
 _SCHEMA = """
@@ -51,41 +52,12 @@ HELD_MS = 20  # of it in one piece, which holds the event loop
 T = TypeVar("T")
 
 
-class Usage(msgspec.Struct, frozen=True):
-    """What calls took. `cost_usd` None: at least one call's price is unknown."""
-
-    calls: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cost_usd: float | None = 0.0
-    latency_s: float = 0.0  # of all calls, one after the other
-
-    def __add__(self, other: "Usage") -> "Usage":
-        costs = (self.cost_usd, other.cost_usd)
-        return Usage(
-            self.calls + other.calls,
-            self.prompt_tokens + other.prompt_tokens,
-            self.completion_tokens + other.completion_tokens,
-            None if costs[0] is None or costs[1] is None else costs[0] + costs[1],
-            self.latency_s + other.latency_s,
-        )
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
-
-
 class StoredVote(msgspec.Struct, frozen=True):
     """One usable answer, G attempts in the order of their digests: scores, places in the prompt, and what it took."""
 
     entries: list[Entry]  # [G]
     positions: list[int]  # [G]
     usage: Usage  # of all calls behind it, refused answers included
-
-
-class Spent(NamedTuple):
-    usd: float
-    tokens: int
 
 
 class CacheBusy(JudgeStopped):
@@ -213,8 +185,3 @@ def _storable(text: str) -> str:
 def user_cache_path() -> Path:
     """`art/verdicts.sqlite` in the user's cache directory (XDG)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "art" / "verdicts.sqlite"
-
-
-def make_key(**parts: object) -> str:
-    """A digest of everything that decides a verdict; the same in every process."""
-    return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from art_cli.config.schema import RulerJudgeConfig
 from art_cli.errors import JudgeError, UsageError
-from art_cli.judges.pipeline import judge_group
-from art_cli.judges.ruler import RulerJudge
+from art_cli.judges.groups import judge_group
+from art_cli.judges.ruler.judge import RulerJudge
 from art_cli.trajectory import Json, ScoredTrajectory, Trajectory
 
 log = logging.getLogger(__name__)

@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from art_cli.judges.transcript import clean
+from art_cli.judges.providers import MAX_ANSWER
+from art_cli.judges.text import clean
 
 _FENCE = "```"
 _THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)  # of models whose server leaves it in the answer
-MAX_ANSWER = 1_000_000  # characters; a longer answer is not one
 MAX_STARTS = 500  # opening braces tried in prose
 MAX_READ = 4  # times the answer's length, and 10,000 characters: what is read from all of them together
 MAX_PROBLEMS = 20  # faults of an answer that are told

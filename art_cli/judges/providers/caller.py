@@ -7,19 +7,19 @@ provider whose quota is used up is asked no more: every call stops at once, with
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import random
 import time
 from collections.abc import Sequence
 
-from art_cli.config.schema import JudgeModelConfig
-from art_cli.errors import JudgeError, JudgeStopped
-from art_cli.judges.budget import Budget
-from art_cli.judges.cache import Spent
-from art_cli.judges.prices import find_price, takes_schema
-from art_cli.judges.provider import Answer, CallFailed, Provider
-from art_cli.judges.shorten import count_tokens
-from art_cli.judges.waits import until
+from art_cli.config.schema import JudgeModelConfig, no_litellm
+from art_cli.errors import JudgeError, JudgeStopped, UsageError
+from art_cli.judges.costs import Budget, Spent, find_price, takes_schema
+from art_cli.judges.providers import Answer, CallFailed, Provider
+from art_cli.judges.providers.waits import until
+from art_cli.judges.text import count_tokens
+from art_cli.secrets import Secrets
 from art_cli.trajectory import Json
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class Caller:
                 answer = await self._send(messages, schema)
             finally:
                 self._num_sent -= 1
-            self._budget.settle(answer.usage)
+            self._budget.charge(answer.usage)
         self._answered_at = time.monotonic()
         self._completion_tokens = max(self._completion_tokens, answer.usage.completion_tokens)
         self._be_quiet(min(answer.pause_s, MAX_DELAY_S))
@@ -187,3 +187,16 @@ class Caller:
 
     async def close(self) -> None:
         await self._provider.close()
+
+
+def make_provider(member: JudgeModelConfig, secrets: Secrets) -> Provider:
+    """The provider of a model; it neither connects nor imports a client before the first call."""
+    if not member.needs_litellm:
+        from art_cli.judges.providers.http import HttpProvider
+
+        return HttpProvider(member, secrets)
+    if importlib.util.find_spec("litellm") is None:
+        raise UsageError(f"judge.model: {no_litellm(member)}")
+    from art_cli.judges.providers.litellm import LitellmProvider
+
+    return LitellmProvider(member, secrets)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from art_cli.judges.transcript import Attempt, Message
+from art_cli.judges.ruler.attempts import Attempt, Message
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Tree:
+class AttemptTree:
     """The parts, and per attempt where its conversations end: the sides first, the main one last."""
 
     root: Part
@@ -49,7 +49,7 @@ class Tree:
         return list(self.root.walk())[1:]
 
 
-def build(attempts: Sequence[Attempt]) -> Tree:
+def build(attempts: Sequence[Attempt]) -> AttemptTree:
     """The attempts' tree. Order of children, and so of everything written from it, is that of `attempts`."""
     root = Part(None)
     steps: dict[tuple[int, Message], Part] = {}  # (id of the parent, message) -> the part of that one message
@@ -57,9 +57,9 @@ def build(attempts: Sequence[Attempt]) -> Tree:
     for place, attempt in enumerate(attempts):
         ends.append([_insert(conversation, place, root, steps) for conversation in attempt.conversations])
     stops = {id(part) for of in ends for part in of}
-    merged: dict[int, Part] = {}  # id of a one-message part -> the run it became a piece of
+    merged: dict[int, Part] = {}  # id of a one-message part -> the run it became a segment of
     _merge(root, stops, merged)
-    return Tree(root, [[merged.get(id(part), part) for part in of] for of in ends])
+    return AttemptTree(root, [[merged.get(id(part), part) for part in of] for of in ends])
 
 
 def _insert(conversation: Sequence[Message], place: int, root: Part, steps: dict[tuple[int, Message], Part]) -> Part:
@@ -94,10 +94,10 @@ def _merge(root: Part, stops: set[int], merged: dict[int, Part]) -> None:
 def repeated_texts(parts: Sequence[Part], min_length: int) -> list[str]:
     """Texts of at least `min_length` characters that stand in the tree more than once, in order of appearance."""
     counts = Counter(
-        piece.text
+        segment.text
         for part in parts
         for message in part.messages
-        for piece in message.pieces
-        if not piece.omitted and len(piece.text) >= min_length
+        for segment in message.segments
+        if not segment.omitted and len(segment.text) >= min_length
     )
     return [text for text, count in counts.items() if count > 1]

@@ -1,8 +1,10 @@
 """The seam to a model that judges: Provider, what it answers, and how a call fails.
 
-    http_provider.py      OpenAI and any OpenAI-compatible `api_base`, through httpx
-    litellm_provider.py   every other provider that litellm knows
-    caller.py             patience around either: concurrency, rate limits, new tries, budget
+    http.py       OpenAI and any OpenAI-compatible `api_base`
+    litellm.py    every other provider that litellm knows
+    caller.py     when a call is made, and made again: concurrency, rate limits, tries, budget
+    waits.py      how long a provider asks to wait
+    keys.py       API keys
 
 A provider makes one call and says what came of it. It does not try again.
 """
@@ -12,10 +14,9 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from art_cli.judges.cache import Usage
-from art_cli.judges.keys import Secrets
-from art_cli.judges.transcript import clean
-from art_cli.judges.verdict import MAX_ANSWER
+from art_cli.judges.costs import Usage
+from art_cli.judges.text import clean
+from art_cli.secrets import Secrets
 from art_cli.trajectory import Json
 
 # retry: the same call may succeed later.  late: so may this one, whose deadline passed.  unreachable: and this one,
@@ -27,6 +28,7 @@ FailureKind = Literal["retry", "late", "unreachable", "refused", "too_large", "u
 MAX_MESSAGE = 300  # characters of a provider's error text that are shown
 MAX_ERROR = 64_000  # characters of it that are read
 LONG_ANSWER = 8_000  # bytes or characters from which an answer is read in a thread, not on the event loop
+MAX_ANSWER = 1_000_000  # characters; a longer answer is no verdict
 MAX_TOKENS = 100_000_000  # of one call; a larger number is not one
 # How providers say that the money or the quota is gone, which no short wait cures.
 _USED_UP = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active", "credit balance is too low")

@@ -3,8 +3,8 @@
 import msgspec
 
 from art_cli.errors import printable
-from art_cli.judges.agreement import Measure
-from art_cli.judges.report import Agreement, JudgeReport, Report
+from art_cli.judges.report.agreement import Measure
+from art_cli.judges.report.report import Agreement, JudgeReport, Report
 
 Lines = list[tuple[str, str]]
 

@@ -1,0 +1,182 @@
+"""What judging costs: usage of calls, prices of models, an estimate beforehand, and the budget that a job keeps to.
+
+Prices are read from litellm's packaged table as a file, because importing litellm takes seconds. Makes no call.
+"""
+
+import asyncio
+import functools
+import importlib.util
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from art_cli.config.schema import JudgeModelConfig
+from art_cli.errors import JudgeStopped
+
+_TABLE = "model_prices_and_context_window_backup.json"
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What calls took. `cost_usd` is None when the price of at least one call is unknown."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost_usd: float | None = 0.0
+    latency_s: float = 0.0  # sum over the calls, as if they had been made one after the other
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(
+            self.calls + other.calls,
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            _sum(self.cost_usd, other.cost_usd),
+            self.latency_s + other.latency_s,
+        )
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True)
+class CostEstimate:
+    """Calls still to make and what they would take; `cached` votes cost nothing. `usd` None: a price is unknown.
+
+    Completion tokens are those of the verdict alone. What a model thinks before it answers comes on top.
+    """
+
+    calls: int = 0
+    cached: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    usd: float | None = 0.0
+
+    def __add__(self, other: "CostEstimate") -> "CostEstimate":
+        return CostEstimate(
+            self.calls + other.calls,
+            self.cached + other.cached,
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            _sum(self.usd, other.usd),
+        )
+
+
+def _sum(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one + other
+
+
+# --- prices -----------------------------------------------------------------------------------------------------------
+
+
+class Price(NamedTuple):
+    """US dollars per token. Example, openai/o3: Price(prompt=2e-06, completion=8e-06, cached=5e-07)"""
+
+    prompt: float
+    completion: float
+    cached: float  # price of a prompt token that the provider had in its own cache
+
+    def cost(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> float:
+        fresh = prompt_tokens - cached_tokens
+        return self.prompt * fresh + self.cached * cached_tokens + self.completion * completion_tokens
+
+
+def find_price(member: JudgeModelConfig) -> Price | None:
+    """The configured price, or the table's. None: it is unknown, which is not the same as nothing."""
+    if member.price is not None:
+        prompt, completion = member.price.input / 1e6, member.price.output / 1e6
+        return Price(prompt, completion, prompt)
+    for name in (member.model, member.model.partition("/")[2]):
+        row = _table().get(name)
+        if row and row.get("input_cost_per_token") is not None and row.get("output_cost_per_token") is not None:
+            prompt = float(row["input_cost_per_token"])
+            cached = row.get("cache_read_input_token_cost")
+            return Price(prompt, float(row["output_cost_per_token"]), prompt if cached is None else float(cached))
+    return None
+
+
+def takes_schema(model: str) -> bool | None:
+    """Whether the table says that the model can hold its answer to a JSON schema; None: it does not say."""
+    row = _table().get(model) or _table().get(model.partition("/")[2]) or {}
+    known = row.get("supports_response_schema")
+    return None if known is None else bool(known)
+
+
+@functools.cache
+def _table() -> dict[str, dict[str, Any]]:
+    """litellm's price table; empty where litellm is not installed."""
+    spec = importlib.util.find_spec("litellm")  # finds the package without running it
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(folder) / _TABLE
+        if path.exists():
+            table: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+            return table
+    return {}
+
+
+# --- the budget -------------------------------------------------------------------------------------------------------
+
+
+class Spent(NamedTuple):
+    """What a job took, or what one call may take."""
+
+    usd: float
+    tokens: int
+
+
+class BudgetSpent(JudgeStopped):
+    """The next call could exceed the budget."""
+
+
+class Budget:
+    """How much a job may still spend. `usd` and `tokens` None: no limit. `spent` is what the job took before.
+
+    A call in flight counts with its estimate, so that many calls at once cannot exceed the limit together. A call that
+    does not fit beside those in flight waits for them, because most calls take less than their estimate.
+    """
+
+    def __init__(self, usd: float | None, tokens: int | None, spent: Spent) -> None:
+        self.usd, self.tokens = usd, tokens
+        self.spent = spent
+        self._held = Spent(0.0, 0)
+        self._released = asyncio.Condition()
+
+    @asynccontextmanager
+    async def hold(self, estimate: Spent) -> AsyncIterator[None]:
+        """Sets an estimate aside while a call is in flight. Raises BudgetSpent when it can never fit."""
+        async with self._released:
+            self._check(estimate)
+            while not self._fits(estimate.usd + self._held.usd, estimate.tokens + self._held.tokens):
+                await self._released.wait()  # ends with a call in flight, and each of those has a deadline
+                self._check(estimate)
+            self._held = Spent(self._held.usd + estimate.usd, self._held.tokens + estimate.tokens)
+        try:
+            yield
+        finally:
+            self._held = Spent(self._held.usd - estimate.usd, self._held.tokens - estimate.tokens)
+            async with self._released:
+                self._released.notify_all()
+
+    def charge(self, usage: Usage) -> None:
+        """Counts what a call took. The caller does so while it still holds the call's estimate."""
+        self.spent = Spent(self.spent.usd + (usage.cost_usd or 0.0), self.spent.tokens + usage.tokens)
+
+    def _fits(self, usd: float, tokens: int) -> bool:
+        is_cheap = self.usd is None or self.spent.usd + usd <= self.usd
+        return is_cheap and (self.tokens is None or self.spent.tokens + tokens <= self.tokens)
+
+    def _check(self, estimate: Spent) -> None:
+        if self._fits(*estimate):
+            return
+        if self.usd is not None and self.spent.usd + estimate.usd > self.usd:
+            spent = f"${self.spent.usd:.4f} of judge.budget_usd {self.usd:g}"
+        else:
+            spent = f"{self.spent.tokens:,} of judge.budget_tokens {self.tokens:,}"
+        raise BudgetSpent(
+            f"{spent} spent, and the next call could exceed it; what is scored is saved, raise it to go on"
+        )
