@@ -160,7 +160,7 @@ class Preflight:
         config = self.loaded.config
         base = find_base(config.model.base, directory=self.loaded.directory, built=self.scratch / "base")
         self.weights = load_policy(config, base)
-        self.learner = make_learner(config, self.weights)
+        self.learner = make_learner(config, self.weights, directory=self.loaded.directory)
         size = count_parameters(self.weights.model)
         return Finding(
             "model",

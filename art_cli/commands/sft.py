@@ -42,7 +42,7 @@ def run(
     from art_cli.loop.warm_up import WarmUp
 
     loaded = load_config(config, overrides or [])
-    check_ready(loaded, ("model",))
+    check_ready(loaded, ("model", "algorithm"))
     said = loaded.config.sft.demos if loaded.config.sft is not None else str(demos)
     is_on_command_line = loaded.places.of("sft.demos") == COMMAND_LINE
     if is_on_command_line and (loaded.directory / said).resolve() != demos.resolve():

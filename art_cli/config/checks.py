@@ -14,8 +14,11 @@ from art_cli.errors import UsageError
 
 def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(dotted key, message) for each pair of settings that contradict each other."""
-    if config.loss.kl > 0 and config.model.lora is None:
-        yield "loss.kl", "needs model.lora: the reference policy is the model with its adapter off; set it to 0"
+    section = "loss" if config.algorithm is None else "algorithm"
+    if config.algorithm is not None and "loss" in config.model_fields_set:
+        yield "algorithm", "takes the place of 'loss', which is set too; leave one of them out"
+    if config.learns_by.kl > 0 and config.model.lora is None:
+        yield f"{section}.kl", "needs model.lora: the reference policy is the model with its adapter off; set it to 0"
     if isinstance(config.learner, UnslothLearnerConfig) and config.model.lora is None:
         yield "learner", "'unsloth' trains LoRA adapters only; set model.lora, or learner=torch"
     if config.model.quantize is not None and config.model.lora is None:
@@ -25,8 +28,8 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     if isinstance(config.engine, VllmEngineConfig) and config.model.lora is None:
         yield "engine", "'vllm' swaps LoRA adapters and cannot follow whole weights; set model.lora, or engine=embedded"
-    for knob, message in config.loss.conflicts():
-        yield f"loss.{knob}", message
+    for knob, message in config.learns_by.conflicts():
+        yield f"{section}.{knob}", message
     if config.rollout.command is not None and "processes" in config.rollout.model_fields_set:
         yield "rollout.processes", "used with rollout.entry only: each attempt of a command is a process of its own"
     if config.rollout.python is not None and config.rollout.command is not None:
@@ -34,7 +37,7 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.rollout.python is not None and config.rollout.processes == 0:
         yield "rollout.python", "with rollout.processes=0 the function runs in the Python of art; leave one of them out"
     if config.train.max_staleness > 0:
-        yield from _stale_conflicts(config)
+        yield from _stale_conflicts(config, section)
     if isinstance(config.learner, TorchLearnerConfig) and config.learner.processes > 1:
         yield from _process_conflicts(config, config.learner)
     if config.train.updates_per_step > config.rollout.groups_per_step:
@@ -42,10 +45,10 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "train.updates_per_step", f"at most rollout.groups_per_step ({groups}): a step is split by groups"
 
 
-def _stale_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if config.loss.importance_cap is None:
-        message = "of an older policy, tokens need truncated importance weights: set loss.importance_cap (2.0 is usual)"
-        yield "train.max_staleness", message
+def _stale_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:
+    if config.learns_by.importance_cap is None:
+        cure = f"set {section}.importance_cap (2.0 is usual)"
+        yield "train.max_staleness", f"of an older policy, tokens need truncated importance weights: {cure}"
     if isinstance(config.engine, VllmEngineConfig) and config.engine.sleep in (1, 2):
         yield "engine.sleep", "with train.max_staleness the engine samples while the learner works; set it to 0"
 

@@ -41,7 +41,7 @@ from art_cli.config.schema import (
 )
 from art_cli.errors import ConfigError, EngineError, Problem
 
-ALL = ("runs", "model", "rollout", "gateway", "engine", "judge", "sft", "eval")
+ALL = ("runs", "model", "rollout", "gateway", "engine", "judge", "algorithm", "sft", "eval")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 HOST = re.compile(r"(?=.{0,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 LOOKUP_TIMEOUT_S = 3.0  # longest wait for a host name to be looked up
@@ -172,6 +172,11 @@ def _judge_file(key: str, path: Path, directory: Path) -> Iterator[Wrong]:
         yield Wrong(key, f"{show(place)}: a directory, and a file is wanted")
 
 
+def _algorithm(loaded: LoadedConfig) -> Iterator[Wrong]:
+    if loaded.config.algorithm is not None:
+        yield from _entry("algorithm.entry", loaded.config.algorithm.entry, loaded.directory)
+
+
 def _sft(loaded: LoadedConfig) -> Iterator[Wrong]:
     if loaded.config.sft is not None:
         yield from _data("sft.demos", loaded.config.sft.demos, loaded.directory)
@@ -189,6 +194,7 @@ LOOKUPS = {
     "gateway": _gateway,
     "engine": _engine,
     "judge": _judge,
+    "algorithm": _algorithm,
     "sft": _sft,
     "eval": _eval,
 }

@@ -489,6 +489,15 @@ class CispoConfig(ScaledLossConfig):
 LossConfig = Annotated[GrpoConfig | DrGrpoConfig | DapoConfig | GspoConfig | CispoConfig, Field(discriminator="name")]
 
 
+class AlgorithmConfig(BaseLossConfig):
+    """A user's own algorithm, instead of a named loss."""
+
+    entry: str
+    """ "file.py:Class", a subclass of art_cli.learners.algorithms.Algorithm (docs/algorithms.md)."""
+    options: dict[str, JsonValue] = {}
+    """Keyword arguments that the class is made with."""
+
+
 # --- learner ----------------------------------------------------------------------------------------------------------
 
 
@@ -610,8 +619,15 @@ class RunConfig(Section):
     engine: EngineConfig = AutoEngineConfig()
     judge: JudgeConfig = RolloutJudgeConfig()
     loss: LossConfig = GrpoConfig()
+    algorithm: AlgorithmConfig | None = None
+    """null: the one that `loss` names."""
     learner: LearnerConfig = AutoLearnerConfig()
     train: TrainConfig = TrainConfig()
     sft: SftConfig | None = None
     eval: EvalConfig | None = None
     tracker: TrackerConfig = NoTrackerConfig()
+
+    @property
+    def learns_by(self) -> LossConfig | AlgorithmConfig:
+        """The section that says how scored groups become a gradient."""
+        return self.algorithm or self.loss

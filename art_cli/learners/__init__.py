@@ -120,16 +120,19 @@ def load_policy(config: "RunConfig", base: str) -> "Weights":
     return model.load_weights(config.model, base, device=config.learner.device, seed=config.train.seed, load=load)
 
 
-def make_learner(config: "RunConfig", weights: "Weights", *, logs: Path | None = None) -> Learner:
+def make_learner(
+    config: "RunConfig", weights: "Weights", *, directory: Path = Path(), logs: Path | None = None
+) -> Learner:
     """The learner a configuration names, on these weights; with processes of its own, on their base.
 
-    `logs`: where processes of its own write theirs; None: nowhere that stays. Raises LearnerError: `learner: auto`,
-    unsettled.
+    A user's algorithm is relative to `directory`. Processes of its own write their logs to `logs`; None: nowhere that
+    stays. Raises LearnerError: `learner: auto`, unsettled.
     """
     _check_settled(config)
     knobs: dict[str, Any] = {
         "train": config.train,
-        "loss": config.loss,
+        "loss": config.learns_by,
+        "directory": directory.resolve(),
         "learner": config.learner,
         "sft": config.sft,
         "sampling_max_tokens": config.rollout.sampling.max_tokens,

@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from art_cli.config.schema import LossConfig, ModelConfig, Section, SftConfig, TorchLearnerConfig, TrainConfig
+from art_cli.config.schema import (
+    AlgorithmConfig,
+    LossConfig,
+    ModelConfig,
+    Section,
+    SftConfig,
+    TorchLearnerConfig,
+    TrainConfig,
+)
 from art_cli.learners import Progress, StepMetrics
 from art_cli.learners.workers import Workers
 from art_cli.trajectory import ScoredTrajectory
@@ -22,7 +30,9 @@ class Job(Section):
     """A hub id or directory."""
     model: ModelConfig
     train: TrainConfig
-    loss: LossConfig
+    loss: LossConfig | AlgorithmConfig
+    directory: Path = Path()
+    """What a user's algorithm is relative to."""
     learner: TorchLearnerConfig
     sft: SftConfig | None
     sampling_max_tokens: int

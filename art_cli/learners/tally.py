@@ -72,7 +72,8 @@ class Tally:
         self.tokens_computed += len(pack.token_ids)
         self.losses[-1] += float(loss.loss.detach())
         self.entropy.add(scores.entropies[edges])
-        self.clipped.add(loss.is_clipped)
+        if loss.is_clipped is not None:
+            self.clipped.add(loss.is_clipped)
         if loss.kl is not None:
             self.kl.add(loss.kl)
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from art_cli.config.schema import BaseLearnerConfig, LossConfig, SftConfig, TrainConfig
+from art_cli.config.schema import AlgorithmConfig, BaseLearnerConfig, LossConfig, SftConfig, TrainConfig
 from art_cli.errors import DriftError, LearnerError
 from art_cli.learners import Progress, StepMetrics
 from art_cli.learners.algorithms.presets import build_algorithm
@@ -49,21 +49,23 @@ class TorchLearner:
         weights: Weights,
         *,
         train: TrainConfig,
-        loss: LossConfig,
+        loss: LossConfig | AlgorithmConfig,
         learner: BaseLearnerConfig,
         sft: SftConfig | None = None,
         sampling_max_tokens: int = 1024,
+        directory: Path = Path(),
         ranks: Ranks | None = None,
     ) -> None:
-        """`sampling_max_tokens`: of one reply; `ranks`: the processes that share the work, None: this one alone.
+        """`sampling_max_tokens` is the length limit of one reply; a user's algorithm is relative to `directory`.
 
-        Raises LearnerError: a KL term without an adapter to switch off.
+        `ranks` are the processes that share the work; None: this one alone. Raises LearnerError: a KL term without an
+        adapter to switch off; UsageError: a user's algorithm that cannot be loaded.
         """
         if loss.kl > 0 and not weights.has_adapter:
             raise LearnerError("loss.kl needs a reference policy, the model without its adapter: set model.lora")
         self.weights = weights
         self.train_config, self.sft_config = train, sft
-        self.algorithm = build_algorithm(loss, max_tokens=sampling_max_tokens)
+        self.algorithm = build_algorithm(loss, max_tokens=sampling_max_tokens, directory=directory)
         self.ranks: Ranks = ranks or Alone()
         self.runner = PackRunner(weights, learner, self.ranks)
         self.gradient = PolicyGradient(self.runner, self.algorithm, kl=loss.kl, importance_cap=loss.importance_cap)

@@ -184,6 +184,7 @@ def make_learner(job: "Job") -> "TorchLearner":
         weights,
         train=job.train,
         loss=job.loss,
+        directory=job.directory,
         learner=job.learner,
         sft=job.sft,
         sampling_max_tokens=job.sampling_max_tokens,

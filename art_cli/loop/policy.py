@@ -138,7 +138,7 @@ def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None
     config = loaded.config
     with contextlib.nullcontext(base) if base is not None else open_base(loaded, source) as place:
         weights = load_policy(config, place)
-        with contextlib.closing(make_learner(config, weights)) as learner:
+        with contextlib.closing(make_learner(config, weights, directory=loaded.directory)) as learner:
             if source.checkpoint is not None:
                 learner.load(source.checkpoint)
             yield learner

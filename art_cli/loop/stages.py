@@ -102,7 +102,7 @@ def take_step(
     """
     groups = list(group(scored).values())
     source = find_policy(loaded, checkpoint)
-    check_ready(loaded, ("model",))
+    check_ready(loaded, ("model", "algorithm"))
     loaded = settle(loaded, "learner")
     with open_learner(loaded, source) as learner:
         metrics = learner.step(groups)

@@ -212,7 +212,7 @@ class TrainingRun:
         base = find_base(self.config.model.base, directory=loaded.directory, built=run.base)
         _check_targets(loaded, Path(base))
         self.weights: Weights = load_policy(self.config, base)
-        self.learner: Learner = make_learner(self.config, self.weights, logs=run.logs)
+        self.learner: Learner = make_learner(self.config, self.weights, directory=loaded.directory, logs=run.logs)
         self.tracker: Tracker = make_tracker(self.config, run.root, self.config.model_dump(mode="json"))
         self.interrupts = 0
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from art_cli.config.compose import load_config
 from art_cli.config.schema import (
+    AlgorithmConfig,
     DrGrpoConfig,
     GrpoConfig,
     LoraConfig,
@@ -40,6 +41,7 @@ from art_cli.learners.workers import Silence, Workers
 from art_cli.model import load_weights
 from art_cli.run_dir import RunDir, verify_checkpoint
 from art_cli.trajectory import ScoredTrajectory
+from tests.learners.test_user_algorithm import MINE
 from tests.letters.build import build
 from tests.support.paths import LETTERS, ROOT
 from tests.support.trees import sampled, scored, turn, turn_trees
@@ -55,6 +57,7 @@ DEMOS = [
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("base")
     build(directory)
+    (directory / "mine.py").write_text(MINE)
     return directory
 
 
@@ -66,7 +69,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     workers.close()
 
 
-def job(base: Path, *, lora: bool = True, loss: LossConfig | None = None, **knobs: object) -> Job:
+def job(base: Path, *, lora: bool = True, loss: LossConfig | AlgorithmConfig | None = None, **knobs: object) -> Job:
     shape = {name: knobs.pop(name) for name in list(knobs) if name in TorchLearnerConfig.model_fields}
     return Job(
         base=str(base),
@@ -76,6 +79,7 @@ def job(base: Path, *, lora: bool = True, loss: LossConfig | None = None, **knob
         learner=TorchLearnerConfig(**{"processes": 2, "micro_batch_tokens": 60, **shape}),
         sft=SftConfig(demos="", batch_size=2),
         sampling_max_tokens=16,
+        directory=base,
     )
 
 
@@ -89,6 +93,7 @@ def alone(job: Job) -> TorchLearner:
         learner=job.learner,
         sft=job.sft,
         sampling_max_tokens=job.sampling_max_tokens,
+        directory=job.directory,
     )
 
 
@@ -152,6 +157,7 @@ CASES: dict[str, dict[str, object]] = {
     },
     "checkpointed layers": {"gradient_checkpointing": True, "loss": DrGrpoConfig(name="dr_grpo")},
     "all weights": {"lora": False},
+    "a user's algorithm": {"loss": AlgorithmConfig(entry="mine.py:Mine", options={"scale": 2.0}, importance_cap=1.5)},
 }
 
 

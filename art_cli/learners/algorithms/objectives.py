@@ -22,7 +22,7 @@ class Objective(NamedTuple):
     """What an objective gives for N terms."""
 
     values: Tensor  # [N] to be minimised
-    is_clipped: Tensor  # [N] bool: the clip is active
+    is_clipped: Tensor | None = None  # [N] bool: the clip is active; None: there is no clip
 
 
 def clip_tokens(terms: PolicyTerms, low: float, high: float) -> Objective:

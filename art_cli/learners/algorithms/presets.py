@@ -4,6 +4,7 @@ A new one is a class here, a line in PRESETS, and its knobs in config/schema.py.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from art_cli.config import schema
@@ -11,6 +12,7 @@ from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.credit import advantages, overlong_penalty, rewards_of, seen_turns
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, clip_samples, clip_tokens, clip_weights
 from art_cli.learners.algorithms.shares import UpdateCounts, sample_mean, trajectory_sum
+from art_cli.learners.algorithms.user import UserAlgorithm
 from art_cli.trajectory import ScoredTrajectory
 
 Knobs = TypeVar("Knobs", bound=schema.BaseLossConfig)
@@ -118,8 +120,15 @@ PRESETS: dict[str, type[Preset[Any]]] = {
 }
 
 
-def build_algorithm(config: schema.LossConfig, *, max_tokens: int) -> Algorithm:
-    """The algorithm that a configuration names. `max_tokens` is the length limit of one reply."""
+def build_algorithm(
+    config: schema.LossConfig | schema.AlgorithmConfig, *, max_tokens: int, directory: Path = Path()
+) -> Algorithm:
+    """The algorithm that a configuration names. `max_tokens` is the length limit of one reply.
+
+    Raises UsageError: a user's class, relative to `directory`, that cannot be loaded.
+    """
+    if isinstance(config, schema.AlgorithmConfig):
+        return UserAlgorithm(config.entry, config.options, directory)
     return PRESETS[config.name](config, max_tokens)
 
 

@@ -23,7 +23,7 @@ class LossTerms(NamedTuple):
 class PackLoss(NamedTuple):
     loss: Tensor  # scalar: this pack's part of the step's loss
     parts: Tensor  # [N] the loss of each term, detached; their sum is `loss`
-    is_clipped: Tensor  # [N]
+    is_clipped: Tensor | None  # [N]; None: there is no clip
     kl: Tensor | None  # [N] k3 of each term, detached
 
 

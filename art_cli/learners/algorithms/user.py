@@ -1,0 +1,71 @@
+"""A user's own algorithm: a class of their file, with its answers checked and its errors told with file and line."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from art_cli.errors import LearnerError, UsageError, describe
+from art_cli.learners.algorithms import Algorithm
+from art_cli.learners.algorithms.objectives import Objective, PolicyTerms
+from art_cli.learners.algorithms.shares import UpdateCounts
+from art_cli.plugins import place_of, resolve
+from art_cli.trajectory import ScoredTrajectory
+
+
+class UserAlgorithm(Algorithm):
+    """Calls the methods of the user's class. They raise LearnerError: it raised, or gave what cannot be used."""
+
+    def __init__(self, entry: str, options: Mapping[str, Any], directory: Path) -> None:
+        """Raises UsageError: `entry` cannot be loaded, is no Algorithm, or does not take `options`."""
+        self._entry, self._root = entry, directory.resolve()
+        kind = resolve(entry, base=directory)
+        if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
+            raise UsageError(f"{entry}: not a class that extends art_cli.learners.algorithms.Algorithm")
+        try:
+            self._own = kind(**options)
+        except Exception as error:  # the boundary to the user's class
+            raise UsageError(f"{entry}: {self._told(error)}") from error
+
+    def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:
+        with self._calling("credit"):
+            answer = list(self._own.credit(group))
+        if len(answer) != len(group):
+            raise LearnerError(f"{self._entry}: credit gave {len(answer)} values for {len(group)} trajectories")
+        return [None if value is None else self._number("credit", value) for value in answer]
+
+    def objective(self, terms: PolicyTerms) -> Objective:
+        with self._calling("objective"):
+            answer = self._own.objective(terms)
+        if not isinstance(answer, Objective) or not isinstance(answer.values, Tensor):
+            raise LearnerError(f"{self._entry}: objective must return an Objective, not {type(answer).__name__}")
+        for name, tensor in answer._asdict().items():
+            if tensor is not None and tensor.shape != terms.new.shape:
+                shapes = f"{list(tensor.shape)}, and there are {len(terms.new)} terms"
+                raise LearnerError(f"{self._entry}: objective's {name} have the shape {shapes}")
+        return answer
+
+    def share(self, num_tokens: int, update: UpdateCounts) -> float:
+        with self._calling("share"):
+            answer = self._own.share(num_tokens, update)
+        return self._number("share", answer)
+
+    @contextlib.contextmanager
+    def _calling(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the boundary to the user's class
+            raise LearnerError(f"{self._entry}: {method}: {self._told(error)}") from error
+
+    def _told(self, error: Exception) -> str:
+        place = place_of(error, self._root)
+        return describe(error) + (f" ({place})" if place else "")
+
+    def _number(self, method: str, value: object) -> float:
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise LearnerError(f"{self._entry}: {method} gave {value!r:.60}, not a finite number")
+        return float(value)
