@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from art_cli.config.schema import BaseLearnerConfig
-from art_cli.learners.decoder_layer import decoder_layers
+from art_cli.decoder.layers import known_layers
 from art_cli.learners.flex_attention import FlexAttention
-from art_cli.learners.fused_layers import fused_layers
 from art_cli.learners.logprobs import TokenScores, token_scores
 from art_cli.learners.packing import Pack, pack_samples, pack_small, reuse
 from art_cli.learners.ranks import Alone, Ranks, deal, pack_evenly
 from art_cli.learners.samples import Ints, Sample, bare_sample
-from art_cli.learners.tree_attention import Tree, tree_attention
+from art_cli.learners.tree_attention import Tree, attend, tree_attention
 from art_cli.model import Weights
 
 log = logging.getLogger(__name__)
@@ -145,7 +144,7 @@ class PackRunner:
             tree=tree,
             use_cache=False,
         )
-        hidden = output.last_hidden_state[0]  # [T, H], or of `tree.rows` only (decoder_layer.py)
+        hidden = output.last_hidden_state[0]  # [T, H], or of `tree.rows` only (decoder/layers.py)
         positions = self._tensor(pack.edges.positions)
         if len(hidden) == len(tree.rows):
             positions = torch.searchsorted(tree.rows, positions)
@@ -181,7 +180,7 @@ class PackRunner:
 @contextlib.contextmanager
 def _packing(model: Any) -> Iterator[None]:
     """Has the model's layers compute packs."""
-    with tree_attention(model), fused_layers(model), decoder_layers(model):
+    with tree_attention(model), known_layers(model, attend):
         yield
 
 

@@ -11,9 +11,9 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from art_cli.decoder.forward import Decoder
+from art_cli.decoder.merged import BLOCK, MergedDecoder
 from art_cli.engines.embedded.attention import _attend_normed
-from art_cli.engines.embedded.fused import FusedDecoder
-from art_cli.engines.embedded.packed import BLOCK, PackedDecoder
 from art_cli.engines.embedded.runner import Runner
 from art_cli.engines.embedded.runs import MAX_PAIRS, MIN_SHARED, Costs, plan_chunk_runs, plan_runs
 from art_cli.engines.embedded.scheduler import Chunk, Scheduler, Sequence
@@ -96,13 +96,11 @@ def test_short_turns_are_joined_and_long_prompts_are_not() -> None:
     assert MAX_PAIRS < 250 * 250
 
 
-def play(
-    weights: Weights, prompts: list[list[int]], num: int, *, is_fused: bool, is_packed: bool = True
-) -> list[Sequence]:
-    """Greedy replies through scheduler and runner."""
+def play(weights: Weights, prompts: list[list[int]], num: int, *, kind: Any = MergedDecoder) -> list[Sequence]:
+    """Greedy replies through scheduler and runner, on layers of that kind; None: the model's own."""
     runner = Runner(weights)
-    assert runner.is_fused == is_fused and runner.is_packed == is_fused
-    runner.is_packed = runner.is_packed and is_packed
+    assert runner.decoder_kind is (MergedDecoder if kind else None)
+    runner.decoder_kind = kind
     scheduler = Scheduler(max_slots=24, prefill_tokens=500, max_length=1024, max_tokens=100_000)
     sequences = [Sequence(np.array(prompt), len(prompt) + num) for prompt in prompts]
     for sequence in sequences:
@@ -132,7 +130,7 @@ def test_shared_spans_give_what_a_full_forward_gives() -> None:
     weights = tiny_weights()
     attempts = [[*range(250), *range(250), *range(250), *range(200), tail] for tail in range(20)]
     assert Costs.of(token_bytes=2 * 2 * 16 * 4).shared == 10240 < 19 * 950
-    assert_as_a_full_forward(weights, play(weights, attempts, 6, is_fused=True))
+    assert_as_a_full_forward(weights, play(weights, attempts, 6))
 
 
 def test_normalisers_are_the_same_from_torchs_kernel_and_from_plain_products() -> None:
@@ -147,18 +145,18 @@ def test_normalisers_are_the_same_from_torchs_kernel_and_from_plain_products() -
     torch.testing.assert_close(norm, scores[..., :31].logsumexp(-1, keepdim=True))
 
 
-@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("kind", [MergedDecoder, Decoder])
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_packed_and_fused_layers_give_what_the_models_own_give(name: str, is_packed: bool) -> None:
+def test_both_decoders_give_what_the_models_own_layers_give(name: str, kind: Any) -> None:
     """With adapters of random A and B, norms of random weight. Mistral looks back 50 tokens; Qwen2 has biases."""
     weights = adapted_weights(name)
-    assert_as_a_full_forward(weights, play(weights, GROUPS, 4, is_fused=True, is_packed=is_packed))
+    assert_as_a_full_forward(weights, play(weights, GROUPS, 4, kind=kind))
 
 
 def test_rows_of_several_blocks_give_what_a_full_forward_gives() -> None:
     weights, ids = tiny_weights(), [place * 37 % 97 for place in range(2 * BLOCK + 3)]
     runner = Runner(weights)
-    assert runner.is_packed
+    assert runner.decoder_kind is MergedDecoder
     with torch.no_grad():
         rows = weights.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
     expected = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
@@ -167,9 +165,8 @@ def test_rows_of_several_blocks_give_what_a_full_forward_gives() -> None:
 
 def test_large_weights_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = tiny_weights()
-    monkeypatch.setattr("art_cli.engines.embedded.runner.MAX_COPY_BYTES", 1000)
-    runner = Runner(weights)
-    assert runner.is_fused and not runner.is_packed
+    monkeypatch.setattr("art_cli.decoder.merged.MAX_BYTES", 1000)
+    assert Runner(weights).decoder_kind is Decoder
 
 
 def adapted_weights(name: str) -> Weights:
@@ -206,7 +203,7 @@ def test_a_model_that_the_fused_layers_do_not_reproduce_runs_itself(caplog: pyte
     known = adapted_weights("Llama").model.get_base_model().config
     model = LlamaForCausalLM(known).eval()
     weights = Weights(model, None, CPU, torch.float32, 1024, "other", has_adapter=False)
-    assert_as_a_full_forward(weights, play(weights, [[1, 2, 3]], 4, is_fused=False))
+    assert_as_a_full_forward(weights, play(weights, [[1, 2, 3]], 4, kind=None))
     assert "differ" in caplog.text
 
 
@@ -232,11 +229,11 @@ def test_layers_that_are_right_are_used_however_far_rounding_moves_the_model(cap
     """Sharp attention: the gap is 40 times the 1e-4 that others keep to, and one of the model to itself, rounded."""
     for weights in (sharp_weights(), wide_weights()):
         runner = Runner(weights)
-        assert runner.is_packed and runner._is_right(FusedDecoder)
+        assert runner.decoder_kind is MergedDecoder and runner._is_right(Decoder)
     assert "differs" not in caplog.text
 
 
-class Damaged(PackedDecoder):
+class Damaged(MergedDecoder):
     """Made of another model than the one it is asked for."""
 
     source: Any
@@ -295,7 +292,7 @@ def test_below_float32_fused_layers_round_as_the_model_does() -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
     weights = Weights(weights.model, None, CPU, torch.bfloat16, 1024, "bf16", has_adapter=True)
     runner, probe = Runner(weights), list(range(60))
-    assert runner.is_fused and not runner.is_packed
+    assert runner.decoder_kind is Decoder
     with torch.no_grad():
         rows = weights.model(torch.tensor([probe])).logits[0, :-1].float().log_softmax(-1)
     expected = rows.gather(1, torch.tensor(probe[1:])[:, None])[:, 0].tolist()

@@ -5,7 +5,6 @@ messages.py   chat template, tool calls, thinking        text.py       tokens as
 worker.py     the thread that runs the model, step after step
 scheduler.py  which tokens, which slots (no torch)       sampling.py   draws tokens
 formats.py    what a reply has to look like (trial.py)   grammars.py   compiles it, says which tokens may follow
-runner.py     runs the model                             attention.py  attention over slots
-packed.py     its layers, on a copy of small weights     runs.py       which slots are attended together
-fused.py      its layers, on the weights themselves      cache.py      keys and values of every slot
+runner.py     runs the model (its layers: decoder/)      attention.py  attention over slots
+runs.py       which slots are attended together          cache.py      keys and values of every slot
 """

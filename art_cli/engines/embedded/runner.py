@@ -17,21 +17,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from art_cli.decoder.forward import Decoder
+from art_cli.decoder.known import Unknown
+from art_cli.decoder.merged import MergedDecoder
 from art_cli.engines.embedded import attention
 from art_cli.engines.embedded.attention import Layout
 from art_cli.engines.embedded.cache import SlotCache
-from art_cli.engines.embedded.fused import FusedDecoder, Unknown
-from art_cli.engines.embedded.packed import PackedDecoder
 from art_cli.engines.embedded.runs import Costs, RunPlanner
 from art_cli.engines.embedded.scheduler import Chunk, Shape, StepPlan
 from art_cli.errors import EngineError
 from art_cli.model import Weights, count_parameters
 
 Tensor = torch.Tensor
+DecoderKind = type[MergedDecoder] | type[Decoder]
 log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.25  # of what is free when the engine starts may go to keys and values
-MAX_COPY_BYTES = 2**29  # of weights that may lie in memory a second time, in the layout that the CPU reads fastest
 SMALL = 8_000_000  # parameters: a second core makes 64 tokens 1.1 times faster with 1M of them, 1.5 times with 24M
 SCORE_ROWS = 512  # rows of logits turned into logprobs at a time
 PROBE = 12  # tokens on which the fused layers are compared with the model's own
@@ -54,10 +55,9 @@ class Runner:
         _register()
         costs = Costs.of(self.bytes_per_token() // self._model.config.num_hidden_layers)
         self._planner = RunPlanner(costs, weights.device)
-        self._decoder: PackedDecoder | FusedDecoder | None = None
+        self._decoder: MergedDecoder | Decoder | None = None
         self._decoder_version = -1  # of the weights that `_decoder` was made of
-        self.is_packed = self._copy_bytes() <= MAX_COPY_BYTES and self._is_right(PackedDecoder)
-        self.is_fused = self.is_packed or self._is_right(FusedDecoder)
+        self.decoder_kind = next((kind for kind in (MergedDecoder, Decoder) if self._is_right(kind)), None)
 
     def forward(self, plan: StepPlan) -> Tensor:
         """[len(plan.rows), V] float32 logits of the token after each of those rows."""
@@ -104,9 +104,9 @@ class Runner:
         return int(free * MEMORY_SHARE) // self.bytes_per_token()
 
     def _logits(self, layout: Layout, rows: Tensor) -> Tensor:
-        if self.is_fused:
-            return self._current_decoder().logits(layout, rows).float()
-        return self._model_logits(layout, rows)
+        if self.decoder_kind is None:
+            return self._model_logits(layout, rows)
+        return self._current_decoder(self.decoder_kind).logits(layout, rows).float()
 
     def _model_logits(self, layout: Layout, rows: Tensor) -> Tensor:
         with _attention(self._model):
@@ -120,11 +120,11 @@ class Runner:
         logits: Tensor = output.logits[0]
         return logits.float()
 
-    def _current_decoder(self) -> PackedDecoder | FusedDecoder:
+    def _current_decoder(self, kind: DecoderKind) -> MergedDecoder | Decoder:
         """Parameters may have been replaced together with their content: also views are taken again."""
         if self._decoder is None or self._decoder_version != self.weights.version:
             self._decoder = None  # never two copies
-            self._decoder = PackedDecoder(self._model) if self.is_packed else FusedDecoder(self._model)
+            self._decoder = kind(self._model)
             self._decoder_version = self.weights.version
         return self._decoder
 
@@ -133,11 +133,7 @@ class Runner:
         """A CPU's other cores do more for who asks than for this model's small products."""
         return self.weights.device.type == "cpu" and count_parameters(self._model).whole < SMALL
 
-    def _copy_bytes(self) -> int:
-        """What a copy of the weights takes."""
-        return sum(parameter.nbytes for parameter in self._model.parameters())
-
-    def _is_right(self, kind: type[PackedDecoder] | type[FusedDecoder]) -> bool:
+    def _is_right(self, kind: DecoderKind) -> bool:
         """Whether these layers know this model, and compute what it computes."""
         tokens = np.arange(PROBE) * 37 % self._model.config.vocab_size
         rows = torch.arange(PROBE, device=self.weights.device)

@@ -9,7 +9,8 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from art_cli.learners.fused_layers import fused_layers
+from art_cli.decoder.layers import known_layers
+from art_cli.learners.tree_attention import attend
 from tests.support.tiny import tiny_weights
 
 IDS = torch.arange(40)[None] * 5 % 250
@@ -40,7 +41,7 @@ def model() -> Iterator[Any]:
 def test_logits_and_gradients_are_the_models_own(model: Any) -> None:
     """Per layer 7 adapted projections, 4 norms and the MLP; one more norm at the end."""
     expected = results(model)
-    with fused_layers(model):
+    with known_layers(model, attend):
         found = results(model)
         kinds = changed(model)
     assert [kinds.count(kind) for kind in ("Linear", "Qwen3RMSNorm", "Qwen3MLP")] == [14, 9, 2]
@@ -56,7 +57,7 @@ def test_bfloat16_differs_by_its_rounding_and_adapters_stay_float32(model: Any) 
         if "lora_" not in name:
             parameter.data = parameter.data.bfloat16()
     own = results(model)
-    with fused_layers(model):
+    with known_layers(model, attend):
         found = results(model)
     for name, tensor in exact.items():
         assert found[name].dtype == (torch.bfloat16 if name == "logits" else torch.float32)
@@ -66,7 +67,7 @@ def test_bfloat16_differs_by_its_rounding_and_adapters_stay_float32(model: Any) 
 def test_the_adapter_can_be_off_inside(model: Any) -> None:
     with model.disable_adapter():
         expected = model(IDS).logits
-    with fused_layers(model):
+    with known_layers(model, attend):
         with model.disable_adapter():
             off = model(IDS).logits
         on = model(IDS).logits
@@ -75,7 +76,7 @@ def test_the_adapter_can_be_off_inside(model: Any) -> None:
 
 
 def test_the_model_gets_its_own_layers_back(model: Any) -> None:
-    with pytest.raises(RuntimeError, match="inside"), fused_layers(model):
+    with pytest.raises(RuntimeError, match="inside"), known_layers(model, attend):
         assert changed(model)
         raise RuntimeError("inside")
     assert not changed(model)
@@ -97,5 +98,5 @@ def test_what_it_does_not_know_stays_as_it_is() -> None:
 
 
 def _changed_inside(model: nn.Module) -> list[str]:
-    with fused_layers(model):
+    with known_layers(model, attend):
         return changed(model)

@@ -1,0 +1,123 @@
+"""The mathematics of a decoder layer, forward and backward: norm, rotary embedding, gate, linear layer with adapter.
+
+Pure: tensors and numbers in, tensors out. Below float32 norms are computed in float32 and rounded where the models
+round; an adapter, which stays float32, is multiplied in the dtype of the states, as autocast would.
+T tokens; D numbers of a head.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Norm(NamedTuple):
+    """RMSNorm: w x / rms(x) over the last dimension n. Zhang and Sennrich 2019 (arXiv:1910.07467), equation 4."""
+
+    weight: Tensor
+    epsilon: float
+
+    def apply(self, x: Tensor) -> Tensor:
+        exact = x.float() if x.dtype.itemsize < 4 else x
+        return self.weight * F.rms_norm(exact, x.shape[-1:], None, self.epsilon).to(x.dtype)
+
+    def backward(self, grad: Tensor, x: Tensor) -> Tensor:
+        """The gradient of x. With r = 1 / rms and v = w * grad: r v - x r^3 (x . v) / n."""
+        slope = grad * self.weight
+        if x.dtype.itemsize < 4:
+            x, slope = x.float(), slope.float()
+        size = x.shape[-1]
+        inverse = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / size + self.epsilon).rsqrt_()
+        dots = torch.linalg.vecdot(x, slope).unsqueeze(-1)
+        slope.mul_(inverse).addcmul_(x, dots.mul_(inverse**3 / -size))
+        return slope.to(grad.dtype)
+
+
+class Projection(NamedTuple):
+    """A linear layer, and its adapter where it has one: W x + bias + s B A x.
+
+    LoRA, Hu et al. 2021 (arXiv:2106.09685), equation 3.
+    """
+
+    weight: Tensor  # W, [out, in]
+    bias: Tensor | None = None
+    down: Tensor | None = None  # A, [rank, in]
+    up: Tensor | None = None  # B, [out, rank]
+    scaling: float = 0.0
+
+    def apply(self, x: Tensor, base: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """[T, out], on top of `base` where given; and [T, rank] A x, which the backward pass needs."""
+        if base is None:
+            out = F.linear(x, self.weight, self.bias)
+        else:
+            out = torch.addmm(base, x, self.weight.t())
+            if self.bias is not None:
+                out.add_(self.bias)
+        if self.down is None or self.up is None:
+            return out, None
+        inner = F.linear(x, self.down.to(x.dtype))
+        return out.addmm_(inner, self.up.to(x.dtype).t(), alpha=self.scaling), inner
+
+    def backward(
+        self, grad: Tensor, x: Tensor, inner: Tensor | None, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The gradients of x, A and B; None without an adapter.
+
+        `inner`: what `apply` gave beside its result. `into`: a gradient of x that this one's is added to.
+        """
+        grad_inner, grad_down, grad_up = self.backward_adapter(grad, x, inner)
+        grad_x = grad @ self.weight if into is None else into.addmm_(grad, self.weight)
+        if grad_inner is not None and self.down is not None:
+            grad_x.addmm_(grad_inner, self.down.to(grad.dtype))
+        return grad_x, grad_down, grad_up
+
+    def backward_adapter(
+        self, grad: Tensor, x: Tensor, inner: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of A x, A and B; None without an adapter."""
+        if self.down is None or self.up is None or inner is None:
+            return None, None, None
+        grad_inner = (grad @ self.up.to(grad.dtype)).mul_(self.scaling)
+        grad_up = (grad.t() @ inner).mul_(self.scaling)
+        return grad_inner, (grad_inner.t() @ x).to(self.down.dtype), grad_up.to(self.up.dtype)
+
+    def in_dtype(self, dtype: torch.dtype) -> "Projection":
+        """The same with its adapter in that dtype."""
+        if self.down is None or self.up is None:
+            return self
+        return self._replace(down=self.down.to(dtype), up=self.up.to(dtype))
+
+
+def signed(sin: Tensor) -> Tensor:
+    """The sines as `rotate` takes them: the first half of each head's negated."""
+    half = sin.shape[-1] // 2
+    return torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[T, heads, D] turned by each token's position; cos and signed sin [T, 1, D].
+
+    Su et al. 2021 (arXiv:2104.09864), equation 34. With halves a, b of each head: a cos - b sin, b cos + a sin.
+    """
+    return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
+
+
+def rotate_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The transpose of `rotate`."""
+    half = grad.shape[-1] // 2
+    turned, slanted = grad * cos, grad * sin
+    turned[..., :half] += slanted[..., half:]
+    turned[..., half:] += slanted[..., :half]
+    return turned
+
+
+def gate(gates: Tensor, up: Tensor) -> Tensor:
+    """silu(gates) * up. Shazeer 2020 (arXiv:2002.05202), the inside of SwiGLU."""
+    return F.silu(gates).mul_(up)
+
+
+def gate_backward(grad: Tensor, gates: Tensor, up: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gates and up. `active`: silu(gates), which is overwritten."""
+    grad_gates: Tensor = torch.ops.aten.silu_backward(grad * up, gates)
+    return grad_gates, active.mul_(grad)
