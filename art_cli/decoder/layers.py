@@ -30,7 +30,7 @@ Attend = Callable[..., tuple[Tensor, None]]  # a function for transformers' Atte
 Forward = Callable[..., Tensor]
 
 
-class Pack(Protocol):
+class TreeLike(Protocol):
     """What the model's forward is given as `tree`."""
 
     rows: Tensor  # positions of the tokens that predict something, ascending
@@ -70,7 +70,7 @@ def _layer(layer: Any, attend: Attend, *, is_last: bool) -> Forward:
     own: Forward = layer.forward
 
     def forward(hidden: Tensor, **given: Any) -> Tensor:
-        tree: Pack | None = given.get("tree")
+        tree: TreeLike | None = given.get("tree")
         cos, sin = given["position_embeddings"]
         if tree is None or cos.shape[-1] != layer.self_attn.head_dim:  # rotary embedding of a part of each head
             return own(hidden, **given)
@@ -84,7 +84,7 @@ def _layer(layer: Any, attend: Attend, *, is_last: bool) -> Forward:
 
 
 def _run(
-    module: Any, attend: Attend, hidden: Tensor, *, cos: Tensor, sin: Tensor, tree: Pack, rows: Tensor | None
+    module: Any, attend: Attend, hidden: Tensor, *, cos: Tensor, sin: Tensor, tree: TreeLike, rows: Tensor | None
 ) -> Tensor:
     """[1, T, hidden]; with `rows` of those only."""
     layer = read_layer(module)  # at every call: sharding puts whole tensors in place only while a layer runs
