@@ -1,12 +1,13 @@
-"""The OpenAI protocol, on both sides: what the gateway, the embedded engine's server and `art serve` share.
+"""The seam that answers a request: what the gateway, the embedded engine's server and `art serve` share.
 
-    errors.py     ChatError: an HTTP status with an OpenAI error body
-    requests.py   what a client asks: Request, Sampling; validation with OpenAI-style errors
-    replies.py    what comes back: Reply, Choice, Chunk; rendered to the wire format, plain or as server-sent events
-    app.py        the ASGI application over any Backend
-    client.py     HttpBackend: any OpenAI-compatible endpoint as a Backend
-    server.py     runs the application on a loopback port, with a deadline for start and stop
-    connection.py one client's connection, with deadlines for a slow one
+    errors.py      ChatError: a refused or failed request, with its HTTP status
+    requests.py    what a client asks: Request, Sampling
+    replies.py     what comes back: Reply, Choice, Chunk
+    wires/         one file per client protocol: JSON to Request, Reply and Chunks to JSON and events
+    app.py         the ASGI application over any Backend
+    client.py      HttpBackend: any OpenAI-compatible endpoint as a Backend
+    server.py      runs the application on a port of this machine, with a deadline for start and stop
+    connection.py  one client's connection, with deadlines for a slow one
 
 The seam is `Backend`. Three classes have this shape: the embedded engine (samples in this process), HttpBackend (asks
 another server) and the gateway's recorder (wraps one of those two and writes down every turn). Tokens travel inside

@@ -1,16 +1,18 @@
 """The ASGI application over any Backend: the gateway, the embedded engine's server and `art serve` are this.
 
-    POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /v1/models/{id}   GET /health (no key)
+    POST the path of each wire (wires/)   GET /v1/models   GET /v1/models/{id}   GET /health (no key)
 
 The caller's key chooses the backend (`backend_for`); no backend is a 401. A client that goes away cancels its request.
-Whatever a client sends, it gets an OpenAI reply or an OpenAI error body; only a defect of ours is a 500.
+Every answer, also an error, is in the protocol that the request's path belongs to; only a defect of ours is a 500.
 """
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,8 +28,9 @@ from starlette.types import Receive, Scope, Send
 from art_cli.chat import Backend
 from art_cli.chat.errors import ChatError
 from art_cli.chat.reading import RequestReader
-from art_cli.chat.replies import Chunk, StreamRenderer, error_event, render_reply
-from art_cli.chat.requests import Kind, Request, Sampling, parse_request
+from art_cli.chat.replies import Chunk
+from art_cli.chat.requests import Request, Sampling
+from art_cli.chat.wires import WIRES, Wire, Wires
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -44,6 +47,7 @@ CANCEL_TIMEOUT_S = 10.0  # for a backend to let go of a request
 def build_app(
     backend_for: BackendFor,
     *,
+    wires: Wires = WIRES,
     defaults: Sampling | None = None,
     refuse_key: RefuseKey | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
@@ -55,21 +59,23 @@ def build_app(
     `refuse_key` makes the error for a key that has no backend; `wrong_key` unless given.
     `more` are routes beside these, for whoever serves more than the protocol.
     """
-    routes = _Routes(backend_for, refuse_key or wrong_key, defaults or Sampling(), max_body_bytes, body_timeout_s)
+    routes = _Routes(
+        backend_for, wires, refuse_key or wrong_key, defaults or Sampling(), max_body_bytes, body_timeout_s
+    )
+    refusals = _Refusals(wires)
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", routes.chat, methods=["POST"]),
-            Route("/v1/completions", routes.text, methods=["POST"]),
+            *(Route(wire.path, partial(routes.answer, wire), methods=["POST"]) for wire in wires),
             Route("/v1/models", routes.models, methods=["GET"]),
             Route("/v1/models/{name:path}", routes.model, methods=["GET"]),
             Route("/health", _health, methods=["GET"]),
             *more,
         ],
         exception_handlers={
-            ChatError: _refuse,
-            HTTPException: _refuse_route,
+            ChatError: refusals.refuse,
+            HTTPException: refusals.refuse_route,
             ClientDisconnect: _gone,
-            Exception: _fail,
+            Exception: refusals.fail,
         },
     )
     app.router.redirect_slashes = False
@@ -82,23 +88,32 @@ class _Routes:
     def __init__(
         self,
         backend_for: BackendFor,
+        wires: Wires,
         refuse_key: RefuseKey,
         defaults: Sampling,
         max_body_bytes: int,
         body_timeout_s: float,
     ) -> None:
         self._backend_for = backend_for
+        self._wires = wires
         self._refuse_key = refuse_key
         self._defaults = defaults
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
         self._reader = RequestReader(num_threads=1)  # parsing holds the interpreter: two would be no faster
 
-    async def chat(self, http: HttpRequest) -> Response:
-        return await self._complete(http, "chat")
-
-    async def text(self, http: HttpRequest) -> Response:
-        return await self._complete(http, "text")
+    async def answer(self, wire: Wire, http: HttpRequest) -> Response:
+        """The reply to a request of this wire."""
+        backend = self._authenticate(http)
+        body = await _read_body(http, self._max_body_bytes, self._body_timeout_s)
+        request = await self._parse(body, wire)
+        if num_retries := _num_retries(http.headers):
+            request = msgspec.structs.replace(request, num_retries=num_retries)
+        _check_model(backend, request.model)
+        if request.is_stream:
+            return _EventStream(backend, request, wire)
+        reply = await _unless_disconnected(http.receive, _guard(backend.reply(request)))
+        return _json(wire.render(request, reply))
 
     async def models(self, http: HttpRequest) -> Response:
         cards = [_model_card(name) for name in self._authenticate(http).models()]
@@ -109,29 +124,22 @@ class _Routes:
         _check_model(self._authenticate(http), name)
         return _json(msgspec.json.encode(_model_card(name)))
 
-    async def _complete(self, http: HttpRequest, kind: Kind) -> Response:
-        backend = self._authenticate(http)
-        body = await _read_body(http, self._max_body_bytes, self._body_timeout_s)
-        request = await self._parse(body, kind)
-        if num_retries := _num_retries(http.headers):
-            request = msgspec.structs.replace(request, num_retries=num_retries)
-        _check_model(backend, request.model)
-        if request.is_stream:
-            return _EventStream(backend, request)
-        reply = await _unless_disconnected(http.receive, _guard(backend.reply(request)))
-        return _json(render_reply(request, reply))
-
-    async def _parse(self, body: bytes, kind: Kind) -> Request:
+    async def _parse(self, body: bytes, wire: Wire) -> Request:
         if len(body) <= READ_HERE_BYTES:
-            return parse_request(body, kind, self._defaults)
-        return await self._reader.read(parse_request, body, kind, self._defaults)
+            return _parse(wire, body, self._defaults)
+        return await self._reader.read(_parse, wire, body, self._defaults)
 
     def _authenticate(self, http: HttpRequest) -> Backend:
-        key = key_of(http.headers)
+        key = self._wires.key(http.scope["path"], http.headers)
         backend = self._backend_for(key)
         if backend is None:
             raise self._refuse_key(key)
         return backend
+
+
+def _parse(wire: Wire, body: bytes, defaults: Sampling) -> Request:
+    digest = hashlib.blake2b(body, digest_size=16).digest()
+    return msgspec.structs.replace(wire.parse(body, defaults), digest=digest)
 
 
 def _num_retries(headers: Headers) -> int:
@@ -212,10 +220,11 @@ class _EventStream(Response):
     The whole stream runs in one task: a backend may hold on to the task that it was started in.
     """
 
-    def __init__(self, backend: Backend, request: Request) -> None:
+    def __init__(self, backend: Backend, request: Request, wire: Wire) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self._backend = backend
         self._request = request
+        self._wire = wire
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -223,25 +232,25 @@ class _EventStream(Response):
             await _unless_disconnected(receive, self._run(scope, receive, send))
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        renderer = StreamRenderer(self._request)
+        events = self._wire.stream(self._request)
         is_open = False
         try:
             async with closing_stream(self._backend.stream(self._request)) as chunks:
                 async for chunk in chunks:
-                    events = renderer.render(chunk)
+                    rendered = events.render(chunk)
                     if not is_open:
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                         is_open = True
-                    if events:
-                        await _send_piece(send, events)
-            ending = renderer.finish()
+                    if rendered:
+                        await _send_piece(send, rendered)
+            ending = events.finish()
             assert is_open, "a stream without chunks"
         except Exception as error:  # the boundary to the backend, as in _guard
             failure = error if isinstance(error, ChatError) else _internal(error)
             if not is_open:
-                await error_response(failure)(scope, receive, send)
+                await error_response(failure, self._wire)(scope, receive, send)
                 return
-            ending = error_event(failure)
+            ending = events.fail(failure)
         await _send_piece(send, ending, is_last=True)
 
 
@@ -266,12 +275,6 @@ async def _health(http: HttpRequest) -> Response:
     return _json(b'{"status":"ok"}')
 
 
-def key_of(headers: Headers) -> str | None:
-    """The key that a client sent as `Authorization: Bearer KEY`; None: no such header."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    return (key.strip() or None) if scheme.lower() == "bearer" else None
-
-
 def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(body, status, headers, media_type="application/json")
 
@@ -282,34 +285,38 @@ def wrong_key(key: str | None) -> ChatError:
     return ChatError(401, message, "authentication_error", None, "invalid_api_key")
 
 
-def error_response(error: ChatError) -> Response:
-    """The error as HTTP. After a 408 the connection closes: the body may never end."""
+def error_response(error: ChatError, wire: Wire) -> Response:
+    """The error as HTTP. After a 408 the connection closes, because the rest of the body may never arrive."""
     headers = {"retry-after": error.retry_after} if error.retry_after else {}
     if error.status == 408:
         headers["connection"] = "close"
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return _json(error.body(), error.status, headers)
+    return _json(wire.error(error), error.status, headers)
 
 
-async def _refuse(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, ChatError), error
-    return error_response(error)
+class _Refusals:
+    """The answers to requests that end in an exception, in the protocol of their path."""
 
+    def __init__(self, wires: Wires) -> None:
+        self._wires = wires
 
-async def _refuse_route(http: HttpRequest, error: Exception) -> Response:
-    """No such path, or not with this method."""
-    assert isinstance(error, HTTPException), error
-    message = f"{http.method} {http.scope['path']}: {error.detail.lower()}"
-    response = error_response(ChatError(error.status_code, message))
-    response.headers.update(error.headers or {})
-    return response
+    async def refuse(self, http: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, ChatError), error
+        return error_response(error, self._wires.at(http.scope["path"]))
+
+    async def refuse_route(self, http: HttpRequest, error: Exception) -> Response:
+        """No such path, or not with this method."""
+        assert isinstance(error, HTTPException), error
+        message = f"{http.method} {http.scope['path']}: {error.detail.lower()}"
+        response = await self.refuse(http, ChatError(error.status_code, message))
+        response.headers.update(error.headers or {})
+        return response
+
+    async def fail(self, http: HttpRequest, error: Exception) -> Response:
+        return await self.refuse(http, ChatError(500, "internal error; the server's log has the details"))
 
 
 async def _gone(http: HttpRequest, error: Exception) -> Response:
-    """The client went away: nobody reads this."""
+    """The client went away, so no client reads this."""
     return Response(status_code=499)
-
-
-async def _fail(http: HttpRequest, error: Exception) -> Response:
-    return error_response(ChatError(500, "internal error; the server's log has the details"))

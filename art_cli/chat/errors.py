@@ -1,10 +1,8 @@
-"""ChatError: a refusal or failure in the protocol's own words, an HTTP status with an OpenAI error body.
+"""ChatError: a refused or failed request, with its HTTP status. A wire (wires/) renders it for the client.
 
-It travels from wherever a request fails to the client that sent it, so it is no ArtError: nobody at the command line
-sees it. Messages never hold a key.
+It travels from the place where a request fails to the client that sent it. It is no ArtError, because the command line
+never shows it. Messages never hold a key. `type`, `param` and `code` are OpenAI's fields.
 """
-
-import msgspec
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
@@ -35,11 +33,6 @@ class ChatError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
-
-    def body(self) -> bytes:
-        """`{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}`"""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ChatError:

@@ -56,6 +56,18 @@ def decode_object(body: bytes) -> Json:
     return fields
 
 
+def convert(fields: Json, kind: type[Result]) -> Result:
+    """The fields as a msgspec.Struct. Raises ChatError 400 that names the first field that does not fit."""
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at ")
+        param = path.strip("`").removeprefix("$").removeprefix(".")
+        if missing := re.fullmatch(r"Object missing required field `(\w+)`", message):
+            param, message = f"{param}.{missing[1]}".removeprefix("."), "required"
+        raise invalid(f"{param}: {message}", param) from None
+
+
 def check_size(body: bytes, what: str = "the body", param: str | None = None) -> None:
     """Raises ChatError 400: this JSON has more values than are read."""
     if _is_within(body, [(0, len(body))]) or _is_within(body, _outside_strings(body)):

@@ -24,11 +24,12 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from art_cli.chat import Backend
-from art_cli.chat.app import build_app, closing_stream, error_response, key_of, wrong_key
+from art_cli.chat.app import build_app, closing_stream, error_response, wrong_key
 from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling, force_sampling, with_defaults
 from art_cli.chat.server import serve
+from art_cli.chat.wires import WIRES, Wires
 from art_cli.rollouts.peers import Peers
 from art_cli.rollouts.recorder import Recorded, Recorder
 from art_cli.rollouts.retries import Attempted, Retries
@@ -62,7 +63,14 @@ class Gateway:
     """Everything of one run or evaluation that stands between rollouts and the engine."""
 
     def __init__(
-        self, upstream: Upstream, *, defaults: Sampling, seed: int, max_turns: int, is_forced: bool = False
+        self,
+        upstream: Upstream,
+        *,
+        defaults: Sampling,
+        seed: int,
+        max_turns: int,
+        is_forced: bool = False,
+        wires: Wires = WIRES,
     ) -> None:
         """`is_forced`: the defaults' temperature, top_p and top_k hold also for calls that set their own."""
         self.upstream = upstream
@@ -74,7 +82,9 @@ class Gateway:
         self._defaults = defaults
         self._backends: dict[str, RecordingBackend] = {}  # key -> open rollout
         self.peers = Peers()  # whoever starts an attempt's program tells it here
-        self.app = _RightfulCalls(build_app(lambda key: self._backends.get(key or ""), refuse_key=_unknown_key), self)
+        self.wires = wires
+        app = build_app(lambda key: self._backends.get(key or ""), wires=wires, refuse_key=_unknown_key)
+        self.app = _RightfulCalls(app, self)
 
     @property
     def model(self) -> str:
@@ -101,9 +111,12 @@ class Gateway:
         self._backends[key] = RecordingBackend(self, trajectory_id, defaults)
         return key
 
+    def key_of(self, scope: Scope) -> str | None:
+        return self.wires.key(scope["path"], Headers(scope=scope))
+
     async def accuse(self, scope: Scope) -> bool:
         """Whether the program of another attempt makes this call; that attempt's record says so then."""
-        key = key_of(Headers(scope=scope))
+        key = self.key_of(scope)
         if self.peers.is_empty or key not in self._backends or not (scope.get("client") and scope.get("server")):
             return False
         thief = await asyncio.to_thread(self.peers.thief, key, scope["client"], scope["server"])
@@ -127,7 +140,8 @@ class _RightfulCalls:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and await self._gateway.accuse(scope):
-            await error_response(wrong_key(key_of(Headers(scope=scope))))(scope, receive, send)
+            refusal = error_response(wrong_key(self._gateway.key_of(scope)), self._gateway.wires.at(scope["path"]))
+            await refusal(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -190,6 +204,8 @@ class RecordingBackend:
         return [self._gateway.model]
 
     async def reply(self, request: Request) -> Reply:
+        if not request.is_recorded:
+            return await self._gateway.upstream.backend.reply(with_defaults(request, self._defaults))
         call = self._begin(request)
         with self._calling(call):
             reply = await self._gateway.upstream.backend.reply(call.request)

@@ -10,7 +10,6 @@
     pages.py       keeps web pages out of a server without a key
     door.py        Door: what stands before the application: keys, admission, the access log
     meter.py       Meter: numbers for Prometheus
-    openapi.py     the description of the API
     service.py     Service: all of it on a port, from the first load to the last request
     export.py      merged weights, and the proof that they are the policy
     card.py        the model card

@@ -14,9 +14,10 @@ from contextlib import ExitStack
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from art_cli.chat.app import error_response, key_of, wrong_key
+from art_cli.chat.app import error_response, wrong_key
 from art_cli.chat.connection import delivered
 from art_cli.chat.errors import ChatError
+from art_cli.chat.wires import WIRES
 from art_cli.serving.admission import Admission
 from art_cli.serving.keys import Keys
 from art_cli.serving.meter import Meter
@@ -25,9 +26,8 @@ from art_cli.serving.pages import check_sender
 log = logging.getLogger(__name__)
 
 OPEN = "/health"
-COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 WATCHED = ("/ready", "/metrics", "/health")  # by machines, every few seconds: not worth a line each
-KNOWN = (*COMPLETIONS, *WATCHED, "/v1/models", "/openapi.json")
+KNOWN = (*(wire.path for wire in WIRES), *WATCHED, "/v1/models")
 WORD = re.compile(r"v\d|[a-z_]{1,24}")  # of a path such as /v1/embeddings; a key has digits, capitals or is longer
 MAX_WORDS = 8
 GONE = 499  # nginx's status for a client that went away
@@ -56,14 +56,14 @@ class Door:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        is_completion = path in COMPLETIONS and scope["method"] == "POST"
+        is_completion = path in WIRES and scope["method"] == "POST"
         with ExitStack() as stack:
             try:
                 self._check_caller(scope)
                 if is_completion:
                     stack.enter_context(self._admission.entered())
             except ChatError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, WIRES.at(path))(scope, receive, send)
                 return
             await self._app(scope, receive, send)
             if is_completion:
@@ -73,14 +73,14 @@ class Door:
         headers = Headers(scope=scope)
         if not self._keys:
             check_sender(scope["method"], headers)
-        elif scope["path"] != OPEN and not self._keys.admits(key := key_of(headers)):
+        elif scope["path"] != OPEN and not self._keys.admits(key := WIRES.key(scope["path"], headers)):
             raise wrong_key(key)
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         path = scope["path"]
         route = path if path in KNOWN else "other"
         self._meter.requests[(("route", route), ("code", str(status)))] += 1
-        if path in COMPLETIONS:
+        if path in WIRES:
             self._meter.request_s.add(seconds)
         level = logging.DEBUG if path in WATCHED else logging.INFO
         log.log(level, "%s %s %d %.3f s", scope["method"], self._shown(path), status, seconds)

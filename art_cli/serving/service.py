@@ -12,7 +12,6 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -24,13 +23,13 @@ from art_cli.chat.app import BODY_TIMEOUT_S, MAX_BODY_BYTES, build_app, error_re
 from art_cli.chat.connection import Patience
 from art_cli.chat.errors import ChatError
 from art_cli.chat.server import serve
+from art_cli.chat.wires import WIRES
 from art_cli.serving.admission import Admission
 from art_cli.serving.desk import Desk
 from art_cli.serving.door import Door
 from art_cli.serving.follow import follow
 from art_cli.serving.keys import Keys
 from art_cli.serving.meter import CONTENT_TYPE, Gauge, Meter
-from art_cli.serving.openapi import describe
 from art_cli.serving.policies import Policies
 
 log = logging.getLogger(__name__)
@@ -74,7 +73,6 @@ class Service:
             more=[
                 Route("/ready", self._ready, methods=["GET"]),
                 Route("/metrics", self._metrics, methods=["GET"]),
-                Route("/openapi.json", self._openapi, methods=["GET"]),
             ],
         )
         self.app = Door(app, keys, self.admission, self.meter)
@@ -159,7 +157,8 @@ class Service:
 
     async def _ready(self, http: HttpRequest) -> Response:
         if self.admission.state != "open":
-            return error_response(ChatError(503, f"not ready: {self.admission.state}", code=self.admission.state))
+            error = ChatError(503, f"not ready: {self.admission.state}", code=self.admission.state)
+            return error_response(error, WIRES.at(http.url.path))
         models = [{"id": name, "step": policy.source.step} for name, policy in self.policies.served.items()]
         return _json({"status": "ready", "models": models})
 
@@ -180,10 +179,6 @@ class Service:
             ),
         ]
         return Response(self.meter.render(gauges), media_type=CONTENT_TYPE)
-
-    async def _openapi(self, http: HttpRequest) -> Response:
-        models = self.policies.models()
-        return _json(describe(models, version=version("art-cli"), needs_key=bool(self.keys)))
 
 
 def _json(value: object) -> Response:

@@ -22,13 +22,18 @@ from art_cli.chat.client import HttpBackend
 from art_cli.chat.connection import Connection
 from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import ReplyBuilder
-from art_cli.chat.requests import NEUTRAL, Request, Sampling, _ChatWire, _TextWire, parse_request, with_defaults
+from art_cli.chat.requests import Request, Sampling, with_defaults
 from art_cli.chat.server import serve
+from art_cli.chat.wires import OpenAIChat, OpenAICompletions, Wire
+from art_cli.chat.wires.openai import NEUTRAL
+from art_cli.chat.wires.openai_chat import ChatBody
+from art_cli.chat.wires.openai_completions import CompletionBody
 from art_cli.errors import EngineError
 from tests.support.scripted import ScriptedBackend, encode, logprob, tool_call
 
 KEY = "key-of-the-test"
 USER = {"role": "user", "content": "hi"}
+WIRE: dict[str, Wire] = {"chat": OpenAIChat(), "text": OpenAICompletions()}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "strict": True}}]
 
 
@@ -51,7 +56,7 @@ async def openai_client(backend: Backend) -> AsyncIterator[openai.AsyncOpenAI]:
 
 def parse(kind: str = "chat", **fields: Any) -> Request:
     body = {"model": "m", **({"messages": [USER]} if kind == "chat" else {"prompt": "hi"}), **fields}
-    return parse_request(json.dumps(body).encode(), kind, Sampling(max_tokens=7))
+    return WIRE[kind].parse(json.dumps(body).encode(), Sampling(max_tokens=7))
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -127,7 +132,7 @@ def test_parameters_that_change_nothing_are_accepted() -> None:
         "stop": None,
         "tools": None,
     }
-    assert msgspec.structs.replace(parse(**harmless), digest=b"") == msgspec.structs.replace(parse(), digest=b"")
+    assert parse(**harmless) == parse()
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[1], [2]], ["a", "b"], [1, "a"], [-1], [2**31], [[]], 5, None])
@@ -157,9 +162,9 @@ HOSTILE = [
 @pytest.mark.parametrize("kind", ["chat", "text"])
 def test_hostile_bodies_are_400(body: bytes, kind: Any) -> None:
     with pytest.raises(ChatError) as caught:
-        parse_request(body, kind, Sampling())
+        WIRE[kind].parse(body, Sampling())
     assert caught.value.status == 400
-    msgspec.json.decode(caught.value.body())
+    msgspec.json.decode(WIRE[kind].error(caught.value))
 
 
 json_values = st.recursive(
@@ -168,20 +173,20 @@ json_values = st.recursive(
     max_leaves=6,
 )
 field_names = st.sampled_from(
-    sorted({*_ChatWire.__struct_fields__, *_TextWire.__struct_fields__, *NEUTRAL, "user", "x"})
+    sorted({*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *NEUTRAL, "user", "x"})
 )
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.sampled_from(["chat", "text"]), st.dictionaries(field_names, json_values, max_size=4))
 def test_any_json_object_is_a_request_or_a_400(kind: Any, fields: dict[str, Any]) -> None:
-    """Property: parse_request returns a Request that can be written down, or raises ChatError(400), nothing else."""
+    """Property: parsing returns a Request that can be written down, or raises ChatError(400), nothing else."""
     base = {"model": "m", **({"messages": [USER]} if kind == "chat" else {"prompt": "hi"})}
     try:
-        request = parse_request(json.dumps({**base, **fields}).encode(), kind, Sampling())
+        request = WIRE[kind].parse(json.dumps({**base, **fields}).encode(), Sampling())
     except ChatError as error:
         assert error.status == 400
-        assert json.loads(error.body())["error"]["message"]
+        assert json.loads(WIRE[kind].error(error))["error"]["message"]
     else:
         msgspec.json.encode(request)
 

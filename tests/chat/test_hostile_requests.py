@@ -27,8 +27,9 @@ import pytest
 from art_cli.chat.app import build_app
 from art_cli.chat.errors import ChatError
 from art_cli.chat.reading import MAX_NODES, RequestReader
-from art_cli.chat.requests import Request, Sampling, parse_request
+from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.server import serve
+from art_cli.chat.wires import OpenAIChat, OpenAICompletions, Wire
 from art_cli.engines.embedded import messages, text
 from art_cli.engines.embedded.text import Detokenizer, Vocabulary
 from art_cli.model import save_weights
@@ -39,6 +40,7 @@ from tests.support.hostile import NUM_MUTATIONS, Heartbeat, MemoryBound, mutatio
 from tests.support.paths import LETTERS
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer, tiny_weights
 
+WIRE: dict[str, Wire] = {"chat": OpenAIChat(), "text": OpenAICompletions()}
 Json = dict[str, Any]
 USER = {"role": "user", "content": "hi"}
 HOLD_S = 0.2
@@ -84,7 +86,7 @@ def rendered(template: str, **variables: Any) -> str:
     """The prompt that a request with these template variables has with that template."""
     body = json.dumps(chat(chat_template_kwargs=variables)).encode()
     whole = vocabulary(template)
-    return whole.decode(messages.render(whole, parse_request(body, "chat", Sampling()), 64).ids)
+    return whole.decode(messages.render(whole, WIRE["chat"].parse(body, Sampling()), 64).ids)
 
 
 # --- templates --------------------------------------------------------------------------------------------------------
@@ -94,7 +96,7 @@ def rendered(template: str, **variables: Any) -> str:
 def test_the_renderers_own_parameters_are_no_template_variables(name: str) -> None:
     """Refused while the body is read, so also before a request goes on to vLLM or any other endpoint."""
     with pytest.raises(ChatError, match=name) as refusal:
-        parse_request(json.dumps(chat(chat_template_kwargs={name: SPIN})).encode(), "chat", Sampling())
+        WIRE["chat"].parse(json.dumps(chat(chat_template_kwargs={name: SPIN})).encode(), Sampling())
     assert (refusal.value.status, refusal.value.param) == (400, f"chat_template_kwargs.{name}")
 
 
@@ -145,7 +147,7 @@ async def test_a_template_that_does_not_end_is_broken_off_and_the_loop_goes_on()
     """The model's own template spins: the loop beats, the request is a 400 in the end, the next one is answered."""
     reader = RequestReader()
     reader._crew = Crew(size=1, wait_s=30.0, run_s=0.5)
-    body = parse_request(json.dumps(chat()).encode(), "chat", Sampling())
+    body = WIRE["chat"].parse(json.dumps(chat()).encode(), Sampling())
     slow, good = vocabulary(SPIN), vocabulary()
     messages.render(good, body)
 
@@ -235,14 +237,14 @@ def test_a_text_is_not_tokenized_as_a_whole_where_it_is_far_too_long(monkeypatch
 )
 def test_a_body_of_too_many_values_is_refused_before_they_are_made(value: bytes) -> None:
     with MemoryBound(mib=32), pytest.raises(ChatError, match="more than") as refusal:
-        parse_request(value, "chat", Sampling())
+        WIRE["chat"].parse(value, Sampling())
     assert refusal.value.status == 400
 
 
 def test_brackets_and_colons_in_a_text_are_not_counted() -> None:
     content = '{"a\\": [1, 2]}, ' * MAX_NODES
     body = json.dumps(chat(messages=[{"role": "user", "content": content}])).encode()
-    parsed = parse_request(body, "chat", Sampling())
+    parsed = WIRE["chat"].parse(body, Sampling())
     assert parsed.messages is not None and parsed.messages[0]["content"] == content
 
 
@@ -257,7 +259,7 @@ def test_arguments_of_a_call_that_are_no_plain_json_are_a_400(arguments: str) ->
     whole = vocabulary("{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}"
                        "{% endfor %}{% endfor %}")  # fmt: skip
     with pytest.raises(ChatError) as refusal:
-        messages.render(whole, parse_request(json.dumps(chat(messages=talk)).encode(), "chat", Sampling()))
+        messages.render(whole, WIRE["chat"].parse(json.dumps(chat(messages=talk)).encode(), Sampling()))
     assert (refusal.value.status, refusal.value.param) == (400, "messages")
 
 
@@ -382,11 +384,11 @@ async def test_mutated_requests_are_answered_or_refused_and_never_hold_the_loop(
 
     async def attempt(kind: Any, body: bytes) -> int:
         try:
-            request: Request = await reader.read(parse_request, body, kind, Sampling())
+            request: Request = await reader.read(WIRE[kind].parse, body, Sampling())
             await reader.read(messages.render, whole, request, 1024)
         except ChatError as error:
             assert error.status < 500, (error, body[:2000])
-            error.body()
+            WIRE[kind].error(error)
             return 1
         return 0
 

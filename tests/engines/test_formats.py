@@ -23,8 +23,9 @@ from llguidance import LLMatcher, LLTokenizer
 from art_cli.chat.app import build_app
 from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import Choice, ReplyBuilder
-from art_cli.chat.requests import Request, Sampling, parse_request
+from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.server import serve
+from art_cli.chat.wires import OpenAIChat
 from art_cli.config.schema import EmbeddedEngineConfig, GrpoConfig, TorchLearnerConfig, TrainConfig
 from art_cli.engines.embedded import sampling
 from art_cli.engines.embedded.engine import EmbeddedEngine
@@ -454,7 +455,7 @@ async def test_a_tools_schema_is_advice_unless_it_is_strict() -> None:
 def test_a_format_without_its_schema_is_a_400(format: Any) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "response_format": format}
     with pytest.raises(ChatError) as refusal:
-        parse_request(json.dumps(body).encode(), "chat", Sampling())
+        OpenAIChat().parse(json.dumps(body).encode(), Sampling())
     assert (refusal.value.param or "").startswith("response_format")
 
 

@@ -1,9 +1,13 @@
-"""The description of the API as OpenAPI 3.1. The bodies' schemas are those that requests are parsed with."""
+"""`art serve` as an OpenAPI 3.1 document, for schemathesis. Bodies have the schemas that requests are parsed with."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from art_cli.chat.requests import body_schemas
+import msgspec
+
+from art_cli.chat.wires.openai import HARMLESS, INT32, NEUTRAL, Body
+from art_cli.chat.wires.openai_chat import ChatBody
+from art_cli.chat.wires.openai_completions import CompletionBody
 
 Json = dict[str, Any]
 
@@ -63,27 +67,25 @@ REFUSALS = {
     "503": "The model is being loaded, or the server is shutting down.",
 }
 WRONG_KEY = {"401": "No key, or one that is not valid here."}
-OF_A_PAGE = {"403": "A web page of another site asks.", "421": "The Host header names another machine."}
-NO_JSON = {"415": "The body is not declared to be JSON."}
+PROMPT_TEXT: Json = {"type": "string", "minLength": 1}
+PROMPT_IDS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32}, "minItems": 1}
 
 
-def describe(models: Sequence[str], *, version: str, needs_key: bool) -> Json:
-    """The OpenAPI document of a server of these models."""
-    refused = WRONG_KEY if needs_key else OF_A_PAGE
-    document: Json = {
+def describe(models: Sequence[str]) -> Json:
+    """The OpenAPI document of a server of these models, which needs a key."""
+    return {
         "openapi": "3.1.0",
-        "info": {"title": "art serve", "version": version, "description": "An OpenAI-compatible API."},
+        "info": {"title": "art serve", "version": "0", "description": "An OpenAI-compatible API."},
         "paths": {
-            "/v1/chat/completions": {"post": _completion("chat", refused if needs_key else {**refused, **NO_JSON})},
-            "/v1/completions": {"post": _completion("text", refused if needs_key else {**refused, **NO_JSON})},
-            "/v1/models": {"get": _get("The models served.", {"$ref": "#/components/schemas/models"}, refused)},
-            "/v1/models/{name}": {"get": _model(refused)},
-            "/health": {
-                "get": {**_get("The process lives.", {"type": "object"}, {} if needs_key else refused), "security": []}
+            "/v1/chat/completions": {"post": _completion("chat")},
+            "/v1/completions": {"post": _completion("text")},
+            "/v1/models": {"get": _get("The models served.", {"$ref": "#/components/schemas/models"}, WRONG_KEY)},
+            "/v1/models/{name}": {"get": _model()},
+            "/health": {"get": {**_get("The process lives.", {"type": "object"}, {}), "security": []}},
+            "/ready": {
+                "get": _get("Requests are answered.", {"type": "object"}, {**WRONG_KEY, "503": REFUSALS["503"]})
             },
-            "/ready": {"get": _get("Requests are answered.", {"type": "object"}, {**refused, "503": REFUSALS["503"]})},
-            "/metrics": {"get": _get("Numbers for Prometheus.", {"type": "string"}, refused, "text/plain")},
-            "/openapi.json": {"get": _get("This document.", {"type": "object"}, refused)},
+            "/metrics": {"get": _get("Numbers for Prometheus.", {"type": "string"}, WRONG_KEY, "text/plain")},
         },
         "components": {
             "schemas": {
@@ -92,27 +94,25 @@ def describe(models: Sequence[str], *, version: str, needs_key: bool) -> Json:
                 "completion": COMPLETION,
                 "model": MODEL,
                 "models": MODELS,
-            }
+            },
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
+        "security": [{"key": []}],
     }
-    if needs_key:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}]
-    return document
 
 
-def _completion(kind: str, refused: dict[str, str]) -> Json:
+def _completion(kind: str) -> Json:
     body = {"required": True, "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind}"}}}}
     answered = {
         "application/json": {"schema": {"$ref": "#/components/schemas/completion"}},
         "text/event-stream": {"schema": {}},  # each event a piece of a completion, the last one [DONE]
     }
-    return {"requestBody": body, "responses": _responses("A completion.", answered, {**REFUSALS, **refused})}
+    return {"requestBody": body, "responses": _responses("A completion.", answered, {**REFUSALS, **WRONG_KEY})}
 
 
-def _model(refused: dict[str, str]) -> Json:
+def _model() -> Json:
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    missing = {"404": REFUSALS["404"], **refused}
+    missing = {"404": REFUSALS["404"], **WRONG_KEY}
     return {"parameters": [name], **_get("One of them.", {"$ref": "#/components/schemas/model"}, missing)}
 
 
@@ -124,3 +124,30 @@ def _responses(text: str, content: Json, refused: dict[str, str]) -> Json:
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/error"}}}
     refusals = {code: {"description": why, "content": error} for code, why in sorted(refused.items())}
     return {"200": {"description": text, "content": content}, **refusals}
+
+
+def _one_of(schema: Json) -> Json:
+    return {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
+
+
+def body_schemas(models: Sequence[str]) -> dict[str, Json]:
+    """JSON Schemas by name: "chat" and "text" are the bodies that the wires parse, the others parts of these two.
+
+    What a schema cannot say of two fields together (`top_logprobs` needs `logprobs`) is left to the parser.
+    """
+    bodies: dict[str, type[Body]] = {"chat": ChatBody, "text": CompletionBody}
+    _, schemas = msgspec.json.schema_components(bodies.values(), ref_template="#/components/schemas/{name}")
+    named: dict[str, Json] = {name.strip("_"): schema for name, schema in schemas.items()}
+    for kind, struct in bodies.items():
+        body = named.pop(struct.__name__)
+        fields = body["properties"]
+        fields |= {name: {"enum": [None, *neutral]} for name, neutral in NEUTRAL.items()}
+        fields |= {name: {} for name in HARMLESS}
+        fields["model"] = {"type": "string", "enum": list(models)}
+        fields["temperature"] = {"anyOf": [{"enum": [0, None]}, {"type": "number", "minimum": 1e-6, "maximum": 100}]}
+        if kind == "text":
+            fields["prompt"] = {"anyOf": [PROMPT_TEXT, PROMPT_IDS, _one_of(PROMPT_TEXT), _one_of(PROMPT_IDS)]}
+        named[kind] = {**body, "title": kind, "additionalProperties": False}
+    text = msgspec.json.encode(named).replace(b"#/components/schemas/_", b"#/components/schemas/")
+    decoded: dict[str, Json] = msgspec.json.decode(text)
+    return decoded

@@ -1,0 +1,98 @@
+"""Wire: one client protocol, from the request's body to the last event of a streamed answer.
+
+    openai.py               what OpenAI's protocols share: key, error body, sampling parameters, usage
+    openai_chat.py          OpenAIChat: POST /v1/chat/completions
+    openai_completions.py   OpenAICompletions: POST /v1/completions
+
+A wire translates between JSON and the records of requests.py and replies.py. It answers nothing by itself: the
+application (app.py) receives the body, asks a backend and sends what the wire has written. To add a protocol, write a
+class of the shape `Wire` in a file of its own here and name it in WIRES. The gateway and `art serve` read that table.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from starlette.datastructures import Headers
+
+from art_cli.chat.errors import ChatError
+from art_cli.chat.replies import Chunk, Reply
+from art_cli.chat.requests import Request, Sampling
+from art_cli.chat.wires.openai_chat import OpenAIChat
+from art_cli.chat.wires.openai_completions import OpenAICompletions
+
+
+class Events(Protocol):
+    """One streamed answer as server-sent events. Each method returns events, as bytes to send."""
+
+    def render(self, chunk: Chunk) -> bytes:
+        """The events of one chunk; empty when the chunk holds nothing that the client asked for."""
+        ...
+
+    def finish(self) -> bytes:
+        """The last events of a stream that ended well."""
+        ...
+
+    def fail(self, error: ChatError) -> bytes:
+        """The last events of a stream that broke after it had begun."""
+        ...
+
+
+class Wire(Protocol):
+    """One client protocol at one path. It holds no state, so that all requests share it.
+
+    A protocol with several paths is several wires. A path that only asks about a prompt (a count of its tokens) parses
+    its body to a Request with `is_recorded=False`: the gateway answers it and writes no turn down.
+    """
+
+    @property
+    def path(self) -> str:
+        """The path that clients send POST requests to: "/v1/chat/completions"."""
+        ...
+
+    def key(self, headers: Headers) -> str | None:
+        """The API key that the client sent; None when it sent none."""
+        ...
+
+    def parse(self, body: bytes, defaults: Sampling) -> Request:
+        """The request in a body; `defaults` fill the sampling parameters that the client left out.
+
+        Raises ChatError with status 400 when the body is not a request that this endpoint understands.
+        """
+        ...
+
+    def render(self, request: Request, reply: Reply) -> bytes:
+        """The JSON body of a whole reply."""
+        ...
+
+    def stream(self, request: Request) -> Events:
+        """The renderer of one streamed reply."""
+        ...
+
+    def error(self, error: ChatError) -> bytes:
+        """The JSON body of a refusal or failure."""
+        ...
+
+
+class Wires:
+    """The wires that one server speaks, found by path. The first one also speaks for paths that belong to no wire."""
+
+    def __init__(self, *wires: Wire) -> None:
+        self._by_path = {wire.path: wire for wire in wires}
+        self._default = wires[0]
+
+    def __iter__(self) -> Iterator[Wire]:
+        return iter(self._by_path.values())
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._by_path
+
+    def at(self, path: str) -> Wire:
+        return self._by_path.get(path, self._default)
+
+    def key(self, path: str, headers: Headers) -> str | None:
+        """The key of a request to `path`: where the path's wire has it, or any wire for a path that belongs to none."""
+        wires = [self._by_path[path]] if path in self else self
+        return next((key for wire in wires if (key := wire.key(headers)) is not None), None)
+
+
+WIRES = Wires(OpenAIChat(), OpenAICompletions())

@@ -1,0 +1,250 @@
+"""What OpenAI's protocols share: where the key stands, the error body, sampling parameters, usage.
+
+A parameter is honoured, or it is harmless to ignore, or it is an error. Beside OpenAI's parameters, clients may send
+vLLM's `top_k`, `return_token_ids` and `chat_template_kwargs`. A reply to a request with `return_token_ids` carries
+vLLM's fields `prompt_token_ids` and `choices[].token_ids` and two of our own: `step`, the policy's step, and
+`choices[].raw_logprobs`, each token's logprob under the unmodified softmax(logits).
+"""
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+from starlette.datastructures import Headers
+
+from art_cli.chat.errors import ChatError, invalid
+from art_cli.chat.reading import convert, decode_object
+from art_cli.chat.replies import Choice, Chunk, Reply
+from art_cli.chat.requests import Request
+
+Json = dict[str, Any]
+
+# Bounds without a source in the protocol keep hostile numbers from reaching tensors: ids and counts fit 32 bits.
+INT32 = 2**31 - 1
+LOWEST_TEMPERATURE = 1e-6  # logits divided by a lower temperature leave the range of float32
+LOWEST_LOGPROB = -9999.0  # OpenAI's and vLLM's stand-in for -inf, which JSON cannot express
+Count = Annotated[int, Meta(ge=1, le=INT32)]
+_Name = Annotated[str, Meta(max_length=1024)]  # bounded because errors repeat it
+_Stop = Annotated[str, Meta(min_length=1, max_length=1024)]  # bounded because each token's text is searched for it
+
+# Parameters accepted and ignored: they identify, bill or cache, or ask a hosted service for what a model does anyway.
+HARMLESS = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "reasoning_effort",
+        "verbosity",
+    }
+)
+# Parameters accepted only with the value that changes nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "best_of": (1,),
+    "modalities": (["text"],),
+}
+
+
+# --- the request ------------------------------------------------------------------------------------------------------
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """The parameters that chat and plain completions share; null means that the client gave none."""
+
+    model: _Name
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=INT32)] | None = None  # vLLM's parameter; 0 and -1 turn it off
+    max_tokens: Count | None = None
+    stop: _Stop | Annotated[list[_Stop], Meta(max_length=16)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    return_token_ids: bool | None = None  # vLLM's parameter
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parse_body(body: bytes, kind: type[AnyBody]) -> tuple[Json, AnyBody]:
+    """The fields of a JSON body as the client sent them, and checked. Raises ChatError 400."""
+    fields = decode_object(body)
+    checked = convert(fields, kind)
+    for name in fields.keys() - set(kind.__struct_fields__) - HARMLESS:
+        value = fields[name]
+        if name not in NEUTRAL:
+            raise invalid(f"unknown parameter: {name[:80]!r}", name[:80], "unknown_parameter")
+        if value is not None and (isinstance(value, bool) or value not in NEUTRAL[name]):
+            raise invalid(f"{name}: this endpoint does not support it", name, "unsupported_parameter")
+    return fields, checked
+
+
+def sampling_of(body: Body, max_tokens: int | None) -> dict[str, Any]:
+    """The sampling parameters that the client gave, under the names of `Sampling`."""
+    if body.temperature is not None and 0 < body.temperature < LOWEST_TEMPERATURE:
+        raise invalid(f"temperature: 0 (greedy) or at least {LOWEST_TEMPERATURE}", "temperature")
+    given = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": None if body.top_k is None else max(body.top_k, 0),
+        "max_tokens": max_tokens,
+        "stop": (body.stop,) if isinstance(body.stop, str) else None if body.stop is None else tuple(body.stop),
+        "seed": body.seed,
+        "n": body.n,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def wants_usage(body: Body) -> bool:
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options needs stream: true", "stream_options")
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+# --- the reply --------------------------------------------------------------------------------------------------------
+
+
+def event(data: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + data + b"\n\n"
+
+
+def token_fields(request: Request, choice: Choice) -> Json:
+    if not request.wants_token_ids:
+        return {}
+    return {"token_ids": choice.token_ids, "raw_logprobs": choice.raw_logprobs}
+
+
+def usage(num_prompt: int, num_sampled: int) -> Json:
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}
+
+
+def tokens_of(choice: Choice) -> list[str]:
+    """Each token as text; empty strings when the backend reports ids only."""
+    return choice.tokens or [""] * len(choice.logprobs)
+
+
+class OpenAI:
+    """The methods that both OpenAI wires have."""
+
+    def key(self, headers: Headers) -> str | None:
+        """The key of `Authorization: Bearer KEY`."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        return (key.strip() or None) if scheme.lower() == "bearer" else None
+
+    def error(self, error: ChatError) -> bytes:
+        """`{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}`"""
+        fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+        return msgspec.json.encode({"error": fields})
+
+    def _body(self, kind: str, request: Request, reply: Reply, choices: list[Json]) -> bytes:
+        counts = reply.usage or (len(reply.prompt_ids), sum(len(choice.token_ids) for choice in reply.choices))
+        body: Json = {
+            "id": reply.id,
+            "object": kind,
+            "created": reply.created,
+            "model": reply.model,
+            "choices": choices,
+            "usage": usage(*counts),
+        }
+        if request.wants_token_ids:
+            body |= {"prompt_token_ids": reply.prompt_ids, "step": reply.step}
+        return msgspec.json.encode(body)
+
+
+class OpenAIEvents:
+    """The events of one stream: each choice's beginning, its pieces, at last usage and [DONE].
+
+    A subclass says what the beginning and the pieces of a choice look like.
+    """
+
+    kind: str  # value of the field `object`
+
+    def __init__(self, wire: OpenAI, request: Request) -> None:
+        self._wire = wire
+        self._request = request
+        self._begun: set[int] = set()  # indices of choices whose first event was sent
+        self._num_prompt = 0
+        self._num_sampled = 0
+        self._last: Chunk | None = None
+
+    def render(self, chunk: Chunk) -> bytes:
+        """The events of one chunk; empty when the chunk holds nothing that the client asked for."""
+        self._last = chunk
+        self._num_prompt += len(chunk.prompt_ids or ())
+        self._num_sampled += len(chunk.choice.token_ids)
+        events = b""
+        if chunk.choice.index not in self._begun:
+            self._begun.add(chunk.choice.index)
+            events = self._begin(chunk)
+        content, request = self.content(chunk.choice), self._request
+        wants_tokens = request.wants_logprobs or request.wants_token_ids
+        has_tokens = wants_tokens and bool(chunk.choice.token_ids or chunk.choice.logprobs)
+        if chunk.is_last or has_tokens or any(content.values()):
+            events += self._event(chunk, self._piece(chunk, content))
+        return events
+
+    def finish(self) -> bytes:
+        """The usage chunk if the client asked for it, and the end of the stream."""
+        done = event(b"[DONE]")
+        if self._last is None or not self._request.wants_usage:
+            return done
+        counts = usage(*(self._last.usage or (self._num_prompt, self._num_sampled)))
+        return event(msgspec.json.encode({**self._head(self._last), "choices": [], "usage": counts})) + done
+
+    def fail(self, error: ChatError) -> bytes:
+        """The error; no [DONE] follows."""
+        return event(self._wire.error(error))
+
+    def first_content(self) -> Json:
+        """The content of a choice's first event; empty when the choice needs none."""
+        raise NotImplementedError
+
+    def content(self, choice: Choice) -> Json:
+        """The new text of a choice, under the field's name in this protocol."""
+        raise NotImplementedError
+
+    def logprobs(self, choice: Choice) -> Json:
+        raise NotImplementedError
+
+    def _begin(self, chunk: Chunk) -> bytes:
+        """A choice's first event; the prompt's token ids go with it."""
+        has_ids = self._request.wants_token_ids and chunk.prompt_ids is not None
+        extra = {"prompt_token_ids": chunk.prompt_ids} if has_ids else {}
+        if not (content := self.first_content()) and not extra:
+            return b""
+        content = content or self.content(Choice(index=chunk.choice.index))
+        choice = {"index": chunk.choice.index, **content, "logprobs": None, "finish_reason": None}
+        return self._event(chunk, choice, extra)
+
+    def _piece(self, chunk: Chunk, content: Json) -> Json:
+        has_logprobs = self._request.wants_logprobs and chunk.choice.logprobs
+        return {
+            "index": chunk.choice.index,
+            **content,
+            "logprobs": self.logprobs(chunk.choice) if has_logprobs else None,
+            "finish_reason": chunk.choice.finish_reason if chunk.is_last else None,
+            **token_fields(self._request, chunk.choice),
+        }
+
+    def _event(self, chunk: Chunk, choice: Json, extra: Json | None = None) -> bytes:
+        return event(msgspec.json.encode({**self._head(chunk), "choices": [choice], **(extra or {})}))
+
+    def _head(self, chunk: Chunk) -> Json:
+        step = {"step": chunk.step} if self._request.wants_token_ids else {}
+        return {"id": chunk.id, "object": self.kind, "created": chunk.created, "model": chunk.model, **step}

@@ -1,0 +1,238 @@
+"""OpenAIChat: OpenAI's chat completions as a wire. Requests have messages, tools and response formats.
+
+https://platform.openai.com/docs/api-reference/chat
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from art_cli.chat.errors import invalid
+from art_cli.chat.replies import Choice, Reply, token_bytes, token_text
+from art_cli.chat.requests import RENDERERS_OWN, Request, Sampling
+from art_cli.chat.wires.openai import (
+    LOWEST_LOGPROB,
+    Body,
+    Count,
+    Json,
+    OpenAI,
+    OpenAIEvents,
+    parse_body,
+    sampling_of,
+    token_fields,
+    tokens_of,
+    wants_usage,
+)
+
+_Text = Annotated[str, Meta(min_length=1)]
+_MAX_VARIABLES = 16 * 1024  # characters of chat_template_kwargs as JSON
+_MAX_VARIABLE = 1_000_000  # largest number in chat_template_kwargs; a template may repeat a text that often
+
+
+class _Part(msgspec.Struct):
+    type: Literal["text", "refusal"]
+    text: str = ""
+    refusal: str = ""
+
+
+class _CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class _ToolCall(msgspec.Struct):
+    function: _CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class _Function(msgspec.Struct):
+    name: _Text
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class _Tool(msgspec.Struct):
+    function: _Function
+    type: Literal["function"]
+
+
+class _NamedFunction(msgspec.Struct):
+    name: str
+
+
+class _NamedTool(msgspec.Struct):
+    function: _NamedFunction
+    type: Literal["function"]
+
+
+class _PlainFormat(msgspec.Struct, tag="text"):
+    pass
+
+
+class _ObjectFormat(msgspec.Struct, tag="json_object"):
+    pass
+
+
+class _NamedSchema(msgspec.Struct):
+    schema: Json
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None  # the answer follows the schema either way
+
+
+class _SchemaFormat(msgspec.Struct, tag="json_schema"):
+    json_schema: _NamedSchema
+
+
+class ChatBody(Body, kw_only=True):
+    """The JSON body of a chat request."""
+
+    messages: Annotated[list[_Message], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
+    response_format: _PlainFormat | _ObjectFormat | _SchemaFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    chat_template_kwargs: Json | None = None  # vLLM's parameter
+
+
+class OpenAIChat(OpenAI):
+    path = "/v1/chat/completions"
+
+    def parse(self, body: bytes, defaults: Sampling) -> Request:
+        """The request in a JSON body. Raises ChatError 400."""
+        fields, chat = parse_body(body, ChatBody)
+        if None not in (chat.max_tokens, chat.max_completion_tokens) and chat.max_tokens != chat.max_completion_tokens:
+            raise invalid("max_tokens and max_completion_tokens differ; give one", "max_tokens")
+        if chat.top_logprobs and not chat.logprobs:
+            raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+        sampling = sampling_of(chat, chat.max_completion_tokens or chat.max_tokens)
+        return Request(
+            model=chat.model,
+            sampling=msgspec.structs.replace(defaults, **sampling),
+            messages=fields["messages"],
+            tools=fields.get("tools") or [],
+            tool_choice=_tool_choice(fields, chat),
+            response_format=None if isinstance(chat.response_format, _PlainFormat) else fields.get("response_format"),
+            template_kwargs=_template_kwargs(chat.chat_template_kwargs or {}),
+            is_stream=bool(chat.stream),
+            wants_usage=wants_usage(chat),
+            wants_logprobs=bool(chat.logprobs),
+            top_logprobs=chat.top_logprobs or 0,
+            wants_token_ids=bool(chat.return_token_ids),
+            user_set=frozenset(sampling),
+        )
+
+    def render(self, request: Request, reply: Reply) -> bytes:
+        """The JSON body of a chat.completion."""
+        choices = [
+            {
+                "index": choice.index,
+                "message": choice.message or {"role": "assistant", "content": choice.text},
+                "logprobs": _logprobs(choice) if request.wants_logprobs else None,
+                "finish_reason": choice.finish_reason,
+                **token_fields(request, choice),
+            }
+            for choice in reply.choices
+        ]
+        return self._body("chat.completion", request, reply, choices)
+
+    def stream(self, request: Request) -> "_ChatEvents":
+        return _ChatEvents(self, request)
+
+
+# --- the request ------------------------------------------------------------------------------------------------------
+
+
+def _template_kwargs(variables: Json) -> Json:
+    """The variables for the chat template. The backend checks which of them its template reads."""
+    for name in variables:
+        if name in RENDERERS_OWN:
+            param = f"chat_template_kwargs.{name}"
+            raise invalid(f"{param}: only variables of the model's own chat template can be set", param)
+    if len(msgspec.json.encode(variables)) > _MAX_VARIABLES:
+        raise invalid(f"chat_template_kwargs: more than {_MAX_VARIABLES} characters", "chat_template_kwargs")
+    if not all(abs(number) <= _MAX_VARIABLE for number in _numbers(variables)):
+        raise invalid(f"chat_template_kwargs: a number beyond {_MAX_VARIABLE:,}", "chat_template_kwargs")
+    return variables
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """The numbers in a JSON value."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(inner)
+    elif isinstance(value, int | float):
+        yield value
+
+
+def _tool_choice(fields: Json, chat: ChatBody) -> str | Json:
+    names = {tool.function.name for tool in chat.tools or []}
+    if isinstance(chat.tool_choice, _NamedTool):
+        if chat.tool_choice.function.name not in names:
+            raise invalid(f"tool_choice: no tool is named {chat.tool_choice.function.name!r}", "tool_choice")
+        named: Json = fields["tool_choice"]
+        return named
+    if chat.tool_choice == "required" and not names:
+        raise invalid("tool_choice: 'required' needs tools", "tool_choice")
+    return chat.tool_choice or "auto"
+
+
+# --- the reply --------------------------------------------------------------------------------------------------------
+
+
+class _TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class _TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[_TopLogprob] = []
+
+
+def _logprobs(choice: Choice) -> Json:
+    """`{"content": [{token, logprob, bytes, top_logprobs}], "refusal": null}`"""
+    content = [
+        _TokenLogprob(token_text(token), max(logprob, LOWEST_LOGPROB), list(token_bytes(token)))
+        for token, logprob in zip(tokens_of(choice), choice.logprobs, strict=True)
+    ]
+    for entry, top in zip(content, choice.top_logprobs or (), strict=False):
+        entry.top_logprobs = [
+            _TopLogprob(token_text(token), max(logprob, LOWEST_LOGPROB), list(token_bytes(token)))
+            for token, logprob in top
+        ]
+    return {"content": content, "refusal": None}
+
+
+class _ChatEvents(OpenAIEvents):
+    kind = "chat.completion.chunk"
+
+    def first_content(self) -> Json:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def content(self, choice: Choice) -> Json:
+        delta: Json = {"content": choice.text} if choice.message is None else choice.message
+        delta = {name: value for name, value in delta.items() if name != "role" and value}
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
+        return {"delta": delta}
+
+    def logprobs(self, choice: Choice) -> Json:
+        return _logprobs(choice)
