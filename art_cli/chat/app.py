@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -35,13 +35,20 @@ from art_cli.chat.wires import WIRES, Wire, Wires
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 RefuseKey = Callable[[str | None], ChatError]
-BackendFor = Callable[[str | None], Backend | None]  # the key a client sent, None without one -> what answers it
+BackendFor = Callable[[str | None], Backend | None]  # from the key that a client sent, or None, to its backend
 
-MAX_BODY_BYTES = 32 * 2**20  # a context of a million tokens as text, with room
-READ_HERE_BYTES = 64 * 2**10  # a shorter body is parsed on the event loop: 2 ms at most
-RETRIES = "x-stainless-retry-count"  # header of OpenAI's SDKs: how often they have sent this request before
-BODY_TIMEOUT_S = 60.0  # for a client to send its whole request
-CANCEL_TIMEOUT_S = 10.0  # for a backend to let go of a request
+
+class BodyLimit(NamedTuple):
+    """How long a request's body may be, and why. Example: BodyLimit(2**20, "no longer prompt fits the context")"""
+
+    num_bytes: int = 32 * 2**20  # enough for a context of a million tokens as text
+    reason: str = ""
+
+
+READ_HERE_BYTES = 64 * 2**10  # length up to which a body is parsed on the event loop, which takes 2 ms at most
+RETRIES = "x-stainless-retry-count"  # header of many SDKs: how often they have sent this request before
+BODY_TIMEOUT_S = 60.0  # longest wait for a client to send its whole request
+CANCEL_TIMEOUT_S = 10.0  # longest wait for a backend to free what a cancelled request held
 
 
 def build_app(
@@ -50,7 +57,7 @@ def build_app(
     wires: Wires = WIRES,
     defaults: Sampling | None = None,
     refuse_key: RefuseKey | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
+    body_limit: Callable[[], BodyLimit] = BodyLimit,
     body_timeout_s: float = BODY_TIMEOUT_S,
     more: Sequence[Route] = (),
 ) -> Starlette:
@@ -59,9 +66,7 @@ def build_app(
     `refuse_key` makes the error for a key that has no backend; `wrong_key` unless given.
     `more` are routes beside these, for whoever serves more than the protocol.
     """
-    routes = _Routes(
-        backend_for, wires, refuse_key or wrong_key, defaults or Sampling(), max_body_bytes, body_timeout_s
-    )
+    routes = _Routes(backend_for, wires, refuse_key or wrong_key, defaults or Sampling(), body_limit, body_timeout_s)
     refusals = _Refusals(wires)
     app = Starlette(
         routes=[
@@ -91,21 +96,21 @@ class _Routes:
         wires: Wires,
         refuse_key: RefuseKey,
         defaults: Sampling,
-        max_body_bytes: int,
+        body_limit: Callable[[], BodyLimit],
         body_timeout_s: float,
     ) -> None:
         self._backend_for = backend_for
         self._wires = wires
         self._refuse_key = refuse_key
         self._defaults = defaults
-        self._max_body_bytes = max_body_bytes
+        self._body_limit = body_limit
         self._body_timeout_s = body_timeout_s
-        self._reader = RequestReader(num_threads=1)  # parsing holds the interpreter: two would be no faster
+        self._reader = RequestReader()
 
     async def answer(self, wire: Wire, http: HttpRequest) -> Response:
         """The reply to a request of this wire."""
         backend = self._authenticate(http)
-        body = await _read_body(http, self._max_body_bytes, self._body_timeout_s)
+        body = await _read_body(http, self._body_limit(), self._body_timeout_s)
         request = await self._parse(body, wire)
         if num_retries := _num_retries(http.headers):
             request = msgspec.structs.replace(request, num_retries=num_retries)
@@ -158,19 +163,27 @@ def _model_card(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "art"}
 
 
-async def _read_body(http: HttpRequest, max_bytes: int, timeout_s: float) -> bytes:
-    """The whole body. Raises ChatError: too large (413), too slow (408)."""
+async def _read_body(http: HttpRequest, limit: BodyLimit, timeout_s: float) -> bytes:
+    """The whole body. Raises ChatError: too large (413), also when only its header says so; too slow (408)."""
+    declared = http.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > limit.num_bytes:
+        raise _too_large(limit)
     pieces, size = [], 0
     try:
         async with asyncio.timeout(timeout_s):
             async for piece in http.stream():
                 size += len(piece)
-                if size > max_bytes:
-                    raise ChatError(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
+                if size > limit.num_bytes:
+                    raise _too_large(limit)
                 pieces.append(piece)
     except TimeoutError:
         raise ChatError(408, f"the body did not arrive within {timeout_s:g} s", code="request_timeout") from None
     return b"".join(pieces)
+
+
+def _too_large(limit: BodyLimit) -> ChatError:
+    reason = f"; {limit.reason}" if limit.reason else ""
+    return ChatError(413, f"the body is larger than {limit.num_bytes} bytes{reason}", code="request_too_large")
 
 
 # --- answering while the client is there ------------------------------------------------------------------------------

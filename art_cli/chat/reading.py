@@ -1,7 +1,7 @@
-"""Reading of requests off the event loop: JSON within bounds, and calls in threads within a time.
+"""Reads requests off the event loop: JSON within bounds, and calls in a thread within a time.
 
-What is bounded here is what holds the interpreter while it runs: C code that makes many objects of a body at once lets
-no other thread run, so a body may only have so many values, whatever its length.
+C code that makes objects of a whole body holds the interpreter, so that no other thread runs meanwhile, the event loop
+included. So the number of values in a body is bounded, whatever its length, and bodies are scanned in slices.
 """
 
 import re
@@ -16,24 +16,26 @@ from art_cli.threads import Crew, Crowded, Overran
 Json = dict[str, Any]
 Result = TypeVar("Result")
 
-NUM_THREADS = 2  # that read requests at once, where the tokenizer is part of it, which lets others run
-WAIT_S = 60.0  # longest wait for one of them
-READ_S = 20.0  # longest time in one of them; a million tokens of prompt take 5
-MAX_DEPTH = 64  # of nested JSON; a tool's schema nests 10 to 20 deep
-MAX_NODES = 100_000  # brackets and colons of a body outside its strings; so many objects take 0.05 s to make
-MAX_VALUES = 2_000_000  # commas outside its strings: token ids of a prompt; so many take 0.1 s
-_SLICE = 2**20
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+WAIT_S = 60.0  # longest wait for the reading thread
+READ_S = 20.0  # longest time that one request is read; a prompt of a million tokens takes 5 s
+MAX_DEPTH = 64  # levels of nested JSON; a tool's schema nests 10 to 20 deep
+MAX_NODES = 50_000  # brackets and colons outside a body's strings; making that many objects takes 0.03 s
+MAX_VALUES = 1_200_000  # commas outside a body's strings, as between a million token ids; making them takes 0.06 s
+_SLICE = 2**20  # bytes scanned at once
+_IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 
 
 class RequestReader:
-    """Runs what a request costs before it is sampled: parsing, the chat template, the tokenizer."""
+    """Runs the work on a request before it is sampled: parsing, the chat template, the tokenizer.
 
-    def __init__(self, num_threads: int = NUM_THREADS) -> None:
-        self._crew = Crew(size=num_threads, wait_s=WAIT_S, run_s=READ_S)
+    It has one thread. A second one would take the interpreter from the event loop and from the first one.
+    """
+
+    def __init__(self) -> None:
+        self._crew = Crew(size=1, wait_s=WAIT_S, run_s=READ_S)
 
     async def read(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """The result of the function. Raises ChatError: 400 where it takes too long, 503 where too much waits."""
+        """The result of the function. Raises ChatError: 400 when it takes too long, 503 when too many calls wait."""
         try:
             return await self._crew.call(function, *arguments)
         except Overran:
@@ -43,7 +45,7 @@ class RequestReader:
 
 
 def decode_object(body: bytes) -> Json:
-    """The fields of a JSON object. Raises ChatError 400: it is none, or is nested or divided beyond the bounds."""
+    """The fields of a JSON object. Raises ChatError 400: not an object, nested too deep, or too many values."""
     check_size(body)
     try:
         fields = msgspec.json.decode(body)
@@ -69,7 +71,7 @@ def convert(fields: Json, kind: type[Result]) -> Result:
 
 
 def check_size(body: bytes, what: str = "the body", param: str | None = None) -> None:
-    """Raises ChatError 400: this JSON has more values than are read."""
+    """Raises ChatError 400: this JSON has too many values."""
     if _is_within(body, [(0, len(body))]) or _is_within(body, _outside_strings(body)):
         return
     bounds = f"{MAX_NODES:,} lists, objects and keys, or more than {MAX_VALUES:,} values"
@@ -77,19 +79,35 @@ def check_size(body: bytes, what: str = "the body", param: str | None = None) ->
 
 
 def _outside_strings(body: bytes) -> Iterator[tuple[int, int]]:
-    """Where there are no strings, as places of beginning and end."""
-    place = 0
-    for string in _STRING.finditer(body):
-        yield place, string.start()
-        place = string.end()
-    yield place, len(body)
+    """Begin and end of each span between strings."""
+    start = 0
+    while (quote := body.find(b'"', start)) >= 0:
+        yield start, quote
+        start = _end_of_string(body, quote + 1)
+    yield start, len(body)
+
+
+def _end_of_string(body: bytes, start: int) -> int:
+    """The index behind the closing quote of the string whose characters begin at `start`; the body's end without one.
+
+    A slice may end amid an escape; the next slice then begins with its backslash.
+    """
+    while start < len(body):
+        found = _IN_STRING.match(body, start, start + _SLICE)
+        end = start if found is None else found.end()
+        if body[end : end + 1] == b'"':
+            return end + 1
+        if end == start:  # the body ends in a backslash
+            break
+        start = end
+    return len(body)
 
 
 def _is_within(body: bytes, spans: Iterable[tuple[int, int]]) -> bool:
-    """Whether these spans of a body hold no more brackets, colons and commas than may be."""
+    """Whether these spans of a body together have no more brackets, colons and commas than the bounds allow."""
     num_nodes = num_commas = 0
     for begin, end in spans:
-        for start in range(begin, end, _SLICE):  # counting holds the interpreter, too
+        for start in range(begin, end, _SLICE):
             piece = body[start : min(end, start + _SLICE)]
             num_nodes += piece.count(b"{") + piece.count(b"[") + piece.count(b":")
             num_commas += piece.count(b",")

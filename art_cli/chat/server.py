@@ -11,7 +11,7 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from art_cli.chat.connection import Connection, Patience
+from art_cli.chat.connection import Connection, Timeouts
 from art_cli.errors import EngineError
 
 START_TIMEOUT_S = 30.0
@@ -26,7 +26,7 @@ async def serve(
     host: str = "127.0.0.1",
     port: int = 0,
     *,
-    patience: Patience | None = None,
+    timeouts: Timeouts | None = None,
     grace_s: int = GRACE_S,
 ) -> AsyncIterator[str]:
     """Yields the server's root, `http://127.0.0.1:41233`, while it answers there; port 0 takes any free one.
@@ -34,7 +34,7 @@ async def serve(
     When it stops, requests in flight have `grace_s` to end. Raises EngineError: the address cannot be had.
     """
     listener = _listen(host, port)
-    server = _Server(_configure(app, patience or Patience(), grace_s))
+    server = _Server(_configure(app, timeouts or Timeouts(), grace_s))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await _until_ready(server.is_ready, task)
@@ -90,15 +90,16 @@ class _Server(uvicorn.Server):
         self.is_ready.set()
 
 
-def _configure(app: ASGIApp, patience: Patience, grace_s: int) -> uvicorn.Config:
+def _configure(app: ASGIApp, timeouts: Timeouts, grace_s: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=cast("type[asyncio.Protocol]", partial(Connection, patience=patience)),
+        http=cast("type[asyncio.Protocol]", partial(Connection, timeouts=timeouts)),
         ws="none",
         lifespan="off",
         access_log=False,
         log_config=None,
         log_level="warning",
+        proxy_headers=False,  # the address in a scope is the client's own, whatever its headers say
         server_header=False,
         timeout_keep_alive=int(KEEP_ALIVE_S),
         timeout_graceful_shutdown=grace_s,

@@ -56,6 +56,10 @@ class Engine(Protocol):
         """[L - 1] logprobs in nats of each token after the first, temperature 1: the probe of contract 5."""
         ...
 
+    def longest_prompt(self) -> int | None:
+        """The number of characters that no prompt within the context exceeds; None: this engine cannot tell."""
+        ...
+
     async def rest(self) -> None:
         """Lets go of the memory that a learner on the same device needs; nothing is sampled until `wake`."""
         ...

@@ -53,6 +53,9 @@ class OpenAIEngine:
     async def score(self, token_ids: list[int]) -> list[float]:
         raise EngineError(f"{self.endpoint.model}: an endpoint of engine 'openai' cannot score given tokens")
 
+    def longest_prompt(self) -> None:
+        """Unknown, because the tokenizer is the server's."""
+
     async def rest(self) -> None:
         """Its memory is somebody else's."""
 

@@ -26,7 +26,7 @@ async def follow(policy: ServedPolicy, run: RunDir, meter: Meter, *, best: bool)
             continue
         try:
             await _change(policy, run, best)
-            meter.changes[(("model", policy.source.name),)] += 1
+            meter.changes.labels(policy.source.name).inc()
             log.info("%s: answers from step %d now", policy.source.name, policy.source.step)
         except ArtError as error:
             log.warning("%s: stays at step %d: %s", policy.source.name, policy.source.step, error)

@@ -1,22 +1,18 @@
-"""ServedPolicy: one model name, what answers for it, and the change to another checkpoint; Policies: all names served.
+"""ServedPolicy: one model name, the engine that answers for it, and the change to another checkpoint; Policies: all.
 
-A change drops no request, and no reply is of two checkpoints: what is in flight ends on the one it began with, what
-comes after goes to the new one. vLLM does that itself, with an adapter's name for each step. Engines in this process
-are doubled for the change: the new one is ready before anything goes to it, the old one goes when its last request
-ends. A checkpoint that cannot be loaded changes nothing.
+A change drops no request, and no reply mixes two checkpoints: requests in flight end on the checkpoint that they began
+with, later ones go to the new one. vLLM does that by itself, because each step's adapter has its own name there. Other
+engines exist twice during a change: the new engine is ready before it gets a request, and the old one is closed when
+its last request ends. A checkpoint that cannot be loaded changes nothing.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from art_cli.chat import Backend
-from art_cli.chat.app import closing_stream
-from art_cli.chat.errors import ChatError
-from art_cli.chat.replies import Chunk, Reply
-from art_cli.chat.requests import Request, with_defaults
 from art_cli.engines import Engine
 from art_cli.errors import ArtError, UsageError
 from art_cli.serving.loader import Loader
@@ -25,8 +21,8 @@ from art_cli.serving.source import Source
 log = logging.getLogger(__name__)
 
 
-class _Shift:
-    """An engine and the requests it is answering."""
+class _Generation:
+    """One engine of a policy, and the number of requests that it is answering."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -35,7 +31,7 @@ class _Shift:
         self.is_idle.set()
 
     @contextlib.contextmanager
-    def working(self) -> Iterator[Backend]:
+    def lease(self) -> Iterator[Backend]:
         self.num_requests += 1
         self.is_idle.clear()
         try:
@@ -45,44 +41,62 @@ class _Shift:
             if self.num_requests == 0:
                 self.is_idle.set()
 
+    async def retire(self) -> None:
+        """Closes an engine that gets no new requests: when its last request has ended, or at once when cancelled."""
+        try:
+            await self.is_idle.wait()
+        finally:
+            try:
+                await self.engine.close()
+            except ArtError as error:
+                log.warning("an engine that was replaced did not close: %s", error)
+
 
 class ServedPolicy:
-    """Backend of one name."""
+    """One model name and the engine that answers for it now."""
 
     def __init__(self, source: Source, loader: Loader) -> None:
         self.source = source
         self._loader = loader
-        self._shift: _Shift | None = None
+        self._generation: _Generation | None = None
         self._retiring: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Raises ArtError: the source cannot be loaded, or not run here."""
-        assert self._shift is None, "started twice"
-        self._shift = _Shift(await self._loader.make(self.source))
+        assert self._generation is None, "started twice"
+        self._generation = _Generation(await self._loader.make(self.source))
 
     async def change(self, source: Source) -> None:
-        """From when it returns, new requests are answered by `source`. Raises ArtError: it cannot; nothing changed."""
-        shift = self._working_shift()
+        """New requests are answered by `source` once it returns. Raises ArtError; then nothing has changed."""
+        old = self._current()
         if self._loader.swaps_adapters:
             if source.adapter is None:
                 raise UsageError(f"{source}: vLLM changes adapters; weights as a whole need --engine embedded")
-            await shift.engine.load(source.adapter.resolve(), source.step)
+            await old.engine.load(source.adapter.resolve(), source.step)
         else:
-            self._shift = _Shift(await self._loader.make(source))
-            retiring = asyncio.create_task(_retire(shift))
+            self._generation = _Generation(await self._loader.make(source))
+            retiring = asyncio.create_task(old.retire())
             self._retiring.add(retiring)
             retiring.add_done_callback(self._retiring.discard)
         self.source = source
 
+    def lease(self) -> contextlib.AbstractContextManager[Backend]:
+        """The backend that answers now. Its engine stays open until the lease ends, also when a change replaces it."""
+        return self._current().lease()
+
+    def longest_prompt(self) -> int | None:
+        """The number of characters that no prompt within the context exceeds; None: unknown, or not loaded yet."""
+        return None if self._generation is None else self._generation.engine.longest_prompt()
+
     async def watch(self) -> NoReturn:
-        """Returns never: raises EngineError once its engine can answer no more."""
+        """Never returns. Raises EngineError once its engine can answer no more."""
         while True:
-            shift = self._working_shift()
-            watching = asyncio.create_task(shift.engine.watch())
+            current = self._current()
+            watching = asyncio.create_task(current.engine.watch())
             try:
-                while not watching.done() and shift is self._shift:
+                while not watching.done() and current is self._generation:
                     await asyncio.wait((watching,), timeout=1.0)
-                if watching.done() and shift is self._shift:
+                if watching.done() and current is self._generation:
                     watching.result()
             finally:
                 watching.cancel()
@@ -90,44 +104,16 @@ class ServedPolicy:
     async def close(self) -> None:
         for task in self._retiring:
             task.cancel()
-        if self._shift is not None:
-            await self._shift.engine.close()
+        if self._generation is not None:
+            await self._generation.engine.close()
 
-    # --- Backend ------------------------------------------------------------------------------------------------------
-
-    def models(self) -> list[str]:
-        return [self.source.name]
-
-    async def reply(self, request: Request) -> Reply:
-        request = with_defaults(request, self.source.defaults)
-        with self._working_shift().working() as backend:
-            return await backend.reply(request)
-
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        request = with_defaults(request, self.source.defaults)
-        with self._working_shift().working() as backend:
-            async with closing_stream(backend.stream(request)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-
-    def _working_shift(self) -> _Shift:
-        assert self._shift is not None, "not started"
-        return self._shift
-
-
-async def _retire(shift: _Shift) -> None:
-    """Closes an engine that gets no new requests, when its last one has ended, or at once when cancelled."""
-    try:
-        await shift.is_idle.wait()
-    finally:
-        try:
-            await shift.engine.close()
-        except ArtError as error:
-            log.warning("an engine that was replaced did not close: %s", error)
+    def _current(self) -> _Generation:
+        assert self._generation is not None, "not started"
+        return self._generation
 
 
 class Policies:
-    """Backend of all names. They are loaded one after the other."""
+    """All policies of a service, by name. They are loaded one after the other."""
 
     def __init__(self, served: Sequence[ServedPolicy]) -> None:
         names = [policy.source.name for policy in served]
@@ -141,6 +127,7 @@ class Policies:
             log.info("loaded %s", policy.source)
 
     async def watch(self) -> NoReturn:
+        """Never returns. Raises an ExceptionGroup of EngineErrors once an engine can answer no more."""
         async with asyncio.TaskGroup() as group:
             for policy in self.served.values():
                 group.create_task(policy.watch())
@@ -149,19 +136,3 @@ class Policies:
     async def close(self) -> None:
         for policy in self.served.values():
             await policy.close()
-
-    def models(self) -> list[str]:
-        return list(self.served)
-
-    async def reply(self, request: Request) -> Reply:
-        return await self._policy(request).reply(request)
-
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        async with closing_stream(self._policy(request).stream(request)) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
-    def _policy(self, request: Request) -> ServedPolicy:
-        if request.model not in self.served:
-            raise ChatError(404, f"the model {request.model!r} does not exist", param="model", code="model_not_found")
-        return self.served[request.model]

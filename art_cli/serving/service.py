@@ -12,6 +12,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,22 +20,24 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from art_cli.chat.app import BODY_TIMEOUT_S, MAX_BODY_BYTES, build_app, error_response
-from art_cli.chat.connection import Patience
+from art_cli.chat.app import BODY_TIMEOUT_S, BodyLimit, build_app, error_response
+from art_cli.chat.connection import Timeouts
 from art_cli.chat.errors import ChatError
 from art_cli.chat.server import serve
 from art_cli.chat.wires import WIRES
 from art_cli.serving.admission import Admission
-from art_cli.serving.desk import Desk
-from art_cli.serving.door import Door
+from art_cli.serving.dispatch import Dispatch
 from art_cli.serving.follow import follow
 from art_cli.serving.keys import Keys
-from art_cli.serving.meter import CONTENT_TYPE, Gauge, Meter
-from art_cli.serving.policies import Policies
+from art_cli.serving.meter import CONTENT_TYPE, Meter
+from art_cli.serving.middleware import Middleware
+from art_cli.serving.policies import Policies, ServedPolicy
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 1  # after draining: what is left then had its time
+ESCAPED = 6  # bytes of the longest way in which JSON writes a character: \u0041
+ASIDE_BYTES = 2 * 2**20  # room in a body for what is in no prompt: schemas of answers, thoughts that a template drops
 LET_GO_S = 60.0  # for what was cancelled: a vLLM that is ended while it starts takes 20 s
 
 
@@ -42,10 +45,10 @@ LET_GO_S = 60.0  # for what was cancelled: a vLLM that is ended while it starts 
 class Limits:
     concurrency: int = 256  # requests at the engine at once
     queue: int = 1024  # more in the house
-    max_body_bytes: int = MAX_BODY_BYTES
+    max_body_bytes: int = BodyLimit().num_bytes
     body_timeout_s: float = BODY_TIMEOUT_S
     drain_s: float = 30.0  # for what runs to end
-    patience: Patience = field(default_factory=Patience)
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
 
 class Service:
@@ -62,27 +65,37 @@ class Service:
     ) -> None:
         self.policies, self.keys, self.limits = policies, keys, limits
         self.admission = Admission(concurrency=limits.concurrency, queue=limits.queue)
-        self.meter = Meter()
+        self.meter = self._metered()
         self._follows_best = follows_best
         self._stop, self._stop_at_once = asyncio.Event(), asyncio.Event()
-        desk = Desk(policies, self.admission, self.meter, logs_content=logs_content)
+        dispatch = Dispatch(policies, self.admission, self.meter, logs_content=logs_content)
         app = build_app(
-            lambda key: desk,  # the door has checked it
-            max_body_bytes=limits.max_body_bytes,
+            lambda key: dispatch,  # the middleware has checked the key
+            body_limit=self._body_limit,
             body_timeout_s=limits.body_timeout_s,
             more=[
                 Route("/ready", self._ready, methods=["GET"]),
                 Route("/metrics", self._metrics, methods=["GET"]),
             ],
         )
-        self.app = Door(app, keys, self.admission, self.meter)
+        self.app = Middleware(app, keys, self.admission, self.meter)
+
+    def _metered(self) -> Meter:
+        """A meter whose gauges read this service."""
+        meter, admission = Meter(), self.admission
+        meter.in_flight.set_function(lambda: admission.num_in_flight)
+        meter.answering.set_function(lambda: admission.num_answering)
+        meter.ready.set_function(lambda: admission.state == "open")
+        for name, policy in self.policies.served.items():
+            meter.step.labels(name).set_function(partial(_step_of, policy))
+        return meter
 
     async def run(self, host: str, port: int, on_ready: Callable[[str], None]) -> None:
         """Serves until it is told to stop; `on_ready` gets the root, `http://127.0.0.1:8000`.
 
         Raises EngineError: the address cannot be had, or an engine failed; ArtError: a policy cannot be loaded.
         """
-        async with serve(self.app, host, port, patience=self.limits.patience, grace_s=GRACE_S) as root:
+        async with serve(self.app, host, port, timeouts=self.limits.timeouts, grace_s=GRACE_S) as root:
             with self._signals():
                 try:
                     if await self._until_stopped(self.policies.start()) and not self._stop.is_set():
@@ -101,7 +114,9 @@ class Service:
             return
         self._stop.set()
         self.admission.drain()
-        log.info("stopping: %d requests are ended first, at most %g s", self.admission.num_inside, self.limits.drain_s)
+        log.info(
+            "stopping: %d requests are ended first, at most %g s", self.admission.num_in_flight, self.limits.drain_s
+        )
 
     # --- from start to end --------------------------------------------------------------------------------------------
 
@@ -135,8 +150,8 @@ class Service:
         await asyncio.wait((emptied, at_once), return_when=asyncio.FIRST_COMPLETED)
         emptied.cancel()
         at_once.cancel()
-        if self.admission.num_inside:
-            log.warning("stopped with %d requests unfinished", self.admission.num_inside)
+        if self.admission.num_in_flight:
+            log.warning("stopped with %d requests unfinished", self.admission.num_in_flight)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -153,6 +168,16 @@ class Service:
             for number in numbers:
                 loop.remove_signal_handler(number)
 
+    def _body_limit(self) -> BodyLimit:
+        """The limit that the user set, or a lower one if no longer body holds a prompt that fits a context here."""
+        letters = [policy.longest_prompt() for policy in self.policies.served.values()]
+        most = self.limits.max_body_bytes
+        known = [number for number in letters if number is not None]
+        needed = ESCAPED * max(known, default=0) + ASIDE_BYTES
+        if len(known) < len(letters) or needed >= most:
+            return BodyLimit(most, "art serve --max-body sets this limit")
+        return BodyLimit(needed, "no longer prompt fits the model's context")
+
     # --- routes of its own --------------------------------------------------------------------------------------------
 
     async def _ready(self, http: HttpRequest) -> Response:
@@ -163,22 +188,11 @@ class Service:
         return _json({"status": "ready", "models": models})
 
     async def _metrics(self, http: HttpRequest) -> Response:
-        admission, served = self.admission, self.policies.served
-        gauges = [
-            Gauge(
-                "art_requests_inside",
-                "Requests let in and not gone: replies not yet read count.",
-                {(): admission.num_inside},
-            ),
-            Gauge("art_requests_answering", "Of these, at the engine.", {(): admission.num_answering}),
-            Gauge("art_ready", "Whether requests are taken.", {(): int(admission.state == "open")}),
-            Gauge(
-                "art_policy_step",
-                "The step whose weights answer.",
-                {(("model", name),): policy.source.step for name, policy in served.items()},
-            ),
-        ]
-        return Response(self.meter.render(gauges), media_type=CONTENT_TYPE)
+        return Response(self.meter.render(), media_type=CONTENT_TYPE)
+
+
+def _step_of(policy: ServedPolicy) -> float:
+    return policy.source.step
 
 
 def _json(value: object) -> Response:

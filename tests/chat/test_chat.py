@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art_cli.chat import Backend
-from art_cli.chat.app import build_app
+from art_cli.chat.app import BodyLimit, build_app
 from art_cli.chat.client import HttpBackend
 from art_cli.chat.connection import Connection
 from art_cli.chat.errors import ChatError
@@ -398,7 +398,10 @@ async def test_health_needs_no_key_and_everything_else_does() -> None:
 
 async def test_a_body_over_the_limit_is_a_413_and_the_connection_lives_on() -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
-    async with serving(ScriptedBackend(), max_body_bytes=1000) as url, httpx.AsyncClient(headers=headers) as client:
+    async with (
+        serving(ScriptedBackend(), body_limit=lambda: BodyLimit(1000)) as url,
+        httpx.AsyncClient(headers=headers) as client,
+    ):
         reply = await client.post(f"{url}/chat/completions", content=b"x" * 5000)
         assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
         assert (await client.get(f"{url}/models")).status_code == 200

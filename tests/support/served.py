@@ -89,6 +89,9 @@ class ScriptedEngine(ScriptedBackend):
     async def score(self, token_ids: list[int]) -> list[float]:
         return [0.0] * (len(token_ids) - 1)
 
+    def longest_prompt(self) -> int | None:
+        return None
+
     async def rest(self) -> None: ...
 
     async def wake(self) -> None: ...

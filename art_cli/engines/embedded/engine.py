@@ -113,6 +113,9 @@ class EmbeddedEngine:
         assert self._runner is not None
         return await self._with_weights(partial(self._runner.score, token_ids))
 
+    def longest_prompt(self) -> int:
+        return self._weights.max_length * self._vocabulary.longest
+
     async def rest(self) -> None:
         """Keys and values go; the weights are the learner's. What is being sampled goes on from its tokens later."""
         await self._with_weights(self._running_worker().let_go)

@@ -111,6 +111,9 @@ class VllmEngine:
         self._check_cache(cached, anew)
         return anew.logprobs
 
+    def longest_prompt(self) -> None:
+        """Unknown, because the tokenizer is the server's."""
+
     async def rest(self) -> None:
         """Requests in flight are answered, then the GPU's memory is the learner's; nothing where they share none."""
         if self._server.sleep_level == 0:

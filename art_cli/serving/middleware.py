@@ -1,9 +1,9 @@
-"""Door: stands before the application. Checks who asks, lets requests in or refuses them, writes the access log.
+"""Middleware: the ASGI application around the application. It checks keys, admits requests, writes the access log.
 
-Everything but /health needs a key where there are keys, also what does not exist here: whoever has none learns nothing.
-Where there are none, programs of this machine may ask, and web pages may not, /health included.
-The log has method, path, status and seconds, never headers, query strings or content. Of a path that is none of ours
-it has the plain words only: people put keys there.
+Where the server has keys, everything but /health needs one, also paths that do not exist, so that a client without a
+key learns nothing. Where it has none, programs on this machine may ask and web pages may not, /health included.
+The log has method, path, status and seconds, never headers, query strings or content. Of an unknown path it shows only
+the plain words, because some clients put a key in the path.
 """
 
 import logging
@@ -15,7 +15,6 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from art_cli.chat.app import error_response, wrong_key
-from art_cli.chat.connection import delivered
 from art_cli.chat.errors import ChatError
 from art_cli.chat.wires import WIRES
 from art_cli.serving.admission import Admission
@@ -26,14 +25,14 @@ from art_cli.serving.pages import check_sender
 log = logging.getLogger(__name__)
 
 OPEN = "/health"
-WATCHED = ("/ready", "/metrics", "/health")  # by machines, every few seconds: not worth a line each
+WATCHED = ("/ready", "/metrics", "/health")  # machines ask these every few seconds, so they are logged at debug level
 KNOWN = (*(wire.path for wire in WIRES), *WATCHED, "/v1/models")
-WORD = re.compile(r"v\d|[a-z_]{1,24}")  # of a path such as /v1/embeddings; a key has digits, capitals or is longer
+WORD = re.compile(r"v\d|[a-z_]{1,24}")  # a part of a path such as /v1/embeddings; keys have digits, capitals, or more
 MAX_WORDS = 8
 GONE = 499  # nginx's status for a client that went away
 
 
-class Door:
+class Middleware:
     """An ASGI application around another."""
 
     def __init__(self, app: ASGIApp, keys: Keys, admission: Admission, meter: Meter) -> None:
@@ -61,13 +60,11 @@ class Door:
             try:
                 self._check_caller(scope)
                 if is_completion:
-                    stack.enter_context(self._admission.entered())
+                    stack.enter_context(self._admission.admitted())
             except ChatError as error:
                 await error_response(error, WIRES.at(path))(scope, receive, send)
                 return
-            await self._app(scope, receive, send)
-            if is_completion:
-                await delivered(scope)
+            await self._app(scope, receive, _until_taken(send) if is_completion else send)
 
     def _check_caller(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -78,15 +75,14 @@ class Door:
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         path = scope["path"]
-        route = path if path in KNOWN else "other"
-        self._meter.requests[(("route", route), ("code", str(status)))] += 1
+        self._meter.requests.labels(route=path if path in KNOWN else "other", code=str(status)).inc()
         if path in WIRES:
-            self._meter.request_s.add(seconds)
+            self._meter.request_s.observe(seconds)
         level = logging.DEBUG if path in WATCHED else logging.INFO
         log.log(level, "%s %s %d %.3f s", scope["method"], self._shown(path), status, seconds)
 
     def _shown(self, path: str) -> str:
-        """The path without what may be a key: /v1/models/* of /v1/models/sk-42."""
+        """The path without parts that may be keys: /v1/models/* of /v1/models/sk-42."""
         if path in KNOWN:
             return path
         parts = path.split("/")
@@ -95,3 +91,18 @@ class Door:
 
     def _is_word(self, part: str) -> bool:
         return bool(WORD.fullmatch(part)) and not (self._keys and self._keys.admits(part))
+
+
+def _until_taken(send: Send) -> Send:
+    """`send`, but the end of a reply returns only when the client has taken the reply or gone.
+
+    The end is sent apart from the last piece, because a send waits for the pieces before it (chat/connection.py).
+    """
+
+    async def send_apart(message: Message) -> None:
+        if message["type"] == "http.response.body" and message.get("body") and not message.get("more_body"):
+            await send({**message, "more_body": True})
+            message = {**message, "body": b""}
+        await send(message)
+
+    return send_apart

@@ -1,0 +1,191 @@
+"""What `art serve` bounds: requests at once, bodies, and the patience with slow clients."""
+
+import asyncio
+import socket
+from pathlib import Path
+
+import httpx
+
+from art_cli.chat.app import closing_stream
+from art_cli.chat.connection import Timeouts
+from art_cli.chat.requests import Request, Sampling
+from art_cli.config.schema import EmbeddedEngineConfig
+from art_cli.run_dir import RunDir
+from art_cli.serving.admission import Admission
+from art_cli.serving.dispatch import Dispatch
+from art_cli.serving.loader import Loader
+from art_cli.serving.meter import Meter
+from art_cli.serving.policies import Policies, ServedPolicy
+from art_cli.serving.source import find_source
+from tests.support.served import ScriptedLoader
+from tests.support.serving import (
+    JSON,
+    USER,
+    Gate,
+    Talker,
+    ask_and_not_read,
+    client,
+    fetch,
+    greedy,
+    number,
+    rest_of,
+    say,
+    send_raw,
+    serving,
+)
+from tests.support.waiting import until
+
+
+async def test_more_requests_than_fit_get_429_and_when_to_come_again() -> None:
+    """Concurrency 2 and queue 3: of 8 at once 2 are at the engine, 3 wait, 3 are refused; then all 5 are answered."""
+    gate = Gate()
+    async with (
+        serving(loader=ScriptedLoader(gate), concurrency=2, queue=3) as (service, root),
+        httpx.AsyncClient(base_url=root) as http,
+    ):
+        body = {"model": "policy", "messages": [USER]}
+        calls = [asyncio.create_task(http.post("/v1/chat/completions", json=body)) for _ in range(8)]
+        await until(lambda: sum(call.done() for call in calls) == 3)
+        refused = [call.result() for call in calls if call.done()]
+        assert {reply.status_code for reply in refused} == {429}
+        assert {reply.json()["error"]["code"] for reply in refused} == {"overloaded"}
+        assert all(1 <= int(reply.headers["retry-after"]) <= 60 for reply in refused)
+        await until(lambda: gate.num_waiting == 2)
+        assert (service.admission.num_in_flight, service.admission.num_waiting) == (5, 3)
+        assert (await http.get("/v1/models")).status_code == 200  # only completions are counted
+        gate.is_open.set()
+        answered = await asyncio.gather(*(call for call in calls if not call.done()))
+        assert {reply.status_code for reply in answered} == {200}
+        assert service.admission.num_in_flight == 0
+
+
+async def test_a_body_too_large_is_413() -> None:
+    async with (
+        serving(loader=ScriptedLoader(), max_body_bytes=1000) as (service, root),
+        httpx.AsyncClient(base_url=root) as http,
+    ):
+        reply = await http.post("/v1/chat/completions", content=b"x" * 1001, headers=JSON)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
+        assert service.admission.num_in_flight == 0
+
+
+HEAD = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 100\r\n"
+)
+
+
+async def test_a_body_too_slow_is_408_and_frees_its_place() -> None:
+    async with serving(loader=ScriptedLoader(), body_timeout_s=0.3) as (service, root):
+        received, seconds = await asyncio.to_thread(send_raw, root, HEAD + b"\r\n{")
+        assert received.startswith(b"HTTP/1.1 408 ")
+        assert b'"code":"request_timeout"' in received
+        assert 0.25 < seconds < 5
+        assert service.admission.num_in_flight == 0
+
+
+async def test_a_request_that_never_becomes_one_is_ended() -> None:
+    """Nothing at all, half a header, headers without end: closed, with 408 or 431 where something was sent."""
+    async with serving(loader=ScriptedLoader(), timeouts=Timeouts(request_s=0.3)) as (_, root):
+        nothing = asyncio.to_thread(send_raw, root)
+        half = asyncio.to_thread(send_raw, root, HEAD)
+        endless = asyncio.to_thread(send_raw, root, HEAD, b"X: " + b"x" * 2**17)
+        results = await asyncio.gather(nothing, half, endless)
+    assert results[0][0] == b""
+    assert results[1][0].startswith(b"HTTP/1.1 408 ")
+    assert results[2][0] == b"" or results[2][0].startswith(b"HTTP/1.1 431 ")
+    assert all(seconds < 5 for _, seconds in results)
+
+
+async def test_clients_that_do_not_read_are_given_up() -> None:
+    """One asks for a whole answer, then one for a stream, and neither reads: both are cut off, the place is free."""
+    async with serving(loader=ScriptedLoader(make=Talker), timeouts=Timeouts(read_s=0.3)) as (service, root):
+        with socket.socket() as whole, socket.socket() as stream:
+            for num_gone, wire in enumerate((whole, stream)):
+                await ask_and_not_read(root, wire, is_stream=wire is stream)
+                await until(lambda: service.admission.num_in_flight == 1)
+                await until(lambda: service.admission.num_in_flight == 0)
+                metrics = await fetch(f"{root}/metrics")
+                assert number(metrics, "art_requests_total", route="/v1/completions", code="200") == num_gone + 1
+            received = await asyncio.to_thread(rest_of, whole)
+    assert len(received) < 20_000_000
+
+
+async def test_slow_readers_keep_nobody_from_being_answered() -> None:
+    """Two places, two streams of 20 MB that nobody reads: others are answered. Then they read, and have it all."""
+    async with (
+        serving(loader=ScriptedLoader(make=Talker), concurrency=2, queue=1) as (service, root),
+        httpx.AsyncClient(base_url=root) as http,
+    ):
+        with socket.socket() as one, socket.socket() as other:
+            for wire in (one, other):
+                await ask_and_not_read(root, wire, is_stream=True)
+            await until(lambda: (service.admission.num_in_flight, service.admission.num_answering) == (2, 0))
+            short = {"model": "policy", "prompt": "x", "max_tokens": 1}
+            assert (await http.post("/v1/completions", json=short)).status_code == 200
+            await until(lambda: service.admission.num_in_flight == 2)
+            assert (await http.post("/v1/completions", json=short)).status_code == 200
+            numbers = (await http.get("/metrics")).text
+            received = await asyncio.gather(*(asyncio.to_thread(rest_of, wire) for wire in (one, other)))
+        await until(lambda: service.admission.num_in_flight == 0)
+    assert (number(numbers, "art_requests_inside"), number(numbers, "art_requests_answering")) == (2, 0)
+    for data in received:
+        assert data.count(b"o") >= 10_000_000
+        assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def test_a_stream_that_nobody_reads_keeps_neither_slot_nor_place(run: RunDir) -> None:
+    """One slot, one place: a stream of 200 tokens is read once, others are answered, then the rest of it is there."""
+    loader = Loader(EmbeddedEngineConfig(max_batch=1), logs=Path("/nowhere"))
+    policies = Policies([ServedPolicy(find_source(str(run.root)), loader)])
+    await policies.start()
+    admission = Admission(concurrency=1, queue=0)
+    dispatch = Dispatch(policies, admission, Meter(), logs_content=False)
+    long, short = (
+        Request(
+            model="mine",
+            messages=[USER],
+            sampling=Sampling(temperature=0, max_tokens=num),
+            user_set=frozenset({"temperature", "max_tokens"}),
+        )
+        for num in (200, 8)
+    )
+    try:
+        async with closing_stream(dispatch.stream(long)) as stream:
+            ids = list((await anext(stream)).choice.token_ids)
+            async with asyncio.timeout(60):
+                assert (await dispatch.reply(short)).choices[0].text == greedy(run, 2)
+                assert [chunk async for chunk in dispatch.stream(short)]
+            ids += [id async for chunk in stream for id in chunk.choice.token_ids]
+        assert len(ids) == 200
+        assert ids == (await dispatch.reply(long)).choices[0].token_ids
+    finally:
+        await policies.close()
+
+
+async def test_a_client_that_goes_away_frees_its_slot(run: RunDir) -> None:
+    """An engine with one slot: an answer of 900 tokens is left early; it ends there, unfinished."""
+    loader = Loader(EmbeddedEngineConfig(max_batch=1), logs=Path("/nowhere"))
+    async with serving(find_source(str(run.root)), loader=loader, concurrency=2) as (service, root), client(root) as ai:
+        generation = service.policies.served["mine"]._generation
+        assert generation is not None
+        scheduler = generation.engine._worker._scheduler  # type: ignore[attr-defined]
+        for is_stream in (True, False):
+            call = ai.completions.create(model="mine", prompt="abc", max_tokens=900, seed=5, stream=is_stream)
+            task = asyncio.create_task(call)
+            await until(lambda: bool(scheduler.running))
+            (left,) = scheduler.running.values()
+            if is_stream:
+                stream = await task
+                await anext(aiter(stream))  # type: ignore[call-overload]
+                await stream.close()  # type: ignore[union-attr]
+            else:
+                task.cancel()
+            await until(lambda: service.admission.num_in_flight == 0)
+            assert await say(ai, "mine", max_tokens=8) == greedy(run, 2)
+            assert (left.slot, left.finish_reason) == (-1, None)
+            assert scheduler.num_sampled(left) < 900
+            assert scheduler.is_idle
+        metrics = await fetch(f"{root}/metrics")
+    assert number(metrics, "art_requests_total", route="/v1/completions", code="499") == 1
+    assert number(metrics, "art_requests_answering") == 0
