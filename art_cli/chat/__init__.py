@@ -9,9 +9,9 @@
     server.py      runs the application on a port of this machine, with a deadline for start and stop
     connection.py  one client's connection, with deadlines for a slow one
 
-The seam is `Backend`. Three classes have this shape: the embedded engine (samples in this process), HttpBackend (asks
-another server) and the gateway's recorder (wraps one of those two and writes down every turn). Tokens travel inside
-Reply and Chunk whether or not the client asked for them; the application shows only what was asked.
+The seam is `Backend`. The embedded engine (samples in this process) and HttpBackend (asks another server) have this
+shape, and so have the gateway's RecordingBackend and serving's Dispatch, which stand in front of one of those two.
+Reply and Chunk carry tokens whether or not the client asked for them; the wire renders only what was asked for.
 """
 
 from collections.abc import AsyncIterator
@@ -22,13 +22,13 @@ from art_cli.chat.requests import Request
 
 
 class Backend(Protocol):
-    """Answers requests. Both methods raise ChatError, which carries the HTTP status and OpenAI error body.
+    """Answers requests. `reply` and `stream` raise ChatError.
 
-    Cancelling the awaiting task (the client went away) frees whatever the request held.
+    Cancelling the awaiting task, as when the client goes away, frees everything that the request holds.
     """
 
     def models(self) -> list[str]:
-        """The model names it answers to."""
+        """The names of its models."""
         ...
 
     async def reply(self, request: Request) -> Reply:
@@ -36,5 +36,5 @@ class Backend(Protocol):
         ...
 
     def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        """The answer piece by piece; the chunks' tokens, put together, are those of `reply`."""
+        """The answer in pieces; the tokens of all chunks are those of `reply`."""
         ...

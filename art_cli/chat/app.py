@@ -35,7 +35,13 @@ from art_cli.chat.wires import WIRES, Wire, Wires
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 RefuseKey = Callable[[str | None], ChatError]
-BackendFor = Callable[[str | None], Backend | None]  # from the key that a client sent, or None, to its backend
+BackendFor = Callable[[str | None], Backend | None]  # the backend for a client's key, which may be None
+
+
+READ_HERE_BYTES = 64 * 2**10  # length up to which a body is parsed on the event loop, which takes 2 ms at most
+RETRIES = "x-stainless-retry-count"  # header of many SDKs: how often they have sent this request before
+BODY_TIMEOUT_S = 60.0  # longest wait for a client to send its whole request
+CANCEL_TIMEOUT_S = 10.0  # longest wait for a backend to free what a cancelled request held
 
 
 class BodyLimit(NamedTuple):
@@ -43,12 +49,6 @@ class BodyLimit(NamedTuple):
 
     num_bytes: int = 32 * 2**20  # enough for a context of a million tokens as text
     reason: str = ""
-
-
-READ_HERE_BYTES = 64 * 2**10  # length up to which a body is parsed on the event loop, which takes 2 ms at most
-RETRIES = "x-stainless-retry-count"  # header of many SDKs: how often they have sent this request before
-BODY_TIMEOUT_S = 60.0  # longest wait for a client to send its whole request
-CANCEL_TIMEOUT_S = 10.0  # longest wait for a backend to free what a cancelled request held
 
 
 def build_app(
@@ -61,10 +61,10 @@ def build_app(
     body_timeout_s: float = BODY_TIMEOUT_S,
     more: Sequence[Route] = (),
 ) -> Starlette:
-    """The application. `defaults` fill what a client's sampling leaves out; a backend may fill it its own way.
+    """The application. `defaults` fill the sampling fields that a client leaves out; a backend may fill them anew.
 
-    `refuse_key` makes the error for a key that has no backend; `wrong_key` unless given.
-    `more` are routes beside these, for whoever serves more than the protocol.
+    `refuse_key` makes the error for a key that has no backend; `wrong_key` unless given. `body_limit` is asked at each
+    request. `more` are routes of the caller's own.
     """
     routes = _Routes(backend_for, wires, refuse_key or wrong_key, defaults or Sampling(), body_limit, body_timeout_s)
     refusals = _Refusals(wires)
@@ -148,9 +148,9 @@ def _parse(wire: Wire, body: bytes, defaults: Sampling) -> Request:
 
 
 def _num_retries(headers: Headers) -> int:
-    """What the client's SDK says of itself; 0 for anything that is not a small number."""
-    said = headers.get(RETRIES, "")
-    return int(said) if re.fullmatch("[0-9]{1,4}", said) else 0
+    """The number of earlier sends that the client's SDK reports; 0 for anything that is not a small number."""
+    reported = headers.get(RETRIES, "")
+    return int(reported) if re.fullmatch("[0-9]{1,4}", reported) else 0
 
 
 def _check_model(backend: Backend, name: str) -> None:
@@ -190,7 +190,7 @@ def _too_large(limit: BodyLimit) -> ChatError:
 
 
 async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`; raises ClientDisconnect, with `work` cancelled and ended, when the client goes away."""
+    """The result of `work`. When the client goes away, `work` is cancelled and has ended; raises ClientDisconnect."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnect(receive))
     try:
@@ -204,7 +204,7 @@ async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Resul
             task.cancel()
             await asyncio.wait((task,), timeout=CANCEL_TIMEOUT_S)
             if task.done() and not task.cancelled():
-                task.exception()  # seen: it failed on its way out, and nobody is left to be told
+                task.exception()  # marks it as retrieved: it failed while it was cancelled, and the client has gone
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -213,12 +213,12 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def _guard(work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of a backend's work; what it raises that is no ChatError is logged and becomes one."""
+    """The result of a backend's work. An exception other than ChatError is logged and becomes one."""
     try:
         return await work
     except ChatError:
         raise
-    except Exception as error:  # the boundary to the backend: a defect there must not take the server down
+    except Exception as error:  # boundary to the backend: a defect there must not take the server down
         raise _internal(error) from error
 
 
@@ -228,9 +228,9 @@ def _internal(error: Exception) -> ChatError:
 
 
 class _EventStream(Response):
-    """Streams a backend's chunks. A failure before the first one is an ordinary error reply, later an error event.
+    """Streams a backend's chunks. A failure before the first chunk is an ordinary error reply, later an error event.
 
-    The whole stream runs in one task: a backend may hold on to the task that it was started in.
+    The whole stream runs in one task, because a backend may keep hold of the task that started it.
     """
 
     def __init__(self, backend: Backend, request: Request, wire: Wire) -> None:
@@ -258,7 +258,7 @@ class _EventStream(Response):
                         await _send_piece(send, rendered)
             ending = events.finish()
             assert is_open, "a stream without chunks"
-        except Exception as error:  # the boundary to the backend, as in _guard
+        except Exception as error:  # boundary to the backend, as in _guard
             failure = error if isinstance(error, ChatError) else _internal(error)
             if not is_open:
                 await error_response(failure, self._wire)(scope, receive, send)
@@ -269,7 +269,7 @@ class _EventStream(Response):
 
 @contextlib.asynccontextmanager
 async def closing_stream(chunks: AsyncIterator[Chunk]) -> AsyncIterator[AsyncIterator[Chunk]]:
-    """Ends a stream that is left early here and now, not when it is collected as garbage."""
+    """The stream, closed on the way out. Otherwise one that is left early would end with its garbage collection."""
     try:
         yield chunks
     finally:
@@ -293,7 +293,7 @@ def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None)
 
 
 def wrong_key(key: str | None) -> ChatError:
-    """The refusal of a key, or of none. It never says which."""
+    """The refusal of a key, which it does not repeat, or of a request without one."""
     message = "no API key in the request" if key is None else "this API key is not, or no longer, valid here"
     return ChatError(401, message, "authentication_error", None, "invalid_api_key")
 

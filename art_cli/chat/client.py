@@ -1,9 +1,10 @@
 """HttpBackend: any OpenAI-compatible endpoint as a Backend: vLLM, art's own server, a hosted model.
 
-It asks for logprobs and token ids and takes what it gets: from vLLM and art every token, from others the text alone.
-The logprobs must be of the distribution sampled from (vLLM: `--logprobs-mode processed_logprobs`).
+It asks for logprobs and token ids. vLLM and art report both for every token, other endpoints often the text alone.
+The logprobs must be those of the distribution sampled from (vLLM: `--logprobs-mode processed_logprobs`).
 
-aiohttp, not httpx: the gateway's time goes here, and a call costs 0.1 ms of CPU instead of 1.2 (32 at once, 18 kB).
+It uses aiohttp because the gateway spends its time here: a call costs 0.1 ms of CPU, with httpx 1.2 ms (32 calls at
+once, 18 kB each).
 """
 
 import re
@@ -24,17 +25,17 @@ from art_cli.chat.requests import Request, Sampling
 Json = dict[str, Any]
 
 CONNECT_TIMEOUT_S = 10.0
-MAX_MESSAGE = 10_000  # characters of an endpoint's error that are passed on
-IDLE_S = 4.0  # below uvicorn's keep-alive of 5 s: it is we who close an idle connection, never both at once
+MAX_MESSAGE = 10_000  # characters of an endpoint's error that reach the client
+IDLE_S = 4.0  # below uvicorn's keep-alive of 5 s, so that this side closes idle connections, never both at once
 
 
 class HttpBackend:
-    """Sends requests on to `base_url` (`http://127.0.0.1:8000/v1`), as `model` whatever the client called it."""
+    """Sends requests to `base_url` (`http://127.0.0.1:8000/v1`). It asks for `model`, whatever the client asked for."""
 
     def __init__(self, base_url: str, api_key: str, model: str, *, step: int = 0, timeout_s: float = 300.0) -> None:
         self.model = model
-        self.step = step  # of replies whose endpoint does not say; whoever loads new weights there moves it on
-        self._url = str(URL(base_url.rstrip("/")).with_user(None))  # goes into messages: never with a password
+        self.step = step  # step to record when the endpoint does not report one; the caller updates it after a load
+        self._url = str(URL(base_url.rstrip("/")).with_user(None))  # has no password, because messages show it
         self._api_key = api_key
         self._timeout_s = timeout_s
         self._dialect = _Dialect()
@@ -44,7 +45,7 @@ class HttpBackend:
         return [self.model]
 
     async def reply(self, request: Request) -> Reply:
-        """Raises ChatError: what the endpoint answered, 502 when it cannot be reached, 504 when it is too slow."""
+        """Raises ChatError: the endpoint's refusal, 502 when it cannot be reached, 504 when it is too slow."""
         async with self._post(request, is_stream=False) as response:
             body = await read_answer(response)
         wire = self._decode(body)
@@ -62,7 +63,7 @@ class HttpBackend:
         )
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        """Raises ChatError as `reply` does, also for a stream that ends before its choices do."""
+        """Raises ChatError as `reply` does, also when the stream ends before its choices do."""
         open_choices = set(range(request.sampling.n))
         async with self._post(request, is_stream=True) as response:
             async for data in _events(response):
@@ -87,7 +88,7 @@ class HttpBackend:
 
     @asynccontextmanager
     async def _post(self, request: Request, *, is_stream: bool) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer of status 200. What the endpoint refuses although the client never asked for it is left out."""
+        """An answer of status 200. A field that the endpoint refuses and the client did not ask for is left out."""
         url = f"{self._url}/{'completions' if request.messages is None else 'chat/completions'}"
         timeout = aiohttp.ClientTimeout(
             total=None if is_stream else self._timeout_s, sock_connect=CONNECT_TIMEOUT_S, sock_read=self._timeout_s
@@ -108,7 +109,7 @@ class HttpBackend:
             is_local = URL(self._url).host in ("127.0.0.1", "localhost", "::1")
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
-                trust_env=not is_local,  # a proxy between us and a hosted model, never between us and ourselves
+                trust_env=not is_local,  # environment's proxies are for hosted models, not for this machine
                 headers={"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"},
             )
         return self._session
@@ -129,7 +130,7 @@ class HttpBackend:
             raise ChatError(502, message, code="upstream_unreachable") from error
 
     def _refusal(self, status: int, answer: bytes, retry_after: str | None = None) -> ChatError:
-        """The endpoint's own error, without what it may say of our key."""
+        """The endpoint's error without our key, which it may quote."""
         if status in (401, 403):
             return ChatError(status, f"{self._url}: it refused our API key", code="upstream_authentication")
         error = _read_error(answer)
@@ -172,10 +173,10 @@ _REFUSED = re.compile(r"unsupported|not support|unrecognized|unknown|not permitt
 
 
 class _Dialect:
-    """The request body in the words that one endpoint understands, learnt from what it refuses.
+    """The request body with the fields that one endpoint understands, learnt from its refusals.
 
-    Everything that decides the distribution is said outright, since endpoints have defaults of their own (vLLM takes
-    the model's generation_config.json). A field that the client did not ask for is left out once it was refused.
+    All sampling fields are sent, because endpoints have defaults of their own (vLLM takes the model's
+    generation_config.json). A field that the client did not ask for is left out once the endpoint has refused it.
     """
 
     def __init__(self) -> None:
@@ -197,7 +198,7 @@ class _Dialect:
         return body
 
     def learn(self, request: Request, status: int, answer: bytes) -> bool:
-        """Whether the refusal was of a field that can be left out, and is from now on."""
+        """Whether the endpoint refused a field that can be left out; from now on it is."""
         error = _read_error(answer)
         if status not in (400, 422) or not _REFUSED.search(error.message):
             return False
@@ -210,7 +211,7 @@ class _Dialect:
 
 
 def _asked_for(request: Request) -> frozenset[str]:
-    """The fields whose loss would change what the client gets."""
+    """The fields without which the client would get another answer."""
     sampling, neutral = request.sampling, Sampling()
     decisive = ("temperature", "top_p", "top_k", "max_tokens", "stop", "n")
     differing = {name for name in decisive if getattr(sampling, name) != getattr(neutral, name)}
@@ -285,9 +286,9 @@ class _WireChoice(msgspec.Struct):
     text: str | None = None
     logprobs: _WireLogprobs | None = None
     finish_reason: str | None = None
-    token_ids: list[int] | None = None  # vLLM, art
-    prompt_token_ids: list[int] | None = None  # vLLM, in plain completions
-    raw_logprobs: list[float] | None = None  # art
+    token_ids: list[int] | None = None  # vLLM's and art's
+    prompt_token_ids: list[int] | None = None  # vLLM's, in plain completions
+    raw_logprobs: list[float] | None = None  # art's
 
 
 class _WireUsage(msgspec.Struct):
@@ -302,13 +303,13 @@ class _WireReply(msgspec.Struct):
     created: float | None = None
     choices: list[_WireChoice] = []
     usage: _WireUsage | None = None
-    prompt_token_ids: list[int] | None = None  # vLLM, art
-    step: int | None = None  # art
+    prompt_token_ids: list[int] | None = None  # vLLM's and art's
+    step: int | None = None  # art's
     error: Any = None
 
 
 def _read_error(answer: bytes) -> _WireError:
-    """The error of an OpenAI body, of vLLM's older flat one, or FastAPI's `detail`; empty when it is none of them."""
+    """The error of an OpenAI body, of vLLM's older flat body, or FastAPI's `detail`; empty for any other answer."""
     try:
         fields = msgspec.json.decode(answer)
         error = fields.get("error", fields) if isinstance(fields, dict) else {}
@@ -325,7 +326,7 @@ def _choice(wire: _WireChoice) -> Choice:
     if message is not None:
         message = {name: value for name, value in message.items() if name == "content" or value not in (None, [], "")}
         for call in message.get("tool_calls", ()):
-            if "name" in (function := call.get("function") or {}):  # the first piece of a call; clients add to it
+            if "name" in (function := call.get("function") or {}):  # first piece of a call; clients append to it
                 function["arguments"] = function.get("arguments") or ""
     choice = Choice(
         index=wire.index,
@@ -354,7 +355,7 @@ def _add_logprobs(choice: Choice, wire: _WireLogprobs) -> None:
 
 
 def _token(wire: _WireToken | _WireTop) -> str:
-    """The token's text; where its bytes are no text, these as `replies.token_bytes` reads them."""
+    """The token's text. Bytes of an incomplete character become lone surrogates, as in `replies.token_bytes`."""
     if wire.bytes is None or "\ufffd" not in wire.token:
         return wire.token
     return bytes(wire.bytes).decode(errors="surrogateescape")
@@ -371,7 +372,7 @@ def _usage(wire: _WireReply) -> tuple[int, int] | None:
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of each server-sent event. (aiohttp's own line reader refuses lines as long as a prompt's token ids.)"""
+    """The data of each server-sent event. aiohttp's line reader is not used: it refuses lines as long as token ids."""
     rest = bytearray()
     async for piece in response.content.iter_any():
         *lines, last = piece.split(b"\n")

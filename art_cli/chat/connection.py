@@ -20,8 +20,10 @@ MAX_HEADER_BYTES = 64 * 2**10  # size limit of a request's headers; nginx allows
 class Timeouts(NamedTuple):
     """How long a client may be slow, in seconds."""
 
-    request_s: float = 75.0  # from a request's first byte to its last; the application's own limit is shorter
-    read_s: float = 60.0  # with a reply to take and not a byte of it taken
+    request_s: float = (
+        75.0  # longest time from a request's first byte to its last; the application's own limit is shorter
+    )
+    read_s: float = 60.0  # longest time in which a client takes no byte of its reply
 
 
 class Connection(asyncio.Protocol):

@@ -6,7 +6,7 @@ never shows it. Messages never hold a key. `type`, `param` and `code` are OpenAI
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
-MAX_MESSAGE = 4096  # characters; it may quote what a client or an endpoint sent
+MAX_MESSAGE = 4096  # characters of a message, which may quote what a client or an endpoint sent
 
 
 class ChatError(Exception):
@@ -23,7 +23,7 @@ class ChatError(Exception):
         param: str | None = None,
         code: str | None = None,
         *,
-        retry_after: str | None = None,  # an upstream's Retry-After header, handed on
+        retry_after: str | None = None,  # value of the Retry-After header
     ) -> None:
         message = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
         super().__init__(message)
@@ -36,5 +36,5 @@ class ChatError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ChatError:
-    """A 400: the client's own mistake."""
+    """A ChatError with status 400: the client's mistake."""
     return ChatError(400, message, INVALID_REQUEST, param, code)

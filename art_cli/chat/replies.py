@@ -14,20 +14,20 @@ Json = dict[str, Any]
 
 
 class Choice(msgspec.Struct, kw_only=True):
-    """One sampled answer. L sampled tokens.
+    """One sampled answer of L tokens.
 
     Example: Choice(index=0, message={"role": "assistant", "content": "4"}, text="4", token_ids=[19, 2],
                     logprobs=[-0.1, -0.0], raw_logprobs=[-0.1, -0.0], tokens=["4", ""], finish_reason="stop")
     """
 
     index: int
-    message: Json | None = None  # chat: the assistant message, tool calls parsed
-    text: str = ""  # what was sampled, special tokens left out
-    token_ids: list[int] = []  # [L] as sampled, the stop token included
-    logprobs: list[float] = []  # [L] under the distribution really sampled from, a grammar's mask left aside
-    raw_logprobs: list[float] | None = None  # [L] under softmax(logits) untouched
-    is_masked: bool = False  # a grammar's mask is in `logprobs` all the same, as in vLLM's
-    tokens: list[str] = []  # [L] each token as text, for clients that asked for logprobs; see `token_bytes`
+    message: Json | None = None  # chat only: the assistant message in OpenAI's form, tool calls parsed
+    text: str = ""  # the sampled text without special tokens
+    token_ids: list[int] = []  # [L] sampled tokens, the stop token included
+    logprobs: list[float] = []  # [L] logprobs under the distribution sampled from, before a grammar's mask
+    raw_logprobs: list[float] | None = None  # [L] logprobs under the unmodified softmax(logits)
+    is_masked: bool = False  # True: `logprobs` are those behind a grammar's mask, as vLLM reports them
+    tokens: list[str] = []  # [L] each token as text, if the client asked for logprobs; see `token_bytes`
     top_logprobs: list[list[tuple[str, float]]] | None = None  # [L][k]
     finish_reason: str = "stop"  # stop, length, tool_calls
 
@@ -40,9 +40,9 @@ class Reply(msgspec.Struct, kw_only=True):
     model: str
     choices: list[Choice]
     prompt_ids: list[int]
-    step: int = 0  # the policy's step that sampled it
-    sampling: Any = None  # the Sampling really used, defaults filled in; None: the endpoint did not say
-    usage: tuple[int, int] | None = None  # (prompt, sampled) tokens of an endpoint that counts and gives no ids
+    step: int = 0  # policy step that sampled it
+    sampling: Any = None  # the Sampling used, defaults filled in; None: the endpoint does not report it
+    usage: tuple[int, int] | None = None  # (prompt, sampled) token counts, if the endpoint reports counts and no ids
 
 
 class Chunk(msgspec.Struct, kw_only=True):
@@ -56,20 +56,20 @@ class Chunk(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choice: Choice
-    is_last: bool = False  # of its choice: finish_reason counts
+    is_last: bool = False  # True: the last chunk of its choice, whose finish_reason counts
     prompt_ids: list[int] | None = None
     step: int = 0
     sampling: Any = None
-    usage: tuple[int, int] | None = None  # as in Reply; with the last chunks
+    usage: tuple[int, int] | None = None  # see Reply; the last chunks carry it
 
 
 def token_bytes(token: str) -> bytes:
-    """A token's bytes. Those of a part of a character stand as lone surrogates in its text (PEP 383)."""
+    """A token's bytes. In its text, bytes of an incomplete character are lone surrogates (PEP 383)."""
     return token.encode(errors="surrogateescape")
 
 
 def token_text(token: str) -> str:
-    """A token as clients see it: bytes that are no character are U+FFFD."""
+    """A token as clients see it, with U+FFFD for bytes of an incomplete character."""
     return token if token.isascii() else token_bytes(token).decode(errors="replace")
 
 
@@ -77,7 +77,7 @@ def token_text(token: str) -> str:
 
 
 class ReplyBuilder:
-    """Puts the chunks of one request's stream together. `is_complete` once every choice it asked for has ended."""
+    """Joins the chunks of one request's stream. It is complete once every choice that was asked for has ended."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -104,14 +104,14 @@ class ReplyBuilder:
             self._ended.add(piece.index)
 
     def reply(self) -> Reply:
-        """The Reply whose pieces were added; at least one was."""
+        """The Reply that the added chunks are pieces of. At least one chunk was added."""
         last = self._last
         assert last is not None, "a stream without chunks"
         return Reply(
             id=last.id,
             created=last.created,
             model=last.model,
-            choices=[_settle(self._choices[index]) for index in sorted(self._choices)],
+            choices=[_finished(self._choices[index]) for index in sorted(self._choices)],
             prompt_ids=self._prompt_ids,
             step=last.step,
             sampling=last.sampling,
@@ -127,8 +127,8 @@ def _extend(whole: Choice, piece: Choice) -> None:
         getattr(whole, name).extend(getattr(piece, name) or ())
 
 
-def _settle(choice: Choice) -> Choice:
-    """None for what the pieces did not carry; content is null beside tool calls, and otherwise text, if empty."""
+def _finished(choice: Choice) -> Choice:
+    """The choice with None for lists that no piece had. Its content is null beside tool calls, else text."""
     num_tokens = len(choice.logprobs)
     if len(choice.raw_logprobs or ()) != num_tokens:
         choice.raw_logprobs = None
@@ -148,7 +148,7 @@ def _extend_message(message: Json, delta: Json) -> None:
 
 
 def _extend_calls(calls: list[Json], deltas: Sequence[Json]) -> None:
-    """Tool calls by their `index`: the first delta of one names it, later ones add to its arguments."""
+    """Adds deltas to tool calls by their `index`: a call's first delta names it, later ones extend its arguments."""
     for place, delta in enumerate(deltas):
         index = delta.get("index", place)
         while len(calls) <= index:
@@ -160,6 +160,6 @@ def _extend_calls(calls: list[Json], deltas: Sequence[Json]) -> None:
 
 
 def _join(whole: Json, name: str, value: Any) -> None:
-    """Strings are put one after the other; anything else is replaced."""
+    """Appends a string to a string; replaces anything else."""
     old = whole.get(name)
     whole[name] = old + value if isinstance(old, str) and isinstance(value, str) else value

@@ -20,12 +20,12 @@ RENDERERS_OWN = frozenset(
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample one request. None in a client's request means: the endpoint's default."""
+    """How to sample one request."""
 
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: off
-    max_tokens: int | None = None  # None: to the end of the context
+    max_tokens: int | None = None  # None: up to the end of the context
     stop: tuple[str, ...] = ()
     seed: int | None = None
     n: int = 1
@@ -36,7 +36,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     sampling: Sampling
-    messages: list[Json] | None = None  # in the form of OpenAI's chat completions
+    messages: list[Json] | None = None  # messages in OpenAI's chat form, whatever the client's protocol
     prompt: str | list[int] | None = None
     tools: list[Json] = []
     tool_choice: str | Json = "auto"  # "auto", "none", "required", or a named function
@@ -47,25 +47,26 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     wants_logprobs: bool = False
     top_logprobs: int = 0
     wants_token_ids: bool = False  # vLLM's return_token_ids
-    echo: bool = False  # the application puts the prompt before the text; backends leave it aside
-    digest: bytes = b""  # of the body that it came in
+    echo: bool = False  # the wire puts the prompt before the text; backends ignore it
+    digest: bytes = b""  # hash of the body, by which the gateway recognises a retry
     is_recorded: bool = True  # False: the call only asks about a prompt, so the gateway writes no turn down
-    num_retries: int = 0  # how many times before the client's SDK sent this body and gave up
-    user_set: frozenset[str] = frozenset()  # the sampling fields that the client itself gave
-    overridden: Json = {}  # those of them that were replaced by force, with the values the client gave
+    num_retries: int = 0  # number of earlier times that the client's SDK sent this body and gave up
+    user_set: frozenset[str] = frozenset()  # names of the sampling fields that the client gave
+    overridden: Json = {}  # sampling fields that `force_sampling` replaced, with the values that the client gave
 
 
 def with_defaults(request: Request, defaults: Sampling) -> Request:
-    """The request with `defaults` wherever the client itself gave nothing."""
+    """The request with `defaults` for the sampling fields that the client did not give."""
     given = {name: getattr(request.sampling, name) for name in request.user_set}
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(defaults, **given))
 
 
-FORCED = ("temperature", "top_p", "top_k", "seed")  # what makes attempts alike, or their logprobs those of a cut
+# Sampling fields that `force_sampling` replaces. They make attempts alike, or logprobs those of a cut distribution.
+FORCED = ("temperature", "top_p", "top_k", "seed")
 
 
 def force_sampling(request: Request, defaults: Sampling) -> Request:
-    """The request with `defaults` for everything in FORCED; what the client gave otherwise is kept in `overridden`."""
+    """The request with `defaults` for the fields in FORCED. `overridden` holds the client's values that differed."""
     given = {name: getattr(request.sampling, name) for name in FORCED if name in request.user_set}
     overridden = {name: value for name, value in given.items() if value != getattr(defaults, name)}
     forced = {name: getattr(defaults, name) for name in FORCED}

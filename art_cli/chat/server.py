@@ -15,8 +15,8 @@ from art_cli.chat.connection import Connection, Timeouts
 from art_cli.errors import EngineError
 
 START_TIMEOUT_S = 30.0
-GRACE_S = 5  # for requests in flight to end when the server stops
-KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections (httpx: 5 s), so that it is they who close them
+GRACE_S = 5  # longest wait for requests in flight when the server stops
+KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections (httpx: 5 s), so that the clients close them
 BACKLOG = 2048
 
 
@@ -31,7 +31,7 @@ async def serve(
 ) -> AsyncIterator[str]:
     """Yields the server's root, `http://127.0.0.1:41233`, while it answers there; port 0 takes any free one.
 
-    When it stops, requests in flight have `grace_s` to end. Raises EngineError: the address cannot be had.
+    When it stops, requests in flight have `grace_s` seconds to end. Raises EngineError: the address is not available.
     """
     listener = _listen(host, port)
     server = _Server(_configure(app, timeouts or Timeouts(), grace_s))
@@ -52,8 +52,8 @@ async def serve(
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named because asyncio sends small pieces at once (TCP_NODELAY) only where it is: without it, each
-    # reply waits 40 ms for the client's delayed acknowledgement of its head.
+    # The protocol is named because asyncio sets TCP_NODELAY only if it is. Without TCP_NODELAY each reply waits 40 ms
+    # for the client's delayed acknowledgement of its head.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -69,13 +69,13 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _authority(host: str) -> str:
-    """Where clients on this machine reach a server that listens on `host`."""
+    """The host name by which clients on this machine reach a server that listens on `host`."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"[{reachable}]" if ":" in reachable else reachable
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to whoever owns the process, and says when it is ready."""
+    """Leaves signals to the owner of the process, and sets `is_ready` when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -1,9 +1,9 @@
-"""Backlog: what was sampled for a stream and its client has not taken yet. Sampling never waits for a client.
+"""Backlog: chunks of a stream that are sampled and that its client has not taken yet. Sampling waits for no client.
 
-    the policy's stream -> a task of its own -> Backlog -> whoever writes to the client, at the client's speed
+    engine's stream -> a task of its own -> Backlog -> application, at the client's speed
 
-What waits is bounded by the reply itself: pieces of text are put together while they wait, so that a whole reply takes
-what it takes unstreamed, about 100 bytes a token, and a client that lags gets fewer and longer pieces.
+Chunks are joined while they wait. So a backlog is never larger than the whole reply unstreamed, about 100 bytes a
+token, and a slow client gets fewer and longer pieces.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ import msgspec
 from art_cli.chat.app import CANCEL_TIMEOUT_S, closing_stream
 from art_cli.chat.replies import Choice, Chunk
 
-MIN_JOIN = 64  # chunks that may wait as they are: putting them together costs more than they take
+MIN_JOIN = 64  # number of chunks up to which joining costs more than it saves
 
 
 async def read_ahead(stream: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
-    """The stream's chunks, some put together. It is read as fast as it comes; leaving early ends it."""
+    """The stream's chunks, some joined. The stream is read as fast as it yields; leaving early closes it."""
     backlog = Backlog()
     reading = asyncio.create_task(backlog.fill(stream))
     try:
@@ -31,7 +31,7 @@ async def read_ahead(stream: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
         reading.cancel()
         await asyncio.wait((reading,), timeout=CANCEL_TIMEOUT_S)
         if reading.done() and not reading.cancelled():
-            reading.exception()  # seen: raised above, or nobody is left to be told
+            reading.exception()  # marks it as retrieved: it was raised above, or the client has gone
 
 
 class Backlog:
@@ -42,7 +42,7 @@ class Backlog:
         self._news = asyncio.Event()
 
     async def fill(self, stream: AsyncIterator[Chunk]) -> None:
-        """Takes in the whole stream. Raises what it raises."""
+        """Adds the whole stream. Raises what the stream raises."""
         try:
             async with closing_stream(stream) as chunks:
                 async for chunk in chunks:
@@ -59,7 +59,7 @@ class Backlog:
         self._news.set()
 
     async def take(self) -> list[Chunk]:
-        """All that waits, at least one chunk; none: the stream has ended, well or not."""
+        """All waiting chunks, at least one; an empty list once the stream has ended or failed."""
         while not self._chunks and not self._is_ended:
             self._news.clear()
             await self._news.wait()
@@ -68,9 +68,9 @@ class Backlog:
 
 
 def join(chunks: Iterable[Chunk]) -> list[Chunk]:
-    """The same pieces in fewer chunks: those of one choice that follow each other in it, but tool calls stand alone."""
+    """The same pieces in fewer chunks: successive pieces of a choice are joined, but a tool call stays apart."""
     runs: list[list[Chunk]] = []
-    newest: dict[int, list[Chunk]] = {}  # by choice
+    newest: dict[int, list[Chunk]] = {}  # each choice's latest run
     for chunk in chunks:
         run = newest.get(chunk.choice.index)
         if run is None or not _fit(run[-1].choice, chunk.choice):
@@ -81,18 +81,18 @@ def join(chunks: Iterable[Chunk]) -> list[Chunk]:
 
 
 def _fit(first: Choice, second: Choice) -> bool:
-    """Whether two pieces can be one: neither calls a tool, and both say the same of their tokens."""
+    """Whether two pieces can be joined: neither calls a tool, and both report the same facts of their tokens."""
     if any("tool_calls" in (choice.message or ()) for choice in (first, second)):
         return False
-    told = [
+    reported = [
         (choice.message is None, choice.raw_logprobs is None, choice.top_logprobs is None, len(choice.tokens))
         for choice in (first, second)
     ]
-    return told[0][:3] == told[1][:3] and bool(told[0][3]) == bool(told[1][3])
+    return reported[0][:3] == reported[1][:3] and bool(reported[0][3]) == bool(reported[1][3])
 
 
 def _joined(run: list[Chunk]) -> Chunk:
-    """One chunk of several of one choice. `run` is not changed."""
+    """One chunk from several chunks of one choice. `run` is not changed."""
     choices = [chunk.choice for chunk in run]
     choice = Choice(
         index=choices[0].index,
@@ -110,7 +110,7 @@ def _joined(run: list[Chunk]) -> Chunk:
 
 
 def _joined_delta(deltas: list[dict[str, Any]]) -> dict[str, Any]:
-    """Strings one after the other, but the role once; of anything else the newest."""
+    """One delta: strings concatenated, the role once, the newest value of anything else."""
     texts: dict[str, list[str]] = {}
     others: dict[str, Any] = {}
     for delta in deltas:
@@ -123,6 +123,6 @@ def _joined_delta(deltas: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _concat(lists: Iterable[list[Any] | None]) -> Any:
-    """The lists as one; None where there are none."""
+    """The lists as one; None if all are None."""
     found = [part for part in lists if part is not None]
     return [item for part in found for item in part] if found else None

@@ -1,4 +1,4 @@
-"""The model card of an export: what it was made from, how it did, how it was checked. Markdown, for the hub."""
+"""The model card of an export: its base, run and step, its evaluation, its checks. Markdown, for the hub."""
 
 import json
 from collections.abc import Mapping
@@ -8,9 +8,9 @@ from art_cli.serving.source import Source
 
 
 def model_card(source: Source, *, evaluation: Mapping[str, float], checks: Mapping[str, object]) -> str:
-    """`evaluation`: means at that step, empty for none; `checks`: what the export itself measured.
+    """The card's text. `evaluation` has the means at that step, or is empty; `checks` has what the export measured.
 
-    Directories of the machine it was made on stand in it by their last name only.
+    It shows only the last name of a local directory, not its path.
     """
     is_hub_id = not Path(source.base).is_dir()
     facts = {

@@ -1,8 +1,9 @@
-"""Merged weights: a policy that stands alone, and the proof that it is the policy.
+"""Merged weights: a policy as a whole model, and the proof that the model is the policy.
 
-The base is loaded in float32, the adapter merged, the sum rounded once to the dtype asked for. Then what was written is
-read back, and the policy's saved prompts get their tokens' logprobs from it and from base plus adapter in that dtype:
-past a bound, nothing is left of the export. An adapter trained on a base in 4 bits is merged into the whole base.
+The base is loaded in float32, the adapter is merged into it, and the sum is rounded once to the output dtype. Then the
+written model is read back. It and base plus adapter in that dtype both score the policy's saved prompts, token by
+token. If their logprobs differ by more than a bound, the export is deleted. An adapter trained on a 4-bit base is
+merged into the unquantized base.
 """
 
 import math
@@ -20,32 +21,32 @@ from art_cli.serving.card import model_card
 from art_cli.serving.source import Source, base_config
 from art_cli.trajectory import Trajectory, sequence
 
-# Of one token's logprob, in nats; of one below -1, as a share of it, since rounding grows with it. float32: the order
-# of sums. bfloat16: weights of 8 bits, rounded once merged and once apart.
+# Largest difference of a token's logprob, by dtype: in nats, and relative for logprobs below -1, because rounding grows
+# with them. In float32 only the order of sums differs. In bfloat16 weights have 8 significant bits, and merging rounds
+# the sum, where base and adapter were rounded apart.
 BOUNDS: dict[str, float] = {"float32": 1e-4, "bfloat16": 5e-1}
 MAX_PROMPTS = 32
-MAX_TOKENS = 1024  # of each
+MAX_TOKENS = 1024  # tokens of a prompt that are scored
 
 
 class Exported(NamedTuple):
-    """What was written, and how near it is to the policy."""
+    """Where the export is, and how close its logprobs are to the policy's."""
 
     path: Path
     num_prompts: int
-    num_tokens: int  # whose logprobs were compared
+    num_tokens: int  # tokens whose logprobs were compared
     max_gap: float  # nats
-    mean_gap: float
-    max_share: float  # of max(1 nat, |logprob|): what the bound is held against
-    quantize: str | None = None  # what the base was made smaller to in training; merged into it is the whole base
+    mean_gap: float  # nats
+    max_share: float  # largest gap as a share of max(1 nat, |logprob|), which the bound limits
+    quantize: str | None = None  # quantization of the base in training; the export has the unquantized base
 
 
 def export(
     source: Source, output: Path, *, dtype: str, bound: float | None, probe: Callable[[int], list[int]]
 ) -> Exported:
-    """Writes `output`; `probe(vocabulary)` stands in for prompts where none were saved.
+    """Writes `output`. `probe(vocabulary)` makes a prompt if the run saved none.
 
-    Raises UsageError: no such dtype; RunError: something is at `output`; DriftError: the merged weights are not the
-    policy.
+    Raises UsageError: no such dtype; RunError: `output` exists; DriftError: the merged weights are not the policy.
     """
     if dtype not in BOUNDS:
         raise UsageError(f"--dtype {dtype}: one of {', '.join(BOUNDS)}")
@@ -66,7 +67,7 @@ def export(
 
 
 def saved_prompts(run: RunDir | None) -> list[list[int]]:
-    """The last turns of the run's newest trajectories, prompt and what was sampled; empty where there are none."""
+    """The last turns of the run's newest trajectories, prompt and sampled tokens; empty if there are none."""
     if run is None:
         return []
     for path in sorted(run.root.glob("step_*/trajectories.jsonl"), reverse=True):
@@ -78,7 +79,7 @@ def saved_prompts(run: RunDir | None) -> list[list[int]]:
 
 
 def compare(output: Path, wanted: Sequence[list[float]], found: Sequence[list[float]]) -> Exported:
-    """The gaps between two scorings of the same tokens."""
+    """The result of comparing two lists of logprobs of the same tokens."""
     pairs = [pair for ours, theirs in zip(wanted, found, strict=True) for pair in zip(ours, theirs, strict=True)]
     gaps = [abs(a - b) for a, b in pairs]
     max_share = max(gap / max(1.0, abs(a)) for gap, (a, _) in zip(gaps, pairs, strict=True))
@@ -86,8 +87,8 @@ def compare(output: Path, wanted: Sequence[list[float]], found: Sequence[list[fl
 
 
 def check(exported: Exported, bound: float) -> None:
-    """Raises DriftError: the two scorings are further apart than `bound`, as in BOUNDS."""
-    if not (exported.max_share <= bound and math.isfinite(exported.mean_gap)):  # a maximum may pass over a NaN
+    """Raises DriftError: the logprobs differ by more than `bound`, measured as in BOUNDS."""
+    if not (exported.max_share <= bound and math.isfinite(exported.mean_gap)):  # a maximum can hide a NaN
         raise DriftError(
             f"{exported.path}: not written: the merged weights are not the policy: over {exported.num_tokens} tokens, "
             f"logprobs differ by up to {exported.max_gap:.2e} nats, {exported.max_share:.2e} of max(1, |logprob|); "

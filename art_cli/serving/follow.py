@@ -1,4 +1,4 @@
-"""Follows a run: as it writes a new checkpoint (or evaluates a better one), the policy changes to it."""
+"""Follows a run: when it writes a new checkpoint (or evaluates a better one), the policy changes to that."""
 
 import asyncio
 import logging
@@ -17,12 +17,12 @@ POLL_S = 1.0
 
 
 async def follow(policy: ServedPolicy, run: RunDir, meter: Meter, *, best: bool) -> None:
-    """Never returns. What cannot be loaded is passed over with a line, once; the policy stays what it is."""
-    passed_over: set[int] = set()
+    """Never returns. A checkpoint that cannot be loaded is logged once and skipped; the policy stays as it is."""
+    skipped: set[int] = set()
     while True:
         await asyncio.sleep(POLL_S)
         step = await call_in_thread(_wanted, run, best)
-        if step is None or step == policy.source.step or step in passed_over:
+        if step is None or step == policy.source.step or step in skipped:
             continue
         try:
             await _change(policy, run, best)
@@ -31,11 +31,11 @@ async def follow(policy: ServedPolicy, run: RunDir, meter: Meter, *, best: bool)
         except ArtError as error:
             log.warning("%s: stays at step %d: %s", policy.source.name, policy.source.step, error)
         if policy.source.step != step:
-            passed_over.add(step)
+            skipped.add(step)
 
 
 async def _change(policy: ServedPolicy, run: RunDir, best: bool) -> None:
-    """To the newest (or best) checkpoint that verifies, which may be the one that it has."""
+    """Changes to the newest (or best) checkpoint that verifies, unless the policy has it already."""
     found = await call_in_thread(lambda: checkpoints.newest(run, best=best))
     if found.step != policy.source.step:
         old = policy.source
@@ -45,7 +45,7 @@ async def _change(policy: ServedPolicy, run: RunDir, best: bool) -> None:
 
 
 def _wanted(run: RunDir, best: bool) -> int | None:
-    """The step to be at by the directory's names and the metrics alone, without reading a checkpoint."""
+    """The newest (or best) step by directory names and metrics alone; no checkpoint is read."""
     steps = run.checkpoint_steps()
     if best:
         return checkpoints.best_step(run)

@@ -1,4 +1,4 @@
-"""Keys: who may ask. They are kept as hashes, compared in constant time, and stand in no message and no log."""
+"""Keys: the API keys that are valid. They are kept as hashes, compared in constant time, and never shown or logged."""
 
 import hashlib
 import hmac
@@ -10,7 +10,7 @@ from art_cli.errors import UsageError
 
 
 class Keys:
-    """The keys that are good here; none at all: everybody may ask."""
+    """The valid keys. Without any key, every client may ask."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         self._hashes = [_hash(key) for key in keys]
@@ -22,7 +22,7 @@ class Keys:
         return f"Keys({len(self._hashes)} of them)"
 
     def admits(self, key: str | None) -> bool:
-        """Whether whoever sent this key may ask. The time it takes says nothing of the keys."""
+        """Whether a client with this key may ask. The time it takes does not depend on the keys."""
         if not self._hashes:
             return True
         sent = _hash(key or "")
@@ -30,7 +30,7 @@ class Keys:
 
 
 def read_keys(key: str | None, file: Path | None) -> Keys:
-    """The keys of an option and of a file, one a line; blank lines and those with # in front are left out.
+    """The keys of an option and of a file with one key a line. Blank lines and lines that begin with # are skipped.
 
     Raises UsageError: a file without keys, or a key that no header can carry.
     """
@@ -51,7 +51,7 @@ def read_keys(key: str | None, file: Path | None) -> Keys:
 
 
 def check_exposure(host: str, keys: Keys) -> None:
-    """Raises UsageError: an address that others can reach, without a key."""
+    """Raises UsageError: other machines can reach the address, and there is no key."""
     if not keys and not is_loopback(host):
         raise UsageError(
             f"--host {host}: others can reach it, so it needs a key: set ART_API_KEY, or give --api-key-file"

@@ -1,8 +1,8 @@
-"""Keeps web pages out of a server without a key. A browser reaches this machine for any page that its user opens.
+"""Keeps web pages out of a server without a key. Any page that a user opens can make the browser call this machine.
 
-A page can send a `text/plain` POST to any address without asking, and can give its own host name the address 127.0.0.1
-(DNS rebinding), after which the browser takes the server for the page's own. The browser says in headers that it did
-so, and a page cannot change these. Programs (curl, the OpenAI clients) send none of them.
+A page can send a `text/plain` POST to any address without permission. It can also give its own host name the address
+127.0.0.1 (DNS rebinding), and the browser then takes this server for the page's own. Browsers reveal both in headers
+that a page cannot change. Programs (curl, the OpenAI clients) send none of these headers.
 """
 
 import re
@@ -13,14 +13,14 @@ from art_cli.chat.errors import ChatError
 from art_cli.serving.keys import is_loopback
 
 HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(:\d{0,5})?")
-OWN_SITES = ("same-origin", "none")  # none: the user typed the address
+OWN_SITES = ("same-origin", "none")  # "none" means that the user typed the address
 CURE = "start the server with a key (ART_API_KEY) to reach it this way"
 
 
 def check_sender(method: str, headers: Headers) -> None:
     """Raises ChatError: 421 for a foreign host name, 403 for another site's page, 415 for a POST that is no JSON.
 
-    A request without a Host is let in: browsers always send one, old health checks do not.
+    A request without a Host header is accepted, because browsers always send one and old health checks do not.
     """
     hosts = headers.getlist("host")
     if not all(_is_own(host) for host in hosts):
@@ -37,6 +37,6 @@ def check_sender(method: str, headers: Headers) -> None:
 
 
 def _is_own(host: str) -> bool:
-    """Whether a Host header names this machine by itself, on any port."""
+    """Whether a Host header is a loopback name or address, on any port."""
     found = HOST.fullmatch(host)
     return found is not None and is_loopback(found[1].strip("[]").lower())

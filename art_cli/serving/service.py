@@ -1,9 +1,9 @@
-"""Service: policies behind a door on a port, from the first load to the last request.
+"""Service: policies on a port, from the first load to the last request.
 
-    listen -> load -> ready -> ... -> told to stop: 503 for what is new, what runs ends (or its time is up) -> closed
+    listen -> load -> ready -> ... -> stopping: 503 for new requests, those in flight end or run out of time -> closed
 
-It listens before it loads, so that /health answers at once and /ready says when requests are taken. An engine that
-fails ends it. SIGTERM and SIGINT stop it; a second one does not wait for what runs.
+It listens before it loads, so that /health answers at once and /ready tells when requests are admitted. An engine that
+fails ends it. SIGTERM and SIGINT stop it; a second signal ends it without waiting for requests in flight.
 """
 
 import asyncio
@@ -35,24 +35,24 @@ from art_cli.serving.policies import Policies, ServedPolicy
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 1  # after draining: what is left then had its time
+GRACE_S = 1  # longest wait for connections to close; requests have had `drain_s` before
 ESCAPED = 6  # bytes of the longest way in which JSON writes a character: \u0041
-ASIDE_BYTES = 2 * 2**20  # room in a body for what is in no prompt: schemas of answers, thoughts that a template drops
-LET_GO_S = 60.0  # for what was cancelled: a vLLM that is ended while it starts takes 20 s
+ASIDE_BYTES = 2 * 2**20  # room in a body for schemas of answers, and for thoughts that a chat template drops
+CANCEL_TIMEOUT_S = 60.0  # longest wait for cancelled work to end; a vLLM server stopped during its start takes 20 s
 
 
 @dataclass(frozen=True)
 class Limits:
     concurrency: int = 256  # requests at the engine at once
-    queue: int = 1024  # more in the house
+    queue: int = 1024  # more requests in flight
     max_body_bytes: int = BodyLimit().num_bytes
     body_timeout_s: float = BODY_TIMEOUT_S
-    drain_s: float = 30.0  # for what runs to end
+    drain_s: float = 30.0  # longest wait for requests in flight when the service stops
     timeouts: Timeouts = field(default_factory=Timeouts)
 
 
 class Service:
-    """Serves `policies`; with `follows_best` not None each follows its run: to its newest (False) or best (True)."""
+    """Serves `policies`. With `follows_best` False or True, each follows the newest or best checkpoint of its run."""
 
     def __init__(
         self,
@@ -91,9 +91,9 @@ class Service:
         return meter
 
     async def run(self, host: str, port: int, on_ready: Callable[[str], None]) -> None:
-        """Serves until it is told to stop; `on_ready` gets the root, `http://127.0.0.1:8000`.
+        """Serves until `stop` is called; `on_ready` gets the root, `http://127.0.0.1:8000`.
 
-        Raises EngineError: the address cannot be had, or an engine failed; ArtError: a policy cannot be loaded.
+        Raises EngineError: the address is not available, or an engine failed; ArtError: a policy cannot be loaded.
         """
         async with serve(self.app, host, port, timeouts=self.limits.timeouts, grace_s=GRACE_S) as root:
             with self._signals():
@@ -108,7 +108,7 @@ class Service:
                     await self.policies.close()
 
     def stop(self) -> None:
-        """The first time: refuses what is new, ends what runs and then itself. The second time: at once."""
+        """Refuses new requests, waits for those in flight, then ends. A second call ends the wait."""
         if self._stop.is_set():
             self._stop_at_once.set()
             return
@@ -121,7 +121,7 @@ class Service:
     # --- from start to end --------------------------------------------------------------------------------------------
 
     async def _until_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Whether `work` ended by itself; False: it was told to stop first. Raises what `work` raises."""
+        """Whether `work` ended by itself; False: `stop` was called first. Raises what `work` raises."""
         task, stop = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -130,7 +130,7 @@ class Service:
             return task.done()
         finally:
             stop.cancel()
-            await _let_go(task)
+            await _cancel(task)
 
     @contextlib.asynccontextmanager
     async def _followers(self) -> AsyncIterator[None]:
@@ -142,7 +142,7 @@ class Service:
         try:
             yield
         finally:
-            await _let_go(*tasks)
+            await _cancel(*tasks)
 
     async def _drain(self) -> None:
         emptied = asyncio.create_task(self.admission.emptied(self.limits.drain_s))
@@ -160,7 +160,7 @@ class Service:
         try:
             for number in numbers:
                 loop.add_signal_handler(number, self.stop)
-        except (ValueError, RuntimeError):  # not the main thread: whoever owns the process stops it
+        except (ValueError, RuntimeError):  # not the main thread; the owner of the process calls `stop`
             numbers = ()
         try:
             yield
@@ -199,17 +199,17 @@ def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-async def _let_go(*tasks: asyncio.Task[None]) -> None:
-    """Cancels them and waits for their end, for some time."""
+async def _cancel(*tasks: asyncio.Task[None]) -> None:
+    """Cancels the tasks and waits for their end, up to a deadline."""
     for task in tasks:
         task.cancel()
-    _, pending = await asyncio.wait(tasks, timeout=LET_GO_S) if tasks else (tasks, ())
+    _, pending = await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S) if tasks else (tasks, ())
     for task in pending:
-        log.warning("cancelled, and not ended within %g s: %s", LET_GO_S, task.get_coro())
+        log.warning("cancelled, and not ended within %g s: %s", CANCEL_TIMEOUT_S, task.get_coro())
 
 
 def _raise_first(task: asyncio.Task[None]) -> None:
-    """What the task raised; of a group's failures the first."""
+    """Raises what the task raised; the first exception of a group."""
     try:
         task.result()
     except ExceptionGroup as group:

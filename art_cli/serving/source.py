@@ -1,8 +1,8 @@
-"""Source: what is served or exported, found out from what lies on disk, without the YAML it was trained with.
+"""Source: the model to serve or export, resolved from files, without the YAML that it was trained with.
 
-The manifest says which base model a checkpoint belongs to, adapter_config.json what its adapter is, the run's
-config.json in which dtype, context and sampling it was trained. A plain PEFT adapter, a whole model's directory and a
-hub id are sources as well.
+A checkpoint's manifest names its base model, adapter_config.json describes its adapter, and the run's config.json has
+the dtype, context and sampling of its training. A plain PEFT adapter, the directory of a whole model and a hub id are
+sources as well.
 """
 
 import re
@@ -27,17 +27,17 @@ class Source(NamedTuple):
     Example: Source("mine", "Qwen/Qwen3-0.6B", Path("runs/mine/checkpoints/step_0040"), 40, "auto", None, Sampling())
     """
 
-    name: str  # what clients call it
+    name: str  # model name in requests
     base: str  # hub id or directory; a checkpoint of all weights is its own base
-    adapter: Path | None  # on that base; None: the base alone
+    adapter: Path | None  # adapter on that base; None: the base alone
     step: int
-    dtype: str  # of the base: "auto", "float32", "bfloat16"
-    max_length: int | None  # tokens of prompt and reply together; None: what the base was made for
-    defaults: Sampling  # for requests that do not say; those of the run it was trained in
+    dtype: str  # dtype of the base: "auto", "float32", "bfloat16"
+    max_length: int | None  # tokens of prompt and reply together; None: the base model's own context
+    defaults: Sampling  # sampling for fields that a request leaves out; a run's sources have the run's
     run: RunDir | None = None
     manifest: Manifest | None = None
-    quantize: str | None = None  # "4bit": what the base was made smaller to when the adapter was trained on it
-    named: str | None = None  # the base in an error, as the user knows it: "--base 'x'"
+    quantize: str | None = None  # "4bit": the base was quantized when the adapter was trained on it
+    named: str | None = None  # how errors name the base, as the user knows it: "--base 'x'"
 
     def __str__(self) -> str:
         what = f"step {self.step} of {self.run.root}" if self.run else str(self.adapter or self.base)
@@ -45,7 +45,7 @@ class Source(NamedTuple):
 
 
 def base_config(source: Source) -> ModelConfig:
-    """How its base is loaded, without the adapter; the chat template beside that counts, as a base may have none."""
+    """How to load the base without the adapter. The adapter's chat template is used, because a base may have none."""
     own = source.adapter / checkpoints.TEMPLATE_FILE if source.adapter is not None else None
     return ModelConfig.model_validate(
         {
@@ -70,9 +70,9 @@ def parse_name(text: str) -> tuple[str | None, str]:
 
 
 def find_source(text: str, *, best: bool = False, base: str | None = None, dtype: str | None = None) -> Source:
-    """What `[NAME=]CHECKPOINT` means. `base` and `dtype` win over what is found.
+    """The source that `[NAME=]CHECKPOINT` means. `base` and `dtype` override what the files say.
 
-    Raises CheckpointError: nothing usable there; UsageError: neither a directory nor a hub id.
+    Raises CheckpointError: the directory holds nothing to serve; UsageError: neither a directory nor a hub id.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
@@ -92,14 +92,14 @@ def find_source(text: str, *, best: bool = False, base: str | None = None, dtype
 
 
 def _run_of_base(place: str) -> RunDir | None:
-    """The run whose base model "RUN/base" means; None: something else is meant."""
+    """The run if `place` is "RUN/base" and means that run's base model; None if it means anything else."""
     path = Path(place)
     run = RunDir(path.parent)
     return run if place and path.name == "base" and run.checkpoint_steps() and run.config_path.exists() else None
 
 
 def of_base(run: RunDir, *, name: str | None = None, base: str | None = None, dtype: str | None = None) -> Source:
-    """The base model that a run was trained on, without an adapter, sampled as the run samples."""
+    """The base model of a run without an adapter, with the run's sampling."""
     trained = of_checkpoint(checkpoints.newest(run, best=False), base=base, dtype=dtype)
     if trained.adapter is None and base is None:
         raise UsageError(f"{run.root}/base: the run trains all weights; name its base model, or its step 0")
@@ -109,18 +109,18 @@ def of_base(run: RunDir, *, name: str | None = None, base: str | None = None, dt
 def of_checkpoint(
     found: Found, *, name: str | None = None, base: str | None = None, dtype: str | None = None
 ) -> Source:
-    """The source that a checkpoint, an adapter or a model's directory is."""
+    """The source in a checkpoint, an adapter or a model's directory."""
     config = checkpoints.run_config(found.run)
     model, sampling = config.get("model", {}), config.get("rollout", {}).get("sampling", {})
     if found.is_adapter:
         checkpoints.check_adapter(found.path)
-        stands_on = base or checkpoints.base_of(found)
-        named = f"--base {base!r}" if base else f"{found.path}: its base model {stands_on!r} (--base names another)"
+        base_model = base or checkpoints.base_of(found)
+        named = f"--base {base!r}" if base else f"{found.path}: its base model {base_model!r} (--base names another)"
     else:
-        stands_on, named = str(found.path.resolve()), str(found.path)
+        base_model, named = str(found.path.resolve()), str(found.path)
     return Source(
         name=name or _name(found),
-        base=stands_on,
+        base=base_model,
         adapter=found.path if found.is_adapter else None,
         step=found.step,
         dtype=dtype or model.get("dtype") or "auto",

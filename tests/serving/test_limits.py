@@ -69,6 +69,21 @@ async def test_a_body_too_large_is_413() -> None:
         assert service.admission.num_in_flight == 0
 
 
+async def test_a_body_that_no_context_holds_is_413_before_it_is_sent(run: RunDir) -> None:
+    """A context of 1,024 tokens: 28 MiB are refused by their header; 1 MiB is read and is too long by its tokens."""
+    async with serving(find_source(str(run.root))) as (service, root):
+        head = HEAD.replace(b"100\r\n", b"%d\r\nConnection: close\r\n\r\n" % (28 * 2**20))
+        received, _ = await asyncio.to_thread(send_raw, root, head)
+        assert received.startswith(b"HTTP/1.1 413 ")
+        assert b"no longer prompt fits the model's context" in received
+        assert b"%d bytes" % service._body_limit().num_bytes in received
+        body = {"model": "mine", "messages": [{"role": "user", "content": "x" * 2**20}]}
+        async with httpx.AsyncClient(base_url=root) as http:
+            reply = await http.post("/v1/chat/completions", json=body)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert service.admission.num_in_flight == 0
+
+
 HEAD = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b"Content-Length: 100\r\n"

@@ -186,9 +186,9 @@ async def test_a_sigterm_at_any_instant_ends_the_process(run: RunDir) -> None:
 async def test_what_does_not_let_go_when_it_is_cancelled_keeps_no_service_from_ending(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Loading that swallows its cancellation. With no request in the house it still says that it stops."""
+    """Loading that swallows its cancellation. With no request in flight it still says that it stops."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("art_cli.serving.service.LET_GO_S", 0.1)
+    monkeypatch.setattr("art_cli.serving.service.CANCEL_TIMEOUT_S", 0.1)
     is_over = asyncio.Event()
 
     class Stubborn(ScriptedLoader):
