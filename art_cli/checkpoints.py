@@ -106,8 +106,7 @@ def find(path: Path, *, best: bool = False) -> Found | None:
     if best:
         raise UsageError(f"{path}: not a run; --best picks among the checkpoints of one")
     if (path / "manifest.json").exists():
-        home = path.resolve().parent
-        return _found(path, RunDir(home.parent) if home.name == "checkpoints" else None)
+        return _found(path, run_of(path))
     if (path / ADAPTER_CONFIG).exists():
         return Found(path, None, None, True)
     if is_base(path):
@@ -116,6 +115,12 @@ def find(path: Path, *, best: bool = False) -> Found | None:
         f"{path}: no checkpoint (manifest.json), run (checkpoints/), PEFT adapter ({ADAPTER_CONFIG}) or model "
         "(config.json) there"
     )
+
+
+def run_of(checkpoint: Path) -> RunDir | None:
+    """The run that a checkpoint directory lies in; None: it lies in none."""
+    home = checkpoint.resolve().parent
+    return RunDir(home.parent) if home.name == "checkpoints" else None
 
 
 def newest(run: RunDir, *, best: bool) -> Found:

@@ -24,7 +24,7 @@ from art_cli import plugins, quantization, run_dir
 from art_cli.base_files import check_base, read_template, refuse_pickles
 from art_cli.config.schema import LoraConfig, ModelConfig
 from art_cli.errors import ArtError, CheckpointError, RunError, UsageError, one_line
-from art_cli.precision import choose_dtype
+from art_cli.precision import DtypeChoice, choose_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -148,10 +148,10 @@ def load_weights(
     import torch
 
     _spare_collector(has_transformers=load is None)
-    place = torch.device(_pick_device(device))
-    require_base(base, named)
+    place = torch.device(pick_device(device))
+    name = resolve_dtype(config, base, device=device, named=named).name
     with _loading(base, named):
-        dtype = getattr(torch, config.dtype) if config.dtype != "auto" else choose_dtype(base, place)
+        dtype = getattr(torch, name)
         model = (load or _load_model)(config, base, place, dtype, seed)  # Unsloth's comes before transformers' import
         tokenizer = _load_tokenizer(base)
     if config.chat_template is not None:
@@ -163,6 +163,15 @@ def load_weights(
     model.eval()
     has_adapter = config.lora is not None
     return Weights(model, tokenizer, place, dtype, max_length, base, has_adapter, quantize=config.quantize)
+
+
+def resolve_dtype(config: ModelConfig, base: str, *, device: str = "auto", named: str | None = None) -> DtypeChoice:
+    """The dtype that the configuration names, or that the device decides. Raises UsageError as `load_weights` does."""
+    require_base(base, named)
+    if config.dtype != "auto":
+        return DtypeChoice(config.dtype, "")
+    with _loading(base, named):
+        return choose_dtype(base, pick_device(device))
 
 
 def load_checkpoint(
@@ -266,7 +275,8 @@ def token_logprobs(weights: Weights, token_ids: Sequence[int]) -> list[float]:
     return found
 
 
-def _pick_device(device: str) -> str:
+def pick_device(device: str) -> str:
+    """The device that a configuration means. Example: "cuda" for "auto" where torch sees a GPU, else "cpu"."""
     import torch
 
     if device != "auto":

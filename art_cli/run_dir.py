@@ -44,6 +44,7 @@ Record = TypeVar("Record")
 HOLD_TRIES = 20  # times a file is opened anew because it was replaced while it was being locked
 TAIL_BYTES = 2**16  # size of the pieces in which the end of a file is looked for
 MANIFEST, HASHES = "manifest.json", "hashes.json"
+DTYPES = ("", "float32", "bfloat16")
 STEP_NAME = re.compile(r"step_([0-9]{4,18})", re.ASCII)
 MAX_OBJECT_BYTES, MAX_OBJECT_DEPTH = 16 * 2**20, 64  # a configuration has some kilobytes and five levels
 HASHING_THREADS = 4  # sha256 takes 1.7 GB/s in each thread, so a base model of 4 GB takes 0.6 s
@@ -59,14 +60,14 @@ class Manifest(msgspec.Struct, kw_only=True):
     step: int
     base: str  # hub id, or a directory, relative to the checkpoint where it lies inside the run
     config_hash: str
-    cursor: dict[str, Any] = {}  # what the loop has consumed: {"scenarios": 64}
+    dtype: str = ""  # dtype of the base weights that it was trained on; "" in imported and older checkpoints
     metrics: dict[str, float] = {}  # of the step that made it; backfills metrics.jsonl after a kill
     files: dict[str, str] = {}  # path inside the checkpoint -> sha256
     digest: str = ""  # sha256 of this manifest without its digest; empty in checkpoints that were made before it
 
-    def own_digest(self) -> str:
-        """What `digest` has to be."""
-        return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(self, digest=""))).hexdigest()
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is none of {', '.join(filter(None, DTYPES))}")
 
 
 class Hashes(msgspec.Struct, kw_only=True):
@@ -342,7 +343,7 @@ def new_checkpoint(path: Path, manifest: Manifest) -> Iterator[Path]:
         manifest.files = hash_files(directory)
         finite = {name: float(value) for name, value in manifest.metrics.items() if math.isfinite(value)}
         manifest.metrics = finite  # JSON has no other numbers
-        manifest.digest = manifest.own_digest()
+        manifest.digest = manifest_digest(msgspec.json.encode(manifest))
         (directory / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
 
 
@@ -364,10 +365,21 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def manifest_digest(data: bytes) -> str:
+    """sha256 of a manifest's JSON with an empty `digest`; fields that only another version knows are hashed as well.
+
+    "" for what is not JSON that could be written again.
+    """
+    try:
+        return hashlib.sha256(msgspec.json.encode(msgspec.json.decode(data) | {"digest": ""})).hexdigest()
+    except (ValueError, RecursionError):
+        return ""
+
+
 def verify_checkpoint(directory: Path) -> Manifest:
     """The manifest of a checkpoint whose every file hashes as it says. Raises CheckpointError with what is wrong."""
     manifest = _read_hashes(directory, MANIFEST, Manifest)
-    if manifest.digest and manifest.digest != manifest.own_digest():
+    if manifest.digest and manifest.digest != manifest_digest((directory / MANIFEST).read_bytes()):
         raise CheckpointError(f"{directory}: {MANIFEST} does not match its own hash")
     named = STEP_NAME.fullmatch(directory.name)
     if named and int(named[1]) != manifest.step:

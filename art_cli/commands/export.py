@@ -20,7 +20,10 @@ def run(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="A new one.", show_default=False)],
     is_best: Best = False,
     base: Base = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="What the weights are written as: bfloat16.")] = "float32",
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="float32 or bfloat16; if not given, that of the run, or float32."),
+    ] = None,
     max_gap: Annotated[
         float | None,
         typer.Option("--max-gap", metavar="NATS", help="Largest difference of a logprob; the dtype's, if not given."),
@@ -49,6 +52,7 @@ def run(
         if base is not None:
             base = find_base(base, directory=Path.cwd(), built=place / "base", named="--base")
         source = find_source(checkpoint, best=is_best, base=base)
+        dtype = dtype or (source.dtype if source.dtype != "auto" else "float32")
         exported = export(source, output, dtype=dtype, bound=max_gap, probe=make_probe)
     url = _push(exported.path, push, token) if push is not None and token is not None else None
     if as_json:

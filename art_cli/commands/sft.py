@@ -38,7 +38,7 @@ def run(
     from art_cli.config.schema import SftConfig
     from art_cli.learners.demos import load_demos
     from art_cli.loop.choice import settle
-    from art_cli.loop.policy import PolicySource, find_policy, open_base, open_learner, save_learner
+    from art_cli.loop.policy import PolicySource, as_trained, find_policy, open_base, open_learner, save_learner
     from art_cli.loop.warm_up import WarmUp
 
     loaded = load_config(config, overrides or [])
@@ -57,14 +57,16 @@ def run(
         loaded = replace(loaded, config=loaded.config.model_copy(update={"sft": section}))
     source = find_policy(loaded, checkpoint) if checkpoint else PolicySource(None, 0)
     loaded = settle(loaded, "learner")
-    with open_base(loaded, source) as base, open_learner(loaded, source, base=base) as learner:
-        warm_up = WarmUp(learner, loaded, transcripts, base=base, start=source.checkpoint)
-        metrics = _run(warm_up)
-        if metrics is None:
-            raise Interrupted(
-                f"interrupted; what is done is in {warm_up.run.root}; the same command goes on from there"
-            )
-        save_learner(learner, output, loaded, step=source.step, metrics=metrics)
+    with open_base(loaded, source) as base:
+        loaded = as_trained(loaded, source, base)
+        with open_learner(loaded, source, base=base) as learner:
+            warm_up = WarmUp(learner, loaded, transcripts, base=base, start=source.checkpoint)
+            metrics = _run(warm_up)
+            if metrics is None:
+                raise Interrupted(
+                    f"interrupted; what is done is in {warm_up.run.root}; the same command goes on from there"
+                )
+            save_learner(learner, output, loaded, step=source.step, metrics=metrics)
     sys.stdout.write(f"{output}: sft on {len(transcripts)} transcripts\n")
     sys.stdout.writelines(f"  {printable(name)} {value:.6g}\n" for name, value in metrics.items())
 

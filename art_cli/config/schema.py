@@ -68,8 +68,8 @@ class ModelConfig(Section):
     lora: LoraConfig | None = LoraConfig()
     """null trains all weights."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the base weights. auto: bfloat16 where it is measured to be three times as fast (a GPU, a CPU with AMX), else
-    float32, as for models of a few million parameters on a CPU. Adapters are always float32."""
+    """Of the base weights. auto: bfloat16 on a GPU that has it and on a CPU with AMX (there for models of 8 million
+    parameters and more), else float32; a run keeps what it began with. Adapters are always float32."""
     quantize: Literal["4bit"] | None = None
     """4bit: the frozen base is kept in 4 bits (NF4, by bitsandbytes) and computed in `dtype`; needs `lora`. null: as it
     is."""

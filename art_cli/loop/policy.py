@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from art_cli.checkpoints import is_base, run_config
+from art_cli.checkpoints import is_base, run_config, run_of
 from art_cli.config.compose import LoadedConfig, config_changes, config_hash
 from art_cli.errors import CheckpointError, ConfigError, Problem, UsageError
 from art_cli.learners import Learner, load_policy, make_learner
+from art_cli.loop.dtype import decide_dtype, recorded_dtype
 from art_cli.model import Weights, find_base, load_checkpoint, load_weights
 from art_cli.run_dir import Manifest, RunDir, new_checkpoint, verify_checkpoint
 from art_cli.scratch import scratch
@@ -27,6 +28,7 @@ class PolicySource(NamedTuple):
     step: int
     run: Path | None = None  # whose base it is; None: the run of the checkpoint, or that of the configuration
     base: str | None = None  # directory of the base model, where a user named one; None: that of the run
+    dtype: str = ""  # dtype of the base weights that its manifest names; "": it names none
 
 
 def find_policy(loaded: LoadedConfig, wanted: Path | None) -> PolicySource:
@@ -60,13 +62,14 @@ def _find_trained(loaded: LoadedConfig, wanted: Path | None) -> PolicySource:
     if wanted is not None and not wanted.is_dir():
         raise UsageError(f"{wanted}: no such directory")
     if wanted is not None and (wanted / "manifest.json").exists():
-        return PolicySource(wanted, verify_checkpoint(wanted).step)
+        manifest = verify_checkpoint(wanted)
+        return PolicySource(wanted, manifest.step, dtype=manifest.dtype)
     if wanted is not None and is_base(wanted):
         return PolicySource(None, 0, base=str(wanted.resolve()))
     run = RunDir(wanted or loaded.config.runs / loaded.config.name)
     newest = run.newest_checkpoint()
     if newest is not None:
-        return PolicySource(newest[0], newest[1].step)
+        return PolicySource(newest[0], newest[1].step, dtype=newest[1].dtype)
     if wanted is not None:
         raise CheckpointError(f"{wanted}: neither a checkpoint (no manifest.json) nor a run with a valid one")
     return PolicySource(None, 0)
@@ -77,8 +80,8 @@ def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
 
     A checkpoint that lies in no run has nothing to compare with.
     """
-    run = source.run or _run_of(source.checkpoint)
-    known = run_config(RunDir(run)).get("model") if run else None
+    run = _run_of(source)
+    known = run_config(run).get("model")
     if run is None or not isinstance(known, dict):
         return
     said = loaded.config.model.model_dump(mode="json")
@@ -88,15 +91,10 @@ def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
     old, new = ({"model": {name: model[name] for name in names}} for model in (known, said))
     cure = "change it back, or name another run (name=...) or --checkpoint"
     if problems := [
-        Problem(change.key, loaded.places.of(change.key), f"{run} was trained with another: {change}; {cure}")
+        Problem(change.key, loaded.places.of(change.key), f"{run.root} was trained with another: {change}; {cure}")
         for change in config_changes(old, new)
     ]:
         raise ConfigError(problems)
-
-
-def _run_of(checkpoint: Path | None) -> Path | None:
-    home = checkpoint.resolve().parent if checkpoint else None
-    return home.parent if home is not None and home.name == "checkpoints" else None
 
 
 def _is_same_place(loaded: LoadedConfig, one: object, other: object) -> bool:
@@ -106,26 +104,43 @@ def _is_same_place(loaded: LoadedConfig, one: object, other: object) -> bool:
     return (loaded.directory / one).resolve() == (loaded.directory / other).resolve()
 
 
+def _run_of(source: PolicySource) -> RunDir | None:
+    """The run that the policy names or lies in; None: neither."""
+    if source.run is not None:
+        return RunDir(source.run)
+    return run_of(source.checkpoint) if source.checkpoint is not None else None
+
+
+def _home(loaded: LoadedConfig, source: PolicySource) -> RunDir | None:
+    """The run whose base model the policy stands on; None: a checkpoint that lies in no run."""
+    if source.checkpoint is None and source.run is None:
+        return RunDir(loaded.config.runs / loaded.config.name)
+    return _run_of(source)
+
+
+def as_trained(loaded: LoadedConfig, source: PolicySource, base: str) -> LoadedConfig:
+    """The configuration with the dtype that the policy was trained in, where it says auto."""
+    recorded = "" if source.base is not None else source.dtype or recorded_dtype(_home(loaded, source))
+    return decide_dtype(loaded, base, recorded=recorded)
+
+
 @contextlib.contextmanager
 def open_base(loaded: LoadedConfig, source: PolicySource) -> Iterator[str]:
     """The hub id or directory of the base model; built ones are taken from the run they belong to, where they do."""
     if source.base is not None:
         yield source.base
         return
-    run = source.run or (
-        source.checkpoint.parent.parent if source.checkpoint else loaded.config.runs / loaded.config.name
-    )
     with scratch("base") as temporary:
-        built = RunDir(run).base
-        place = built if built.exists() else temporary / "base"
+        home = _home(loaded, source)
+        place = home.base if home is not None and home.base.exists() else temporary / "base"
         yield find_base(loaded.config.model.base, directory=loaded.directory, built=place)
 
 
 @contextlib.contextmanager
 def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights]:
     """The weights of `source`, ready to sample or to train."""
-    config = loaded.config
     with open_base(loaded, source) as base:
+        config = as_trained(loaded, source, base).config
         weights = load_weights(config.model, base, device=config.learner.device, seed=config.train.seed)
         if source.checkpoint is not None:
             load_checkpoint(weights, source.checkpoint)
@@ -135,8 +150,8 @@ def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights]
 @contextlib.contextmanager
 def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None = None) -> Iterator[Learner]:
     """A learner that goes on from `source`, optimizer and RNG included; `base`: where it has been opened already."""
-    config = loaded.config
     with contextlib.nullcontext(base) if base is not None else open_base(loaded, source) as place:
+        config = as_trained(loaded, source, place).config
         weights = load_policy(config, place)
         with contextlib.closing(make_learner(config, weights, directory=loaded.directory)) as learner:
             if source.checkpoint is not None:
@@ -145,13 +160,15 @@ def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None
 
 
 def save_learner(learner: Learner, output: Path, loaded: LoadedConfig, *, step: int, metrics: dict[str, float]) -> None:
-    """Writes the learner's state as a checkpoint of its own, outside of any run.
+    """Writes the learner's state as a checkpoint outside of any run; `loaded` names the dtype that it was trained in.
 
     A base that is a directory beside the config is named in full, so that the checkpoint is found usable from anywhere.
     """
     base = loaded.config.model.base
     if (loaded.directory / base).is_dir():
         base = str((loaded.directory / base).resolve())
-    manifest = Manifest(step=step, base=base, config_hash=config_hash(loaded.config), metrics=metrics)
+    manifest = Manifest(
+        step=step, base=base, config_hash=config_hash(loaded.config), dtype=loaded.config.model.dtype, metrics=metrics
+    )
     with new_checkpoint(output, manifest) as directory:
         learner.save(directory)

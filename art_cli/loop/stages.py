@@ -2,12 +2,9 @@
 
 import contextlib
 import logging
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-import msgspec
 
 from art_cli import threads
 from art_cli.config.compose import LoadedConfig
@@ -17,7 +14,15 @@ from art_cli.judges import make_judge
 from art_cli.judges.groups import judge_group
 from art_cli.loop.choice import settle
 from art_cli.loop.generate import group, owed, plan_groups
-from art_cli.loop.policy import PolicySource, find_policy, open_learner, open_policy, save_learner
+from art_cli.loop.policy import (
+    PolicySource,
+    as_trained,
+    find_policy,
+    open_base,
+    open_learner,
+    open_policy,
+    save_learner,
+)
 from art_cli.loop.sampler import open_sampler
 from art_cli.model import Weights
 from art_cli.rollouts.runner import RolloutPlan
@@ -104,8 +109,9 @@ def take_step(
     source = find_policy(loaded, checkpoint)
     check_ready(loaded, ("model", "algorithm"))
     loaded = settle(loaded, "learner")
-    with open_learner(loaded, source) as learner:
-        metrics = learner.step(groups)
-        numbers = {name: value for name, value in msgspec.structs.asdict(metrics).items() if not math.isnan(value)}
-        save_learner(learner, output, loaded, step=source.step + 1, metrics=numbers)
+    with open_base(loaded, source) as base:
+        loaded = as_trained(loaded, source, base)
+        with open_learner(loaded, source, base=base) as learner:
+            numbers = learner.step(groups).known()
+            save_learner(learner, output, loaded, step=source.step + 1, metrics=numbers)
     return StepTaken(output, source.step + 1, numbers)

@@ -43,6 +43,7 @@ from art_cli.loop.bar import shown_updates
 from art_cli.loop.batches import Batch, Batches
 from art_cli.loop.choice import describe, settle
 from art_cli.loop.contest import is_judged, judge_contest
+from art_cli.loop.dtype import decide_dtype, follow_record
 from art_cli.loop.evaluate import play_evaluation, values_by_scenario
 from art_cli.loop.sampler import Sampler, open_sampler
 from art_cli.loop.warm_up import WAIT_S, WarmUp
@@ -84,6 +85,7 @@ async def train(loaded: LoadedConfig, *, is_fresh: bool = False) -> TrainResult:
     run = RunDir(_beside(root) if is_fresh else root)
     with _unless_wrong(run), run.lock(), logs.kept(run.log_path, find_secrets(os.environ).redact):
         log.info("art train %s: %s", loaded.path, describe(loaded, "engine", "learner"))
+        loaded = follow_record(loaded, run)
         claim_config(run, loaded)
         run.clean()
         if (step := _finished_step(run, loaded)) is not None:
@@ -140,7 +142,7 @@ def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
     changes: list[dict[str, Any]] = []
     if os.path.lexists(run.config_path):
         old, changes = _read_record(run)
-        found = config_changes(old, new)
+        found = _changes(old, new)
         if found and not run.checkpoint_steps():
             shutil.rmtree(run.base, ignore_errors=True)  # built as the old one said
         elif refusal := _refusal(run, found):
@@ -158,7 +160,13 @@ def find_clash(run: RunDir, loaded: LoadedConfig) -> str:
     """Why the run that is there is another one than the configuration describes, as a line; "": it is not."""
     if not os.path.lexists(run.config_path):
         return ""
-    return _refusal(run, config_changes(_read_record(run)[0], loaded.config.model_dump(mode="json")))
+    return _refusal(run, _changes(_read_record(run)[0], loaded.config.model_dump(mode="json")))
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
+    """How two configurations train differently. A dtype that one of them leaves open is no difference."""
+    changes = config_changes(old, new)
+    return [change for change in changes if change.key != "model.dtype" or "auto" not in (change.old, change.new)]
 
 
 def _refusal(run: RunDir, changes: Sequence[Change]) -> str:
@@ -206,11 +214,14 @@ class TrainingRun:
     """One process's work on a run. Holds the weights once, for learner and engine both, where both are in it."""
 
     def __init__(self, loaded: LoadedConfig, run: RunDir) -> None:
-        self.loaded, self.config, self.run = loaded, loaded.config, run
-        self.scenarios = load_scenarios(self.config.rollout.scenarios, loaded.directory)
-        self.judge: Judge = make_judge(self.config.judge, loaded.directory, job=str(run.root))
-        base = find_base(self.config.model.base, directory=loaded.directory, built=run.base)
+        self.scenarios = load_scenarios(loaded.config.rollout.scenarios, loaded.directory)
+        self.judge: Judge = make_judge(loaded.config.judge, loaded.directory, job=str(run.root))
+        base = find_base(loaded.config.model.base, directory=loaded.directory, built=run.base)
         _check_targets(loaded, Path(base))
+        decided = decide_dtype(loaded, base)
+        if decided is not loaded:
+            claim_config(run, decided)
+        self.loaded, self.config, self.run = decided, decided.config, run
         self.weights: Weights = load_policy(self.config, base)
         self.learner: Learner = make_learner(self.config, self.weights, directory=loaded.directory, logs=run.logs)
         self.tracker: Tracker = make_tracker(self.config, run.root, self.config.model_dump(mode="json"))
@@ -427,7 +438,7 @@ class TrainingRun:
             step=step,
             base="../../base" if self.weights.base == str(self.run.base) else self.weights.base,
             config_hash=config_hash(self.config),
-            cursor={"groups": step * self.config.rollout.groups_per_step},
+            dtype=self.weights.dtype_name,
             metrics=metrics,
         )
         with new_checkpoint(path, manifest) as directory:

@@ -123,7 +123,7 @@ def of_checkpoint(
         base=base_model,
         adapter=found.path if found.is_adapter else None,
         step=found.step,
-        dtype=dtype or model.get("dtype") or "auto",
+        dtype=dtype or (found.manifest.dtype if found.manifest else "") or model.get("dtype") or "auto",
         max_length=model.get("max_length"),
         defaults=Sampling(**{key: sampling[key] for key in Sampling.__struct_fields__ if key in sampling}),
         run=found.run,

@@ -19,7 +19,7 @@ from art_cli.loop.failures import count_failures
 from art_cli.loop.gates import Gate, parse_gate
 from art_cli.loop.train import train
 from art_cli.rollouts.gateway import OWN_CLIENT
-from art_cli.run_dir import Manifest, RunDir, read_lines
+from art_cli.run_dir import Manifest, RunDir, manifest_digest, read_lines
 from art_cli.serving.source import find_source
 from art_cli.trajectory import Trajectory, Turn
 from tests.support.judge_server import Conduct, serving
@@ -385,7 +385,7 @@ def test_base_of_a_hub_run_needs_no_directory_of_that_name(art: Art, tmp_path: P
         path = run.checkpoint_path(step) / "manifest.json"
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
         manifest.base = str(tmp_path / "elsewhere")
-        manifest.digest = manifest.own_digest()
+        manifest.digest = manifest_digest(msgspec.json.encode(manifest))
         path.write_bytes(msgspec.json.encode(manifest))
     source = find_source(f"start={run.root}/base")
     assert (source.name, source.base, source.adapter) == ("start", str(tmp_path / "elsewhere"), None)

@@ -237,7 +237,10 @@ def test_a_run_says_what_it_is_first_and_in_its_configuration_and_resumes(art: A
     assert (done.code, done.err[0]) == (0, line)
     config = tmp_path / "letters" / "config.json"
     found = json.loads(config.read_text())
-    assert found["auto"] == {"engine": "no GPU here", "learner": "no GPU here"}
+    assert {group: found["auto"][group] for group in ("engine", "learner")} == dict.fromkeys(
+        ("engine", "learner"), "no GPU here"
+    )
+    assert set(found["auto"]) == {"engine", "learner", "dtype"}
     assert found["engine"] == {"name": "embedded", "max_batch": 128, "prefill_tokens": 8192}
     assert found["learner"]["name"] == "torch"
     again = art("train", *settings, "train.steps=2")
