@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from art_cli.config.checks import conflicts
 from art_cli.config.composition import Composition
 from art_cli.config.identity import config_changes, config_hash
-from art_cli.config.knobs import Schema, groups, sections
+from art_cli.config.knobs import Schema, groups, sections, variants
 from art_cli.config.overrides import expand, suffixes
 from art_cli.config.places import COMMAND_LINE, Places
 from art_cli.config.problems import explain, unwritable
@@ -35,6 +35,8 @@ __all__ = [
 ]
 
 AnySection = TypeVar("AnySection", bound=Section)
+
+ENTRY = "entry"  # the variant that a user's own class is, where a section may be one
 
 
 @dataclass(frozen=True)
@@ -137,10 +139,20 @@ def _with_defaults(data: dict[str, Any], schema: Schema, path: Path | None) -> d
             del filled[name]  # `train:` with nothing below it
     for group in groups(schema):
         if isinstance(section := filled.get(group), dict):
-            filled[group] = {"name": schema.model_fields[group].default.name, **section}
+            own = ENTRY if "entry" in section and ENTRY in variants(schema, group) else None
+            filled[group] = {"name": own or schema.model_fields[group].default.name, **section}
+    if isinstance(trackers := filled.get("trackers"), list):
+        filled["trackers"] = [_named(tracker) for tracker in trackers]
     if path is not None and "name" in schema.model_fields:
         filled.setdefault("name", _default_name(path))
     return filled
+
+
+def _named(item: Any) -> Any:
+    """The item of a list of sections with its name: `wandb` is {name: wandb}, {entry: ...} is a user's own."""
+    if isinstance(item, str):
+        return {"name": item}
+    return {"name": ENTRY, **item} if isinstance(item, dict) and "entry" in item else item
 
 
 def _default_name(path: Path) -> str:

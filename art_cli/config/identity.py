@@ -19,7 +19,7 @@ from art_cli.errors import printable
 NOT_TRAINING = frozenset(
     {
         # where it runs and who watches
-        *("name", "runs", "gateway", "tracker"),
+        *("name", "runs", "gateway", "tracker", "trackers"),
         # how long it runs, and what is kept of it
         *("train.steps", "train.keep_checkpoints"),
         # what it may cost

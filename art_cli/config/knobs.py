@@ -26,8 +26,10 @@ def _schemas(annotation: Any) -> Iterator[Schema]:
 def variants(schema: Schema, section: str) -> dict[str, Schema]:
     """The variants of a root section by their `name`, the default first; empty for a section with one form."""
     field = schema.model_fields.get(section)
-    found = {name: variant for variant in (sections(field) if field else []) if (name := variant_name(variant))}
-    default = getattr(field.default, "name", None) if field and found else None
+    if field is None or get_origin(field.annotation) is list:
+        return {}
+    found = {name: variant for variant in sections(field) if (name := variant_name(variant))}
+    default = getattr(field.default, "name", None) if found else None
     return dict(sorted(found.items(), key=lambda item: item[0] != default))
 
 

@@ -4,6 +4,7 @@ Works on the plain dict and the schema; where a key stands it asks Places.
 """
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import SequenceMatcher, get_close_matches
@@ -174,7 +175,10 @@ def _message(key: str, details: Sequence[ErrorDetails], data: dict[str, Any], sc
         case "extra_forbidden":
             return no_such_key(key, data, schema)
         case "union_tag_invalid":
-            return no_such_option(section, first["ctx"]["tag"], sorted(variants(schema, section)))
+            there_are = sorted(variants(schema, section)) or re.findall(r"'(\w+)'", first["ctx"]["expected_tags"])
+            return no_such_option(_noun(section, schema), first["ctx"]["tag"], there_are)
+        case "union_tag_not_found":
+            return f"missing: which {_noun(section, schema)} it is"
         case "literal_error" if name == "name" and section in schema.model_fields:
             return no_such_option(section, first["input"], sorted(variants(schema, section)))
         case "value_error":
@@ -187,6 +191,11 @@ def _message(key: str, details: Sequence[ErrorDetails], data: dict[str, Any], sc
             return f"{given}: only letters, digits, '.', '_' and '-', and a letter or digit first"
     wanted = list(dict.fromkeys(_expected(detail) for detail in details))
     return f"expected {' or '.join(wanted)}, not {given}{_yaml_hint(first)}"
+
+
+def _noun(section: str, schema: Schema) -> str:
+    """What a section is one of. Example: "tracker" for "trackers.0", and "judge" for "judge.judges.strict"."""
+    return section if section in schema.model_fields else section.split(".")[-2].removesuffix("s")
 
 
 def _expected(detail: ErrorDetails) -> str:

@@ -34,6 +34,7 @@ from art_cli.config.schema import (
     ModelConfig,
     NamedJudgeConfig,
     OpenAIEngineConfig,
+    OwnTrackerConfig,
     RewardModelJudgeConfig,
     RulerJudgeConfig,
     VllmEngineConfig,
@@ -41,7 +42,7 @@ from art_cli.config.schema import (
 )
 from art_cli.errors import ConfigError, EngineError, Problem
 
-ALL = ("runs", "model", "rollout", "gateway", "engine", "judge", "algorithm", "sft", "eval")
+ALL = ("runs", "model", "rollout", "gateway", "engine", "judge", "algorithm", "sft", "eval", "trackers")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 HOST = re.compile(r"(?=.{0,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 LOOKUP_TIMEOUT_S = 3.0  # longest wait for a host name to be looked up
@@ -187,6 +188,13 @@ def _eval(loaded: LoadedConfig) -> Iterator[Wrong]:
         yield from _data("eval.scenarios", loaded.config.eval.scenarios, loaded.directory)
 
 
+def _trackers(loaded: LoadedConfig) -> Iterator[Wrong]:
+    numbered = {f"trackers.{index}": tracker for index, tracker in enumerate(loaded.config.trackers)}
+    for key, tracker in ({"tracker": loaded.config.tracker} | numbered).items():
+        if isinstance(tracker, OwnTrackerConfig):
+            yield from _entry(f"{key}.entry", tracker.entry, loaded.directory)
+
+
 LOOKUPS = {
     "runs": _runs,
     "model": _model,
@@ -197,6 +205,7 @@ LOOKUPS = {
     "algorithm": _algorithm,
     "sft": _sft,
     "eval": _eval,
+    "trackers": _trackers,
 }
 
 

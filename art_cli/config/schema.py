@@ -597,15 +597,27 @@ class NoTrackerConfig(Section):
 
 
 class WandbTrackerConfig(Section):
-    """Weights & Biases besides metrics.jsonl."""
+    """Weights & Biases besides metrics.jsonl: every metric, and a table of samples for each step."""
 
     name: Literal["wandb"]
     project: str = "art"
     entity: str | None = None
     mode: Literal["online", "offline"] = "online"
+    """offline needs neither a key nor a network."""
 
 
-TrackerConfig = Annotated[NoTrackerConfig | WandbTrackerConfig, Field(discriminator="name")]
+class OwnTrackerConfig(Section):
+    """A user's own tracker: a class with the methods log, log_trajectories and close (art_cli.trackers.Tracker)."""
+
+    name: Literal["entry"]
+    """May be left out beside `entry`."""
+    entry: str
+    """ "file.py:Class", made as Class(run, **args)."""
+    args: dict[str, JsonValue] = {}
+    """Keyword arguments of the class."""
+
+
+TrackerConfig = Annotated[NoTrackerConfig | WandbTrackerConfig | OwnTrackerConfig, Field(discriminator="name")]
 
 
 class RunConfig(Section):
@@ -626,6 +638,8 @@ class RunConfig(Section):
     sft: SftConfig | None = None
     eval: EvalConfig | None = None
     tracker: TrackerConfig = NoTrackerConfig()
+    trackers: list[TrackerConfig] = []
+    """Several trackers, besides `tracker`: [wandb, {name: wandb, project: mine}, {entry: "mine.py:MyTracker"}]."""
 
     @property
     def learns_by(self) -> LossConfig | AlgorithmConfig:

@@ -51,7 +51,7 @@ from art_cli.model import Weights, count_parameters, find_base, twin
 from art_cli.rollouts.scenarios import load_scenarios
 from art_cli.run_dir import Manifest, MetricsLine, RunDir, new_checkpoint, read_lines, read_object, write_file
 from art_cli.secrets import find_secrets
-from art_cli.trackers import Tracker, make_tracker
+from art_cli.trackers.dispatch import Trackers, open_trackers
 from art_cli.trajectory import Trajectory
 from art_cli.views.curve import curve, run_series
 
@@ -224,7 +224,7 @@ class TrainingRun:
         self.loaded, self.config, self.run = decided, decided.config, run
         self.weights: Weights = load_policy(self.config, base)
         self.learner: Learner = make_learner(self.config, self.weights, directory=loaded.directory, logs=run.logs)
-        self.tracker: Tracker = make_tracker(self.config, run.root, self.config.model_dump(mode="json"))
+        self.trackers: Trackers = open_trackers(self.config, run.root, loaded.directory)
         self.interrupts = 0
 
     async def train(self) -> TrainResult:
@@ -241,7 +241,7 @@ class TrainingRun:
             finally:
                 self.learner.close()
                 await self.judge.close()
-                self.tracker.close()
+                await self.trackers.close()
         self._draw()
         return TrainResult(self.run.root, step, False, _evaluations(self.run))
 
@@ -354,6 +354,7 @@ class TrainingRun:
         return max(first, self.config.train.steps)
 
     async def _take_step(self, sampler: Sampler, batch: Batch, step: int) -> None:
+        self.trackers.log_trajectories(step, batch.groups)
         trained = await self._update(sampler, batch, step)
         metrics = batch.metrics | _numbers(trained)
         if trained.num_updates == 0:
@@ -447,11 +448,7 @@ class TrainingRun:
 
     def _record(self, step: int, split: str, metrics: dict[str, float]) -> None:
         self.run.append_metrics(step, split, metrics)
-        try:
-            self.tracker.log(MetricsLine(step=step, split=split, metrics=metrics, time=time.time()))
-        except Exception as error:  # the boundary to somebody else's SDK: a tracker never stops a run
-            log.warning("the tracker failed and is left out: %s: %s", type(error).__name__, error)
-            self.tracker.log = lambda line: None  # type: ignore[method-assign]
+        self.trackers.log(MetricsLine(step=step, split=split, metrics=metrics, time=time.time()))
 
     # --- Ctrl-C -------------------------------------------------------------------------------------------------------
 
