@@ -21,6 +21,7 @@ from art_cli.chat.answers import MAX_ANSWER, MAX_ERROR, AnswerTooLarge, read_ans
 from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request, Sampling
+from art_cli.secrets import Secrets
 
 Json = dict[str, Any]
 
@@ -37,6 +38,7 @@ class HttpBackend:
         self.step = step  # step to record when the endpoint does not report one; the caller updates it after a load
         self._url = str(URL(base_url.rstrip("/")).with_user(None))  # has no password, because messages show it
         self._api_key = api_key
+        self._secrets = Secrets([api_key])
         self._timeout_s = timeout_s
         self._dialect = _Dialect()
         self._session: aiohttp.ClientSession | None = None
@@ -148,7 +150,7 @@ class HttpBackend:
             raise self._broken(f"not an OpenAI reply: {error}") from error
 
     def _hide_key(self, text: str) -> str:
-        return text.replace(self._api_key, "***") if self._api_key else text
+        return self._secrets.redact(text[: 2 * MAX_MESSAGE])
 
     def _chunks(self, request: Request, wire: "_WireReply") -> Iterator[Chunk]:
         prompt_ids = _prompt_ids(wire)

@@ -72,6 +72,21 @@ async def test_a_bomb_from_a_vllm_server_is_an_error_in_words(status: int) -> No
     assert not isinstance(refused.value, Refused | Unreachable)
 
 
+@pytest.mark.parametrize("form", ["sk-canary/0011", "SK-CANARY/0011", "sk-canary%2f0011", "sk-canary\\u002f0011"])
+async def test_an_endpoint_that_quotes_the_key_in_another_form_does_not_spread_it(form: str) -> None:
+    body = f'{{"error": {{"message": "you sent {form} to us"}}}}'.encode()
+    request = Request(model="m", messages=[{"role": "user", "content": "x"}], sampling=Sampling())
+    async with answering(500, "", body) as root:
+        backend = HttpBackend(f"{root}/v1", "sk-canary/0011", "m")
+        with pytest.raises(ChatError, match=r"you sent \*\*\* to us"):
+            await backend.reply(request)
+        await backend.close()
+        control = Control(root, "sk-canary/0011")
+        with pytest.raises(EngineError, match=r"you sent \*\*\* to us"):
+            await control.models()
+        await control.close()
+
+
 async def test_events_cut_anywhere_are_read_whole_and_in_time() -> None:
     """A line of 8 MB, which comes in pieces of 64 KiB, is put together once."""
     data = (

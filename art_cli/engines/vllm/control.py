@@ -12,6 +12,7 @@ import msgspec
 
 from art_cli.chat.answers import AnswerTooLarge, read_answer
 from art_cli.errors import EngineError
+from art_cli.secrets import Secrets
 
 Json = dict[str, Any]
 
@@ -145,8 +146,8 @@ class Control:
     def _message(self, answer: bytes) -> str:
         error = _json(answer).get("error", _json(answer).get("detail"))
         message = error.get("message") if isinstance(error, dict) else error
-        text = str(message or answer[:300].decode(errors="replace")).strip()[:MAX_MESSAGE]
-        return (text.replace(self._key, "***") if self._key else text) or "no reason given"
+        text = str(message or answer[:300].decode(errors="replace")).strip()
+        return Secrets([self._key or ""]).redact(text[: 2 * MAX_MESSAGE])[:MAX_MESSAGE] or "no reason given"
 
 
 def _json(answer: bytes) -> Json:
