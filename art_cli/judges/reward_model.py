@@ -107,8 +107,8 @@ class RewardModelJudge(Judge):
         beside = self._directory / self.config.model
         name = str(beside) if beside.is_dir() else self.config.model
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
-            model = AutoModelForSequenceClassification.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            model = AutoModelForSequenceClassification.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError) as error:
             line = " ".join(str(error).split())[:300]
             raise JudgeStopped(f"judge.model: {self.config.model} cannot be loaded: {line}") from error

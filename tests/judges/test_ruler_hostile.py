@@ -23,15 +23,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 
 from art_cli.config.schema import PriceConfig, RulerJudgeConfig
 from art_cli.errors import JudgeError, JudgeStopped, UsageError
 from art_cli.judges.groups import judge_groups
-from art_cli.judges.providers import MAX_ANSWER, classify
-from art_cli.judges.providers.answer_limit import MAX_BYTES, MAX_MARKS
+from art_cli.judges.providers import MAX_ANSWER, MAX_BYTES, MAX_MARKS, classify
 from art_cli.judges.providers.waits import read_wait, retry_after
 from art_cli.judges.ruler.judge import RulerJudge
 from art_cli.judges.ruler.verdict import VerdictError, parse_verdict
@@ -58,12 +56,6 @@ class Held(Heartbeat):
             wall_now, cpu_now = time.monotonic(), time.process_time()
             self.longest_s = max(self.longest_s, min(wall_now - wall - self._period_s, cpu_now - cpu))
             wall, cpu = wall_now, cpu_now
-
-
-@pytest.fixture(autouse=True)
-def one_ssl_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading the certificates takes longer than a call, and these tests make a client for each."""
-    monkeypatch.setattr(httpx, "create_ssl_context", functools.cache(httpx.create_ssl_context))
 
 
 @pytest.fixture

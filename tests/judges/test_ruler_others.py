@@ -1,7 +1,10 @@
 """What stands beside RULER behind the same protocol: blends, a local reward model, litellm, and the Python call."""
 
 import copy
+import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -115,6 +118,25 @@ async def test_a_reward_model_that_is_not_there_stops_and_a_label_that_is_not_th
         await score(tmp_path / "nothing", rated([0.1]))
     with pytest.raises(JudgeStopped, match="judge.label 5: .* has 2 outputs"):
         await score(reward_model, rated([0.1]), label=5)
+
+
+async def test_code_that_a_reward_model_brings_is_never_run(
+    reward_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory whose config names classes in a file of its own is refused, also where transformers' question
+    whether to trust it would be answered with yes."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the question sets an alarm, which only a main thread can
+    monkeypatch.setattr(signal, "alarm", lambda *_: 0)
+    path = tmp_path / "model"
+    shutil.copytree(reward_model, path)
+    config = json.loads((path / "config.json").read_text())
+    names = {"AutoConfig": "own.Config", "AutoModelForSequenceClassification": "own.Model"}
+    (path / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": names}))
+    (path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(JudgeStopped, match="judge.model: model cannot be loaded"):
+        await score(path, rated([0.1]))
+    assert not (tmp_path / "ran").exists()
 
 
 # --- the Python call --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The seam to a model that judges: Provider, what it answers, and how a call fails.
+"""The seam to a model that judges: the Provider base class, what a provider answers, and how a call fails.
 
     http.py       OpenAI and any OpenAI-compatible `api_base`
     litellm.py    every other provider that litellm knows
@@ -9,28 +9,41 @@
 A provider makes one call and says what came of it. It does not try again.
 """
 
+import logging
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
-from art_cli.judges.costs import Usage
-from art_cli.judges.text import clean
+from art_cli.config.schema import JudgeModelConfig
+from art_cli.errors import printable
+from art_cli.judges.costs import Usage, find_price
+from art_cli.judges.text import clean, count_tokens
 from art_cli.secrets import Secrets
 from art_cli.trajectory import Json
 
-# retry: the same call may succeed later.  late: so may this one, whose deadline passed.  unreachable: and this one,
-# which nobody was there to answer.  refused: this call will not (too long).  too_large: its answer is no verdict, and
-# asking in other words does not help.  used_up: no call will until the quota is renewed.  stopped: no call will (a
-# wrong key).
-FailureKind = Literal["retry", "late", "unreachable", "refused", "too_large", "used_up", "stopped"]
+log = logging.getLogger(__name__)
+
+FailureKind = Literal[
+    "retry",  # the same call may succeed later
+    "late",  # its deadline passed; the same call may succeed later
+    "unreachable",  # no server took the call; the same call may succeed later
+    "refused",  # this call never succeeds, for example because its prompt is too long
+    "too_large",  # its answer is no verdict, and asking in other words does not help
+    "used_up",  # no call succeeds until the quota is renewed
+    "stopped",  # no call succeeds, for example because the key is wrong
+]
 
 MAX_MESSAGE = 300  # characters of a provider's error text that are shown
-MAX_ERROR = 64_000  # characters of it that are read
-LONG_ANSWER = 8_000  # bytes or characters from which an answer is read in a thread, not on the event loop
+MAX_ERROR = 64_000  # characters of a provider's error text that are read
 MAX_ANSWER = 1_000_000  # characters; a longer answer is no verdict
-MAX_TOKENS = 100_000_000  # of one call; a larger number is not one
-# How providers say that the money or the quota is gone, which no short wait cures.
+MAX_BYTES = 4 << 20  # bytes of a response; a verdict on 64 attempts and 128k tokens of reasoning take a quarter of it
+# Brackets and commas of a response. Each may become a Python object; json takes 0.1 s for so many and holds the loop.
+MAX_MARKS = 200_000
+ENCODINGS = "gzip, deflate"  # encodings that are asked for, because they can be undone piece by piece
+LONG_ANSWER = 8_000  # bytes or characters from which an answer is read in a thread, not on the event loop
+MAX_TOKENS = 100_000_000  # tokens of one call; a larger number cannot be true
+# Words by which providers say that the money or the quota is gone, which no short wait cures.
 _USED_UP = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active", "credit balance is too low")
 
 
@@ -40,27 +53,64 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     finish_reason: str
     usage: Usage
-    pause_s: float = 0.0  # the provider's rate-limit headers ask for this much quiet
+    pause_s: float = 0.0  # seconds without calls that the provider's rate-limit headers ask for
 
 
 class CallFailed(Exception):
-    """One call came to nothing. The message is one line without secrets."""
+    """One call failed. The message is one line without secrets."""
 
     def __init__(self, message: str, kind: FailureKind, *, retry_after_s: float | None = None) -> None:
         self.kind, self.retry_after_s = kind, retry_after_s
         super().__init__(message)
 
 
-class Provider(Protocol):
+class Provider:
+    """Asks one model. `name` is what messages call it."""
+
+    def __init__(self, member: JudgeModelConfig, secrets: Secrets, name: str) -> None:
+        self.member, self.secrets, self.name = member, secrets, name
+        self.price = find_price(member)
+        self._has_warned = False  # about usage that is not a number of tokens
+
     async def ask(self, messages: Sequence[Json], schema: Json | None, *, timeout_s: float) -> Answer:
         """One call; with `schema`, the answer is asked to be JSON of that schema. Raises CallFailed."""
-        ...
+        raise NotImplementedError
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Closes the connections."""
+
+    def shown(self, text: str) -> str:
+        """A provider's error text as one short line without secrets."""
+        return printable(" ".join(self.secrets.redact(text[:MAX_ERROR]).split()), limit=MAX_MESSAGE)
+
+    def read_text(self, content: Any) -> str:
+        """A reply's content as one text without secrets; a list of parts is joined. Raises TypeError for others.
+
+        Of a text longer than any verdict no more is kept than shows that it is.
+        """
+        if isinstance(content, list):
+            texts = (part.get("text") for part in content if isinstance(part, dict))
+            content = "".join(text for text in texts if isinstance(text, str))
+        if not isinstance(content, str | None):
+            raise TypeError(f"content is a {type(content).__name__}")
+        return self.secrets.redact(clean((content or "")[: MAX_ANSWER + 1]))
+
+    def read_tokens(self, said: Sequence[Any], messages: Sequence[Json], text: str) -> tuple[int, int, bool]:
+        """(prompt tokens, completion tokens, whether both can be believed).
+
+        `said` is what the provider says of the two. What it does not say, or cannot be true, is estimated.
+        """
+        prompt, completion = map(read_count, said)
+        is_odd = any(value and count is None for value, count in zip(said, (prompt, completion), strict=True))
+        if is_odd and not self._has_warned:
+            self._has_warned = True
+            log.warning("%s: its usage is not a number of tokens; tokens and cost are estimated", self.name)
+        prompt = prompt or sum(count_tokens(str(message.get("content"))) for message in messages)
+        return prompt, completion or count_tokens(text), not is_odd
 
 
 def classify(status: int, text: str) -> FailureKind:
-    """What an HTTP error status means for this call and for the ones after it."""
+    """What an HTTP error status means for this call and for later ones."""
     said = text[:MAX_ERROR].lower()
     if status == 402 or (status in (400, 403, 429) and any(words in said for words in _USED_UP)):
         return "used_up"
@@ -69,27 +119,8 @@ def classify(status: int, text: str) -> FailureKind:
     return "stopped" if status in (401, 403, 404, 405) else "refused"
 
 
-def one_line(text: str, secrets: Secrets) -> str:
-    """A provider's error text for our own: redacted, on one line, not long."""
-    line = " ".join(secrets.redact(text[:MAX_ERROR]).split())
-    return line if len(line) <= MAX_MESSAGE else line[:MAX_MESSAGE] + "..."
-
-
-def content_text(content: Any, secrets: Secrets) -> str:
-    """A reply's content as one text without secrets; a list of parts is put together. Raises TypeError for others.
-
-    Of a text longer than any verdict no more is kept than shows that.
-    """
-    if isinstance(content, list):
-        texts = (part.get("text") for part in content if isinstance(part, dict))
-        content = "".join(text for text in texts if isinstance(text, str))
-    if not isinstance(content, str | None):
-        raise TypeError(f"content is a {type(content).__name__}")
-    return secrets.redact(clean((content or "")[: MAX_ANSWER + 1]))
-
-
 def read_count(value: Any) -> int | None:
-    """A number of tokens as a provider says it; None where it says none that can be believed."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_TOKENS:  # nor is NaN
+    """A number of tokens as a provider says it; None when it cannot be true."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_TOKENS:  # NaN is not
         return None
     return int(value)

@@ -1,7 +1,7 @@
-"""The limit of one answer of a judge, held while it is read and while it is decompressed, whichever client reads it.
+"""The limit of one answer, held while httpx reads and decompresses it for litellm.
 
-httpx and litellm read an answer whole, and httpx decompresses each piece whole: 2 MB of gzip become 4 GB. `limit` puts
-a stream in the place of the response's own that stops both, and Python's json, before they take memory or seconds.
+httpx and litellm read an answer whole, and httpx decompresses each piece whole: 2 MB of gzip become 4 GB. The stream
+put in the place of the response's own stops both, and Python's json, before they take memory or seconds.
 """
 
 import zlib
@@ -10,33 +10,23 @@ from typing import Any
 
 import httpx
 
-MAX_BYTES = 4 << 20  # a verdict on 64 attempts and 128k tokens of reasoning take a quarter of it
-# Brackets and commas, each of which may become an object of Python's: json takes 0.1 s for so many, and holds the loop.
-MAX_MARKS = 200_000
-ENCODINGS = "gzip, deflate"  # what is asked for, and what can be undone piece by piece
+from art_cli.chat.answers import AnswerTooLarge
+from art_cli.judges.providers import ENCODINGS, MAX_BYTES, MAX_MARKS
+
 _PIECE = 1 << 16
 
 
-class AnswerTooLarge(httpx.TransportError):
-    """The answer is larger than any verdict."""
-
-
-async def limit(response: httpx.Response) -> None:
-    """An httpx response hook: the answer raises AnswerTooLarge where it becomes too large, DecodingError for others."""
-    encoding = response.headers.pop("content-encoding", "identity").strip().lower()
-    response.headers.pop("content-length", None)  # the compressed one
-    assert isinstance(response.stream, httpx.AsyncByteStream)
-    response.stream = _Limited(response.stream, encoding)
-
-
 def limit_transport(transport: Any) -> Any:
-    """The same httpx transport, its answers limited; its class stays, by which litellm tells what it may do with it."""
+    """The same httpx transport with its answers limited. Its class stays, because litellm decides by the class."""
     handle = transport.handle_async_request
 
     async def handle_async_request(request: httpx.Request) -> httpx.Response:
         request.headers["Accept-Encoding"] = ENCODINGS
         response: httpx.Response = await handle(request)
-        await limit(response)
+        encoding = response.headers.pop("content-encoding", "identity").strip().lower()
+        response.headers.pop("content-length", None)  # the length of the compressed body
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        response.stream = _Limited(response.stream, encoding)
         return response
 
     transport.handle_async_request = handle_async_request
@@ -44,7 +34,7 @@ def limit_transport(transport: Any) -> Any:
 
 
 def find_too_large(error: BaseException | None) -> AnswerTooLarge | None:
-    """The AnswerTooLarge behind an error, in which clients wrap it; None where it is another one."""
+    """The AnswerTooLarge among the causes of an error, in which clients wrap it; None: there is none."""
     seen = 0
     while error is not None and not isinstance(error, AnswerTooLarge) and seen < 20:
         error, seen = error.__cause__ or error.__context__, seen + 1
@@ -52,7 +42,7 @@ def find_too_large(error: BaseException | None) -> AnswerTooLarge | None:
 
 
 class _Limited(httpx.AsyncByteStream):
-    """Another stream's bytes, decompressed, up to the limits."""
+    """Another stream's bytes, decompressed, up to the limits. Raises AnswerTooLarge, httpx.DecodingError."""
 
     def __init__(self, stream: httpx.AsyncByteStream, encoding: str) -> None:
         self._stream, self._encoding = stream, encoding
@@ -87,10 +77,10 @@ def _make_inflater(encoding: str) -> Any:
 
 
 class _Inflater:
-    """gzip (of several members, too), zlib, or deflate without a head."""
+    """Undoes gzip (of several members, too), zlib, and deflate without a header."""
 
     def __init__(self) -> None:
-        self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip or zlib, by the head
+        self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip or zlib, by the header
         self._is_first = True
 
     def pieces(self, data: bytes) -> Iterator[bytes]:

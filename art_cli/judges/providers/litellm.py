@@ -1,10 +1,9 @@
 """Judges through litellm, which knows every provider's address and dialect.
 
-Imported at the first call, not before: that takes seconds.
+litellm is imported at the first call, not before, because that takes seconds.
 """
 
 import asyncio
-import logging
 import math
 import os
 import time
@@ -12,44 +11,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from art_cli.config.schema import JudgeModelConfig
-from art_cli.judges.costs import Usage, find_price
-from art_cli.judges.providers import (
-    MAX_ERROR,
-    Answer,
-    CallFailed,
-    classify,
-    content_text,
-    one_line,
-    read_count,
-)
+from art_cli.judges.costs import Usage
+from art_cli.judges.providers import MAX_ERROR, Answer, CallFailed, Provider, classify
 from art_cli.judges.providers.answer_limit import find_too_large, limit_transport
 from art_cli.judges.providers.waits import quiet_time, retry_after
-from art_cli.judges.text import count_tokens
 from art_cli.secrets import Secrets
 from art_cli.trajectory import Json
 
-log = logging.getLogger(__name__)
 
+class LitellmProvider(Provider):
+    """litellm keeps its clients to itself, one set per process, so that there is nothing to close."""
 
-class LitellmProvider:
     def __init__(self, member: JudgeModelConfig, secrets: Secrets) -> None:
-        self._member, self._secrets = member, secrets
-        self._price = find_price(member)
-        self._is_usage_odd = False  # the log has said so
+        super().__init__(member, secrets, member.model)
 
     async def ask(self, messages: Sequence[Json], schema: Json | None, *, timeout_s: float) -> Answer:
         litellm = await asyncio.to_thread(import_litellm)
-        arguments: Json = dict(self._member.params)
+        arguments: Json = dict(self.member.params)
         if schema is not None:
             strict = {"name": "verdict", "strict": True, "schema": schema}
             arguments["response_format"] = {"type": "json_schema", "json_schema": strict}
-        if self._member.api_key_env is not None:
-            arguments["api_key"] = os.environ.get(self._member.api_key_env)
+        if self.member.api_key_env is not None:
+            arguments["api_key"] = os.environ.get(self.member.api_key_env)
         started = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
                 response = await litellm.acompletion(
-                    model=self._member.model,
+                    model=self.member.model,
                     messages=list(messages),
                     timeout=timeout_s,
                     num_retries=0,
@@ -57,30 +45,30 @@ class LitellmProvider:
                     **arguments,
                 )
         except TimeoutError as error:
-            raise CallFailed(f"{self._member.model} did not answer within {timeout_s:g} s", "late") from error
-        except Exception as error:  # the boundary to litellm, whose errors have one parent per provider's client
+            raise CallFailed(f"{self.name} did not answer within {timeout_s:g} s", "late") from error
+        except Exception as error:  # the boundary to litellm, whose errors have one base class per provider's client
             raise self._explain(error) from error
         return await asyncio.to_thread(self._read, litellm, response, messages, time.monotonic() - started)
 
     def _explain(self, error: Exception) -> CallFailed:
         if too_large := find_too_large(error):
-            return CallFailed(f"{self._member.model}: {too_large}", "too_large")
+            return CallFailed(f"{self.name}: {too_large}", "too_large")
         status = getattr(error, "status_code", None)
         text = str(error)[:MAX_ERROR]
-        message = f"{self._member.model}: {one_line(text, self._secrets)}"
-        name = type(error).__name__
-        if name == "UnsupportedParamsError" or "LLM Provider NOT provided" in text:
+        message = f"{self.name}: {self.shown(text)}"
+        kind_of_error = type(error).__name__
+        if kind_of_error == "UnsupportedParamsError" or "LLM Provider NOT provided" in text:
             return CallFailed(message, "stopped")
         if not isinstance(status, int):
-            return CallFailed(f"{self._member.model}: {name}: {one_line(text, self._secrets)}", "retry")
-        kind = "unreachable" if name == "APIConnectionError" else classify(status, text)
+            return CallFailed(f"{self.name}: {kind_of_error}: {self.shown(text)}", "retry")
+        kind = "unreachable" if kind_of_error == "APIConnectionError" else classify(status, text)
         return CallFailed(message, kind, retry_after_s=retry_after(_headers(error), text))
 
     def _read(self, litellm: Any, response: Any, messages: Sequence[Json], latency_s: float) -> Answer:
         try:
-            text = content_text(_content(response), self._secrets)
+            text = self.read_text(_content(response))
         except TypeError as error:
-            raise CallFailed(f"{self._member.model} answered with something else than a completion", "retry") from error
+            raise CallFailed(f"{self.name} answered with something else than a completion", "retry") from error
         headers = (getattr(response, "_hidden_params", None) or {}).get("additional_headers") or {}
         return Answer(
             text=text,
@@ -90,32 +78,22 @@ class LitellmProvider:
         )
 
     def _usage(self, litellm: Any, response: Any, messages: Sequence[Json], text: str, latency_s: float) -> Usage:
-        """What the provider says it took; an estimate, of its cost too, where it says what cannot be."""
         usage = getattr(response, "usage", None)
-        said = [getattr(usage, name, None) for name in ("prompt_tokens", "completion_tokens")]
-        prompt, completion = map(read_count, said)
-        is_odd = any(value and count is None for value, count in zip(said, (prompt, completion), strict=True))
-        if is_odd and not self._is_usage_odd:
-            self._is_usage_odd = True
-            log.warning("%s: its usage is not a number of tokens; tokens and cost are estimated", self._member.model)
-        prompt = prompt or sum(count_tokens(str(message.get("content"))) for message in messages)
-        completion = completion or count_tokens(text)
-        if self._member.price is None and not is_odd:
+        said = getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None)
+        prompt, completion, is_sound = self.read_tokens(said, messages, text)
+        if self.member.price is None and is_sound:
             cost = self._cost(litellm, response)
         else:
-            cost = self._price.cost(prompt, completion) if self._price else None
+            cost = self.price.cost(prompt, completion) if self.price else None
         return Usage(1, prompt, completion, cost, latency_s)
 
     def _cost(self, litellm: Any, response: Any) -> float | None:
-        """litellm's own reckoning (tiers, cached tokens and all); None: unknown."""
+        """litellm's own calculation, with price tiers and cached tokens; None: unknown."""
         try:
-            cost = float(litellm.completion_cost(completion_response=response, model=self._member.model))
+            cost = float(litellm.completion_cost(completion_response=response, model=self.member.model))
         except Exception:  # litellm raises a bare Exception for a model that its table lacks
             return None
         return cost if math.isfinite(cost) and cost >= 0 else None
-
-    async def close(self) -> None:
-        """litellm keeps its clients to itself, per process; nothing of ours is open."""
 
 
 def import_litellm() -> Any:
@@ -132,9 +110,9 @@ def _limit_answers() -> None:
     """Holds every provider's answers to the limit, also where litellm makes a client of its own for it.
 
     litellm has one place that makes transports for the clients of its providers (litellm 1.106, `AsyncHTTPHandler`)
-    and no setting for what they do with an answer, so the place is replaced until there is one. Not held to the limit:
-    a provider spoken to through a vendor's own package, and all of them under DISABLE_AIOHTTP_TRANSPORT, where httpx
-    makes the transport itself. What comes after is limited there too (`content_text`).
+    and no setting for what they do with an answer, so that place is replaced until there is one. Two kinds of calls
+    escape the limit: those of a provider that is reached through a vendor's own package, and all calls under
+    DISABLE_AIOHTTP_TRANSPORT, where httpx makes the transport itself. Their text is cut afterwards (`read_text`).
     """
     from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler
 
@@ -152,7 +130,7 @@ def _limit_answers() -> None:
 
 
 def _content(response: Any) -> Any:
-    """The reply's content. Raises TypeError where there is no reply in it."""
+    """The reply's content. Raises TypeError when the response holds no reply."""
     try:
         return response.choices[0].message.content
     except (LookupError, AttributeError, TypeError) as error:
