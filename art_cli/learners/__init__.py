@@ -44,6 +44,7 @@ class StepMetrics(msgspec.Struct, kw_only=True):
     tokens_trained: int  # sampled tokens that carry a loss term
     tokens_flat: int  # what one row per sample would compute
     tokens_computed: int  # what the packs compute: every shared token once
+    packed: float = float("nan")  # 1: samples ran as packs; 0: packs did not hold, so one sample ran at a time
     loss: float = float("nan")
     kl: float = float("nan")  # k3 estimate against the reference policy; NaN where it is not computed
     entropy: float = float("nan")

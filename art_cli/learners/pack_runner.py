@@ -2,10 +2,11 @@
 
 Two ways give the same numbers. The packed one runs the model's layers once over the row, with tree attention, and its
 head on the predicting positions only; it serves every model that is causal softmax attention and a head. The plain one
-runs the model as it is on one sample at a time. Which of them a model gets is found out by comparing them.
+runs the model as it is on one sample at a time. packing_check.py compares the two and decides which one a model gets.
 """
 
 import contextlib
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,15 +19,14 @@ from art_cli.config.schema import BaseLearnerConfig
 from art_cli.decoder.layers import known_layers
 from art_cli.learners.flex_attention import FlexAttention
 from art_cli.learners.logprobs import TokenScores, token_scores
-from art_cli.learners.packing import Pack, pack_samples, pack_small, reuse
+from art_cli.learners.packing import Pack, pack_small, reuse
 from art_cli.learners.ranks import Alone, Ranks, deal, pack_evenly
-from art_cli.learners.samples import Ints, Sample, bare_sample
+from art_cli.learners.samples import Ints, Sample
 from art_cli.learners.tree_attention import Tree, attend, tree_attention
 from art_cli.model import Weights
 
 log = logging.getLogger(__name__)
 
-TAIL = 64  # tokens at the end of each probe sequence that the two ways are compared on
 # Tokens of a pack where the config leaves it open. 24M-parameter Qwen3, 9,728 tokens a step: 8192 takes 17.4 s of CPU
 # time, 2048 12.4 s, 1024 11.7 s: past the caches, time goes into fetching fresh memory. On a CPU it is the least; more,
 # up to twice the longest sample, where trees would be cut and their stems computed again.
@@ -34,9 +34,6 @@ MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 # How many times a tree's tokens rows must compute for trees to pay: below, what a sample saves goes into its second
 # look, at what it shares. Trees are 3 to 12 % slower at 1.01, even at 1.03, 7 % faster at 1.13 (1M and 24M parameters).
 WORTH = 1.04
-# Mean nats the two ways may differ by: both are the same sums in another order. float32 gives 1e-6 on a 24M-parameter
-# model, a wrong mask or position 1e-2 and up; bfloat16 rounds each logit to 3 digits.
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
 class PackRunner:
@@ -48,7 +45,7 @@ class PackRunner:
         self.ranks: Ranks = ranks or Alone()
         self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS.get(weights.device.type, 1024)
         self.model = weights.model.get_base_model() if weights.has_adapter else weights.model
-        self.can_pack: bool | None = None  # None: not yet known, see `settle`
+        self.can_pack: bool | None = None  # None: not decided yet, see packing_check.py
         self.flex = FlexAttention(self.micro_batch_tokens) if weights.device.type == "cuda" else None
         if config.gradient_checkpointing is not False:
             _enable_checkpointing(self.model)
@@ -61,33 +58,23 @@ class PackRunner:
                 stack.enter_context(_packing(self.model))
             yield
 
-    def settle(self, sample: Sample) -> None:
-        """Finds out, once, whether the model can run packs: the sample, and one that leaves it half-way, both ways."""
-        if self.can_pack is not None:
-            return
-        probes = _probes(sample.token_ids)
-        [pack] = pack_samples(probes, budget=2 * len(sample.token_ids))
-        [rows] = pack_samples(probes, budget=2 * len(sample.token_ids), share=False)
-        with torch.no_grad(), self.weights.lock:
-            plain = _by_token(rows, self._run_plain(rows))
-            try:
-                with _packing(self.model):
-                    packed = _by_token(pack, self.ranks.forward(self.model, self._run_packed, pack))
-            except (NotImplementedError, TypeError) as error:
-                self._give_up(str(error))
-                return
-        gap = float(np.mean([abs(packed[key] - plain[key]) for key in plain]))
-        tolerance = TOLERANCE[self.weights.dtype]
-        if gap <= tolerance:
-            self.can_pack = True
-        else:
-            self._give_up(f"packed and plain logprobs differ by {gap:.2g} nats on average, over {tolerance:.2g}")
+    def decide(self, can_pack: bool, reason: str) -> None:
+        """Packs from now on, or plain rows for that reason."""
+        self.can_pack = can_pack
+        if not can_pack:
+            log.warning("%s; training one sample at a time, slower", reason)
 
-    def _give_up(self, reason: str) -> None:
-        self.can_pack = False
-        log.warning(
-            "%s cannot run packs (%s); training one sample at a time, slower", type(self.model).__name__, reason
-        )
+    def using_packs(self, can_pack: bool) -> "PackRunner":
+        """The same policy packed, or as plain rows that keep as little for the backward pass as they can.
+
+        A model's own layers keep several times what packs do, and a comparison is not to be a step's peak of memory.
+        """
+        other = copy.copy(self)
+        other.can_pack = can_pack
+        if not can_pack and torch.is_grad_enabled():
+            other.config = self.config.model_copy(update={"gradient_checkpointing": True})
+            _enable_checkpointing(self.model)
+        return other
 
     def pack(self, samples: Sequence[Sample], *, share: bool | None = None) -> list[Pack]:
         """The samples as packs that `run` takes. `share`: whether they are trees; None: as the config says."""
@@ -97,7 +84,7 @@ class PackRunner:
 
     def _shares(self, samples: Sequence[Sample]) -> bool:
         """Whether what the samples have in common is computed once."""
-        assert self.can_pack is not None, "settle() comes first"
+        assert self.can_pack is not None, "PackingCheck.probe comes first"
         if not self.can_pack or self.config.packing == "rows":
             return False
         return self.config.packing == "tree" or reuse(samples) >= WORTH
@@ -187,21 +174,6 @@ def _packing(model: Any) -> Iterator[None]:
 def _split(positions: Ints, bounds: list[int]) -> list[Ints]:
     """Ascending positions of a pack, cut where each next row begins."""
     return np.split(positions, np.searchsorted(positions, bounds))
-
-
-def _probes(token_ids: Ints) -> list[Sample]:
-    """The sequence, and one that goes another way from its middle; their last tokens as targets."""
-    half = len(token_ids) // 2
-    other = np.concatenate([token_ids[:half], token_ids[half:][::-1]])
-    targets = np.arange(max(1, len(token_ids) - TAIL), len(token_ids))
-    return [bare_sample(ids, targets, name) for ids, name in ((token_ids, "probe"), (other, "probe, turned"))]
-
-
-def _by_token(pack: Pack, scores: TokenScores) -> dict[tuple[str, int], float]:
-    """The logprob of each trained token by its sample and place."""
-    logprobs = scores.logprobs.double().numpy(force=True)[pack.terms.edges]
-    keys = [(sample.trajectory_id, int(target)) for sample in pack.samples for target in sample.targets]
-    return dict(zip(keys, logprobs.tolist(), strict=True))
 
 
 def _enable_checkpointing(model: Any) -> None:

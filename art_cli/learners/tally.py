@@ -77,7 +77,8 @@ class Tally:
         if loss.kl is not None:
             self.kl.add(loss.kl)
 
-    def metrics(self, batch: Batch, *, learning_rate: float, train_s: float) -> StepMetrics:
+    def metrics(self, batch: Batch, *, packed: bool | None, learning_rate: float, train_s: float) -> StepMetrics:
+        """`packed`: whether the samples ran as packs; None: not decided yet, because nothing ran."""
         has_updates = bool(self.grad_norms)
         return StepMetrics(
             reward_mean=batch.reward_mean,
@@ -91,6 +92,7 @@ class Tally:
             tokens_trained=self.tokens_trained,
             tokens_flat=self.tokens_flat,
             tokens_computed=self.tokens_computed,
+            packed=math.nan if packed is None or not has_updates else float(packed),
             loss=sum(self.losses) / len(self.losses) if has_updates else math.nan,
             kl=self.kl.mean,
             entropy=self.entropy.mean,

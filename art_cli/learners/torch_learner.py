@@ -27,7 +27,7 @@ from art_cli.learners.batch import make_batch, split_batch
 from art_cli.learners.demos import demo_samples
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.pack_runner import PackRunner
-from art_cli.learners.packing_check import compare_packing
+from art_cli.learners.packing_check import PackingCheck
 from art_cli.learners.policy_gradient import PolicyGradient, Update
 from art_cli.learners.ranks import Alone, Ranks
 from art_cli.learners.samples import Sample, bare_sample
@@ -70,7 +70,7 @@ class TorchLearner:
         self.runner = PackRunner(weights, learner, self.ranks)
         self.gradient = PolicyGradient(self.runner, self.algorithm, kl=loss.kl, importance_cap=loss.importance_cap)
         self.warm_up: Sft | None = None  # between begin_sft and end_sft
-        self.has_compared = False  # packs with plain rows, see `_compare_packing`
+        self.packing = PackingCheck(self.runner)
         self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
         self.optimizer_device = torch.device("cpu") if learner.offload_optimizer else None
         self.optimizer = Optimizer.of(self.parameters, train, device=self.optimizer_device, ranks=self.ranks)
@@ -89,7 +89,8 @@ class TorchLearner:
             with self._changing_weights(parts[0][0], batch=parts[0]):
                 self._take_updates([self.gradient.plan(part) for part in parts], tally, progress)
         tally = Tally.total(self.ranks.gather(tally))
-        return tally.metrics(batch, learning_rate=learning_rate, train_s=time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        return tally.metrics(batch, packed=self.runner.can_pack, learning_rate=learning_rate, train_s=seconds)
 
     def sft(self, demos: Sequence[dict[str, Any]], *, progress: Progress | None = None) -> dict[str, float]:
         num_updates = self.begin_sft(demos)
@@ -205,9 +206,9 @@ class TorchLearner:
         """Holds the weights and runs packs; running out of memory becomes a LearnerError that says what to do."""
         try:
             with self.weights.lock:
-                self.runner.settle(sample)
+                self.packing.probe(sample)
                 if batch:
-                    self._compare_packing(batch)
+                    self.packing.compare(batch)
                 with self.runner.running():
                     yield
         except RuntimeError as error:
@@ -217,18 +218,6 @@ class TorchLearner:
                 f"out of memory; lower learner.micro_batch_tokens (now {self.runner.micro_batch_tokens}) or set "
                 "learner.gradient_checkpointing=true"
             ) from error
-
-    def _compare_packing(self, batch: Sequence[Sample]) -> None:
-        """Once, on the first batch: where packs do not give what plain rows give, rows from then on (contract 1)."""
-        if self.has_compared or not self.runner.can_pack:
-            return
-        self.has_compared = True
-        gap = compare_packing(self.runner, batch)
-        if all(self.ranks.gather(gap.is_small)):
-            log.info("packs hold against plain rows: %s", gap)
-        else:
-            self.runner.can_pack = False
-            log.warning("packs do not hold against plain rows: %s; training one sample at a time, slower", gap)
 
     @contextlib.contextmanager
     def _changing_weights(self, sample: Sample, *, batch: Sequence[Sample] = ()) -> Iterator[None]:

@@ -519,6 +519,8 @@ def _announce(step: int, steps: int, metrics: dict[str, float]) -> None:
     shown = ["reward_mean", "loss", "kl", "grad_norm", "logprob_gap", "sample_s", "train_s"]
     numbers = "  ".join(f"{n} {metrics[n]:.3g}" for n in shown if n in metrics)
     log.info("step %d/%d: %s  %s", step + 1, steps, numbers, _describe_failures(metrics))
+    if metrics.get("packed") == 0:
+        log.warning("step %d: packs did not hold (packed 0), so the learner ran one sample at a time, slower", step + 1)
 
 
 def _describe_failures(metrics: dict[str, float]) -> str:

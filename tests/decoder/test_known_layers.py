@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 
 from art_cli.config.schema import TorchLearnerConfig
 from art_cli.learners.pack_runner import PackRunner
-from art_cli.learners.packing_check import compare_packing
+from art_cli.learners.packing_check import PackingCheck, compare_batch
 from art_cli.model import Weights
 from tests.learners.test_pack_runner import SHAPE, samples, weights_of
 
@@ -43,10 +43,10 @@ def num_in_use(runner: PackRunner) -> int:
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_logprobs_and_gradient_are_those_of_the_models_own_layers(config: Any, targets: Any) -> None:
     runner = PackRunner(adapted(config, targets), TorchLearnerConfig())
-    runner.settle(samples()[0])
+    PackingCheck(runner).probe(samples()[0])
     assert runner.can_pack and num_in_use(runner) == 2
-    gap = compare_packing(runner, samples())
-    assert gap.logprob < 1e-5 and gap.gradient < 1e-5, str(gap)
+    gap = compare_batch(runner, samples())
+    assert gap.found.logprob < 1e-5 and gap.found.gradient < 1e-5, str(gap)
 
 
 def test_layers_that_are_not_known_stay_as_they_are() -> None:
@@ -58,6 +58,6 @@ def test_layers_that_are_not_known_stay_as_they_are() -> None:
 
 def _settled(weights: Weights) -> PackRunner:
     runner = PackRunner(weights, TorchLearnerConfig())
-    runner.settle(samples()[0])
+    PackingCheck(runner).probe(samples()[0])
     assert runner.can_pack
     return runner

@@ -20,6 +20,7 @@ from art_cli.config.schema import TorchLearnerConfig
 from art_cli.learners.flex_attention import BLOCK, FlexAttention, padded_length
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing import pack_samples
+from art_cli.learners.packing_check import PackingCheck
 from art_cli.learners.samples import bare_sample
 from art_cli.learners.tree_attention import Tree, attend, masked_attention
 from art_cli.model import Weights
@@ -198,7 +199,7 @@ GEMMA = transformers.Gemma3TextConfig(
 def runner_with(flex: FlexAttention, config: Any = QWEN) -> PackRunner:
     runner = PackRunner(weights_of(config), TorchLearnerConfig())
     runner.flex = flex
-    runner.settle(samples()[0])
+    PackingCheck(runner).probe(samples()[0])
     assert runner.can_pack
     return runner
 
@@ -294,5 +295,5 @@ def test_on_a_gpu_a_model_runs_packs_through_it() -> None:
         weights.model.cuda(), weights.tokenizer, torch.device("cuda"), torch.float32, 256, "tiny", has_adapter=False
     )
     runner = PackRunner(weights, TorchLearnerConfig())
-    runner.settle(samples()[0])
+    PackingCheck(runner).probe(samples()[0])
     assert runner.can_pack and runner.flex is not None and runner.flex.works

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from art_cli.config.schema import TorchLearnerConfig
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing import pack_samples
+from art_cli.learners.packing_check import PackingCheck
 from art_cli.learners.samples import Sample, bare_sample
 from art_cli.model import Weights
 from tests.learners.test_learner import Caught, learner, two_answers
@@ -103,7 +104,7 @@ def assert_runs_exactly(runner: PackRunner, *, share: bool, tolerance: float = 2
 @pytest.mark.parametrize("config", PACKED.values(), ids=PACKED)
 def test_packs_give_the_models_own_logprobs(config: Any) -> None:
     runner = PackRunner(weights_of(config), TorchLearnerConfig())
-    runner.settle(samples()[0])
+    PackingCheck(runner).probe(samples()[0])
     assert runner.can_pack
     assert_runs_exactly(runner, share=True)
 
@@ -113,8 +114,8 @@ def test_models_that_packs_do_not_fit_run_sample_by_sample(config: Any, caplog: 
     """Found out by comparing, said once, and then right."""
     runner = PackRunner(weights_of(config), TorchLearnerConfig())
     with caplog.at_level(logging.WARNING):
-        runner.settle(samples()[0])
-        runner.settle(samples()[1])
+        PackingCheck(runner).probe(samples()[0])
+        PackingCheck(runner).probe(samples()[1])
     assert runner.can_pack is False
     assert sum("cannot run packs" in record.message for record in caplog.records) == 1
     assert_runs_exactly(runner, share=False)
@@ -155,7 +156,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         weights = tiny_weights()
         caught = Caught(learner(weights, gradient_checkpointing=checkpointing))
         group = two_answers(weights)
-        caught.learner.runner.can_pack = caught.learner.has_compared = True
+        caught.learner.runner.can_pack = caught.learner.packing.has_compared = True
         with AttentionCalls() as calls:
             caught.learner.step([group])
         assert calls.num == num_calls  # once more in the backward pass
@@ -193,7 +194,7 @@ def test_gradient_checkpointing_keeps_the_layers_inputs_only(can_pack: bool) -> 
 
 def test_bfloat16_models_run_packs_within_their_rounding() -> None:
     runner = PackRunner(weights_of(transformers.LlamaConfig(**SHAPE), torch.bfloat16), TorchLearnerConfig())
-    runner.settle(samples()[0])
+    PackingCheck(runner).probe(samples()[0])
     assert runner.can_pack
     assert_runs_exactly(runner, share=True, tolerance=0.3)
 

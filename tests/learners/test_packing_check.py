@@ -6,20 +6,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch.nn import functional as F
 
 from art_cli.config.schema import GrpoConfig, TorchLearnerConfig
+from art_cli.decoder.compare import BOUNDS, LIMIT, Gap, bound_of
 from art_cli.learners.pack_runner import PackRunner
-from art_cli.learners.packing_check import compare_packing
+from art_cli.learners.packing_check import PackingCheck, compare_batch
 from art_cli.learners.samples import bare_sample
 from tests.learners.test_learner import Caught, learner, reference_gradient, two_answers
-from tests.learners.test_pack_runner import samples, weights_of
+from tests.learners.test_pack_runner import SHAPE, samples, weights_of
 from tests.support.tiny import tiny_config, tiny_weights
 
 
 def runner_of(weights: Any) -> PackRunner:
     runner = PackRunner(weights, TorchLearnerConfig())
-    runner.settle(samples()[0])
+    PackingCheck(runner).probe(samples()[0])
     assert runner.can_pack
     return runner
 
@@ -28,9 +30,9 @@ def runner_of(weights: Any) -> PackRunner:
 def test_exact_packs_hold_to_rounding(lora_rank: int | None) -> None:
     """24 + 24 + 18 trained tokens; nothing is left behind in any `.grad`."""
     weights = tiny_weights(lora_rank=lora_rank)
-    gap = compare_packing(runner_of(weights), samples())
+    gap = compare_batch(runner_of(weights), samples())
     assert gap.num_tokens == sum(len(sample.targets) for sample in samples())
-    assert gap.logprob < 1e-5 and gap.gradient < 1e-5
+    assert gap.found.logprob < 1e-5 and gap.found.gradient < 1e-5
     assert gap.is_small
     assert all(parameter.grad is None for parameter in weights.model.parameters())
 
@@ -47,14 +49,37 @@ def test_trees_are_compared_also_where_the_first_batch_has_none_that_pay(monkeyp
     ids = [np.array([1, *[2 + index] * 60]) for index in range(4)]
     little = [bare_sample(each, np.array([60]), str(index)) for index, each in enumerate(ids)]
     assert all(parent < 0 for pack in runner.pack(little) for parent in pack.segments.parents)
-    assert compare_packing(runner, little).is_small
+    assert compare_batch(runner, little).is_small
     assert any(parent >= 0 for parent in parents)
 
 
 def test_bfloat16_packs_hold_within_its_bounds() -> None:
-    gap = compare_packing(runner_of(weights_of(tiny_config(), torch.bfloat16)), samples())
+    gap = compare_batch(runner_of(weights_of(tiny_config(), torch.bfloat16)), samples())
     assert gap.is_small
-    assert gap.gradient > 1e-5
+    assert gap.found.gradient > 1e-5
+
+
+@pytest.mark.parametrize("layers", [2, 12])
+def test_rounding_alone_takes_no_bfloat16_model_from_its_packs(layers: int) -> None:
+    """12 layers of large weights: packs are 0.05 nats and more away, further than the table, and so is rounding."""
+    config = transformers.Qwen3Config(**{**SHAPE, "num_hidden_layers": layers, "initializer_range": 0.1}, head_dim=16)
+    runner = runner_of(weights_of(config, torch.bfloat16))
+    check = PackingCheck(runner)
+    check.compare(samples())
+    assert runner.can_pack
+
+
+def test_a_bound_is_the_tables_or_what_rounding_moves_and_never_past_the_limit() -> None:
+    """The model's own movement is measured only where the table does not do; 8 of them are admitted."""
+    table = BOUNDS[torch.bfloat16]
+    assert bound_of(torch.bfloat16, Gap(0.01, 0.01), pytest.fail) == table
+    assert bound_of(torch.bfloat16, Gap(0.05, 0.01), lambda: Gap(0.01, 0.001)) == Gap(0.08, table.gradient)
+    assert bound_of(torch.bfloat16, Gap(9.0, 9.0), lambda: Gap(1.0, 1.0)) == LIMIT
+
+
+def test_a_gradient_that_ignores_the_tree_is_found_out_in_bfloat16_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_backward(monkeypatch)
+    assert not compare_batch(runner_of(weights_of(tiny_config(), torch.bfloat16)), samples()).is_small
 
 
 def break_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,9 +101,9 @@ def test_a_gradient_that_ignores_the_tree_is_found_out_though_the_logprobs_agree
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_backward(monkeypatch)
-    gap = compare_packing(runner_of(tiny_weights()), samples())
-    assert gap.logprob < 1e-4
-    assert gap.gradient > 0.01 and not gap.is_small
+    gap = compare_batch(runner_of(tiny_weights()), samples())
+    assert gap.found.logprob < 1e-4
+    assert gap.found.gradient > 0.01 and not gap.is_small
 
 
 def test_the_first_batch_falls_back_to_rows_and_says_so_with_the_numbers(
@@ -95,7 +120,7 @@ def test_the_first_batch_falls_back_to_rows_and_says_so_with_the_numbers(
     [said] = [record.message for record in caplog.records if "plain rows" in record.message]
     assert said.startswith("packs do not hold against plain rows: logprobs differ by ")
     assert "(bound 0.001)" in said and "training one sample at a time" in said
-    assert metrics.tokens_computed == metrics.tokens_flat == 12
+    assert metrics.tokens_computed == metrics.tokens_flat == 12 and metrics.packed == 0
     for name, gradient in expected.items():
         torch.testing.assert_close(caught.gradient[name], gradient, rtol=1e-4, atol=1e-7)
 
@@ -107,4 +132,4 @@ def test_where_packs_hold_it_is_said_once(caplog: pytest.LogCaptureFixture) -> N
         for _ in range(2):
             metrics = trained.step([two_answers(weights)])
     assert len([record for record in caplog.records if "packs hold against plain rows" in record.message]) == 1
-    assert metrics.tokens_computed == 8
+    assert metrics.tokens_computed == 8 and metrics.packed == 1

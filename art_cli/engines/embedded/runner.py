@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from art_cli.decoder.compare import Gap, bound_of, matrix_gap, rounded_otherwise
 from art_cli.decoder.forward import Decoder
 from art_cli.decoder.known import Unknown
 from art_cli.decoder.merged import MergedDecoder
@@ -36,12 +37,6 @@ MEMORY_SHARE = 0.25  # of what is free when the engine starts may go to keys and
 SMALL = 8_000_000  # parameters: a second core makes 64 tokens 1.1 times faster with 1M of them, 1.5 times with 24M
 SCORE_ROWS = 512  # rows of logits turned into logprobs at a time
 PROBE = 12  # tokens on which the fused layers are compared with the model's own
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}  # nats, of the probe's logprobs
-# More is right where one rounding of the embeddings already moves the model's own logprobs so far: sharp attention
-# makes much of it, large logits by themselves do not. Measured: 2 to 24 layers, logits of 3 to 117, gaps up to
-# 8e-3 nats: packed and fused layers are 0.03 to 2.4 such distances from the model's own.
-ROUNDINGS = 8
-MAX_TOLERANCE = 0.1  # nats: past this another model cannot be told from rounding
 
 
 class Runner:
@@ -144,34 +139,17 @@ class Runner:
         except (Unknown, RuntimeError) as error:  # RuntimeError: torch has no such product on this processor
             log.info("%s is not used: %s", kind.__name__, error)
             return False
-        gap = _distance(found, own)
-        if gap <= TOLERANCE[self.weights.dtype]:
+        gap = matrix_gap(found, own)
+        bound = bound_of(self.weights.dtype, gap, lambda: self._rounding(tokens, rows, own))
+        if gap.is_within(bound):
             return True
-        bound = min(ROUNDINGS * self._rounding(tokens, own), MAX_TOLERANCE)
-        if not gap <= bound:
-            log.warning("%s differs by %.2g nats from the model's own layers; it is not used", kind.__name__, gap)
-            return False
-        return True
+        log.warning("%s differs by %.2g nats from the model's own layers; it is not used", kind.__name__, gap.logprob)
+        return False
 
-    def _rounding(self, tokens: Any, own: Tensor) -> float:
-        """How far the model's logprobs, `own`, move when each number of the embeddings is rounded otherwise, in nats.
-
-        The furthest of a few draws.
-        """
-        rows, epsilon = torch.arange(len(tokens), device=self.weights.device), torch.finfo(self.weights.dtype).eps
-        draw = torch.Generator().manual_seed(0)
-
-        def round_otherwise(module: Any, inputs: Any, hidden: Tensor) -> Tensor:
-            signs = 2 * torch.randint(0, 2, hidden.shape, generator=draw) - 1
-            return hidden * (1 + epsilon * signs.to(hidden))
-
-        with torch.no_grad(), self.weights.lock:
-            hook = self._model.get_input_embeddings().register_forward_hook(round_otherwise)
-            try:
-                moved = [self._model_logits(self._whole(tokens), rows).log_softmax(-1) for _ in range(4)]
-            finally:
-                hook.remove()
-        return max(_distance(own, other) for other in moved)
+    def _rounding(self, tokens: Any, rows: Tensor, own: Tensor) -> Gap:
+        """How far rounding alone moves the model's logprobs `own`."""
+        with torch.no_grad(), self.weights.lock, rounded_otherwise(self._model, self.weights.dtype):
+            return matrix_gap(own, self._model_logits(self._whole(tokens), rows).log_softmax(-1))
 
     def _whole(self, tokens: Any) -> Layout:
         """The layout that computes one sequence, in a cache of its own."""
@@ -193,11 +171,6 @@ class Runner:
         cache = SlotCache()
         cache.resize(plan.shape)
         return Layout(plan, [], cache, self.weights.device)
-
-
-def _distance(found: Tensor, own: Tensor) -> float:
-    """Nats between two [L, V] matrices of logprobs: the mean over the vocabulary, weighted by `found`; worst row."""
-    return (found.exp() * (found - own).abs()).sum(-1).max().item()
 
 
 @contextlib.contextmanager
