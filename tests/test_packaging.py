@@ -1,4 +1,4 @@
-"""The wheel: built, installed where nothing else is, it composes from its own copies of configs/ and recipes/."""
+"""The wheel: built and installed where nothing else is, it composes configurations and has its own recipes/."""
 
 import json
 import os
@@ -32,11 +32,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_the_wheel_holds_every_config_and_recipe_and_no_tests(wheel: Path) -> None:
+def test_the_wheel_holds_every_recipe_and_no_tests(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    for folder in ("configs", "recipes"):
-        files = git_files(folder)
-        assert {f"art_cli/{file}" for file in files} <= names
+    assert {f"art_cli/{file}" for file in git_files("recipes")} <= names
     assert "art_cli/py.typed" in names
     outside = {name.split("/")[0] for name in names}
     assert {name for name in outside if not name.endswith(".dist-info")} == {"art_cli"}
@@ -58,7 +56,7 @@ def test_what_is_always_installed_goes_with_openai_3() -> None:
     assert set(doctor.EXTRAS) <= set(project["optional-dependencies"])
 
 
-def test_an_installed_wheel_composes_from_its_own_configs(installed: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_composes_and_has_its_own_recipes(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(
         "defaults: [{tracker: wandb}]\n"
         "model: {base: m}\nrollout: {entry: 'r.py:r', scenarios: s.jsonl}\njudge: {name: ruler, votes: 3}\n"
@@ -67,12 +65,12 @@ def test_an_installed_wheel_composes_from_its_own_configs(installed: Path, tmp_p
         "import json; from pathlib import Path; import art_cli\n"
         "from art_cli.config.packaged import packaged\n"
         "config = art_cli.load_config(Path('config.yaml'), ['judge=rollout', 'loss=dapo', 'loss.clip=0.3']).config\n"
-        "print(json.dumps([art_cli.__file__, str(packaged('configs')),\n"
+        "print(json.dumps([art_cli.__file__, str(packaged('recipes')),\n"
         "    config.judge.name, config.loss.name, config.loss.clip, config.tracker.name]))\n"
     )
     found = python(installed, tmp_path, "-c", program)
     home = installed / "art_cli"
-    assert json.loads(found) == [str(home / "__init__.py"), str(home / "configs"), "rollout", "dapo", 0.3, "wandb"]
+    assert json.loads(found) == [str(home / "__init__.py"), str(home / "recipes"), "rollout", "dapo", 0.3, "wandb"]
 
 
 def test_an_installed_wheel_has_its_command_line(installed: Path, tmp_path: Path) -> None:

@@ -32,9 +32,8 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 
 from art_cli.config.documents import bad_yaml, read_document, read_text
 from art_cli.config.interpolation import InterpolationTooLarge, bounded
-from art_cli.config.knobs import Schema, groups
+from art_cli.config.knobs import Schema, groups, variants
 from art_cli.config.overrides import parse, refuse_sweeps
-from art_cli.config.packaged import options, packaged
 from art_cli.config.places import COMMAND_LINE, Places, join
 from art_cli.config.problems import no_such_option
 from art_cli.errors import ConfigError, Problem
@@ -59,7 +58,6 @@ class Composition:
         """Without a file there are only overrides."""
         self.path, self.schema, self.groups = path, schema, groups(schema)
         self.directory = Path(os.path.realpath(path)).parent if path else Path.cwd()  # also of a link to itself
-        self.sources = [self.directory, packaged("configs")]
         self.places = Places()
         self.problems: list[Problem] = []
 
@@ -69,7 +67,7 @@ class Composition:
         body = self._read()
         self.problems += refuse_sweeps(overrides)
         chosen, settings = self._split([override for override in overrides if not override.is_sweep_override()])
-        with _hydra(self.directory), bounded():  # merging follows interpolations, too
+        with _hydra(self.directory, self.schema), bounded():  # merging follows interpolations, too
             config = self._merge_defaults(body, self._listed(body, chosen), file=self.path)
             self._replace_sections(config, self._named_in(config), place=None)
             self._replace_sections(config, chosen, place=COMMAND_LINE)
@@ -96,25 +94,21 @@ class Composition:
         self, body: DictConfig, arguments: Sequence[str] = (), *, file: Path | None = None
     ) -> DictConfig:
         """`body`, which `file` holds, over what its defaults list names, by Hydra; the places of all are noted."""
-        arguments = [*arguments, f"hydra.searchpath=[{_quote(packaged('configs'))}]"]
-        store = ConfigStore.instance()
-        store.store(name=PRIMARY, node=body)
+        ConfigStore.instance().store(name=PRIMARY, node=body)
         try:
-            config = compose(PRIMARY, overrides=arguments)
-            merged = GlobalHydra.instance().config_loader().compute_defaults_list(PRIMARY, arguments, RunMode.RUN)
+            config = compose(PRIMARY, overrides=list(arguments))
+            merged = GlobalHydra.instance().config_loader().compute_defaults_list(PRIMARY, list(arguments), RunMode.RUN)
         except ConfigError:
             raise
         except Exception as error:  # the boundary to Hydra, which meets a wrong defaults list with any exception
             raise ConfigError([self._of_hydra(error)]) from error
-        finally:
-            del store.repo[f"{PRIMARY}.yaml"]
         for default in merged.defaults:
             self._note_places(default.config_path, default.package or "", primary=file)
         OmegaConf.set_struct(config, False)
         return config
 
     def _note_places(self, name: str, package: str, primary: Path | None) -> None:
-        """Of a file that Hydra merged. The packaged ones are right and hold nothing to point at."""
+        """Notes where the keys of a file stand that Hydra merged. A built-in option has no file."""
         file = primary if name == PRIMARY else self.directory / f"{name}.yaml"
         if file is not None and file.is_file():
             self.places.add_file(file, read_text(file), package=package)
@@ -125,7 +119,7 @@ class Composition:
             return bad_yaml(error, self.path or self.directory)
         if isinstance(error, MissingConfigException) and error.missing_cfg_file:
             group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
-            there_are = options(group, self.sources)
+            there_are = self._options(group)
             message = no_such_option(group, name, there_are) if group else f"no {name}.yaml in {self.directory}"
         elif isinstance(error, RecursionError):
             message = "the list leads back to itself: a file is named by one that it names"
@@ -156,7 +150,15 @@ class Composition:
 
     def _is_own_group(self, key: str) -> bool:
         """Whether the command line's key is a folder of options beside the file, such as `experiment`."""
-        return GROUP.fullmatch(key) is not None and bool(options(key, [self.directory]))
+        return GROUP.fullmatch(key) is not None and bool(self._own_options(key))
+
+    def _own_options(self, group: str) -> set[str]:
+        """The YAML files in the group's folder beside the file."""
+        return {file.stem for file in (self.directory / group).glob("*.yaml")}
+
+    def _options(self, group: str) -> list[str]:
+        """The names that `group=NAME` can choose."""
+        return sorted(self._own_options(group) | variants(self.schema, group).keys())
 
     def _named_in(self, config: DictConfig) -> dict[str, str]:
         """The groups whose section in the files is only a name."""
@@ -169,7 +171,7 @@ class Composition:
         return {group: option for group, option in named.items() if self._exists(group, option, self.places.of(group))}
 
     def _exists(self, group: str, option: str, place: str) -> bool:
-        there_are = options(group, self.sources)
+        there_are = self._options(group)
         if option not in there_are:
             self.problems.append(Problem(group, place, no_such_option(group, option, there_are)))
         return option in there_are
@@ -255,9 +257,19 @@ class _CheckedFiles(FileConfigSource):
 
 
 @contextlib.contextmanager
-def _hydra(directory: Path) -> Iterator[None]:
-    """Hydra's compose API over a directory; an application of Hydra's that this runs inside is left as it was."""
+def _hydra(directory: Path, schema: Schema) -> Iterator[None]:
+    """Hydra's compose API over a directory, with an option in Hydra's store for each variant that the schema has.
+
+    An application of Hydra's that this runs inside is left as it was.
+    """
     outer = get_gh_backup()
+    store = ConfigStore.instance()
+    stored = store.repo
+    store.repo = {name: node for name, node in stored.items() if name not in groups(schema)}
+    for group in groups(schema):
+        for name in variants(schema, group):
+            if not (directory / group / f"{name}.yaml").exists():  # Hydra refuses a name that the store has as well
+                store.store(group=group, name=name, node={"name": name})
     GlobalHydra.instance().clear()
     Plugins.instance()  # fills the table of sources
     sources = SourcesRegistry.instance().types
@@ -268,6 +280,7 @@ def _hydra(directory: Path) -> Iterator[None]:
             yield
     finally:
         sources["file"] = own
+        store.repo = stored
         restore_gh_from_backup(outer)
 
 
@@ -283,9 +296,3 @@ def _why(error: InterpolationResolutionError) -> str:
     if str(error).startswith("RecursionError"):
         return "this interpolation leads back to itself"
     return re.sub(r'^\w+ raised while resolving interpolation: "?(.*?)"?$', r"\1", str(error).splitlines()[0])
-
-
-def _quote(path: Path) -> str:
-    """The directory as a quoted string of Hydra's override grammar."""
-    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'file://{text}'"

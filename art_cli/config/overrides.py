@@ -1,6 +1,6 @@
 """Reads the command line's `key=value` arguments with Hydra's own grammar, and spreads sweeps out.
 
-It does not know which keys exist; composing and pydantic find that out.
+It does not check keys, which composing and pydantic do. It knows the options of a group only for a sweep over `*`.
 """
 
 import hashlib
@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 
-from art_cli.config.packaged import options, packaged
+from art_cli.config.knobs import variants
 from art_cli.config.places import COMMAND_LINE
+from art_cli.config.schema import RunConfig
 from art_cli.errors import ConfigError, Problem
 
 MAX_LENGTH = 4_000  # characters of one argument; Hydra's parser, written in Python, takes half a second for so many
@@ -106,7 +107,7 @@ def _values(override: Override) -> Iterator[str]:
     if not override.is_sweep_override():
         yield override.input_line
         return
-    found = value.filter(options(override.key_or_group, [packaged("configs")])) if isinstance(value, Glob) else None
+    found = value.filter(sorted(variants(RunConfig, override.key_or_group))) if isinstance(value, Glob) else None
     for each in found if found is not None else override.sweep_string_iterator():
         yield f"{override.get_key_element()}={each}"
 

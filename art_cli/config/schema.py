@@ -612,9 +612,9 @@ class OwnTrackerConfig(Section):
     name: Literal["entry"]
     """May be left out beside `entry`."""
     entry: str
-    """ "file.py:Class", made as Class(run, **args)."""
-    args: dict[str, JsonValue] = {}
-    """Keyword arguments of the class."""
+    """ "file.py:Class", made as Class(run, **options) (docs/trackers.md)."""
+    options: dict[str, JsonValue] = {}
+    """Keyword arguments that the class is made with."""
 
 
 TrackerConfig = Annotated[NoTrackerConfig | WandbTrackerConfig | OwnTrackerConfig, Field(discriminator="name")]

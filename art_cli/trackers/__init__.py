@@ -28,7 +28,7 @@ class TrackedRun(NamedTuple):
 
 
 class Tracker(Protocol):
-    """Made as `Class(run, section)`, a user's own as `Class(run, **args)`. All calls come from one thread, in order."""
+    """Made as `Class(run, section)`; a user's own as `Class(run, **options)`. One thread makes all calls, in order."""
 
     def log(self, line: MetricsLine) -> None:
         """Takes one line of metrics.jsonl, just written."""
@@ -47,7 +47,7 @@ def make_tracker(config: TrackerConfig, run: TrackedRun, directory: Path) -> Tra
     """
     if isinstance(config, OwnTrackerConfig):
         kind = resolve(config.entry, base=directory)
-        tracker: Tracker = kind(run, **config.args)
+        tracker: Tracker = kind(run, **config.options)
     else:
         kind = resolve(BUILT_INS[config.name], base=directory)
         tracker = kind(run, config)

@@ -15,7 +15,6 @@ from art_cli.config.compose import LoadedConfig, load_config, load_judge, load_s
 from art_cli.config.identity import NOT_TRAINING, config_difference, config_hash
 from art_cli.config.knobs import all_keys, groups, variants
 from art_cli.config.overrides import MAX_SUFFIX, expand, suffixes
-from art_cli.config.packaged import options, packaged
 from art_cli.config.schema import RunConfig
 from art_cli.errors import ConfigError, UsageError
 
@@ -242,7 +241,7 @@ hydra: {run: {dir: x}}
 
 
 def there_are(group: str) -> str:
-    return ", ".join(options(group, [packaged("configs")]))
+    return ", ".join(sorted(variants(RunConfig, group)))
 
 
 def test_a_value_still_to_be_given_is_a_mistake_until_it_is_given() -> None:
@@ -428,17 +427,15 @@ def test_an_application_of_hydras_around_it_is_left_as_it_was() -> None:
     assert not GlobalHydra.instance().is_initialized()
 
 
-def test_every_variant_of_the_schema_has_a_packaged_file_and_no_other_has() -> None:
+def test_every_variant_can_be_chosen_on_the_command_line_and_in_a_defaults_list(here: Path) -> None:
+    """Each is an option by its name; what it needs besides is missing, and nothing else is wrong."""
     for group in groups(RunConfig):
-        assert options(group, [packaged("configs")]) == sorted(variants(RunConfig, group)), group
-
-
-def test_packaged_groups_hold_no_default_and_say_what_they_choose() -> None:
-    """A default stands once, in the schema: a packaged file is comments and its `name`."""
-    for file in packaged("configs").rglob("*.yaml"):
-        lines = file.read_text().splitlines()
-        assert lines[0].startswith(f"# {file.parent.name}={file.stem}"), file
-        assert [line for line in lines if not line.startswith("#")] == [f"name: {file.stem}"], file
+        for name in variants(RunConfig, group):
+            for text, overrides in ((PLAIN, [f"{group}={name}"]), (f"defaults: [{{{group}: {name}}}]\n{PLAIN}", [])):
+                try:
+                    assert getattr(load(text, *overrides), group).name == name
+                except ConfigError as error:
+                    assert all(": missing" in str(problem) for problem in error.problems), error
 
 
 # --- only a judge -----------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_it_sees_every_line_and_every_group_and_changes_nothing(project: Path, tmp_path: Path) -> None:
-    trackers = "trackers=[{entry: 'mine.py:Mine', args: {file: one}}, {entry: 'mine.py:Mine', args: {file: two}}]"
+    trackers = "trackers=[{entry: 'mine.py:Mine', options: {file: one}}, {entry: 'mine.py:Mine', options: {file: two}}]"
     settings = ["train.steps=2", f"runs={tmp_path}", "name=tracked", trackers]
     tracked = asyncio.run(train(load_config(project / "config.yaml", settings)))
 
@@ -84,7 +84,7 @@ def test_one_that_is_not_there_is_told_before_the_run_begins(project: Path, tmp_
     [
         ("trackers=[wandbb]", "trackers.0.name: no tracker 'wandbb'; did you mean 'wandb'? There are: "),
         ("trackers=[{name: wandb, projct: x}]", "trackers.0.projct: no such key; did you mean 'project'?"),
-        ("trackers=[{entry: 'a.py:T', argz: 1}]", "trackers.0.argz: no such key; did you mean 'args'?"),
+        ("trackers=[{entry: 'a.py:T', option: 1}]", "trackers.0.option: no such key; did you mean 'options'?"),
         ("trackers=[{project: x}]", "trackers.0.name: missing: which tracker it is"),
         ("trackers=wandb", 'trackers: expected a list, not "wandb"'),
         ("trackers=[3]", "trackers.0: expected a section of 'key: value' lines, not 3"),
