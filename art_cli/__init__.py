@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from art_cli.config.compose import LoadedConfig, load_config
     from art_cli.config.schema import RunConfig
     from art_cli.errors import ArtError
+    from art_cli.judges import Judge, Verdict
     from art_cli.judges.ruler.call import ruler_score_group
     from art_cli.loop.stages import StepTaken
     from art_cli.loop.train import TrainResult
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ArtError": "errors",
+    "Judge": "judges",
     "LoadedConfig": "config.compose",
     "Outcome": "outcome",
     "Policy": "rollouts.policy",
@@ -33,6 +35,7 @@ _HOMES = {
     "TrainResult": "loop.train",
     "Trajectory": "trajectory",
     "Turn": "trajectory",
+    "Verdict": "judges",
     "generate": "notebook",
     "judge": "notebook",
     "load": "notebook",
@@ -44,6 +47,7 @@ _HOMES = {
 
 __all__ = [
     "ArtError",
+    "Judge",
     "LoadedConfig",
     "Outcome",
     "Policy",
@@ -54,6 +58,7 @@ __all__ = [
     "TrainResult",
     "Trajectory",
     "Turn",
+    "Verdict",
     "generate",
     "judge",
     "load",

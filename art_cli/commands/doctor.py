@@ -20,7 +20,7 @@ from art_cli.errors import ArtError
 if TYPE_CHECKING:
     from art_cli.loop.choice import Machine
 
-BASE = ("typer", "pydantic", "hydra-core", "omegaconf", "openai", "httpx", "msgspec", "starlette", "uvicorn")
+BASE = ("typer", "pydantic", "hydra-core", "omegaconf", "openai", "aiohttp", "msgspec", "starlette", "uvicorn")
 EXTRAS = {  # extra -> (the packages that it installs, what it is for)
     "train": (("torch", "transformers", "peft", "safetensors", "numpy"), "training, and the embedded engine"),
     "litellm": (("litellm",), "judges of other providers than OpenAI, and prices"),

@@ -139,13 +139,21 @@ def _with_defaults(data: dict[str, Any], schema: Schema, path: Path | None) -> d
             del filled[name]  # `train:` with nothing below it
     for group in groups(schema):
         if isinstance(section := filled.get(group), dict):
-            own = ENTRY if "entry" in section and ENTRY in variants(schema, group) else None
-            filled[group] = {"name": own or schema.model_fields[group].default.name, **section}
+            filled[group] = {
+                "name": _own_variant(section, schema, group) or schema.model_fields[group].default.name,
+                **section,
+            }
     if isinstance(trackers := filled.get("trackers"), list):
         filled["trackers"] = [_named(tracker) for tracker in trackers]
     if path is not None and "name" in schema.model_fields:
         filled.setdefault("name", _default_name(path))
     return filled
+
+
+def _own_variant(section: dict[str, Any], schema: Schema, group: str) -> str | None:
+    """The variant that runs a user's own class or function, if the section has an `entry`."""
+    takes_entry = [name for name, variant in variants(schema, group).items() if ENTRY in variant.model_fields]
+    return takes_entry[0] if ENTRY in section and takes_entry else None
 
 
 def _named(item: Any) -> Any:

@@ -265,11 +265,16 @@ class RolloutJudgeConfig(Section):
 
 
 class FunctionJudgeConfig(Section):
-    """A user's function: `def judge(group: list[Trajectory]) -> list[float] | dict[str, float]`, the latter by id."""
+    """A user's own judge: `def judge(group: list[Trajectory]) -> list[float] | dict[str, float]`, the latter by id, or
+    a class. `judge: {entry: ...}` means this one."""
 
     name: Literal["function"]
     entry: str
-    """ "file.py:function"."""
+    """ "file.py:function".
+
+    Or "file.py:Class", a subclass of art_cli.Judge (docs/judges.md)."""
+    options: dict[str, JsonValue] = {}
+    """Keyword arguments that the class is made with."""
     timeout_s: Seconds = 600.0
 
 
@@ -388,9 +393,14 @@ class RewardModelJudgeConfig(Section):
     """auto: the GPU where there is one."""
 
 
-NamedJudgeConfig = Annotated[
-    RolloutJudgeConfig | FunctionJudgeConfig | RulerJudgeConfig | RewardModelJudgeConfig, Field(discriminator="name")
-]
+def _own_judge(section: Any) -> Any:
+    """A judge without a name but with an `entry` is a user's own."""
+    is_own = isinstance(section, dict) and "entry" in section and "name" not in section
+    return {"name": "function", **section} if is_own else section
+
+
+_OneJudgeConfig = RolloutJudgeConfig | FunctionJudgeConfig | RulerJudgeConfig | RewardModelJudgeConfig
+NamedJudgeConfig = Annotated[_OneJudgeConfig, Field(discriminator="name"), BeforeValidator(_own_judge)]
 
 
 class BlendJudgeConfig(Section):
@@ -412,10 +422,7 @@ class BlendJudgeConfig(Section):
         return self
 
 
-JudgeConfig = Annotated[
-    RolloutJudgeConfig | FunctionJudgeConfig | RulerJudgeConfig | RewardModelJudgeConfig | BlendJudgeConfig,
-    Field(discriminator="name"),
-]
+JudgeConfig = Annotated[_OneJudgeConfig | BlendJudgeConfig, Field(discriminator="name")]
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------

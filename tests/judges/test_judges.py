@@ -1,14 +1,23 @@
-"""The simple judges: the rollout's own reward, and a user's function over a group."""
+"""The simple judges: the rollout's own reward, and a user's function over a group or class."""
 
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from art_cli.config.compose import load_config
 from art_cli.config.schema import FunctionJudgeConfig, RolloutJudgeConfig
 from art_cli.errors import JudgeError, UsageError
 from art_cli.judges import Verdict, make_judge
+from art_cli.judges.costs import CostEstimate
+from art_cli.loop.train import train
+from art_cli.run_dir import RunDir, write_lines
 from art_cli.trajectory import Score, Trajectory
+from tests.support.paths import LETTERS
 
 
 def group(*rewards: float | None) -> list[Trajectory]:
@@ -96,3 +105,113 @@ async def test_what_cannot_be_loaded_is_said_when_the_judge_is_made(tmp_path: Pa
         make_judge(FunctionJudgeConfig(name="function", entry="judging.py:judge"), tmp_path)
     with pytest.raises(UsageError, match="not a function but int"):
         make_judge(FunctionJudgeConfig(name="function", entry="judging.py:number"), tmp_path)
+
+
+# --- a user's class ---------------------------------------------------------------------------------------------------
+
+OWN = """
+import sys
+from art_cli import Judge, Verdict
+from art_cli.errors import JudgeError
+from art_cli.judges.costs import CostEstimate, Usage
+
+class Scaled(Judge):
+    in_flight = 3
+
+    def __init__(self, factor=1):
+        self.factor, self.num_calls = factor, 0
+
+    {keyword} judge(self, group):
+        self.num_calls += 1
+        return {{t.id: Verdict(reward=self.factor * t.returned_reward) for t in group}}
+
+    @property
+    def usage(self):
+        return Usage(calls=self.num_calls, cost_usd=0.5 * self.num_calls)
+
+    def estimate(self, group):
+        return CostEstimate(calls=1, usd=0.5)
+
+    async def close(self):
+        print("closed", file=sys.stderr)
+"""
+
+
+def own_config(tmp_path: Path, source: str, **options: Any) -> FunctionJudgeConfig:
+    (tmp_path / "own.py").write_text(source)
+    return FunctionJudgeConfig(name="function", entry="own.py:Scaled", options=options)
+
+
+@pytest.mark.parametrize("keyword", ["def", "async def"])
+async def test_a_users_class_judges_and_says_what_it_costs(
+    tmp_path: Path, keyword: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = make_judge(own_config(tmp_path, OWN.format(keyword=keyword), factor=3), tmp_path)
+    assert await judge.judge(group(1, 2)) == {"t0": Verdict(reward=3.0), "t1": Verdict(reward=6.0)}
+    assert (judge.in_flight, judge.usage.calls, judge.usage.cost_usd) == (3, 1, 0.5)
+    assert judge.estimate(group(1)) == CostEstimate(calls=1, usd=0.5)
+    await judge.close()
+    assert capsys.readouterr().err == "closed\n"
+
+
+def test_files_scored_by_a_class_are_told_apart_by_its_options(tmp_path: Path) -> None:
+    source = OWN.format(keyword="def")
+    digests = {
+        make_judge(own_config(tmp_path, source, **options), tmp_path).settings for options in ({}, {"factor": 3})
+    }
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return {'t0': Verdict(reward=1.0)}", "no reward for t1"),
+        ("return {t.id: Verdict(reward=float('inf')) for t in group}", "the reward of t0 is inf"),
+        ("raise JudgeError('not today')", "^not today$"),
+        ("return 1 / 0", r"ZeroDivisionError: division by zero \(own\.py:\d+\)"),
+    ],
+)
+async def test_what_a_class_answers_is_checked(tmp_path: Path, body: str, message: str) -> None:
+    source = OWN.format(keyword="async def").replace("self.num_calls += 1", body)
+    judge = make_judge(own_config(tmp_path, source), tmp_path)
+    with pytest.raises(JudgeError, match=message):
+        await judge.judge(group(1, 2))
+    await judge.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("class Scaled: ...", {}, "the class is no subclass of art_cli.Judge"),
+        (OWN.format(keyword="def"), {"faktor": 1}, "own.py:Scaled: TypeError: .*'faktor'"),
+        ("def Scaled(group): return group", {"factor": 1}, "judge.options: .* is a function"),
+    ],
+)
+def test_a_class_that_cannot_be_made_is_told_in_words(
+    tmp_path: Path, source: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_judge(own_config(tmp_path, source, **options), tmp_path)
+
+
+def test_a_users_judge_beside_a_config_judges_a_file_and_trains(
+    tmp_path: Path, art: Callable[..., tuple[int, str, str]]
+) -> None:
+    """No file of ours changes: `judge: {entry: ...}`, without a name, in the configuration."""
+    for name in ("build.py", "config.yaml", "rollout.py", "scenarios.jsonl"):
+        shutil.copy(LETTERS / name, tmp_path)
+    (tmp_path / "own.py").write_text(OWN.format(keyword="async def"))
+    config = tmp_path / "config.yaml"
+    config.write_text(config.read_text() + '\njudge: {entry: "own.py:Scaled", options: {factor: 10}}\n')
+    settings = [f"runs={tmp_path / 'runs'}", "train.steps=1", "eval=null"]
+    run = RunDir(asyncio.run(train(load_config(config, settings))).root)
+    rows = run.scored(0)
+    assert rows and [row.reward for row in rows] == [10 * (row.returned_reward or 0) for row in rows]
+    played = tmp_path / "played.jsonl"
+    write_lines(played, run.trajectories(0))
+    code, out, err = art("judge", played, "--config", config, "--json")
+    assert code == 0, err
+    summary = json.loads(out)
+    assert summary["groups"] == summary["calls"] == 3 and summary["cost_usd"] == 1.5
+    code, out, _ = art("judge", played, "--config", config, "--dry-run", "--fresh")
+    assert code == 0 and "3 groups to judge: 3 calls" in out and "about $1.5000" in out
