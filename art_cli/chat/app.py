@@ -40,6 +40,7 @@ BackendFor = Callable[[str | None], Backend | None]  # the backend for a client'
 
 READ_HERE_BYTES = 64 * 2**10  # length up to which a body is parsed on the event loop, which takes 2 ms at most
 RETRIES = "x-stainless-retry-count"  # header of many SDKs: how often they have sent this request before
+MAX_DISCARDED = 64 * 2**20  # bytes of a refused body that are read only so that the client sees the answer
 BODY_TIMEOUT_S = 60.0  # longest wait for a client to send its whole request
 CANCEL_TIMEOUT_S = 10.0  # longest wait for a backend to free what a cancelled request held
 
@@ -166,19 +167,34 @@ def _model_card(name: str) -> dict[str, Any]:
 async def _read_body(http: HttpRequest, limit: BodyLimit, timeout_s: float) -> bytes:
     """The whole body. Raises ChatError: too large (413), also when only its header says so; too slow (408)."""
     declared = http.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > limit.num_bytes:
+    is_over = declared.isdecimal() and int(declared[:20]) > limit.num_bytes
+    if is_over and not _must_discard(http):
         raise _too_large(limit)
     pieces, size = [], 0
     try:
         async with asyncio.timeout(timeout_s):
             async for piece in http.stream():
                 size += len(piece)
-                if size > limit.num_bytes:
+                is_over = is_over or size > limit.num_bytes
+                if is_over and (size > MAX_DISCARDED or not _must_discard(http)):
                     raise _too_large(limit)
-                pieces.append(piece)
+                if not is_over:
+                    pieces.append(piece)
     except TimeoutError:
         raise ChatError(408, f"the body did not arrive within {timeout_s:g} s", code="request_timeout") from None
+    if is_over:
+        raise _too_large(limit)
     return b"".join(pieces)
+
+
+def _must_discard(http: HttpRequest) -> bool:
+    """Whether a body that is refused must be read all the same.
+
+    If the client wants the connection closed, an answer before the body's end resets the connection, and the client
+    never sees the answer. A client that expects "100 Continue" has not begun to send.
+    """
+    closes = http.headers.get("connection", "").lower() == "close" or http.scope["http_version"] == "1.0"
+    return closes and "expect" not in http.headers
 
 
 def _too_large(limit: BodyLimit) -> ChatError:

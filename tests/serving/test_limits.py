@@ -1,7 +1,9 @@
 """What `art serve` bounds: requests at once, bodies, and the patience with slow clients."""
 
 import asyncio
+import contextlib
 import socket
+import time
 from pathlib import Path
 
 import httpx
@@ -70,13 +72,18 @@ async def test_a_body_too_large_is_413() -> None:
 
 
 async def test_a_body_that_no_context_holds_is_413_before_it_is_sent(run: RunDir) -> None:
-    """A context of 1,024 tokens: 28 MiB are refused by their header; 1 MiB is read and is too long by its tokens."""
+    """A context of 1,024 tokens: 28 MiB are refused by their header; 1 MiB is read and is too long by its tokens.
+
+    A client that closes and sends all the same sees the answer, too.
+    """
     async with serving(find_source(str(run.root))) as (service, root):
-        head = HEAD.replace(b"100\r\n", b"%d\r\nConnection: close\r\n\r\n" % (28 * 2**20))
-        received, _ = await asyncio.to_thread(send_raw, root, head)
-        assert received.startswith(b"HTTP/1.1 413 ")
-        assert b"no longer prompt fits the model's context" in received
-        assert b"%d bytes" % service._body_limit().num_bytes in received
+        head = HEAD.replace(b"100\r\n", b"%d\r\nConnection: close\r\n" % (28 * 2**20))
+        asking = asyncio.to_thread(send_raw, root, head + b"Expect: 100-continue\r\n\r\n")
+        sending = asyncio.to_thread(send_raw, root, head + b"\r\n", b"x" * (28 * 2**20))
+        for received, _ in await asyncio.gather(asking, sending):
+            assert received.startswith(b"HTTP/1.1 413 ")
+            assert b"no longer prompt fits the model's context" in received
+            assert b"%d bytes" % service._body_limit().num_bytes in received
         body = {"model": "mine", "messages": [{"role": "user", "content": "x" * 2**20}]}
         async with httpx.AsyncClient(base_url=root) as http:
             reply = await http.post("/v1/chat/completions", json=body)
@@ -99,16 +106,34 @@ async def test_a_body_too_slow_is_408_and_frees_its_place() -> None:
         assert service.admission.num_in_flight == 0
 
 
+def send_blank_line_later(root: str) -> tuple[bytes, float]:
+    """What comes for a request and then a blank line, and after how many seconds the connection is closed."""
+    host, _, port = root.removeprefix("http://").partition(":")
+    begin = time.perf_counter()
+    with socket.create_connection((host, int(port)), timeout=10) as wire:
+        wire.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        received = wire.recv(65536)
+        wire.sendall(b"\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            while piece := wire.recv(65536):
+                received += piece
+        return received, time.perf_counter() - begin
+
+
 async def test_a_request_that_never_becomes_one_is_ended() -> None:
-    """Nothing at all, half a header, headers without end: closed, with 408 or 431 where something was sent."""
+    """Nothing at all, half a header, headers without end: closed, with 408 or 431 where something was sent.
+
+    A connection that has had an answer and sends a blank line after it is closed as well.
+    """
     async with serving(loader=ScriptedLoader(), timeouts=Timeouts(request_s=0.3)) as (_, root):
         nothing = asyncio.to_thread(send_raw, root)
         half = asyncio.to_thread(send_raw, root, HEAD)
         endless = asyncio.to_thread(send_raw, root, HEAD, b"X: " + b"x" * 2**17)
-        results = await asyncio.gather(nothing, half, endless)
+        results = await asyncio.gather(nothing, half, endless, asyncio.to_thread(send_blank_line_later, root))
     assert results[0][0] == b""
     assert results[1][0].startswith(b"HTTP/1.1 408 ")
     assert results[2][0] == b"" or results[2][0].startswith(b"HTTP/1.1 431 ")
+    assert results[3][0].startswith(b"HTTP/1.1 200 ")
     assert all(seconds < 5 for _, seconds in results)
 
 
