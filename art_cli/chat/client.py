@@ -50,18 +50,18 @@ class HttpBackend:
         """Raises ChatError: the endpoint's refusal, 502 when it cannot be reached, 504 when it is too slow."""
         async with self._post(request, is_stream=False) as response:
             body = await read_answer(response)
-        wire = self._decode(body)
-        if not wire.choices:
+        parsed = self._decode(body)
+        if not parsed.choices:
             raise self._broken("no choices in the reply")
         return Reply(
-            id=wire.id or "",
-            created=int(wire.created or 0),
+            id=parsed.id or "",
+            created=int(parsed.created or 0),
             model=request.model,
-            choices=[_choice(choice) for choice in wire.choices],
-            prompt_ids=_prompt_ids(wire) or [],
-            step=self.step if wire.step is None else wire.step,
+            choices=[_choice(choice) for choice in parsed.choices],
+            prompt_ids=_prompt_ids(parsed) or [],
+            step=self.step if parsed.step is None else parsed.step,
             sampling=request.sampling,
-            usage=_usage(wire),
+            usage=_usage(parsed),
         )
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
@@ -71,10 +71,10 @@ class HttpBackend:
             async for data in _events(response):
                 if data == b"[DONE]":
                     break
-                wire = self._decode(data)
-                if wire.error is not None:
+                parsed = self._decode(data)
+                if parsed.error is not None:
                     raise self._refusal(502, data)
-                for chunk in self._chunks(request, wire):
+                for chunk in self._chunks(request, parsed):
                     if chunk.is_last:
                         open_choices.discard(chunk.choice.index)
                     yield chunk
@@ -143,28 +143,28 @@ class HttpBackend:
     def _broken(self, message: str) -> ChatError:
         return ChatError(502, f"{self._url}: {message}", code="upstream_broken")
 
-    def _decode(self, data: bytes) -> "_WireReply":
+    def _decode(self, data: bytes) -> "_ReplyJson":
         try:
-            return msgspec.json.decode(data, type=_WireReply)
+            return msgspec.json.decode(data, type=_ReplyJson)
         except (ValueError, RecursionError) as error:
             raise self._broken(f"not an OpenAI reply: {error}") from error
 
     def _hide_key(self, text: str) -> str:
         return self._secrets.redact(text[: 2 * MAX_MESSAGE])
 
-    def _chunks(self, request: Request, wire: "_WireReply") -> Iterator[Chunk]:
-        prompt_ids = _prompt_ids(wire)
-        for choice in wire.choices or ([_WireChoice()] if wire.usage else []):
+    def _chunks(self, request: Request, parsed: "_ReplyJson") -> Iterator[Chunk]:
+        prompt_ids = _prompt_ids(parsed)
+        for choice in parsed.choices or ([_ChoiceJson()] if parsed.usage else []):
             yield Chunk(
-                id=wire.id or "",
-                created=int(wire.created or 0),
+                id=parsed.id or "",
+                created=int(parsed.created or 0),
                 model=request.model,
                 choice=_choice(choice),
                 is_last=choice.finish_reason is not None,
                 prompt_ids=prompt_ids,
-                step=self.step if wire.step is None else wire.step,
+                step=self.step if parsed.step is None else parsed.step,
                 sampling=request.sampling,
-                usage=_usage(wire),
+                usage=_usage(parsed),
             )
             prompt_ids = None
 
@@ -246,10 +246,10 @@ def _sampling(sampling: Sampling) -> Json:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-# --- the wire ---------------------------------------------------------------------------------------------------------
+# --- what an endpoint answers -----------------------------------------------------------------------------------------
 
 
-class _WireError(msgspec.Struct):
+class _ErrorJson(msgspec.Struct):
     message: str = ""
     type: str | None = None
     param: str | None = None
@@ -259,58 +259,58 @@ class _WireError(msgspec.Struct):
 _Bytes = list[Annotated[int, Meta(ge=0, le=255)]]
 
 
-class _WireTop(msgspec.Struct):
+class _TopJson(msgspec.Struct):
     token: str
     logprob: float
     bytes: _Bytes | None = None
 
 
-class _WireToken(msgspec.Struct):
+class _TokenJson(msgspec.Struct):
     token: str
     logprob: float
     bytes: _Bytes | None = None
-    top_logprobs: list[_WireTop] | None = None
+    top_logprobs: list[_TopJson] | None = None
 
 
-class _WireLogprobs(msgspec.Struct):
+class _LogprobsJson(msgspec.Struct):
     """Chat has `content`; plain completions have the older parallel lists."""
 
-    content: list[_WireToken] | None = None
+    content: list[_TokenJson] | None = None
     tokens: list[str] | None = None
     token_logprobs: list[float | None] | None = None
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-class _WireChoice(msgspec.Struct):
+class _ChoiceJson(msgspec.Struct):
     index: int = 0
     message: Json | None = None
     delta: Json | None = None
     text: str | None = None
-    logprobs: _WireLogprobs | None = None
+    logprobs: _LogprobsJson | None = None
     finish_reason: str | None = None
     token_ids: list[int] | None = None  # vLLM's and art's
     prompt_token_ids: list[int] | None = None  # vLLM's, in plain completions
     raw_logprobs: list[float] | None = None  # art's
 
 
-class _WireUsage(msgspec.Struct):
+class _UsageJson(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
 
 
-class _WireReply(msgspec.Struct):
+class _ReplyJson(msgspec.Struct):
     """A reply or a piece of a streamed one."""
 
     id: str | None = None
     created: float | None = None
-    choices: list[_WireChoice] = []
-    usage: _WireUsage | None = None
+    choices: list[_ChoiceJson] = []
+    usage: _UsageJson | None = None
     prompt_token_ids: list[int] | None = None  # vLLM's and art's
     step: int | None = None  # art's
     error: Any = None
 
 
-def _read_error(answer: bytes) -> _WireError:
+def _read_error(answer: bytes) -> _ErrorJson:
     """The error of an OpenAI body, of vLLM's older flat body, or FastAPI's `detail`; empty for any other answer."""
     try:
         fields = msgspec.json.decode(answer)
@@ -319,58 +319,60 @@ def _read_error(answer: bytes) -> _WireError:
         texts = {n: error.get(n) for n in ("message", "type", "param", "code")}
         texts["message"] = texts["message"] or error.get("detail")
     except (ValueError, RecursionError, AttributeError):
-        return _WireError()
-    return _WireError(**{name: str(value) for name, value in texts.items() if value is not None})
+        return _ErrorJson()
+    return _ErrorJson(**{name: str(value) for name, value in texts.items() if value is not None})
 
 
-def _choice(wire: _WireChoice) -> Choice:
-    message = wire.message if wire.message is not None else wire.delta
+def _choice(parsed: _ChoiceJson) -> Choice:
+    message = parsed.message if parsed.message is not None else parsed.delta
     if message is not None:
         message = {name: value for name, value in message.items() if name == "content" or value not in (None, [], "")}
         for call in message.get("tool_calls", ()):
             if "name" in (function := call.get("function") or {}):  # first piece of a call; clients append to it
                 function["arguments"] = function.get("arguments") or ""
     choice = Choice(
-        index=wire.index,
+        index=parsed.index,
         message=message,
-        text=wire.text or (message or {}).get("content") or "",
-        token_ids=wire.token_ids or [],
-        raw_logprobs=wire.raw_logprobs,
-        finish_reason=wire.finish_reason or "stop",
+        text=parsed.text or (message or {}).get("content") or "",
+        token_ids=parsed.token_ids or [],
+        raw_logprobs=parsed.raw_logprobs,
+        finish_reason=parsed.finish_reason or "stop",
     )
-    if wire.logprobs is not None:
-        _add_logprobs(choice, wire.logprobs)
+    if parsed.logprobs is not None:
+        _add_logprobs(choice, parsed.logprobs)
     return choice
 
 
-def _add_logprobs(choice: Choice, wire: _WireLogprobs) -> None:
-    if wire.content is not None:
-        choice.tokens = [_token(token) for token in wire.content]
-        choice.logprobs = [token.logprob for token in wire.content]
-        if any(token.top_logprobs for token in wire.content):
-            choice.top_logprobs = [[(_token(t), t.logprob) for t in token.top_logprobs or []] for token in wire.content]
-    elif wire.token_logprobs is not None and None not in wire.token_logprobs:
-        choice.tokens = wire.tokens or []
-        choice.logprobs = [logprob for logprob in wire.token_logprobs if logprob is not None]
-        if wire.top_logprobs is not None:
-            choice.top_logprobs = [list((top or {}).items()) for top in wire.top_logprobs]
+def _add_logprobs(choice: Choice, parsed: _LogprobsJson) -> None:
+    if parsed.content is not None:
+        choice.tokens = [_token(token) for token in parsed.content]
+        choice.logprobs = [token.logprob for token in parsed.content]
+        if any(token.top_logprobs for token in parsed.content):
+            choice.top_logprobs = [
+                [(_token(t), t.logprob) for t in token.top_logprobs or []] for token in parsed.content
+            ]
+    elif parsed.token_logprobs is not None and None not in parsed.token_logprobs:
+        choice.tokens = parsed.tokens or []
+        choice.logprobs = [logprob for logprob in parsed.token_logprobs if logprob is not None]
+        if parsed.top_logprobs is not None:
+            choice.top_logprobs = [list((top or {}).items()) for top in parsed.top_logprobs]
 
 
-def _token(wire: _WireToken | _WireTop) -> str:
+def _token(parsed: _TokenJson | _TopJson) -> str:
     """The token's text. Bytes of an incomplete character become lone surrogates, as in `replies.token_bytes`."""
-    if wire.bytes is None or "\ufffd" not in wire.token:
-        return wire.token
-    return bytes(wire.bytes).decode(errors="surrogateescape")
+    if parsed.bytes is None or "\ufffd" not in parsed.token:
+        return parsed.token
+    return bytes(parsed.bytes).decode(errors="surrogateescape")
 
 
-def _prompt_ids(wire: _WireReply) -> list[int] | None:
-    if wire.prompt_token_ids is not None:
-        return wire.prompt_token_ids
-    return wire.choices[0].prompt_token_ids if wire.choices else None
+def _prompt_ids(parsed: _ReplyJson) -> list[int] | None:
+    if parsed.prompt_token_ids is not None:
+        return parsed.prompt_token_ids
+    return parsed.choices[0].prompt_token_ids if parsed.choices else None
 
 
-def _usage(wire: _WireReply) -> tuple[int, int] | None:
-    return None if wire.usage is None else (wire.usage.prompt_tokens, wire.usage.completion_tokens or 0)
+def _usage(parsed: _ReplyJson) -> tuple[int, int] | None:
+    return None if parsed.usage is None else (parsed.usage.prompt_tokens, parsed.usage.completion_tokens or 0)
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

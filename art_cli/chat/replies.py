@@ -49,7 +49,7 @@ class Chunk(msgspec.Struct, kw_only=True):
     """A piece of one choice of a streamed answer.
 
     The first chunk of a stream carries `prompt_ids`; the last of each choice carries `finish_reason`. `choice` holds
-    what is new: its `message` is an OpenAI delta, its token lists are the new tokens only.
+    only what is new: its `message` is an OpenAI delta, its token lists are the new tokens.
     """
 
     id: str
@@ -149,8 +149,8 @@ def _extend_message(message: Json, delta: Json) -> None:
 
 def _extend_calls(calls: list[Json], deltas: Sequence[Json]) -> None:
     """Adds deltas to tool calls by their `index`: a call's first delta names it, later ones extend its arguments."""
-    for place, delta in enumerate(deltas):
-        index = delta.get("index", place)
+    for position, delta in enumerate(deltas):
+        index = delta.get("index", position)
         while len(calls) <= index:
             calls.append({"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
         call = calls[index]

@@ -1,6 +1,6 @@
 """Checkpoints in production: `art serve` and `art export`.
 
-    source.py      Source: what is served, found out from a checkpoint alone, without the YAML it was trained with
+    source.py      Source: the model to serve or export, resolved from files, without the YAML of its training
     loader.py      Loader: makes the engine of a source; a base model is loaded once
     policies.py    ServedPolicy: one model name, its engine, and the change to another checkpoint; Policies: all of them
     follow.py      changes a policy to each new checkpoint of its run

@@ -61,12 +61,12 @@ def base_config(source: Source) -> ModelConfig:
 
 def parse_name(text: str) -> tuple[str | None, str]:
     """("mine", "runs/a") of "mine=runs/a"; (None, "runs/a") of "runs/a"."""
-    name, separator, place = text.partition("=")
+    name, separator, target = text.partition("=")
     if not separator or Path(text).exists():
         return None, text
-    if not NAME.fullmatch(name) or not place:
+    if not NAME.fullmatch(name) or not target:
         raise UsageError(f"{text!r}: expected NAME=CHECKPOINT; a name is letters, digits and . _ @ / -")
-    return name, place
+    return name, target
 
 
 def find_source(text: str, *, best: bool = False, base: str | None = None, dtype: str | None = None) -> Source:
@@ -76,26 +76,26 @@ def find_source(text: str, *, best: bool = False, base: str | None = None, dtype
     """
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
-    name, place = parse_name(text)
-    if (run := _run_of_base(place)) is not None:
+    name, target = parse_name(text)
+    if (run := _run_of_base(target)) is not None:
         if best:
-            raise UsageError(f"{place}: --best picks among the checkpoints of a run")
+            raise UsageError(f"{target}: --best picks among the checkpoints of a run")
         return of_base(run, name=name, base=base, dtype=dtype)
-    found = checkpoints.find(Path(place), best=best) if place else None
+    found = checkpoints.find(Path(target), best=best) if target else None
     if found is not None:
         return of_checkpoint(found, name=name, base=base, dtype=dtype)
-    if not HUB_ID.fullmatch(place) or place.startswith("."):
-        raise UsageError(f"{place}: no such directory, and no hub id")
+    if not HUB_ID.fullmatch(target) or target.startswith("."):
+        raise UsageError(f"{target}: no such directory, and no hub id")
     if best:
-        raise UsageError(f"{place}: --best picks among the checkpoints of a run")
-    return Source(name or place, place, None, 0, dtype or "auto", None, Sampling(), named=repr(place))
+        raise UsageError(f"{target}: --best picks among the checkpoints of a run")
+    return Source(name or target, target, None, 0, dtype or "auto", None, Sampling(), named=repr(target))
 
 
-def _run_of_base(place: str) -> RunDir | None:
-    """The run if `place` is "RUN/base" and means that run's base model; None if it means anything else."""
-    path = Path(place)
+def _run_of_base(target: str) -> RunDir | None:
+    """The run if `target` is "RUN/base" and means that run's base model; None if it means anything else."""
+    path = Path(target)
     run = RunDir(path.parent)
-    return run if place and path.name == "base" and run.checkpoint_steps() and run.config_path.exists() else None
+    return run if target and path.name == "base" and run.checkpoint_steps() and run.config_path.exists() else None
 
 
 def of_base(run: RunDir, *, name: str | None = None, base: str | None = None, dtype: str | None = None) -> Source:

@@ -1,4 +1,4 @@
-"""Endpoints that answer more than anybody asked for: HttpBackend and the calls that steer vLLM read up to a size."""
+"""Endpoints that answer far too much: HttpBackend and the calls that steer vLLM read an answer up to a size."""
 
 import asyncio
 import gzip

@@ -565,7 +565,7 @@ class Foreign:
         await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
 
-async def test_what_a_foreign_endpoint_refuses_and_nobody_asked_for_is_left_out() -> None:
+async def test_a_field_that_an_endpoint_refuses_and_the_client_did_not_ask_for_is_left_out() -> None:
     foreign = Foreign(refuses=("return_token_ids", "top_k", "max_tokens", "seed", "logprobs"))
     request = Request(model="policy", messages=[USER], sampling=Sampling(max_tokens=9, seed=1))
     async with serve(foreign) as root, http_backend(f"{root}/v1") as backend:

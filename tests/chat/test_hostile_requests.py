@@ -53,7 +53,7 @@ OWN = ("conversation", "messages", "tools", "documents", "chat_template", "add_g
 
 @pytest.fixture(autouse=True, scope="module")
 def _imports_are_not_collected() -> Iterator[None]:
-    """A full collection walks over all that transformers imports, which takes longer than what is measured here."""
+    """A full collection visits every object that transformers imports, which takes longer than the measured work."""
     gc.collect()
     gc.freeze()
     yield
@@ -144,7 +144,7 @@ def test_the_text_is_that_of_transformers() -> None:
 
 
 async def test_a_template_that_does_not_end_is_broken_off_and_the_loop_goes_on() -> None:
-    """The model's own template spins: the loop beats, the request is a 400 in the end, the next one is answered."""
+    """The model's own template never ends: the loop goes on, the request gets a 400, the next one is answered."""
     reader = RequestReader()
     reader._crew = Crew(size=1, wait_s=30.0, run_s=0.5)
     body = WIRE["chat"].parse(json.dumps(chat()).encode(), Sampling())
@@ -184,7 +184,7 @@ def long_bodies(mib: int) -> dict[str, tuple[str, Json]]:
 
 @pytest.mark.parametrize("kind", long_bodies(0))
 async def test_a_long_prompt_is_refused_and_the_loop_goes_on(kind: str) -> None:
-    """28 MiB, as found; answered with a 400 (or 404), in little memory."""
+    """A body of 28 MiB is answered with a 400 (or 404), in little memory."""
     path, fields = long_bodies(28)[kind]
     body = json.dumps(fields).encode()
     url = "/v1/chat/completions" if path == "chat" else "/v1/completions"
@@ -204,7 +204,7 @@ async def test_a_long_prompt_is_refused_and_the_loop_goes_on(kind: str) -> None:
 
 
 def test_a_text_is_not_tokenized_as_a_whole_where_it_is_far_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between what no context holds by its letters alone and what is tokenized at once, the parts are counted."""
+    """A text too long by its characters alone is refused; a shorter one is tokenized in parts, until it is too long."""
     whole, asked = vocabulary(), []
     encode = whole.tokenizer.encode
 
@@ -329,10 +329,10 @@ async def test_a_crew_takes_calls_in_order_and_never_more_at_once() -> None:
 
     assert await asyncio.gather(*(crew.call(work, number) for number in range(50))) == list(range(50))
     assert most == 2
-    assert all(abs(number - place) <= 1 for place, number in enumerate(order))
+    assert all(abs(number - index) <= 1 for index, number in enumerate(order))
 
 
-async def test_a_crews_call_that_overruns_or_is_cancelled_ends_and_leaves_its_place() -> None:
+async def test_a_crews_call_that_overruns_or_is_cancelled_ends_and_frees_its_thread() -> None:
     crew, ended = Crew(size=1, wait_s=30, run_s=0.1), threading.Event()
 
     def spin() -> None:

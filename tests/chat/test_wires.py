@@ -1,7 +1,7 @@
-"""A protocol of one's own, written here and plugged into the application and the gateway.
+"""The seam for client protocols: a protocol defined in this file works in the application and in the gateway.
 
-It differs from OpenAI's in everything that a wire decides: paths, key, parameters, reply, events, error body, and a
-path that only counts. Its shape is that of Anthropic's Messages, made small.
+It differs from OpenAI's in everything that a wire decides: path, key, parameters, reply, events, error body, and a
+second path that only counts tokens. It is a small likeness of Anthropic's Messages.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class Body(msgspec.Struct, kw_only=True):
 
 
 class Talk:
-    """`{"talk": ["hi", "yo", "more"]}`: what the user and the model said in turns."""
+    """A protocol whose request is `{"talk": ["hi", "yo", "more"]}`, the words of user and model in turns."""
 
     path = "/v1/talk"
 
@@ -86,7 +86,7 @@ class Pieces:
 
 
 class TalkCount(Talk):
-    """How many tokens a talk has; one token is sampled on the way and goes nowhere."""
+    """Answers with the number of a talk's prompt tokens. One token is sampled for it and dropped."""
 
     path = "/v1/talk/count"
 

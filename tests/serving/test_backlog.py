@@ -42,7 +42,7 @@ def text(letter: str) -> Chunk:
     st.text(max_size=8) | st.just(tool_call("add", a=1)), st.integers(1, 3), st.lists(st.integers(0, 30), max_size=6)
 )
 async def test_joined_chunks_say_what_the_chunks_say(answer: Any, n: int, cuts: list[int]) -> None:
-    """Property: for any answer, choices in turn, and any places at which the reader takes what there is."""
+    """Property: for any answer, any order of choices, and any moments at which the reader takes the waiting chunks."""
     chunks = [chunk async for chunk in ScriptedBackend(lambda _: answer).stream(request(n))]
     of_choice = [[chunk for chunk in chunks if chunk.choice.index == index] for index in range(n)]
     mixed = [chunk for chunk in chain(*zip_longest(*of_choice)) if chunk is not None]
@@ -65,7 +65,7 @@ def test_two_calls_are_never_in_one_delta() -> None:
 
 
 async def test_what_waits_takes_little_room() -> None:
-    """100,000 chunks that nobody takes wait as a few, and come out as one."""
+    """100,000 chunks that no client takes wait as a few, and come out as one."""
     backlog = Backlog()
     for number in range(100_000):
         backlog.add(text(str(number % 10)))

@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 def reference_logits(run: RunDir, step: int, ids: list[int]) -> torch.Tensor:
-    """By transformers and peft alone, from the files."""
+    """The logprobs that transformers and peft alone compute from the files."""
     base = transformers.AutoModelForCausalLM.from_pretrained(run.base, dtype=torch.float32)
     policy = peft.PeftModel.from_pretrained(base, run.checkpoint_path(step))
     with torch.no_grad():
@@ -42,7 +42,7 @@ def reference_logits(run: RunDir, step: int, ids: list[int]) -> torch.Tensor:
 
 
 def test_transformers_loads_it_and_every_logprob_is_the_adapters(run: RunDir, tmp_path: Path) -> None:
-    """Of all tokens of the vocabulary at every position, not only of those that the export compares."""
+    """Logprobs of the whole vocabulary at every position agree, not only of the tokens that the export compares."""
     exported = export(find_source(str(run.root)), tmp_path / "out", dtype="float32", bound=None, probe=make_probe)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert merged.dtype == torch.float32

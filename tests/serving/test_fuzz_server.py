@@ -107,7 +107,7 @@ async def test_malformed_requests_are_refused_and_cost_nothing(tmp_path: Path) -
 
 
 async def test_schemathesis_finds_nothing_in_the_servers_description(tmp_path: Path) -> None:
-    """Every check but that whatever the schema admits is accepted: what fields need of each other it cannot say."""
+    """Every check but one: not all that a schema admits is accepted, as it cannot say which fields need each other."""
     run = make_run(tmp_path / "mine", (1,))
     config = json.loads(run.config_path.read_text())
     config["model"]["max_length"] = 64  # tokens: max_tokens of 2 ** 31 is then soon done

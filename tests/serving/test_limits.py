@@ -1,4 +1,4 @@
-"""What `art serve` bounds: requests at once, bodies, and the patience with slow clients."""
+"""The limits of `art serve`: requests at once, the size of bodies, and the time that slow clients have."""
 
 import asyncio
 import contextlib
@@ -97,7 +97,7 @@ HEAD = (
 )
 
 
-async def test_a_body_too_slow_is_408_and_frees_its_place() -> None:
+async def test_a_body_too_slow_is_408_and_no_longer_in_flight() -> None:
     async with serving(loader=ScriptedLoader(), body_timeout_s=0.3) as (service, root):
         received, seconds = await asyncio.to_thread(send_raw, root, HEAD + b"\r\n{")
         assert received.startswith(b"HTTP/1.1 408 ")
@@ -138,7 +138,7 @@ async def test_a_request_that_never_becomes_one_is_ended() -> None:
 
 
 async def test_clients_that_do_not_read_are_given_up() -> None:
-    """One asks for a whole answer, then one for a stream, and neither reads: both are cut off, the place is free."""
+    """One asks for a whole answer, then one for a stream, and neither reads: both are cut off and not in flight."""
     async with serving(loader=ScriptedLoader(make=Talker), timeouts=Timeouts(read_s=0.3)) as (service, root):
         with socket.socket() as whole, socket.socket() as stream:
             for num_gone, wire in enumerate((whole, stream)):
@@ -151,8 +151,8 @@ async def test_clients_that_do_not_read_are_given_up() -> None:
     assert len(received) < 20_000_000
 
 
-async def test_slow_readers_keep_nobody_from_being_answered() -> None:
-    """Two places, two streams of 20 MB that nobody reads: others are answered. Then they read, and have it all."""
+async def test_slow_readers_keep_no_client_from_being_answered() -> None:
+    """Two slots, two streams of 20 MB that wait for their clients: others are answered. Then both clients get all."""
     async with (
         serving(loader=ScriptedLoader(make=Talker), concurrency=2, queue=1) as (service, root),
         httpx.AsyncClient(base_url=root) as http,
@@ -174,8 +174,8 @@ async def test_slow_readers_keep_nobody_from_being_answered() -> None:
         assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
-async def test_a_stream_that_nobody_reads_keeps_neither_slot_nor_place(run: RunDir) -> None:
-    """One slot, one place: a stream of 200 tokens is read once, others are answered, then the rest of it is there."""
+async def test_a_stream_that_no_client_reads_keeps_no_slot(run: RunDir) -> None:
+    """One slot: one chunk of a stream of 200 tokens is read, others are answered, then the rest of it is there."""
     loader = Loader(EmbeddedEngineConfig(max_batch=1), logs=Path("/nowhere"))
     policies = Policies([ServedPolicy(find_source(str(run.root)), loader)])
     await policies.start()

@@ -1,4 +1,4 @@
-"""Who may ask `art serve`: keys, web pages, addresses; and what the log says of it."""
+"""Which clients may ask `art serve`: by key, web page and address; and what the log says of them."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ from tests.support.serving import (
 
 
 def routes_of(service: Service) -> list[tuple[str, str]]:
-    """Each method and path that the application itself says it has, and some that it has not."""
+    """Every method and path of the application, and some that it does not have."""
     routes = service.app._app.routes  # type: ignore[attr-defined]
     found = [(method, re.sub("{.*}", "policy", route.path)) for route in routes for method in sorted(route.methods)]
     assert {("POST", "/v1/chat/completions"), ("GET", "/v1/models/policy"), ("GET", "/metrics")} < set(found)
@@ -42,7 +42,7 @@ def routes_of(service: Service) -> list[tuple[str, str]]:
 
 
 def ways_to_send(key: str) -> list[dict[str, Any]]:
-    """Where clients put a key, other than where it belongs."""
+    """Requests with the key in a wrong header or in the query."""
     headers: list[dict[str, Any]] = [
         {"Authorization": f"Basic {key}"},
         {"Authorization": key},
@@ -55,8 +55,8 @@ def ways_to_send(key: str) -> list[dict[str, Any]]:
     ]
 
 
-async def test_without_a_key_nobody_gets_in_but_to_health(caplog: pytest.LogCaptureFixture) -> None:
-    """On an address that others can reach, for every route that there is: no key, wrong ones, the key elsewhere."""
+async def test_without_a_key_only_health_answers(caplog: pytest.LogCaptureFixture) -> None:
+    """Every route, on an address that others can reach: without a key, with wrong keys, with the key elsewhere."""
     caplog.set_level(1)
     key = "right-key-0123456789"
     wrong = [b"Bearer wrong-key-0123456789", f"Bearer {key[:-1]}", f"Bearer {key}x", "Bearer", b"Bearer \xff\xfe"]

@@ -1,4 +1,4 @@
-"""A service in this process: what the tests of serving share to start it, ask it and read what it says."""
+"""A service in this process, and helpers of the serving tests that start it, ask it and read its replies."""
 
 import asyncio
 import contextlib
@@ -98,7 +98,7 @@ def number(text: str, name: str, **labels: str) -> float:
 
 
 def greedy(run: RunDir, step: int | None, num: int = 8) -> str:
-    """What transformers and peft alone generate after USER's prompt, from the files; step None: the base."""
+    """The text that transformers and peft alone generate for USER's prompt from the files; step None: the base."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(run.base)
     model = transformers.AutoModelForCausalLM.from_pretrained(run.base, dtype=torch.float32)
     if step is not None:
@@ -116,7 +116,7 @@ async def say(ai: openai.AsyncOpenAI, model: str, **options: Any) -> str:
 
 
 def send_raw(root: str, *pieces: bytes) -> tuple[bytes, float]:
-    """What a raw connection gets until the server closes it, and after how many seconds."""
+    """All bytes that a raw connection receives until the server closes it, and the seconds until then."""
     host, _, port = root.removeprefix("http://").partition(":")
     begin = time.perf_counter()
     with socket.create_connection((host, int(port)), timeout=10) as wire:
@@ -159,7 +159,7 @@ async def ask_and_not_read(root: str, wire: socket.socket, *, is_stream: bool) -
 
 
 def rest_of(wire: socket.socket) -> bytes:
-    """All that comes until the server closes the connection, or cuts it off."""
+    """All bytes until the server closes the connection or aborts it."""
     wire.setblocking(True)
     wire.settimeout(20)
     received = bytearray()

@@ -231,7 +231,7 @@ class _ChatEvents(OpenAIEvents):
         delta: Json = {"content": choice.text} if choice.message is None else choice.message
         delta = {name: value for name, value in delta.items() if name != "role" and value}
         if "tool_calls" in delta:
-            delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
         return {"delta": delta}
 
     def logprobs(self, choice: Choice) -> Json:
