@@ -21,7 +21,12 @@ def follow_record(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
         return loaded
     newest = run.newest_checkpoint()
     recorded = (newest[1].dtype if newest is not None else "") or recorded_dtype(run)
-    return _with_dtype(loaded, recorded, f"as in {run.root}") if recorded else loaded
+    return _with_dtype(loaded, recorded, _recorded_reason(run)) if recorded else loaded
+
+
+def _recorded_reason(run: RunDir) -> str:
+    reasons = run_config(run).get("auto")
+    return str((reasons if isinstance(reasons, dict) else {}).get("dtype", f"as in {run.root}"))
 
 
 def recorded_dtype(run: RunDir | None) -> str:
