@@ -136,7 +136,7 @@ def newest(run: RunDir, *, best: bool) -> Found:
             return _found(run.checkpoint_path(step), run)
         except CheckpointError as error:
             log.warning("passed over a checkpoint: %s", error)
-    if best and _evaluations(run) and not any(True for _ in _by_reward(run)):
+    if best and run.evaluations() and not any(True for _ in _by_reward(run)):
         raise UsageError(
             f"{run.root}: --best: its evaluations have no reward, since the rollout returns none and eval.judge was "
             "off; compare checkpoints with art eval --checkpoint A --checkpoint B, and name one"
@@ -209,7 +209,7 @@ def listed(run: RunDir) -> list[Listed]:
     """Every checkpoint of the run, oldest first. Raises RunError: no run there."""
     if not run.checkpoints.is_dir():
         raise RunError(f"{run.root}: not a run (no checkpoints/)")
-    evaluations = _evaluations(run)
+    evaluations = run.evaluations()
     entries = [_entry(run, step, evaluations.get(step, {})) for step in run.checkpoint_steps()]
     best = _best(entries)
     return [entry._replace(is_best=entry is best) for entry in entries]
@@ -271,10 +271,6 @@ def to_remove(steps: Iterable[int], rewards: Mapping[int, float], *, keep: int) 
     return {step for step in there[:-keep] if step not in (0, best)}
 
 
-def _evaluations(run: RunDir) -> dict[int, dict[str, float]]:
-    return {line.step: line.metrics for line in run.metrics() if line.split == "eval"}
-
-
 def best_step(run: RunDir) -> int | None:
     """The best evaluated step that has a checkpoint, by name alone; None: none was evaluated."""
     there = run.checkpoint_steps()
@@ -283,13 +279,13 @@ def best_step(run: RunDir) -> int | None:
 
 def _by_reward(run: RunDir) -> Iterator[int]:
     """The steps whose evaluation has a reward, highest first, the latest of equals first."""
-    rewards = {step: metrics["reward"] for step, metrics in _evaluations(run).items() if "reward" in metrics}
+    rewards = {step: metrics["reward"] for step, metrics in run.evaluations().items() if "reward" in metrics}
     yield from sorted(rewards, key=lambda step: (rewards[step], step), reverse=True)
 
 
 def _rewards(run: RunDir) -> dict[int, float]:
     """The mean reward of each evaluated step."""
-    return {step: metrics["reward"] for step, metrics in _evaluations(run).items() if "reward" in metrics}
+    return {step: metrics["reward"] for step, metrics in run.evaluations().items() if "reward" in metrics}
 
 
 # --- new runs from old ------------------------------------------------------------------------------------------------

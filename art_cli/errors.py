@@ -18,8 +18,9 @@
 A programmer's mistake is an assertion, not one of these. Each message is one line: what, where, what to do.
 """
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -153,3 +154,12 @@ def one_line(error: BaseException, *, limit: int = 200) -> str:
     """The first line of what a foreign error says, printable, at most `limit` letters; its type where it is silent."""
     lines = message_of(error).strip().splitlines()
     return printable(lines[0] if lines else type(error).__name__, limit=limit)
+
+
+@contextlib.contextmanager
+def first_of_group() -> Iterator[None]:
+    """Raises the first error of an ExceptionGroup in place of the group: tasks of one group fail for one reason."""
+    try:
+        yield
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None

@@ -75,34 +75,6 @@ class Size(NamedTuple):
     trained: int
 
 
-class Outline(NamedTuple):
-    """What is known of a policy without its weights. Example: Outline(40960, 16, "{% for message in ...")."""
-
-    max_length: int  # tokens of prompt and reply together
-    lora_rank: int  # the largest of its adapter; 1 without one
-    chat_template: str | None
-
-
-def outline(base: str, adapter: Path | None, *, named: str | None = None) -> Outline:
-    """Reads configurations and tokenizer only. Raises UsageError: nothing loadable at `base`; `named`: load_weights."""
-    import peft
-    import transformers
-
-    require_base(base, named)
-    with _loading(base, named or repr(base)):
-        config: Any = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
-        has_tokenizer = adapter is not None and (adapter / "tokenizer_config.json").is_file()
-        tokenizer = _load_tokenizer(str(adapter) if has_tokenizer else base)
-    rank = 1
-    if adapter is not None:
-        with _fitting(adapter):
-            lora: Any = peft.PeftConfig.from_pretrained(str(adapter))
-            rank = max([lora.r, *lora.rank_pattern.values()])
-    template = tokenizer.chat_template
-    max_length = getattr(config, "max_position_embeddings", None) or DEFAULT_LENGTH
-    return Outline(max_length, rank, template if isinstance(template, str) else None)
-
-
 def find_base(base: str, *, directory: Path, built: Path, named: str = "model.base") -> str:
     """The hub id or directory to load `base` from; a builder is run once, into the directory `built`.
 
@@ -148,21 +120,21 @@ def load_weights(
     import torch
 
     _spare_collector(has_transformers=load is None)
-    place = torch.device(pick_device(device))
+    target = torch.device(pick_device(device))
     name = resolve_dtype(config, base, device=device, named=named).name
-    with _loading(base, named):
+    with loading(base, named):
         dtype = getattr(torch, name)
-        model = (load or _load_model)(config, base, place, dtype, seed)  # Unsloth's comes before transformers' import
-        tokenizer = _load_tokenizer(base)
+        model = (load or _load_model)(config, base, target, dtype, seed)  # Unsloth's comes before transformers' import
+        tokenizer = load_tokenizer(base)
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(config.chat_template)
     if not tokenizer.chat_template:
         cure = "give it a chat_template.jinja" if named else "name a Jinja file in model.chat_template"
         raise UsageError(f"{base}: its tokenizer has no chat template; {cure}")
-    max_length = config.max_length or getattr(model.config, "max_position_embeddings", None) or DEFAULT_LENGTH
+    max_length = config.max_length or context_of(model.config)
     model.eval()
     has_adapter = config.lora is not None
-    return Weights(model, tokenizer, place, dtype, max_length, base, has_adapter, quantize=config.quantize)
+    return Weights(model, tokenizer, target, dtype, max_length, base, has_adapter, quantize=config.quantize)
 
 
 def resolve_dtype(config: ModelConfig, base: str, *, device: str = "auto", named: str | None = None) -> DtypeChoice:
@@ -170,7 +142,7 @@ def resolve_dtype(config: ModelConfig, base: str, *, device: str = "auto", named
     require_base(base, named)
     if config.dtype != "auto":
         return DtypeChoice(config.dtype, "")
-    with _loading(base, named):
+    with loading(base, named):
         return choose_dtype(base, pick_device(device))
 
 
@@ -188,7 +160,7 @@ def load_checkpoint(
     if not path.is_file():
         refuse_pickles(checkpoint)
         raise CheckpointError(f"{checkpoint}: no {path.name}; is model.lora what it was when this was trained?")
-    with _fitting(path):
+    with fitting(path):
         tensors = load_file(path)
         with weights.lock:
             _set_tensors(weights, tensors if part is None else _parts(weights, tensors, part))
@@ -209,15 +181,15 @@ def on_base(base: Weights, adapter: Path | None) -> Weights:
     model = _wrap(model, adapter)
     tokenizer = base.tokenizer
     if (adapter / "tokenizer_config.json").is_file():
-        with _fitting(adapter / "tokenizer.json"):
-            tokenizer = _load_tokenizer(str(adapter))
+        with fitting(adapter / "tokenizer.json"):
+            tokenizer = load_tokenizer(str(adapter))
     weights = replace(base, model=model, tokenizer=tokenizer, has_adapter=True, version=0, lock=threading.RLock())
     load_checkpoint(weights, adapter)
     return weights
 
 
-def twin(weights: Weights) -> Weights:
-    """The same policy a second time: what is frozen is shared, what is trained is a copy that nobody else moves."""
+def clone_trainable(weights: Weights) -> Weights:
+    """The same policy with trainable weights of its own; both share the frozen ones."""
     frozen = [parameter for parameter in weights.model.parameters() if not parameter.requires_grad]
     memo = {id(tensor): tensor for tensor in [*frozen, *weights.model.buffers()]}
     with weights.lock:
@@ -275,6 +247,12 @@ def token_logprobs(weights: Weights, token_ids: Sequence[int]) -> list[float]:
     return found
 
 
+def context_of(config: Any) -> int:
+    """How many tokens of prompt and reply the model of a transformers configuration was made for."""
+    length: int | None = getattr(config, "max_position_embeddings", None)
+    return length or DEFAULT_LENGTH
+
+
 def pick_device(device: str) -> str:
     """The device that a configuration means. Example: "cuda" for "auto" where torch sees a GPU, else "cpu"."""
     import torch
@@ -284,7 +262,7 @@ def pick_device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _load_model(config: ModelConfig, base: str, place: torch.device, dtype: torch.dtype, seed: int) -> Any:
+def _load_model(config: ModelConfig, base: str, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
     """The model by transformers, its adapter by peft."""
     import transformers
 
@@ -292,7 +270,7 @@ def _load_model(config: ModelConfig, base: str, place: torch.device, dtype: torc
     few_bits: dict[str, Any] = {}
     if config.quantize is not None:
         quantization.require_bitsandbytes()
-        few_bits = {"quantization_config": quantization.settings(dtype), "device_map": {"": place}}
+        few_bits = {"quantization_config": quantization.settings(dtype), "device_map": {"": device}}
     made: Any = transformers.AutoModelForCausalLM.from_pretrained(
         base, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **few_bits
     )
@@ -301,7 +279,7 @@ def _load_model(config: ModelConfig, base: str, place: torch.device, dtype: torc
     quantization.keep_layout(model)
     if config.lora is not None:
         model = add_adapter(model, config.lora, seed)
-    return model if quantization.is_quantized(model) else model.to(place)
+    return model if quantization.is_quantized(model) else model.to(device)
 
 
 def _spare_collector(*, has_transformers: bool) -> None:
@@ -329,7 +307,7 @@ def _check_complete(found: dict[str, Any]) -> None:
         log.warning("the base model's files hold %d tensors that it does not use, first %s", len(unused), unused[0])
 
 
-def _load_tokenizer(base: str) -> Any:
+def load_tokenizer(base: str) -> Any:
     import transformers
 
     _hide_progress_bars()
@@ -348,7 +326,7 @@ def require_base(base: str, named: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _loading(base: str, named: str | None) -> Iterator[None]:
+def loading(base: str, named: str | None) -> Iterator[None]:
     """The boundary to the libraries that load a base model: what they raise becomes a UsageError."""
     try:
         yield
@@ -360,7 +338,7 @@ def _loading(base: str, named: str | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _fitting(place: Path) -> Iterator[None]:
+def fitting(place: Path) -> Iterator[None]:
     """The boundary to the libraries that load a checkpoint: what they raise becomes a CheckpointError."""
     try:
         yield
@@ -415,7 +393,7 @@ def _wrap(model: Any, adapter: Path) -> Any:
     import peft
     import torch
 
-    with _fitting(adapter / "adapter_config.json"), torch.random.fork_rng(devices=[]), _deprecations_hidden():
+    with fitting(adapter / "adapter_config.json"), torch.random.fork_rng(devices=[]), _deprecations_hidden():
         config: Any = peft.PeftConfig.from_pretrained(str(adapter))
         config.base_model_name_or_path = None  # where the base lay when it was trained
         config.inference_mode = True

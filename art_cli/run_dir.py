@@ -496,6 +496,10 @@ class RunDir:
         newest = {(line.step, line.split): line for line in read_lines(self.metrics_path, MetricsLine)}
         return list(newest.values())
 
+    def evaluations(self) -> dict[int, dict[str, float]]:
+        """The means of each evaluated step."""
+        return {line.step: line.metrics for line in self.metrics() if line.split == "eval"}
+
     def append_metrics(self, step: int, split: str, metrics: dict[str, float]) -> None:
         with LineWriter(self.metrics_path) as writer:
             writer.append(MetricsLine(step=step, split=split, metrics=metrics, time=time.time()))

@@ -17,7 +17,8 @@ from art_cli import checkpoints, cli
 from art_cli.base_files import check_base
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.errors import ArtError
-from art_cli.loop.train import claim_config, train
+from art_cli.loop.record import claim_config
+from art_cli.loop.train import train
 from art_cli.model import load_weights, on_base, outline
 from art_cli.run_dir import RunDir, hash_files
 from art_cli.serving.export import saved_prompts

@@ -13,10 +13,11 @@ from art_cli import model, quantization
 from art_cli.commands.export import _as_text
 from art_cli.config.checks import conflicts
 from art_cli.config.schema import EmbeddedEngineConfig, GrpoConfig, ModelConfig, RunConfig, VllmEngineConfig
-from art_cli.engines.vllm.arguments import command, served_model
+from art_cli.engines.proof import compare, make_probe
+from art_cli.engines.vllm.arguments import command
 from art_cli.errors import UsageError
-from art_cli.loop.proof import compare, make_probe
 from art_cli.model import Weights
+from art_cli.policy_spec import spec_of
 from art_cli.run_dir import Manifest, RunDir, new_checkpoint
 from art_cli.serving.export import export
 from art_cli.serving.loader import Loader
@@ -246,7 +247,7 @@ def test_an_export_is_merged_into_the_whole_base_and_says_so(
 
 def test_vllm_is_told_to_quantise_as_the_learner_does(load: Callable[..., Weights]) -> None:
     for quantize, expected in (("4bit", ["bitsandbytes"]), (None, [])):
-        served = served_model(load(quantize=quantize))
+        served = spec_of(load(quantize=quantize))
         argv = command(
             VllmEngineConfig(name="vllm"), served, python=Path("p"), port=1, name="n", template=None, sleep=0
         )

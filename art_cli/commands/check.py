@@ -28,12 +28,12 @@ def run(
     from art_cli.commands.preflight import Preflight
     from art_cli.config.compose import load_config
     from art_cli.config.references import check_ready
-    from art_cli.loop.choice import settle
+    from art_cli.loop.auto import resolve_auto
     from art_cli.scratch import scratch
 
     loaded = load_config(config, overrides or [])
     check_ready(loaded, is_training=True)
-    loaded = settle(loaded, "engine", "learner")
+    loaded = resolve_auto(loaded, "engine", "learner")
     with scratch("check") as place:
         preflight = Preflight(loaded, place, asks_judge)
         try:

@@ -5,7 +5,6 @@ of runs, or a model at any OpenAI-compatible endpoint. Each plays the same scena
 others are compared with the first policy.
 """
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,11 +15,12 @@ from art_cli import threads
 from art_cli.checkpoints import run_config
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import JudgeModelConfig, ModelConfig, OpenAIEngineConfig
+from art_cli.engines import engine_traits
 from art_cli.errors import RolloutError, UsageError
 from art_cli.judges import make_judge
 from art_cli.judges.costs import Price, find_price
 from art_cli.judges.trial import require_keys
-from art_cli.loop.choice import settle
+from art_cli.loop.auto import resolve_auto
 from art_cli.loop.contest import is_judged, judge_contest
 from art_cli.loop.evaluate import Estimate, estimate, paired_difference, play_evaluation
 from art_cli.loop.failures import count_failures
@@ -66,14 +66,14 @@ class Row(NamedTuple):
 
 def find_players(loaded: LoadedConfig, checkpoints: Sequence[Path], endpoints: Sequence[str]) -> dict[str, Player]:
     """Name -> how to play it. Endpoints are written MODEL@URL."""
-    is_foreign = loaded.config.engine.name == "openai"
+    is_foreign = not engine_traits(loaded.config.engine, loaded.directory).can_train
     wanted = [path for named in checkpoints for path in _expand(named)] if checkpoints or endpoints else [None]
 
     def trained(loaded: LoadedConfig, path: Path | None) -> LoadedConfig:
         return loaded if path in checkpoints or path is None else _as_trained(loaded, path)
 
     sources = [PolicySource(None, 0) if is_foreign else find_policy(trained(loaded, path), path) for path in wanted]
-    loaded = settle(loaded, "engine") if wanted else loaded
+    loaded = resolve_auto(loaded, "engine") if wanted else loaded
     players = {}
     for path, source in zip(wanted, sources, strict=True):
         name = str(path or source.checkpoint or ("endpoint" if is_foreign else "start"))
@@ -129,13 +129,11 @@ def play(player: Player, place: Path, name: str, watch: Watch) -> list[Trajector
     loaded, source = player
 
     async def play() -> list[Trajectory]:
-        async with open_sampler(loaded, weights, checkpoint=source.checkpoint, step=source.step, logs=place) as sampler:
+        async with open_sampler(loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=place) as sampler:
             path = place / f"{name.strip('/').replace('/', '_')}.jsonl"
             return await play_evaluation(sampler, loaded, step=source.step, path=path, title=name, watch=watch.see)
 
-    with contextlib.ExitStack() as stack:
-        is_foreign = loaded.config.engine.name == "openai"
-        weights = None if is_foreign else stack.enter_context(open_policy(loaded, source))
+    with open_policy(loaded, source) as policy:
         return threads.run(play())
 
 

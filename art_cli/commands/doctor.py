@@ -18,7 +18,7 @@ from art_cli.commands import Finding, Json, print_findings
 from art_cli.errors import ArtError
 
 if TYPE_CHECKING:
-    from art_cli.loop.choice import Machine
+    from art_cli.loop.auto import Machine
 
 BASE = ("typer", "pydantic", "hydra-core", "omegaconf", "openai", "aiohttp", "msgspec", "starlette", "uvicorn")
 EXTRAS = {  # extra -> (the packages that it installs, what it is for)
@@ -107,7 +107,7 @@ PROOFS: dict[str, Callable[[], str]] = {"train": _prove_train}
 
 def check_auto(machine: "Machine | None" = None) -> Iterator[Finding]:
     """What `auto`, the default of engine and learner, is here for a LoRA on a published model, and what to mend."""
-    from art_cli.loop.choice import Machine, choose, engine_facts, learner_facts
+    from art_cli.loop.auto import Machine, choose, engine_facts, learner_facts
 
     machine = machine or Machine()
     for group, facts in (("engine", engine_facts(machine)), ("learner", learner_facts(machine))):

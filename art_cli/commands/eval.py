@@ -42,6 +42,7 @@ def run(
     from art_cli.commands import comparison
     from art_cli.config.compose import load_config
     from art_cli.config.references import check_ready
+    from art_cli.engines import engine_traits
     from art_cli.loop.evaluate import spent_by_scenario, values_by_scenario
     from art_cli.loop.gates import check_gates, check_policy, parse_gate
     from art_cli.scratch import scratch
@@ -49,8 +50,9 @@ def run(
     loaded = load_config(config, overrides or [])
     if loaded.config.eval is None:
         raise UsageError(f"{config}: no eval section; add `eval: {{scenarios: FILE}}`")
-    if loaded.config.engine.name == "openai" and checkpoints:
-        raise UsageError(f"--checkpoint {checkpoints[0]}: engine 'openai' samples from its own model; use --endpoint")
+    if checkpoints and not engine_traits(loaded.config.engine, loaded.directory).can_train:
+        name = loaded.config.engine.name
+        raise UsageError(f"--checkpoint {checkpoints[0]}: engine {name!r} samples from its own model; use --endpoint")
     players = comparison.find_players(loaded, checkpoints or [], endpoints or [])
     check_ready(loaded, ("model", "rollout", "gateway", "engine", "eval"))
     last = list(players)[-1]

@@ -41,7 +41,7 @@ def run(
     \b
     art export runs/mine -o mine-merged --dtype bfloat16
     """
-    from art_cli.loop.proof import make_probe
+    from art_cli.engines.proof import make_probe
     from art_cli.model import find_base
     from art_cli.scratch import scratch
     from art_cli.serving.export import export

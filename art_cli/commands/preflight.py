@@ -28,10 +28,10 @@ from art_cli.judges import Judge, trial
 from art_cli.judges.costs import CostEstimate
 from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.learners.demos import load_demos
-from art_cli.loop.choice import describe
+from art_cli.loop.auto import describe
 from art_cli.loop.generate import plan_groups
+from art_cli.loop.record import find_clash
 from art_cli.loop.sampler import open_sampler
-from art_cli.loop.train import find_clash
 from art_cli.model import Weights, count_parameters, find_base
 from art_cli.rollouts.gateway import OWN_CLIENT
 from art_cli.rollouts.process import ProcessRollout

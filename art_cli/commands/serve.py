@@ -15,7 +15,7 @@ from art_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from art_cli.config.schema import EngineConfig
-    from art_cli.loop.choice import Machine
+    from art_cli.loop.auto import Machine
     from art_cli.serving.source import Source
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ def _choose_engine(
 
     Raises UsageError: the run decides which program vLLM is, and is not trusted; nothing was run then.
     """
-    from art_cli.loop.choice import Machine, choose, engine_facts
+    from art_cli.loop.auto import Machine, choose, engine_facts
     from art_cli.serving.loader import check_trust, engine_config, read_knobs
 
     settings, trained, machine = read_knobs(knobs), _trained_engine(sources), machine or Machine()

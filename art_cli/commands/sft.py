@@ -37,7 +37,7 @@ def run(
     from art_cli.config.references import check_ready
     from art_cli.config.schema import SftConfig
     from art_cli.learners.demos import load_demos
-    from art_cli.loop.choice import settle
+    from art_cli.loop.auto import resolve_auto
     from art_cli.loop.policy import PolicySource, as_trained, find_policy, open_base, open_learner, save_learner
     from art_cli.loop.warm_up import WarmUp
 
@@ -56,7 +56,7 @@ def run(
         section = SftConfig(demos=str(demos))
         loaded = replace(loaded, config=loaded.config.model_copy(update={"sft": section}))
     source = find_policy(loaded, checkpoint) if checkpoint else PolicySource(None, 0)
-    loaded = settle(loaded, "learner")
+    loaded = resolve_auto(loaded, "learner")
     with open_base(loaded, source) as base:
         loaded = as_trained(loaded, source, base)
         with open_learner(loaded, source, base=base) as learner:

@@ -3,13 +3,11 @@
 from collections.abc import Iterator
 
 from art_cli.config.schema import (
-    OpenAIEngineConfig,
     RunConfig,
     TorchLearnerConfig,
     UnslothLearnerConfig,
     VllmEngineConfig,
 )
-from art_cli.errors import UsageError
 
 
 def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -26,8 +24,12 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
             "model.quantize",
             "a base in few bits is frozen: set model.lora, or model.quantize=null to train all weights",
         )
-    if isinstance(config.engine, VllmEngineConfig) and config.model.lora is None:
-        yield "engine", "'vllm' swaps LoRA adapters and cannot follow whole weights; set model.lora, or engine=embedded"
+    if config.engine.swaps_adapters and config.model.lora is None:
+        name = config.engine.name
+        yield (
+            "engine",
+            f"{name!r} swaps LoRA adapters and cannot follow whole weights; set model.lora, or engine=embedded",
+        )
     for knob, message in config.learns_by.conflicts():
         yield f"{section}.{knob}", message
     if config.rollout.command is not None and "processes" in config.rollout.model_fields_set:
@@ -67,15 +69,12 @@ def _process_conflicts(config: RunConfig, learner: TorchLearnerConfig) -> Iterat
 
 def untrainable(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(dotted key, message) for what can be sampled from or evaluated, and can never be trained."""
-    if isinstance(config.engine, OpenAIEngineConfig):
-        yield "engine", "'openai' is somebody else's endpoint and cannot be trained; choose embedded or vllm"
+    if not config.engine.can_train:
+        yield (
+            "engine",
+            f"{config.engine.name!r} samples from a model of its own and cannot be trained; choose another",
+        )
     if config.rollout.group_size == 1:
         yield "rollout.group_size", "1 gives nothing to compare an attempt with; set it to 2 or more"
     if config.rollout.sampling.temperature == 0:
         yield "rollout.sampling.temperature", "at 0 all attempts are the same; set it to 1 to train"
-
-
-def check_trainable(config: RunConfig) -> None:
-    """Raises UsageError for what can be sampled from or evaluated, and can never be trained."""
-    if lines := [f"{key}: {message}" for key, message in untrainable(config)]:
-        raise UsageError("\n".join(lines))

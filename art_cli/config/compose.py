@@ -52,7 +52,7 @@ class LoadedConfig:
     directory: Path  # of the file, absolute: what relative paths in it are relative to
     path: Path  # the file as the user named it
     places: Places = field(default_factory=Places, repr=False, compare=False)
-    auto: Mapping[str, str] = field(default_factory=dict)  # why each group that said `auto` is what it is: loop/choice
+    auto: Mapping[str, str] = field(default_factory=dict)  # why each group that said `auto` is what it is: loop/auto.py
     overrides: tuple[str, ...] = ()  # what was said beside the file
     sweep: tuple[str, ...] = ()  # what was said for the whole sweep that this is a run of
 

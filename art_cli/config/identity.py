@@ -80,14 +80,6 @@ def config_hash(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def config_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """A line for each key in which two dumped configurations train differently; empty: the same training.
-
-    Example: ["train.learning_rate: 1e-05 -> 0.0001", "loss: grpo -> dapo"].
-    """
-    return list(map(str, config_changes(old, new)))
-
-
 def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """The keys in which two dumped configurations train differently, in alphabetical order."""
     return list(_differences("", _training(old), _training(new)))

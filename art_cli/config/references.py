@@ -34,6 +34,7 @@ from art_cli.config.schema import (
     ModelConfig,
     NamedJudgeConfig,
     OpenAIEngineConfig,
+    OwnEngineConfig,
     OwnTrackerConfig,
     RewardModelJudgeConfig,
     RulerJudgeConfig,
@@ -132,6 +133,8 @@ def _engine(loaded: LoadedConfig) -> Iterator[Wrong]:
             yield from _url("engine.url", engine.url)
     elif isinstance(engine, OpenAIEngineConfig):
         yield from _url("engine.url", engine.url)
+    elif isinstance(engine, OwnEngineConfig):
+        yield from _entry("engine.entry", engine.entry, loaded.directory)
 
 
 def _judge(loaded: LoadedConfig) -> Iterator[Wrong]:

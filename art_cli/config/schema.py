@@ -6,7 +6,7 @@ knob the chosen one does not have is an error and never a silent no-op. Defaults
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -153,18 +153,29 @@ class GatewayConfig(Section):
 # --- engine -----------------------------------------------------------------------------------------------------------
 
 
-class AutoEngineConfig(Section):
+class EngineSection(Section):
+    """The section of one engine. It says what the engine can do (engines.EngineTraits explains each)."""
+
+    can_train: ClassVar[bool] = True
+    swaps_adapters: ClassVar[bool] = False
+    enforces_formats: ClassVar[bool] = True
+    needs_weights: ClassVar[bool] = False
+
+
+class AutoEngineConfig(EngineSection):
     """vLLM where it, a GPU and a model that it can serve are there, else embedded. It has no knobs: name the engine
     that has them."""
 
     name: Literal["auto"] = "auto"
 
 
-class EmbeddedEngineConfig(Section):
+class EmbeddedEngineConfig(EngineSection):
     """Samples in this process with torch: CPU or GPU, one copy of the weights with the learner.
 
     Only float32 weights below 512 MiB are copied on a CPU, where a copy with the adapter merged is a fifth faster.
     """
+
+    needs_weights = True
 
     name: Literal["embedded"] = "embedded"
     max_batch: PositiveInt = 128
@@ -173,8 +184,10 @@ class EmbeddedEngineConfig(Section):
     """Prompt tokens computed in one forward pass."""
 
 
-class OpenAIEngineConfig(Section):
+class OpenAIEngineConfig(EngineSection):
     """Any OpenAI-compatible endpoint, for `art generate` and `art eval`; it cannot be trained."""
+
+    can_train = False
 
     name: Literal["openai"]
     url: str
@@ -199,8 +212,10 @@ VLLM_OWN_ARGS = {
 VLLM_OWN_ENV = ("VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE")
 
 
-class VllmEngineConfig(Section):
+class VllmEngineConfig(EngineSection):
     """vLLM, started as a process of its own, or running already at `url`. It swaps LoRA adapters: model.lora is set."""
+
+    swaps_adapters = True
 
     name: Literal["vllm"]
     python: Path | None = None
@@ -250,8 +265,19 @@ class VllmEngineConfig(Section):
         return self
 
 
+class OwnEngineConfig(EngineSection):
+    """A user's own engine: a class in a file beside the configuration."""
+
+    name: Literal["entry"]
+    entry: str
+    """ "file.py:Class", made as art_cli.engines says: Class(setup)."""
+    options: dict[str, JsonValue] = {}
+    """What the class gets as `setup.options`; no secrets: they stand in config.json."""
+
+
 EngineConfig = Annotated[
-    AutoEngineConfig | EmbeddedEngineConfig | OpenAIEngineConfig | VllmEngineConfig, Field(discriminator="name")
+    AutoEngineConfig | EmbeddedEngineConfig | OpenAIEngineConfig | VllmEngineConfig | OwnEngineConfig,
+    Field(discriminator="name"),
 ]
 
 

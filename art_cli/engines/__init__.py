@@ -1,20 +1,27 @@
 """What samples from the policy: the Engine protocol and the table of built-ins.
 
-An engine owns an endpoint (OpenAI-compatible, loopback unless it is somebody else's) and knows which step's weights it
+An engine owns an endpoint (OpenAI-compatible, on loopback unless it is foreign) and knows which step's weights it
 samples from. It speaks in plain data (paths, numbers, token ids), so that it can be another process or another machine.
+
+A new engine is its own file, a section in config/schema.py and a line of BUILT_INS here. A user's own is a class in a
+file beside the configuration, `engine: {entry: "mine.py:MyEngine", options: {...}}`, made as `MyEngine(setup)` and
+used through the Engine protocol; its class attributes say what it can do (EngineTraits).
 """
 
 import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import msgspec
 
+from art_cli import plugins
 from art_cli.chat import Backend
-from art_cli.config.schema import EmbeddedEngineConfig, EngineConfig, VllmEngineConfig
-from art_cli.engines.vllm.arguments import ServedModel, served_model
-from art_cli.errors import EngineError
+from art_cli.config.schema import EngineConfig, OwnEngineConfig
+from art_cli.errors import ArtError, EngineError, one_line
 from art_cli.model import Weights
+from art_cli.policy_spec import PolicySpec, spec_of
 
 BUILT_INS = {
     "embedded": "art_cli.engines.embedded.engine:EmbeddedEngine",
@@ -53,15 +60,15 @@ class Engine(Protocol):
         ...
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """[L - 1] logprobs in nats of each token after the first, temperature 1: the probe of contract 5."""
+        """[L - 1] logprobs in nats of each token after the first, at temperature 1; compared with the learner's."""
         ...
 
     def longest_prompt(self) -> int | None:
         """The number of characters that no prompt within the context exceeds; None: this engine cannot tell."""
         ...
 
-    async def rest(self) -> None:
-        """Lets go of the memory that a learner on the same device needs; nothing is sampled until `wake`."""
+    async def sleep(self) -> None:
+        """Frees the memory that a learner on the same device needs; nothing is sampled until `wake`."""
         ...
 
     async def wake(self) -> None:
@@ -69,39 +76,81 @@ class Engine(Protocol):
         ...
 
     async def watch(self) -> NoReturn:
-        """Returns never: raises EngineError once the engine can answer no more. For whoever waits for answers."""
+        """Never returns; raises EngineError once the engine can answer no more, so that no caller waits in vain."""
         ...
 
     async def close(self) -> None: ...
 
 
+class EngineTraits(NamedTuple):
+    """What an engine can do. A built-in's section says it; a user's class has attributes of these names."""
+
+    can_train: bool = True  # False: its model is its own, and no checkpoint can be loaded into it
+    swaps_adapters: bool = False  # it loads another adapter while it still answers with the one before
+    enforces_formats: bool = False  # a reply is what `response_format` or a forced tool call demands
+    needs_weights: bool = False  # it samples from weights in this process, `EngineSetup.weights`
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What an engine is made of: `Class(setup)`."""
+
+    options: Mapping[str, Any]  # the engine's own section of the configuration; of a user's, what is below `options`
+    policy: PolicySpec | None  # None: the engine brings a model of its own
+    name: str  # what clients call the policy
+    step: int  # where the policy stands before the first `load`
+    logs: Path  # directory in which a process of its own writes its log
+    weights: Weights | None = None  # only for an engine that needs them
+    shares_weights: bool = True  # a learner in this process changes these very weights, so that `load` reads nothing
+
+
+def engine_traits(config: EngineConfig, directory: Path) -> EngineTraits:
+    """What the configured engine can do. Raises UsageError: the user's own cannot be imported."""
+    says: Any = plugins.resolve(config.entry, base=directory) if isinstance(config, OwnEngineConfig) else config
+    defaults = zip(EngineTraits._fields, EngineTraits(), strict=True)
+    return EngineTraits(*(bool(getattr(says, name, default)) for name, default in defaults))
+
+
 def make_engine(
     config: EngineConfig,
-    weights: Weights | ServedModel | None,
+    policy: Weights | PolicySpec | None,
     *,
     name: str,
     step: int = 0,
     logs: Path,
+    directory: Path = Path(),
     shares_weights: bool = True,
 ) -> Engine:
     """The engine of a configuration, not started yet. Raises EngineError: it cannot be made here.
 
-    `weights` are those that an engine inside this process samples from, and a learner there may change; vLLM serves
-    their base model and the adapters it is told to load, and needs no weights here where it is told what to serve.
-    None: for an engine that brings its own. `shares_weights`: a learner here moves these very weights, so that a load
-    has nothing to read. `name` is what its policy is called, `logs` where a process of its own
-    writes.
+    `policy` is the policy's weights in this process, or what is known of it; None for an engine that brings a model
+    of its own. A user's own engine is looked up in `directory`.
     """
-    if config.name not in BUILT_INS:
-        raise EngineError(f"engine {config.name} is not settled; loop.choice.settle says which engine that is here")
-    make = pkgutil.resolve_name(BUILT_INS[config.name])
-    if isinstance(config, EmbeddedEngineConfig):
-        assert isinstance(weights, Weights), "the embedded engine samples from weights in this process"
-        engine: Engine = make(weights, name=name, config=config, step=step, shares_weights=shares_weights)
-    elif isinstance(config, VllmEngineConfig):
-        assert weights is not None, "vLLM serves the base model of weights in this process, or what it is told to"
-        model = weights if isinstance(weights, ServedModel) else served_model(weights)
-        engine = make(config, model, name=name, step=step, logs=logs)
-    else:
-        engine = make(config)
+    if config.name not in BUILT_INS and not isinstance(config, OwnEngineConfig):
+        raise EngineError(f"engine {config.name} is not resolved; loop.auto.resolve_auto says which engine that is")
+    weights = policy if isinstance(policy, Weights) else None
+    traits = engine_traits(config, directory)
+    assert weights is not None or not traits.needs_weights, f"engine {config.name} needs weights in this process"
+    setup = EngineSetup(
+        options=config.options if isinstance(config, OwnEngineConfig) else dict(config),
+        policy=spec_of(policy) if isinstance(policy, Weights) else policy,
+        name=name,
+        step=step,
+        logs=logs,
+        weights=weights if traits.needs_weights else None,
+        shares_weights=shares_weights,
+    )
+    if isinstance(config, OwnEngineConfig):
+        return _own_engine(config.entry, setup, directory)
+    engine: Engine = pkgutil.resolve_name(BUILT_INS[config.name]).of(config, setup)
+    return engine
+
+
+def _own_engine(entry: str, setup: EngineSetup, directory: Path) -> Engine:
+    try:
+        engine: Engine = plugins.resolve(entry, base=directory)(setup)
+    except ArtError:
+        raise
+    except Exception as error:  # the boundary to the user's code
+        raise EngineError(f"engine.entry: {entry}: {type(error).__name__}: {one_line(error)}") from error
     return engine

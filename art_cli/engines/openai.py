@@ -6,13 +6,13 @@ The key is read from the environment variable that the configuration names, and 
 import asyncio
 import os
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 from urllib.parse import urlsplit
 
 from art_cli.chat import Backend
 from art_cli.chat.client import HttpBackend
 from art_cli.config.schema import OpenAIEngineConfig
-from art_cli.engines import Endpoint
+from art_cli.engines import Endpoint, EngineSetup
 from art_cli.errors import EngineError
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -20,7 +20,7 @@ CONNECT_DEADLINE_S = 10.0
 
 
 class OpenAIEngine:
-    """Somebody else's model at somebody else's address; its step is always 0."""
+    """A foreign model at its own address; its step is always 0."""
 
     def __init__(self, config: OpenAIEngineConfig) -> None:
         """Raises EngineError: no key in the environment, for an endpoint that is not on this machine."""
@@ -29,6 +29,10 @@ class OpenAIEngine:
             raise EngineError(f"engine.api_key_env: the environment variable {config.api_key_env} is not set")
         self._http = HttpBackend(config.url, key or "none", config.model, timeout_s=config.timeout_s)
         self.endpoint = Endpoint(base_url=config.url, api_key=key or "none", model=config.model, step=0)
+
+    @classmethod
+    def of(cls, config: OpenAIEngineConfig, setup: EngineSetup) -> Self:
+        return cls(config)
 
     @property
     def backend(self) -> Backend:
@@ -56,16 +60,16 @@ class OpenAIEngine:
     def longest_prompt(self) -> None:
         """Unknown, because the tokenizer is the server's."""
 
-    async def rest(self) -> None:
-        """Its memory is somebody else's."""
+    async def sleep(self) -> None:
+        """Does nothing, because the endpoint's memory is not ours."""
 
     async def wake(self) -> None:
-        """It never rests."""
+        """Does nothing, because it never sleeps."""
 
     async def watch(self) -> NoReturn:
-        """Raises nothing: what fails there fails call by call."""
+        """Raises nothing, because a failure of the endpoint is told call by call."""
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets it")
+        raise AssertionError("this event is never set")
 
     async def close(self) -> None:
         await self._http.close()

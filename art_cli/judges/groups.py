@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from art_cli.errors import DataError, JudgeError, JudgeStopped, printable
+from art_cli.errors import DataError, JudgeError, JudgeStopped, first_of_group, printable
 from art_cli.judges import Judge
 from art_cli.trajectory import ScoredTrajectory, Trajectory, score_trajectory
 
@@ -79,10 +79,8 @@ async def judge_groups(
             if progress is not None:
                 progress(done)
 
-    try:
+    with first_of_group():
         async with asyncio.TaskGroup() as workers:
             for _ in range(in_flight):
                 workers.create_task(work())
-    except BaseExceptionGroup as failures:  # a full disk, say: the first one says it all
-        raise failures.exceptions[0] from None
     return done

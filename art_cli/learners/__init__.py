@@ -19,6 +19,7 @@ from art_cli.trajectory import ScoredTrajectory
 if TYPE_CHECKING:
     from art_cli.config.schema import RunConfig
     from art_cli.model import Weights
+    from art_cli.policy_spec import PolicySpec
 
 # Unsloth's is the same step on weights that it loads itself (unsloth.py)
 BUILT_INS = dict.fromkeys(("torch", "unsloth"), "art_cli.learners.torch_learner:TorchLearner")
@@ -110,11 +111,11 @@ class Learner(Protocol):
 def load_policy(config: "RunConfig", base: str) -> "Weights":
     """The starting policy as the configured learner needs it; `base` is a hub id or directory.
 
-    Raises LearnerError: `learner: auto`, unsettled.
+    Raises LearnerError: `learner: auto`, not resolved.
     """
     from art_cli import model
 
-    _check_settled(config)
+    _check_resolved(config)
     load = None
     if config.learner.name == "unsloth":
         load = import_module("art_cli.learners.unsloth").load_model
@@ -122,14 +123,16 @@ def load_policy(config: "RunConfig", base: str) -> "Weights":
 
 
 def make_learner(
-    config: "RunConfig", weights: "Weights", *, directory: Path = Path(), logs: Path | None = None
+    config: "RunConfig", policy: "Weights | PolicySpec", *, directory: Path = Path(), logs: Path | None = None
 ) -> Learner:
-    """The learner a configuration names, on these weights; with processes of its own, on their base.
+    """The learner a configuration names, on the policy's weights; with processes of its own, on their base.
 
     A user's algorithm is relative to `directory`. Processes of its own write their logs to `logs`; None: nowhere that
-    stays. Raises LearnerError: `learner: auto`, unsettled.
+    stays. Raises LearnerError: `learner: auto`, not resolved.
     """
-    _check_settled(config)
+    from art_cli.policy_spec import PolicySpec, spec_of
+
+    _check_resolved(config)
     knobs: dict[str, Any] = {
         "train": config.train,
         "loss": config.learns_by,
@@ -140,18 +143,19 @@ def make_learner(
     }
     if has_own_weights(config):
         make = import_module("art_cli.learners.parallel").parallel_learner
-        model = config.model.model_copy(update={"dtype": weights.dtype_name})  # for all, whatever each would measure
-        learner: Learner = make(base=weights.base, model=model, logs=logs, **knobs)
+        spec = policy if isinstance(policy, PolicySpec) else spec_of(policy)
+        model = config.model.model_copy(update={"dtype": spec.dtype})  # the same in all processes
+        learner: Learner = make(base=spec.base, model=model, logs=logs, **knobs)
         return learner
     module, _, name = BUILT_INS[config.learner.name].partition(":")
-    learner = getattr(import_module(module), name)(weights, **knobs)
+    learner = getattr(import_module(module), name)(policy, **knobs)
     return learner
 
 
-def _check_settled(config: "RunConfig") -> None:
+def _check_resolved(config: "RunConfig") -> None:
     if config.learner.name not in BUILT_INS:
         name = config.learner.name
-        raise LearnerError(f"learner {name} is not settled; loop.choice.settle says which learner that is here")
+        raise LearnerError(f"learner {name} is not resolved; loop.auto.resolve_auto says which learner that is")
 
 
 def has_own_weights(config: "RunConfig") -> bool:

@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 from art_cli.checkpoints import is_base, run_config, run_of
 from art_cli.config.compose import LoadedConfig, config_changes, config_hash
+from art_cli.engines import engine_traits
 from art_cli.errors import CheckpointError, ConfigError, Problem, UsageError
 from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.loop.dtype import decide_dtype, recorded_dtype
 from art_cli.model import Weights, find_base, load_checkpoint, load_weights
+from art_cli.policy_spec import PolicySpec, read_spec
 from art_cli.run_dir import Manifest, RunDir, new_checkpoint, verify_checkpoint
 from art_cli.scratch import scratch
 
@@ -137,10 +139,20 @@ def open_base(loaded: LoadedConfig, source: PolicySource) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights]:
-    """The weights of `source`, ready to sample or to train."""
+def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights | PolicySpec | None]:
+    """The policy of `source` as the configured engine needs it.
+
+    That is its weights in this process, or only what is known of it; None for an engine that brings its own model.
+    """
+    traits = engine_traits(loaded.config.engine, loaded.directory)
+    if not traits.can_train:
+        yield None
+        return
     with open_base(loaded, source) as base:
         config = as_trained(loaded, source, base).config
+        if not traits.needs_weights:
+            yield read_spec(config.model, base)
+            return
         weights = load_weights(config.model, base, device=config.learner.device, seed=config.train.seed)
         if source.checkpoint is not None:
             load_checkpoint(weights, source.checkpoint)

@@ -9,7 +9,9 @@ from pathlib import Path
 from art_cli.chat.requests import Sampling
 from art_cli.config.compose import LoadedConfig
 from art_cli.engines import Engine, make_engine
+from art_cli.errors import first_of_group
 from art_cli.model import Weights
+from art_cli.policy_spec import PolicySpec
 from art_cli.rollouts.gateway import Gateway
 from art_cli.rollouts.progress import Progress, shown
 from art_cli.rollouts.runner import OnFinished, RolloutPlan, Runner
@@ -33,13 +35,11 @@ class Sampler:
 
         Raises EngineError: the engine has failed for good; what was being played is dropped, and stays owed.
         """
-        try:
+        with first_of_group():
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(self.engine.watch())
                 await self.runner.run(plans, on_finished, progress)
                 watch.cancel()
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
 
     async def play_shown(self, plans: Sequence[RolloutPlan], on_finished: OnFinished, *, title: str) -> None:
         """As `play`, with a bar on a terminal and lines elsewhere."""
@@ -50,7 +50,7 @@ class Sampler:
 @contextlib.asynccontextmanager
 async def open_sampler(
     loaded: LoadedConfig,
-    weights: Weights | None,
+    policy: Weights | PolicySpec | None,
     *,
     checkpoint: Path | None,
     step: int,
@@ -59,12 +59,19 @@ async def open_sampler(
 ) -> AsyncIterator[Sampler]:
     """Engine started, gateway listening; all of it closed on the way out.
 
-    `weights` are those in this process, `checkpoint` what an engine of its own loads; both are the policy at `step`.
-    None for an engine that brings its own, and for the starting policy that no checkpoint holds. `shares_weights`: as
-    in `make_engine`.
+    `policy` is the policy at `step`, or None for an engine that brings a model of its own. `checkpoint` is what an
+    engine with its own weights loads; None for the starting policy. `shares_weights` as in `make_engine`.
     """
     config = loaded.config
-    engine = make_engine(config.engine, weights, name=config.name, step=step, logs=logs, shares_weights=shares_weights)
+    engine = make_engine(
+        config.engine,
+        policy,
+        name=config.name,
+        step=step,
+        logs=logs,
+        directory=loaded.directory,
+        shares_weights=shares_weights,
+    )
     await engine.start()
     try:
         if checkpoint is not None:

@@ -1,6 +1,5 @@
 """The stages of the loop, each run alone on files: what `art generate` and `art step` do, and a notebook as well."""
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +8,11 @@ from typing import NamedTuple
 from art_cli import threads
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.references import check_ready
+from art_cli.engines import engine_traits
 from art_cli.errors import UsageError
 from art_cli.judges import make_judge
 from art_cli.judges.groups import judge_group
-from art_cli.loop.choice import settle
+from art_cli.loop.auto import resolve_auto
 from art_cli.loop.generate import group, owed, plan_groups
 from art_cli.loop.policy import (
     PolicySource,
@@ -25,6 +25,7 @@ from art_cli.loop.policy import (
 )
 from art_cli.loop.sampler import open_sampler
 from art_cli.model import Weights
+from art_cli.policy_spec import PolicySpec
 from art_cli.rollouts.runner import RolloutPlan
 from art_cli.rollouts.scenarios import ScenarioOrder, load_scenarios
 from art_cli.run_dir import LineWriter, read_lines
@@ -47,17 +48,17 @@ def generate(loaded: LoadedConfig, output: Path, *, checkpoint: Path | None, ste
     `step` chooses which scenarios (None: the checkpoint's own next ones). What `output` holds already is not played
     again; what is missing is appended as it finishes.
     """
-    is_foreign = loaded.config.engine.name == "openai"
+    is_foreign = not engine_traits(loaded.config.engine, loaded.directory).can_train
     if is_foreign and checkpoint is not None:
-        raise UsageError(f"--checkpoint {checkpoint}: engine 'openai' samples from its own model; leave one out")
+        name = loaded.config.engine.name
+        raise UsageError(f"--checkpoint {checkpoint}: engine {name!r} samples from its own model; leave one out")
     source = PolicySource(None, 0) if is_foreign else find_policy(loaded, checkpoint)
     check_ready(loaded, ("model", "rollout", "gateway", "engine"))
-    loaded = settle(loaded, "engine")
+    loaded = resolve_auto(loaded, "engine")
     log.info("policy: %s", source.checkpoint or ("the endpoint's own" if is_foreign else "the starting policy"))
     plans = _plan(loaded, source, source.step if step is None else step)
-    with contextlib.ExitStack() as stack:
-        weights = None if is_foreign else stack.enter_context(open_policy(loaded, source))
-        return threads.run(_play(loaded, weights, source, output, plans))
+    with open_policy(loaded, source) as policy:
+        return threads.run(_play(loaded, policy, source, output, plans))
 
 
 def _plan(loaded: LoadedConfig, source: PolicySource, step: int) -> list[RolloutPlan]:
@@ -69,7 +70,11 @@ def _plan(loaded: LoadedConfig, source: PolicySource, step: int) -> list[Rollout
 
 
 async def _play(
-    loaded: LoadedConfig, weights: Weights | None, source: PolicySource, output: Path, plans: Sequence[RolloutPlan]
+    loaded: LoadedConfig,
+    policy: Weights | PolicySpec | None,
+    source: PolicySource,
+    output: Path,
+    plans: Sequence[RolloutPlan],
 ) -> list[Trajectory]:
     with LineWriter(output) as writer:
         played = list(read_lines(output, Trajectory))  # read once the file is held: another process may have just ended
@@ -79,7 +84,7 @@ async def _play(
             played.append(trajectory)
 
         async with open_sampler(
-            loaded, weights, checkpoint=source.checkpoint, step=source.step, logs=output.parent
+            loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=output.parent
         ) as sampler:
             await sampler.play_shown(owed(plans, played), keep, title="generate")
     return played
@@ -108,7 +113,7 @@ def take_step(
     groups = list(group(scored).values())
     source = find_policy(loaded, checkpoint)
     check_ready(loaded, ("model", "algorithm"))
-    loaded = settle(loaded, "learner")
+    loaded = resolve_auto(loaded, "learner")
     with open_base(loaded, source) as base:
         loaded = as_trained(loaded, source, base)
         with open_learner(loaded, source, base=base) as learner:

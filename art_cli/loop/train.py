@@ -8,57 +8,49 @@ is remembered. A checkpoint carries its step's metrics, so that a kill between t
 
 import asyncio
 import contextlib
-import json
 import logging
-import math
 import os
 import shlex
 import shutil
-import signal
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
-
-import msgspec
-from pydantic import ValidationError
+from typing import NoReturn
 
 from art_cli import log as logs
 from art_cli import threads
 from art_cli.checkpoints import prune_trained
-from art_cli.config.compose import LoadedConfig, config_changes, config_hash
-from art_cli.config.identity import Change
+from art_cli.config.compose import LoadedConfig, config_hash
 from art_cli.config.references import check_ready, missing_targets
-from art_cli.config.schema import RunConfig
-from art_cli.errors import ConfigError, DataError, Interrupted, Problem, RunError, UsageError
+from art_cli.config.schema import OwnEngineConfig
+from art_cli.engines import engine_traits, proof
+from art_cli.errors import ConfigError, Problem, UsageError, first_of_group
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.trial import require_keys
 from art_cli.learners import Learner, StepMetrics, has_own_weights, load_policy, make_learner
 from art_cli.learners.demos import load_demos
-from art_cli.loop import proof
+from art_cli.loop.auto import describe, resolve_auto
 from art_cli.loop.bar import shown_updates
 from art_cli.loop.batches import Batch, Batches
-from art_cli.loop.choice import describe, settle
 from art_cli.loop.contest import is_judged, judge_contest
 from art_cli.loop.dtype import decide_dtype, follow_record
 from art_cli.loop.evaluate import play_evaluation, values_by_scenario
+from art_cli.loop.interrupts import Interrupts
+from art_cli.loop.record import claim_config
 from art_cli.loop.sampler import Sampler, open_sampler
 from art_cli.loop.warm_up import WAIT_S, WarmUp
-from art_cli.model import Weights, count_parameters, find_base, twin
+from art_cli.model import clone_trainable, count_parameters, find_base
+from art_cli.policy_spec import read_spec, spec_of
 from art_cli.rollouts.scenarios import load_scenarios
-from art_cli.run_dir import Manifest, MetricsLine, RunDir, new_checkpoint, read_lines, read_object, write_file
+from art_cli.run_dir import Manifest, MetricsLine, RunDir, new_checkpoint, read_lines, write_file
 from art_cli.secrets import find_secrets
 from art_cli.trackers.dispatch import Trackers, open_trackers
 from art_cli.trajectory import Trajectory
 from art_cli.views.curve import curve, run_series
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result")
-
-MEND_RECORD = "restore it, or remove it to go on with the configuration as it is now"
 WATCH_EVERY_S = 1.0  # the learner's processes
 
 
@@ -79,7 +71,8 @@ async def train(loaded: LoadedConfig, *, is_fresh: bool = False) -> TrainResult:
     """
     check_ready(loaded, is_training=True)
     _read_data(loaded)
-    loaded = settle(loaded, "engine", "learner")
+    loaded = resolve_auto(loaded, "engine", "learner")
+    _check_engine(loaded)
     await asyncio.to_thread(require_keys, loaded.config.judge, loaded.directory)
     root = loaded.config.runs / loaded.config.name
     run = RunDir(_beside(root) if is_fresh else root)
@@ -89,8 +82,21 @@ async def train(loaded: LoadedConfig, *, is_fresh: bool = False) -> TrainResult:
         claim_config(run, loaded)
         run.clean()
         if (step := _finished_step(run, loaded)) is not None:
-            return TrainResult(run.root, step, True, _evaluations(run))
+            return TrainResult(run.root, step, True, run.evaluations())
         return await TrainingRun(loaded, run).train()
+
+
+def _check_engine(loaded: LoadedConfig) -> None:
+    """Raises ConfigError: the user's own engine says that it cannot follow this training."""
+    if not isinstance(loaded.config.engine, OwnEngineConfig):
+        return
+    traits, message = engine_traits(loaded.config.engine, loaded.directory), ""
+    if not traits.can_train:
+        message = "its class says can_train = False, so that its model cannot be trained"
+    elif traits.swaps_adapters and loaded.config.model.lora is None:
+        message = "its class says swaps_adapters = True, so that it cannot follow whole weights; set model.lora"
+    if message:
+        raise ConfigError([Problem("engine", loaded.places.of("engine"), message)])
 
 
 def _beside(root: Path) -> Path:
@@ -131,83 +137,13 @@ def _unless_wrong(run: RunDir) -> Iterator[None]:
         raise
 
 
-def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
-    """Writes config.json, or holds it against the one that is there. Raises RunError naming each difference.
-
-    A run that never came to its first checkpoint is nobody's yet: it takes the new one. A run goes on with other values
-    of the keys in identity.MAY_CHANGE; `changes` says which and from which step on. `auto` says why the engine and the
-    learner are what they are, where the configuration left it to the machine.
-    """
-    new = loaded.config.model_dump(mode="json")
-    changes: list[dict[str, Any]] = []
-    if os.path.lexists(run.config_path):
-        old, changes = _read_record(run)
-        found = _changes(old, new)
-        if found and not run.checkpoint_steps():
-            shutil.rmtree(run.base, ignore_errors=True)  # built as the old one said
-        elif refusal := _refusal(run, found):
-            raise RunError(refusal)
-        elif found:
-            newest = run.newest_checkpoint()
-            step = newest[1].step if newest is not None else 0
-            log.info("%s: from step %d on: %s", run.root, step + 1, "; ".join(map(str, found)))
-            changes += [{"step": step} | change._asdict() for change in found]
-    record = new | {"auto": dict(loaded.auto), "changes": changes}
-    write_file(run.config_path, json.dumps(record, indent=2).encode() + b"\n")
-
-
-def find_clash(run: RunDir, loaded: LoadedConfig) -> str:
-    """Why the run that is there is another one than the configuration describes, as a line; "": it is not."""
-    if not os.path.lexists(run.config_path):
-        return ""
-    return _refusal(run, _changes(_read_record(run)[0], loaded.config.model_dump(mode="json")))
-
-
-def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
-    """How two configurations train differently. A dtype that one of them leaves open is no difference."""
-    changes = config_changes(old, new)
-    return [change for change in changes if change.key != "model.dtype" or "auto" not in (change.old, change.new)]
-
-
-def _refusal(run: RunDir, changes: Sequence[Change]) -> str:
-    refused = [str(change) for change in changes if not change.is_allowed]
-    if not refused:
-        return ""
-    return (
-        f"{run.root}: made by another configuration: {'; '.join(refused)}; "
-        "change it back, give the run another name, or start anew beside it with --fresh"
-    )
-
-
-def _read_record(run: RunDir) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What the run was made with, and what was changed since. Raises RunError: config.json is not as it was written.
-
-    A key that the record lacks, since an older version wrote it, has its default.
-    """
-    try:
-        record = read_object(run.config_path)
-        changes = record.pop("changes", [])
-        if not isinstance(changes, list):
-            raise DataError("'changes' is not a list", run.config_path)
-    except DataError as error:
-        raise RunError(f"{error}; {MEND_RECORD}") from error
-    record.pop("auto", None)
-    with contextlib.suppress(ValidationError):  # what does not fit the schema is told as a difference
-        record = RunConfig.model_validate(record).model_dump(mode="json")
-    return record, changes
-
-
 def _finished_step(run: RunDir, loaded: LoadedConfig) -> int | None:
     """The step of the newest checkpoint where nothing is left to do; else None."""
     newest = run.newest_checkpoint()
     if newest is None or newest[1].step < loaded.config.train.steps:
         return None
-    is_evaluated = loaded.config.eval is None or newest[1].step in _evaluations(run)
+    is_evaluated = loaded.config.eval is None or newest[1].step in run.evaluations()
     return newest[1].step if is_evaluated else None
-
-
-def _evaluations(run: RunDir) -> dict[int, dict[str, float]]:
-    return {line.step: line.metrics for line in run.metrics() if line.split == "eval"}
 
 
 class TrainingRun:
@@ -222,28 +158,38 @@ class TrainingRun:
         if decided is not loaded:
             claim_config(run, decided)
         self.loaded, self.config, self.run = decided, decided.config, run
-        self.weights: Weights = load_policy(self.config, base)
-        self.learner: Learner = make_learner(self.config, self.weights, directory=loaded.directory, logs=run.logs)
+        self.engine_traits = engine_traits(self.config.engine, loaded.directory)
+        self.weights = load_policy(self.config, base) if self._needs_weights() else None
+        if self.weights is not None:
+            self.policy = spec_of(self.weights)
+        else:
+            self.policy = read_spec(self.config.model, base, device=self.config.learner.device)
+        self.learner: Learner = make_learner(
+            self.config, self.weights or self.policy, directory=loaded.directory, logs=run.logs
+        )
         self.trackers: Trackers = open_trackers(self.config, run.root, loaded.directory)
-        self.interrupts = 0
+        command = going_on(self.loaded, run)
+        self.interrupts = Interrupts(f"interrupted; what is complete is in {run.root}; go on with: {command}")
+
+    def _needs_weights(self) -> bool:
+        """Whether the engine or the learner computes with the policy's weights in this process."""
+        return self.engine_traits.needs_weights or not has_own_weights(self.config)
 
     async def train(self) -> TrainResult:
         log.info("%s", self._describe())
-        with self._interruptible():
+        with self.interrupts.handled():
             try:
                 await asyncio.sleep(0)  # an interrupt while the model was loaded ends the run here, before any thread
                 async with self._watching_learner():
                     step = await self._find_start()
                     async with self._open_sampler(step) as sampler:
                         step = await self._take_steps(sampler, step)
-            except asyncio.CancelledError:
-                raise self._interruption() from None
             finally:
                 self.learner.close()
                 await self.judge.close()
                 await self.trackers.close()
         self._draw()
-        return TrainResult(self.run.root, step, False, _evaluations(self.run))
+        return TrainResult(self.run.root, step, False, self.run.evaluations())
 
     def _draw(self) -> None:
         """The learning curve, for people: reward, and what the rollouts themselves measured in evaluations."""
@@ -255,12 +201,15 @@ class TrainingRun:
         write_file(self.run.curve_path, picture.encode())
 
     def _describe(self) -> str:
-        size = count_parameters(self.weights.model)
-        sizes = f"{size.whole / 1e6:.3g}M parameters, {size.trained / 1e6:.3g}M trained"
-        names = f"engine {self.config.engine.name}, learner {self.config.learner.name} on {self.weights.device}"
+        what = self.config.model.base
+        if self.weights is not None:
+            size = count_parameters(self.weights.model)
+            what += f", {size.whole / 1e6:.3g}M parameters, {size.trained / 1e6:.3g}M trained"
+        engine, learner = self.config.engine, self.config.learner.name
+        names = f"engine {getattr(engine, 'entry', engine.name)}, learner {learner} on {self.policy.learner_device}"
         if has_own_weights(self.config):
             names += " in processes of its own"
-        return f"{self.config.name}: {self.config.model.base}, {sizes}; {names}"
+        return f"{self.config.name}: {what}; {names}"
 
     # --- where to begin -----------------------------------------------------------------------------------------------
 
@@ -283,17 +232,17 @@ class TrainingRun:
         """Its numbers. An interrupt ends it after the update that is being computed; what was done is saved."""
         assert self.config.sft is not None
         demos = await threads.call_in_thread(load_demos, self.config.sft.demos, self.loaded.directory)
-        make = partial(WarmUp, self.learner, self.loaded, demos, base=self.weights.base, start=None)
+        make = partial(WarmUp, self.learner, self.loaded, demos, base=self.policy.base, start=None)
         warm_up = await threads.call_in_thread(make)
         await self._wait_for(warm_up)
         try:
-            await self._off_loop(warm_up.begin)
+            await self.interrupts.off_loop(warm_up.begin)
             with shown_updates("sft: updates") as progress:
                 while not warm_up.is_done:
-                    if self.interrupts:
-                        await self._off_loop(warm_up.save)
-                    self._stop_if_interrupted()
-                    await self._off_loop(warm_up.take, progress)
+                    if self.interrupts.num:
+                        await self.interrupts.off_loop(warm_up.save)
+                    self.interrupts.stop_if_any()
+                    await self.interrupts.off_loop(warm_up.take, progress)
             return warm_up.finish()
         finally:
             warm_up.release()
@@ -322,9 +271,12 @@ class TrainingRun:
         """
         is_apart = has_own_weights(self.config)
         is_shared = self.config.train.max_staleness == 0 and not is_apart
+        weights = self.weights if self.engine_traits.needs_weights else None
+        if weights is not None and not is_shared and not is_apart:
+            weights = clone_trainable(weights)
         return open_sampler(
             self.loaded,
-            self.weights if is_shared or is_apart else twin(self.weights),
+            weights or self.policy,
             checkpoint=self.run.checkpoint_path(step),
             step=step,
             logs=self.run.logs,
@@ -346,7 +298,7 @@ class TrainingRun:
             for step in range(first, self.config.train.steps):
                 batches.allow(step + ahead)
                 await self._take_step(sampler, await batches.take(step), step)
-                self._stop_if_interrupted()
+                self.interrupts.stop_if_any()
                 await self._evaluate(sampler, step + 1)
                 prune_trained(self.run, keep=self.config.train.keep_checkpoints)
         finally:
@@ -356,7 +308,7 @@ class TrainingRun:
     async def _take_step(self, sampler: Sampler, batch: Batch, step: int) -> None:
         self.trackers.log_trajectories(step, batch.groups)
         trained = await self._update(sampler, batch, step)
-        metrics = batch.metrics | _numbers(trained)
+        metrics = batch.metrics | trained.known()
         if trained.num_updates == 0:
             total = self.config.train.steps
             log.warning("step %d/%d: no signal: all groups' rewards are equal; no weight changed", step + 1, total)
@@ -365,13 +317,13 @@ class TrainingRun:
         _announce(step, self.config.train.steps, metrics)
 
     async def _update(self, sampler: Sampler, batch: Batch, step: int) -> StepMetrics:
-        """The learner's step. On-policy there is nothing to sample meanwhile: the engine lets go of its memory."""
-        is_resting = self.config.train.max_staleness == 0
-        if is_resting:
-            await sampler.engine.rest()
+        """The learner's step. On-policy nothing is sampled meanwhile, so that the engine sleeps."""
+        is_on_policy = self.config.train.max_staleness == 0
+        if is_on_policy:
+            await sampler.engine.sleep()
         with shown_updates(f"step {step + 1}/{self.config.train.steps}: packs") as progress:
-            trained = await self._off_loop(self.learner.step, batch.groups, progress=progress)
-        if is_resting:
+            trained = await self.interrupts.off_loop(self.learner.step, batch.groups, progress=progress)
+        if is_on_policy:
             await sampler.engine.wake()
         return trained
 
@@ -382,22 +334,20 @@ class TrainingRun:
         return await self._prove(sampler, step)
 
     async def _prove(self, sampler: Sampler, step: int) -> float:
-        """Contract 5: engine and learner score the same probe. Returns the gap in nats; raises DriftError."""
-        probe = proof.make_probe(self.weights.model.config.vocab_size)
+        """The gap in nats between the engine's and the learner's scores of one probe. Raises DriftError: too large."""
+        probe = proof.make_probe(self.policy.vocabulary)
         engine = await sampler.engine.score(probe)
-        learner = await self._off_loop(self.learner.score, probe)
-        return proof.compare(engine, learner, dtype=self.weights.dtype_name, step=step)
+        learner = await self.interrupts.off_loop(self.learner.score, probe)
+        return proof.compare(engine, learner, dtype=self.policy.dtype, step=step)
 
     @contextlib.asynccontextmanager
     async def _watching_learner(self) -> AsyncIterator[None]:
         """What is inside ends with the learner's LearnerError as soon as a process of its own is dead."""
-        try:
+        with first_of_group():
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(self._watch_learner())
                 yield
                 watch.cancel()
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
 
     async def _watch_learner(self) -> NoReturn:
         while True:
@@ -412,7 +362,7 @@ class TrainingRun:
         if (
             config is None
             or (step % config.every and step != self.config.train.steps)
-            or step in _evaluations(self.run)
+            or step in self.run.evaluations()
         ):
             return
         trajectories = await play_evaluation(
@@ -437,9 +387,9 @@ class TrainingRun:
         path = self.run.checkpoint_path(step)
         manifest = Manifest(
             step=step,
-            base="../../base" if self.weights.base == str(self.run.base) else self.weights.base,
+            base="../../base" if self.policy.base == str(self.run.base) else self.policy.base,
             config_hash=config_hash(self.config),
-            dtype=self.weights.dtype_name,
+            dtype=self.policy.dtype,
             metrics=metrics,
         )
         with new_checkpoint(path, manifest) as directory:
@@ -449,52 +399,6 @@ class TrainingRun:
     def _record(self, step: int, split: str, metrics: dict[str, float]) -> None:
         self.run.append_metrics(step, split, metrics)
         self.trackers.log(MetricsLine(step=step, split=split, metrics=metrics, time=time.time()))
-
-    # --- Ctrl-C -------------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """The first SIGINT or SIGTERM ends the run after what is complete is written; a second one ends it at once."""
-        loop, main = asyncio.get_running_loop(), asyncio.current_task()
-        assert main is not None
-        self._is_updating = False
-
-        def interrupt() -> None:
-            self.interrupts += 1
-            if self.interrupts > 1:
-                signal.signal(signal.SIGINT, signal.SIG_DFL)
-                signal.raise_signal(signal.SIGINT)
-            elif self._is_updating:
-                log.warning("interrupted: finishing this update first; once more to stop at once (nothing is lost)")
-            else:
-                main.cancel()
-
-        # a notebook trains in another thread than the main one, which alone has signals, and cancels this task itself
-        has_signals = threading.current_thread() is threading.main_thread()
-        signals = (signal.SIGINT, signal.SIGTERM) if has_signals else ()
-        for number in signals:
-            loop.add_signal_handler(number, interrupt)
-        try:
-            yield
-        finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
-
-    async def _off_loop(self, function: Callable[..., Result], *arguments: Any, **knobs: Any) -> Result:
-        """`function` in a thread. An interrupt waits for it, since a thread cannot be stopped halfway."""
-        self._is_updating = True
-        try:
-            return await threads.compute(function, *arguments, **knobs)
-        finally:
-            self._is_updating = False
-
-    def _stop_if_interrupted(self) -> None:
-        if self.interrupts:
-            raise self._interruption()
-
-    def _interruption(self) -> Interrupted:
-        command = going_on(self.loaded, self.run)
-        return Interrupted(f"interrupted; what is complete is in {self.run.root}; go on with: {command}")
 
 
 def going_on(loaded: LoadedConfig, run: RunDir) -> str:
@@ -509,10 +413,6 @@ def _check_targets(loaded: LoadedConfig, base: Path) -> None:
     """Raises ConfigError: LoRA targets that no module of the base has, which is known only once it was built."""
     if wrong := list(missing_targets(loaded.config.model, base)):
         raise ConfigError([Problem(key, loaded.places.of(key), message) for key, message in wrong])
-
-
-def _numbers(metrics: StepMetrics) -> dict[str, float]:
-    return {name: value for name, value in msgspec.structs.asdict(metrics).items() if not math.isnan(value)}
 
 
 def _announce(step: int, steps: int, metrics: dict[str, float]) -> None:

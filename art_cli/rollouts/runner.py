@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from art_cli.config.schema import RolloutConfig
-from art_cli.errors import RolloutError
+from art_cli.errors import RolloutError, first_of_group
 from art_cli.outcome import Outcome
 from art_cli.rollouts import Rollout
 from art_cli.rollouts.attempt import AttemptError
@@ -114,11 +114,10 @@ class Runner:
         progress.begin(len(plans), sampled=lambda: self._gateway.num_sampled - before)
         waiting = iter(plans)
         try:
-            async with asyncio.TaskGroup() as workers:
-                for _ in range(min(self._config.concurrency, len(plans))):
-                    workers.create_task(self._work(waiting, on_finished, progress))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            with first_of_group():
+                async with asyncio.TaskGroup() as workers:
+                    for _ in range(min(self._config.concurrency, len(plans))):
+                        workers.create_task(self._work(waiting, on_finished, progress))
         finally:
             progress.is_handed_out.set()
         return progress

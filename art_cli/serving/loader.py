@@ -6,7 +6,6 @@ policy; while a policy changes to another checkpoint it has two of these. vLLM h
 
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,18 +15,21 @@ import pydantic
 import yaml
 
 from art_cli import model
-from art_cli.config.schema import EmbeddedEngineConfig, EngineConfig, VllmEngineConfig
+from art_cli.config.knobs import variants
+from art_cli.config.schema import AutoEngineConfig, EngineConfig, EngineSection, OwnEngineConfig, RunConfig
 from art_cli.engines import Engine, make_engine
-from art_cli.engines.vllm.arguments import ServedModel, has_gpu
 from art_cli.errors import UsageError
+from art_cli.policy_spec import PolicySpec, read_spec
 from art_cli.serving.source import Source, base_config
 from art_cli.threads import call_in_thread
 
 log = logging.getLogger(__name__)
 
-ENGINES: dict[str, type[EmbeddedEngineConfig] | type[VllmEngineConfig]] = {
-    "embedded": EmbeddedEngineConfig,
-    "vllm": VllmEngineConfig,
+# Engines that load a checkpoint, by name; a user's own has no name to give on the command line.
+ENGINES: dict[str, type[EngineSection]] = {
+    kind: section
+    for kind, section in variants(RunConfig, "engine").items()
+    if issubclass(section, EngineSection) and section.can_train and section not in (AutoEngineConfig, OwnEngineConfig)
 }
 NEVER_TAKEN = ("url", "api_key_env")  # settings of a run that would send prompts and a key to another server
 PROGRAMS = ("python", "args", "env")  # settings of a run's vLLM that decide which code is run
@@ -45,19 +47,16 @@ class Loader:
     @property
     def swaps_adapters(self) -> bool:
         """Whether its engines load another adapter while requests on the old one are being answered."""
-        return isinstance(self.config, VllmEngineConfig)
+        return self.config.swaps_adapters
 
     async def make(self, source: Source) -> Engine:
         """An engine that samples from the source. Raises ArtError: it cannot be loaded, or not run here."""
-        weights: model.Weights | ServedModel
-        if self.swaps_adapters:
-            weights = await call_in_thread(self._outline, source)
-        else:
-            weights = await call_in_thread(self._weights, source)
-        engine = make_engine(self.config, weights, name=source.name, step=source.step, logs=self.logs)
+        read = self._weights if self.config.needs_weights else _spec
+        policy: model.Weights | PolicySpec = await call_in_thread(read, source)
+        engine = make_engine(self.config, policy, name=source.name, step=source.step, logs=self.logs)
         await engine.start()
         try:
-            if self.swaps_adapters and source.adapter is not None:
+            if not self.config.needs_weights and source.adapter is not None:
                 await engine.load(source.adapter.resolve(), source.step)
         except BaseException:
             await engine.close()
@@ -75,17 +74,9 @@ class Loader:
     def _load(self, source: Source) -> model.Weights:
         return model.load_weights(base_config(source), source.base, named=source.named)
 
-    def _outline(self, source: Source) -> ServedModel:
-        outline = model.outline(source.base, source.adapter, named=source.named)
-        return ServedModel(
-            base=source.base,
-            dtype=source.dtype if source.dtype != "auto" else "bfloat16" if has_gpu(os.environ) else "float32",
-            max_length=source.max_length or outline.max_length,
-            lora_rank=outline.lora_rank,
-            chat_template=outline.chat_template,
-            learner_device="cpu",  # no learner is here
-            quantize=source.quantize,
-        )
+
+def _spec(source: Source) -> PolicySpec:
+    return read_spec(base_config(source), source.base, adapter=source.adapter, named=source.named)
 
 
 def check_trust(trained: Mapping[str, Any], knobs: Mapping[str, Any], *, place: Path) -> None:
@@ -116,10 +107,12 @@ def engine_config(name: str, knobs: Mapping[str, Any], trained: Mapping[str, Any
     settings = dict(trained) if trained.get("name") == name else {}
     settings = {key: value for key, value in settings.items() if key not in NEVER_TAKEN} | {"name": name}
     try:
-        return ENGINES[name].model_validate({**settings, **knobs})
+        config: Any = ENGINES[name].model_validate({**settings, **knobs})
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         raise UsageError(f"--set {'.'.join(map(str, first['loc']))}: {first['msg']} (engine {name})") from None
+    engine: EngineConfig = config
+    return engine
 
 
 def read_knobs(knobs: Sequence[str]) -> dict[str, Any]:

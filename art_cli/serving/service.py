@@ -25,6 +25,7 @@ from art_cli.chat.connection import Timeouts
 from art_cli.chat.errors import ChatError
 from art_cli.chat.server import serve
 from art_cli.chat.wires import WIRES
+from art_cli.errors import first_of_group
 from art_cli.serving.admission import Admission
 from art_cli.serving.dispatch import Dispatch
 from art_cli.serving.follow import follow
@@ -210,7 +211,5 @@ async def _cancel(*tasks: asyncio.Task[None]) -> None:
 
 def _raise_first(task: asyncio.Task[None]) -> None:
     """Raises what the task raised; the first exception of a group."""
-    try:
+    with first_of_group():
         task.result()
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from group

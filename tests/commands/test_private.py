@@ -12,10 +12,10 @@ import pytest
 
 from art_cli import cli
 from art_cli.config.schema import VllmEngineConfig
-from art_cli.engines.vllm.arguments import ServedModel
 from art_cli.engines.vllm.server import OwnServer
 from art_cli.errors import EngineError
 from art_cli.judges.ruler.cache import VerdictCache
+from art_cli.policy_spec import PolicySpec
 from art_cli.run_dir import LineWriter, new_directory, write_file
 from art_cli.scratch import scratch
 from tests.support.paths import LETTERS
@@ -62,7 +62,15 @@ async def test_caches_logs_and_temporary_directories_are_private(tmp_path: Path)
     (tmp_path / "python").write_text("#!/bin/sh\necho said\n")
     (tmp_path / "python").chmod(0o700)
     config = VllmEngineConfig(name="vllm", python=tmp_path / "python")
-    model = ServedModel("org/model", "float32", 64, 8, None, "cpu")
+    model = PolicySpec(
+        base="org/model",
+        dtype="float32",
+        vocabulary=64,
+        max_length=64,
+        lora_rank=8,
+        chat_template=None,
+        learner_device="cpu",
+    )
     with pytest.raises(EngineError, match="said"):
         await OwnServer(config, model, name="policy", log=tmp_path / "logs" / "vllm.log").start()
     assert (tmp_path / "logs" / "vllm.log").read_text() == "said\n"

@@ -155,9 +155,9 @@ async def test_a_rest_frees_the_cache_also_under_a_running_request() -> None:
         async for chunk in stream:
             chunks.append(chunk)
             if len(chunks) in (1, 50, 51):
-                await engine.rest()
+                await engine.sleep()
         assert engine._runner is not None and engine._runner.cache.keys
-        await engine.rest()
+        await engine.sleep()
         assert not engine._runner.cache.keys
     assert [id for chunk in chunks for id in chunk.choice.token_ids] == undisturbed.token_ids
     logprobs = [value for chunk in chunks for value in chunk.choice.logprobs]

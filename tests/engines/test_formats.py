@@ -229,7 +229,7 @@ async def test_a_preempted_reply_goes_on_where_it_was() -> None:
         builder = ReplyBuilder(ask())
         async for chunk in stream:
             builder.add(chunk)
-            await engine.rest()
+            await engine.sleep()
     jsonschema.validate(content(builder.reply().choices[0]), PERSON)
 
 

@@ -27,12 +27,12 @@ from art_cli.chat.requests import Request, Sampling
 from art_cli.config.compose import load_config
 from art_cli.config.schema import VllmEngineConfig
 from art_cli.engines.vllm import arguments, server
-from art_cli.engines.vllm.arguments import ServedModel
 from art_cli.engines.vllm.engine import VllmEngine
 from art_cli.engines.vllm.server import free_port
 from art_cli.errors import CheckpointError, DriftError, EngineError
 from art_cli.loop.generate import plan_groups
 from art_cli.loop.sampler import open_sampler
+from art_cli.policy_spec import PolicySpec
 from art_cli.trajectory import Trajectory
 from tests.support import fake_vllm
 from tests.support.tiny import tiny_weights
@@ -40,7 +40,15 @@ from tests.support.waiting import until
 
 Json = dict[str, Any]
 
-MODEL = ServedModel("org/model", "float32", 64, 4, "{{ messages }}", "cpu")
+MODEL = PolicySpec(
+    base="org/model",
+    dtype="float32",
+    vocabulary=64,
+    max_length=64,
+    lora_rank=4,
+    chat_template="{{ messages }}",
+    learner_device="cpu",
+)
 PROBE = [7, 3, 41, 0, 12, 9]
 
 
@@ -423,7 +431,7 @@ def test_the_server_dies_with_a_parent_that_is_killed(fake: Fake) -> None:
 import asyncio
 from pathlib import Path
 from art_cli.config.schema import VllmEngineConfig
-from art_cli.engines.vllm.arguments import ServedModel
+from art_cli.policy_spec import PolicySpec
 from art_cli.engines.vllm.engine import VllmEngine
 
 async def main():
@@ -548,7 +556,7 @@ async def test_rest_waits_for_what_flies_and_wake_lets_the_rest_in(
         await engine.load(fake.adapter("a"), 1)
         flying = asyncio.create_task(engine.reply(chat("slow")))
         await until(lambda: "/v1/chat/completions" in fake.paths())
-        resting = asyncio.create_task(engine.rest())
+        resting = asyncio.create_task(engine.sleep())
         await asyncio.sleep(0)
         waiting = asyncio.create_task(engine.reply(chat("hello")))
         fake.release()
@@ -574,7 +582,7 @@ async def test_a_server_that_dies_asleep_comes_back_on_waking(fake: Fake, monkey
     monkeypatch.setattr(arguments, "has_gpu", lambda inherited: True)
     async with fake.running(sleep=1) as engine:
         await engine.load(fake.adapter("a"), 1)
-        await engine.rest()
+        await engine.sleep()
         os.kill(engine.pid, signal.SIGKILL)
         await until(lambda: not engine._ready.is_set)
         assert len(fake.starts()) == 1

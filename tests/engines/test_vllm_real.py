@@ -20,12 +20,12 @@ import torch
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.schema import LoraConfig, ModelConfig, VllmEngineConfig
-from art_cli.engines.vllm.arguments import served_model
+from art_cli.engines import proof
 from art_cli.engines.vllm.engine import VllmEngine
 from art_cli.errors import DriftError
-from art_cli.loop import proof
 from art_cli.loop.train import train
 from art_cli.model import Weights, load_checkpoint, load_weights, save_weights
+from art_cli.policy_spec import spec_of
 from art_cli.run_dir import RunDir
 from tests.support.paths import LETTERS
 from tests.support.real_vllm import MARKS, PYTHON, QUICK
@@ -48,7 +48,7 @@ class Bench:
         self.weights: Weights = load_weights(config, str(base), device="cpu")
         self.checkpoints = {name: self._make(directory / name, seed) for seed, name in enumerate("ab", 1)}
         settings = VllmEngineConfig.model_validate({"name": "vllm", "python": PYTHON, **QUICK})
-        self.engine = VllmEngine(settings, served_model(self.weights), name="policy", logs=directory)
+        self.engine = VllmEngine(settings, spec_of(self.weights), name="policy", logs=directory)
 
     def _make(self, path: Path, seed: int) -> Path:
         """A checkpoint with an adapter that changes every logit."""

@@ -12,11 +12,11 @@ from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.errors import LearnerError, UsageError
 from art_cli.judges import make_judge
 from art_cli.learners import Learner, Progress, StepMetrics
+from art_cli.loop.auto import resolve_auto
 from art_cli.loop.batches import Batches
-from art_cli.loop.choice import settle
 from art_cli.loop.sampler import Sampler
 from art_cli.loop.train import TrainingRun, train
-from art_cli.model import twin
+from art_cli.model import clone_trainable
 from art_cli.rollouts.progress import Progress as Counts
 from art_cli.rollouts.runner import OnFinished, RolloutPlan
 from art_cli.rollouts.scenarios import load_scenarios
@@ -50,7 +50,7 @@ class WatchedLearner:
 
 def train_watched(loaded: LoadedConfig, first: Callable[[int], None]) -> RunDir:
     run = RunDir(loaded.config.runs / loaded.config.name)
-    training = TrainingRun(settle(loaded, "engine", "learner"), run)
+    training = TrainingRun(resolve_auto(loaded, "engine", "learner"), run)
     training.learner = WatchedLearner(training.learner, first)  # type: ignore[assignment]
     asyncio.run(training.train())
     return run
@@ -148,7 +148,7 @@ async def test_a_batch_begins_when_the_one_before_has_handed_out_its_rollouts(tm
 
 def test_a_twin_shares_the_base_and_moves_alone() -> None:
     weights = tiny_weights()
-    other = twin(weights)
+    other = clone_trainable(weights)
     pairs = list(zip(weights.model.parameters(), other.model.parameters(), strict=True))
     assert all((mine is theirs) == (not mine.requires_grad) for mine, theirs in pairs)
     trained = [(mine, theirs) for mine, theirs in pairs if mine.requires_grad]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from art_cli.config.compose import load_config
-from art_cli.loop.choice import settle
+from art_cli.loop.auto import resolve_auto
 from art_cli.loop.generate import group
 from art_cli.loop.policy import PolicySource, open_learner
 from art_cli.loop.train import train
@@ -94,7 +94,7 @@ def finished_lines(root: Path) -> set[str]:
 def retrain(root: Path, step: int) -> bytes:
     """The adapter that step gives, computed again from the checkpoint before it and the step's scored groups."""
     files = RunDir(root)
-    loaded = settle(load_config(LETTERS / "config.yaml", [f"runs={root.parent}", *SETTINGS]), "learner")
+    loaded = resolve_auto(load_config(LETTERS / "config.yaml", [f"runs={root.parent}", *SETTINGS]), "learner")
     with open_learner(loaded, PolicySource(files.checkpoint_path(step), step)) as learner:
         groups = group(files.scored(step))
         learner.step([groups[name] for name in sorted(groups)])

@@ -12,7 +12,7 @@ from art_cli.chat.app import build_app
 from art_cli.chat.server import serve
 from art_cli.config.compose import load_config
 from art_cli.engines import make_engine
-from art_cli.loop.choice import settle
+from art_cli.loop.auto import resolve_auto
 from art_cli.loop.policy import PolicySource, open_policy
 from art_cli.loop.train import train
 from art_cli.run_dir import RunDir, read_lines
@@ -79,7 +79,7 @@ def test_a_trained_policy_beats_its_start_and_the_gate_knows(art: Art, trained: 
 async def test_an_endpoint_stands_in_for_a_checkpoint(trained: Path, tmp_path: Path) -> None:
     """The last checkpoint, served over HTTP as somebody else's model, plays like the last checkpoint."""
     last = RunDir(trained).checkpoint_path(12)
-    loaded = settle(load_config(Path(CONFIG), []), "engine")
+    loaded = resolve_auto(load_config(Path(CONFIG), []), "engine")
     with open_policy(loaded, PolicySource(last, 12)) as weights:
         engine = make_engine(loaded.config.engine, weights, name="other", step=12, logs=tmp_path)
         await engine.start()

@@ -22,7 +22,7 @@ import transformers
 
 from art_cli.chat.requests import Sampling
 from art_cli.config.schema import VllmEngineConfig
-from art_cli.loop.proof import make_probe
+from art_cli.engines.proof import make_probe
 from art_cli.run_dir import RunDir
 from art_cli.serving.export import export
 from art_cli.serving.loader import Loader

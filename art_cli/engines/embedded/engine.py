@@ -15,7 +15,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from art_cli.chat.reading import RequestReader
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request
 from art_cli.config.schema import EmbeddedEngineConfig
-from art_cli.engines import Endpoint
+from art_cli.engines import Endpoint, EngineSetup
 from art_cli.engines.embedded import messages, sampling
 from art_cli.engines.embedded.grammars import GrammarError, Grammars
 from art_cli.engines.embedded.messages import Prompt
@@ -69,6 +69,11 @@ class EmbeddedEngine:
         self._worker: Worker | None = None
         self._runner: Runner | None = None
         self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, config: EmbeddedEngineConfig, setup: EngineSetup) -> Self:
+        assert setup.weights is not None, "the embedded engine samples from weights in this process"
+        return cls(setup.weights, name=setup.name, config=config, step=setup.step, shares_weights=setup.shares_weights)
 
     @property
     def backend(self) -> Backend:
@@ -116,7 +121,7 @@ class EmbeddedEngine:
     def longest_prompt(self) -> int:
         return self._weights.max_length * self._vocabulary.longest
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         """Keys and values go; the weights are the learner's. What is being sampled goes on from its tokens later."""
         await self._with_weights(self._running_worker().let_go)
 

@@ -7,13 +7,13 @@ cannot be given there (VLLM_OWN_ARGS and VLLM_OWN_ENV of the schema).
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import JsonValue
 
 from art_cli.config.schema import VllmEngineConfig
 from art_cli.errors import EngineError
-from art_cli.model import Weights
+from art_cli.policy_spec import PolicySpec
 
 MODULE = "vllm.entrypoints.openai.api_server"  # `python -m`: the `vllm` command is missing from community builds
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank may be
@@ -30,41 +30,12 @@ NOT_INHERITED = frozenset(
 )
 
 
-class ServedModel(NamedTuple):
-    """What a server is to serve. Example: ServedModel("Qwen/Qwen3-0.6B", "bfloat16", 40960, 16, "{%...", "cuda:0")."""
-
-    base: str  # hub id or directory
-    dtype: str  # of the base weights
-    max_length: int  # tokens of prompt and reply together
-    lora_rank: int  # the largest of its adapters
-    chat_template: str | None  # Jinja; None: the tokenizer's own
-    learner_device: str  # where the learner holds its copy: "cpu", "cuda:0"
-    quantize: str | None = None  # "4bit": as the learner's base is; vLLM does the same while it loads (NF4, nested)
-
-
-def served_model(weights: Weights) -> ServedModel:
-    """What of the weights in this process a server has to know. Raises EngineError: they have no adapter."""
-    if not weights.has_adapter:
-        raise EngineError("model.lora: null trains all weights, and vLLM swaps adapters only; use engine=embedded")
-    ranks = [max([lora.r, *lora.rank_pattern.values()]) for lora in weights.model.peft_config.values()]
-    template = weights.tokenizer.chat_template
-    return ServedModel(
-        base=weights.base,
-        dtype=weights.dtype_name,
-        max_length=weights.max_length,
-        lora_rank=max(ranks),
-        chat_template=template if isinstance(template, str) else None,
-        learner_device=str(weights.device),
-        quantize=weights.quantize,
-    )
-
-
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
 def command(
     config: VllmEngineConfig,
-    model: ServedModel,
+    model: PolicySpec,
     *,
     python: Path,
     port: int,
@@ -82,7 +53,7 @@ def command(
         "max-model-len": model.max_length,
         "enable-lora": True,
         "max-loras": MAX_LORAS,
-        "max-lora-rank": _lora_rank(model.lora_rank),
+        "max-lora-rank": _lora_rank(model.lora_rank or 1),
         "logprobs-mode": "processed_logprobs",  # of the distribution really sampled from
         "generation-config": "vllm",  # no sampling parameter that nobody asked for
         "enable-auto-tool-choice": True,
@@ -127,7 +98,7 @@ def _text(value: JsonValue) -> str:
 
 
 def environment(
-    config: VllmEngineConfig, model: ServedModel, *, inherited: Mapping[str, str], key: str, sleep: int, has_gpu: bool
+    config: VllmEngineConfig, model: PolicySpec, *, inherited: Mapping[str, str], key: str, sleep: int, has_gpu: bool
 ) -> dict[str, str]:
     """The server's environment; the key goes in here and nowhere else."""
     variables = {name: value for name, value in inherited.items() if name not in NOT_INHERITED}
@@ -147,7 +118,7 @@ def environment(
 # --- one GPU for both -------------------------------------------------------------------------------------------------
 
 
-def sleep_level(config: VllmEngineConfig, model: ServedModel, *, inherited: Mapping[str, str], has_gpu: bool) -> int:
+def sleep_level(config: VllmEngineConfig, model: PolicySpec, *, inherited: Mapping[str, str], has_gpu: bool) -> int:
     """0: the server keeps its memory; 1 and 2 are vLLM's levels. Raises EngineError: asked for without a GPU."""
     if not has_gpu:
         if config.sleep not in ("auto", 0):
@@ -158,9 +129,9 @@ def sleep_level(config: VllmEngineConfig, model: ServedModel, *, inherited: Mapp
     return 1 if _shares_gpu(config, model.learner_device, inherited) else 0
 
 
-def _shares_gpu(config: VllmEngineConfig, learner_device: str, inherited: Mapping[str, str]) -> bool:
+def _shares_gpu(config: VllmEngineConfig, learner_device: str | None, inherited: Mapping[str, str]) -> bool:
     """Whether the server's first GPUs include the learner's, both named as the system names them."""
-    if not learner_device.startswith("cuda"):
+    if learner_device is None or not learner_device.startswith("cuda"):
         return False
     ours = _visible(inherited)
     theirs = _visible({**inherited, **config.env})

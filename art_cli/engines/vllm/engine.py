@@ -14,7 +14,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Self, TypeVar
 
 import msgspec
 
@@ -25,12 +25,12 @@ from art_cli.chat.errors import INVALID_REQUEST, ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request
 from art_cli.config.schema import VllmEngineConfig
-from art_cli.engines import Endpoint
+from art_cli.engines import Endpoint, EngineSetup
 from art_cli.engines.vllm.adapters import Adapters
-from art_cli.engines.vllm.arguments import ServedModel
 from art_cli.engines.vllm.control import Scored, Unreachable
 from art_cli.engines.vllm.server import OwnServer, RunningServer
 from art_cli.errors import DriftError, EngineError
+from art_cli.policy_spec import PolicySpec
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -49,7 +49,7 @@ STALE_BOUNDS = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
 class VllmEngine:
     """Engine and Backend in one. Before the first `load` it samples from the base model."""
 
-    def __init__(self, config: VllmEngineConfig, model: ServedModel, *, name: str, step: int = 0, logs: Path) -> None:
+    def __init__(self, config: VllmEngineConfig, model: PolicySpec, *, name: str, step: int = 0, logs: Path) -> None:
         """Raises EngineError: no such Python, or a setting that cannot be had here."""
         self.endpoint = Endpoint(base_url=None, api_key="", model=name, step=step)
         self._config, self._dtype = config, model.dtype
@@ -64,6 +64,11 @@ class VllmEngine:
         self._awake, self._may_restart = asyncio.Event(), asyncio.Event()
         self._steering = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
+
+    @classmethod
+    def of(cls, config: VllmEngineConfig, setup: EngineSetup) -> Self:
+        assert setup.policy is not None, "vLLM has to know which base model it serves"
+        return cls(config, setup.policy, name=setup.name, step=setup.step, logs=setup.logs)
 
     @property
     def backend(self) -> Backend:
@@ -114,7 +119,7 @@ class VllmEngine:
     def longest_prompt(self) -> None:
         """Unknown, because the tokenizer is the server's."""
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         """Requests in flight are answered, then the GPU's memory is the learner's; nothing where they share none."""
         if self._server.sleep_level == 0:
             return

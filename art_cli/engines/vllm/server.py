@@ -19,9 +19,9 @@ from pathlib import Path
 
 from art_cli.config.schema import VllmEngineConfig
 from art_cli.engines.vllm import arguments
-from art_cli.engines.vllm.arguments import ServedModel
 from art_cli.engines.vllm.control import Control, Refused, Unreachable
 from art_cli.errors import EngineError
+from art_cli.policy_spec import PolicySpec
 from art_cli.private import make_directory, owner_only
 from art_cli.processes.child import ChildProcess, describe_end, last_lines
 from art_cli.run_dir import write_file
@@ -42,7 +42,7 @@ TAIL_LINES = 15
 class OwnServer:
     """A child process; its port and key are new at every start."""
 
-    def __init__(self, config: VllmEngineConfig, model: ServedModel, *, name: str, log: Path) -> None:
+    def __init__(self, config: VllmEngineConfig, model: PolicySpec, *, name: str, log: Path) -> None:
         """Raises EngineError: no such Python, or a setting that cannot be had here."""
         self.base_name = f"{name}@base"
         self.log = log

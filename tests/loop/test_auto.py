@@ -21,8 +21,8 @@ from art_cli.engines import make_engine
 from art_cli.engines.vllm.probe import VllmFacts, find_vllm
 from art_cli.errors import ConfigError, EngineError, LearnerError, RunError, UsageError
 from art_cli.learners import load_policy, make_learner
-from art_cli.loop.choice import Choice, Facts, Machine, choose, describe, engine_facts, settle
-from art_cli.loop.train import claim_config
+from art_cli.loop.auto import AutoChoice, Facts, Machine, choose, describe, engine_facts, resolve_auto
+from art_cli.loop.record import claim_config
 from art_cli.run_dir import RunDir
 from tests.support.paths import LETTERS, ROOT
 from tests.support.served import make_run, scripted_source
@@ -76,8 +76,8 @@ def load(project: Path, *overrides: str) -> LoadedConfig:
 
 def engine(project: Path, *overrides: str, machine: Machine) -> tuple[str, str]:
     """The engine that auto is, and the reason."""
-    settled = settle(load(project, *overrides), "engine", machine=machine)
-    return settled.config.engine.name, settled.auto["engine"]
+    resolved = resolve_auto(load(project, *overrides), "engine", machine=machine)
+    return resolved.config.engine.name, resolved.auto["engine"]
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
@@ -86,16 +86,16 @@ def engine(project: Path, *overrides: str, machine: Machine) -> tuple[str, str]:
 @pytest.mark.parametrize(("group", "fast", "plain"), [("engine", "vllm", "embedded"), ("learner", "unsloth", "torch")])
 def test_the_faster_one_is_chosen_where_nothing_speaks_against_it(group: str, fast: str, plain: str) -> None:
     """A GPU comes first, then whether it fits the run, then whether it works here; only the last can be mended."""
-    assert choose(group, Facts(True, found="X 1.0")) == Choice(fast, "X 1.0 and a GPU are here")
-    assert choose(group, Facts(False, "odd", "X 1.0", "broken", cure="c")) == Choice(plain, "no GPU here")
-    assert choose(group, Facts(True, "it is odd", "X 1.0", "broken", cure="c")) == Choice(plain, "it is odd")
-    assert choose(group, Facts(True, "", "X 1.0", "broken", cure="c")) == Choice(plain, "broken", "c")
+    assert choose(group, Facts(True, found="X 1.0")) == AutoChoice(fast, "X 1.0 and a GPU are here")
+    assert choose(group, Facts(False, "odd", "X 1.0", "broken", cure="c")) == AutoChoice(plain, "no GPU here")
+    assert choose(group, Facts(True, "it is odd", "X 1.0", "broken", cure="c")) == AutoChoice(plain, "it is odd")
+    assert choose(group, Facts(True, "", "X 1.0", "broken", cure="c")) == AutoChoice(plain, "broken", "c")
 
 
 def test_vllm_is_the_engine_where_it_and_a_gpu_are_there(project: Path) -> None:
     assert engine(project, machine=MachineOf()) == ("vllm", "vLLM 0.32.0 and a GPU are here")
-    settled = settle(load(project), "engine", machine=MachineOf())
-    assert settled.config.engine == VllmEngineConfig(name="vllm")
+    resolved = resolve_auto(load(project), "engine", machine=MachineOf())
+    assert resolved.config.engine == VllmEngineConfig(name="vllm")
 
 
 @pytest.mark.parametrize(
@@ -147,54 +147,54 @@ def test_vllm_is_not_asked_where_something_else_decides(project: Path, machine: 
 
 
 def test_a_learner_on_the_cpu_is_torch(project: Path) -> None:
-    settled = settle(load(project, "learner.device=cpu"), "learner", machine=MachineOf())
-    assert settled.config.learner == TorchLearnerConfig(device="cpu")
-    assert settled.auto == {"learner": "learner.device is cpu"}
+    resolved = resolve_auto(load(project, "learner.device=cpu"), "learner", machine=MachineOf())
+    assert resolved.config.learner == TorchLearnerConfig(device="cpu")
+    assert resolved.auto == {"learner": "learner.device is cpu"}
 
 
 def test_unsloth_is_the_learner_beside_vllm_only(project: Path) -> None:
     """It replaces the attention that the embedded engine steers."""
-    settled = settle(load(project), "learner", machine=MachineOf())
-    assert (settled.config.learner.name, settled.config.engine.name) == ("unsloth", "auto")
-    settled = settle(load(project), "engine", "learner", machine=MachineOf(modules=("unsloth",)))
-    assert (settled.config.engine.name, settled.config.learner.name) == ("embedded", "torch")
-    assert settled.auto["learner"].startswith("engine is embedded")
-    settled = settle(load(project), "learner", machine=MachineOf(unsloth_problem="Unsloth 1 is too old"))
-    assert (settled.config.learner.name, settled.auto["learner"]) == ("torch", "Unsloth 1 is too old")
+    resolved = resolve_auto(load(project), "learner", machine=MachineOf())
+    assert (resolved.config.learner.name, resolved.config.engine.name) == ("unsloth", "auto")
+    resolved = resolve_auto(load(project), "engine", "learner", machine=MachineOf(modules=("unsloth",)))
+    assert (resolved.config.engine.name, resolved.config.learner.name) == ("embedded", "torch")
+    assert resolved.auto["learner"].startswith("engine is embedded")
+    resolved = resolve_auto(load(project), "learner", machine=MachineOf(unsloth_problem="Unsloth 1 is too old"))
+    assert (resolved.config.learner.name, resolved.auto["learner"]) == ("torch", "Unsloth 1 is too old")
 
 
 def test_the_knobs_that_all_learners_have_reach_the_one_chosen(project: Path) -> None:
     loaded = load(project, "learner={micro_batch_tokens: 64, gradient_checkpointing: true}", "learner.packing=rows")
-    settled = settle(loaded, "learner", machine=MachineOf(gpu=False))
+    resolved = resolve_auto(loaded, "learner", machine=MachineOf(gpu=False))
     expected = TorchLearnerConfig(micro_batch_tokens=64, gradient_checkpointing=True, packing="rows")
-    assert settled.config.learner == expected
+    assert resolved.config.learner == expected
 
 
 def test_what_has_a_name_keeps_it_and_has_no_reason(project: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     loaded = load(project, "engine=embedded", "engine.max_batch=3", "learner=torch")
     machine = MachineOf()
-    assert settle(loaded, "engine", "learner", machine=machine) is loaded
+    assert resolve_auto(loaded, "engine", "learner", machine=machine) is loaded
     assert loaded.config.engine == EmbeddedEngineConfig(max_batch=3)
     assert (loaded.auto, machine.asked, caplog.messages) == ({}, [], [])
 
 
 def test_what_was_not_settled_is_told_and_not_made(project: Path) -> None:
     config, weights = load(project).config, tiny_weights()
-    with pytest.raises(EngineError, match="engine auto is not settled"):
+    with pytest.raises(EngineError, match="engine auto is not resolved"):
         make_engine(config.engine, weights, name="x", logs=project)
     for make in (lambda: make_learner(config, weights), lambda: load_policy(config, "base")):
-        with pytest.raises(LearnerError, match="learner auto is not settled"):
+        with pytest.raises(LearnerError, match="learner auto is not resolved"):
             make()
 
 
 def test_only_what_a_command_uses_is_chosen(project: Path) -> None:
     """`art generate` has no learner, `art step` no engine."""
     machine = MachineOf()
-    settled = settle(load(project), "learner", machine=machine)
-    assert (settled.config.engine.name, list(settled.auto)) == ("auto", ["learner"])
-    settled = settle(load(project), "engine", machine=machine)
-    assert (settled.config.learner.name, list(settled.auto)) == ("auto", ["engine"])
+    resolved = resolve_auto(load(project), "learner", machine=machine)
+    assert (resolved.config.engine.name, list(resolved.auto)) == ("auto", ["learner"])
+    resolved = resolve_auto(load(project), "engine", machine=machine)
+    assert (resolved.config.learner.name, list(resolved.auto)) == ("auto", ["engine"])
 
 
 # --- where it stands --------------------------------------------------------------------------------------------------
@@ -202,9 +202,9 @@ def test_only_what_a_command_uses_is_chosen(project: Path) -> None:
 
 def test_the_choice_and_its_reason_are_one_line(project: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    settled = settle(load(project, "learner=torch"), "engine", "learner", machine=MachineOf(gpu=False))
+    resolved = resolve_auto(load(project, "learner=torch"), "engine", "learner", machine=MachineOf(gpu=False))
     assert caplog.messages == ["engine embedded (auto: no GPU here), learner torch"]
-    assert describe(settled, "engine", "learner") == caplog.messages[0]
+    assert describe(resolved, "engine", "learner") == caplog.messages[0]
 
 
 class Result(NamedTuple):
@@ -254,17 +254,17 @@ def test_the_same_machine_gives_the_same_file_and_another_one_goes_on(project: P
     """Moved from a machine with vLLM to one without, the run samples with another engine; what is trained is the same.
     A change of what is trained is still refused."""
     run = RunDir(project / "runs")
-    claim_config(run, settle(load(project), "engine", "learner", machine=MachineOf(modules=("vllm",))))
+    claim_config(run, resolve_auto(load(project), "engine", "learner", machine=MachineOf(modules=("vllm",))))
     before = run.config_path.read_text()
     assert json.loads(before)["auto"]["engine"] == "vLLM 0.32.0 and a GPU are here"
     assert json.loads(before)["engine"]["name"] == "vllm"
-    claim_config(run, settle(load(project), "engine", "learner", machine=MachineOf(modules=("vllm",))))
+    claim_config(run, resolve_auto(load(project), "engine", "learner", machine=MachineOf(modules=("vllm",))))
     assert run.config_path.read_text() == before
-    claim_config(run, settle(load(project), "engine", "learner", machine=MachineOf(gpu=False)))
+    claim_config(run, resolve_auto(load(project), "engine", "learner", machine=MachineOf(gpu=False)))
     found = json.loads(run.config_path.read_text())
     assert (found["engine"]["name"], found["auto"]["engine"]) == ("embedded", "no GPU here")
     run.checkpoint_path(0).mkdir(parents=True)
-    changed = settle(load(project, "train.seed=1"), "engine", "learner", machine=MachineOf())
+    changed = resolve_auto(load(project, "train.seed=1"), "engine", "learner", machine=MachineOf())
     with pytest.raises(RunError, match=r"another configuration: train\.seed: 0 -> 1; change"):
         claim_config(run, changed)
 
@@ -373,7 +373,7 @@ def test_doctor_in_a_process_of_its_own(tmp_path: Path) -> None:
     found = {finding["name"]: finding for finding in json.loads(done.stdout)}
     assert found["engine"]["message"] == "auto chooses embedded: no GPU here"
     assert found["learner"]["message"] == "auto chooses torch: no GPU here"
-    assert "auto, embedded, openai, vllm" in found["configs"]["message"]
+    assert "auto, embedded, entry, openai, vllm" in found["configs"]["message"]
 
 
 # --- a real vLLM, a real GPU ------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
     engine: auto     vLLM where it, a GPU and a model that it can serve are there, else embedded
     learner: auto    Unsloth where it and a GPU are there, else torch
 
-    Machine -> engine_facts, learner_facts -> choose -> Choice
+    Machine -> engine_facts, learner_facts -> choose -> AutoChoice
 
 One place decides for every command. `choose` is a pure function of facts, and the same facts give the same choice, so
 that a run resumed on the same machine goes on as it was. Nothing heavy is imported: what has to be tried is tried in a
@@ -42,24 +42,24 @@ class Facts(NamedTuple):
     cure: str = ""  # of the problem
 
 
-class Choice(NamedTuple):
-    """Example: Choice("embedded", "vLLM is not installed", "pip install 'art-cli[vllm]'")."""
+class AutoChoice(NamedTuple):
+    """Example: AutoChoice("embedded", "vLLM is not installed", "pip install 'art-cli[vllm]'")."""
 
     name: str
     reason: str
     cure: str = ""  # what to do for the faster one; "": nothing
 
 
-def choose(group: str, facts: Facts) -> Choice:
+def choose(group: str, facts: Facts) -> AutoChoice:
     """The engine or the learner (`group`) that the facts speak for."""
     fast, plain = NAMES[group]
     if not facts.has_gpu:
-        return Choice(plain, "no GPU here")
+        return AutoChoice(plain, "no GPU here")
     if facts.obstacle:
-        return Choice(plain, facts.obstacle)
+        return AutoChoice(plain, facts.obstacle)
     if facts.problem:
-        return Choice(plain, facts.problem, facts.cure)
-    return Choice(fast, f"{facts.found} and a GPU are here")
+        return AutoChoice(plain, facts.problem, facts.cure)
+    return AutoChoice(fast, f"{facts.found} and a GPU are here")
 
 
 # --- the facts --------------------------------------------------------------------------------------------------------
@@ -174,13 +174,13 @@ def unsloth_obstacle(config: RunConfig, directory: Path, engine: str) -> str:
 # --- a configuration --------------------------------------------------------------------------------------------------
 
 
-def settle(loaded: LoadedConfig, *groups: str, machine: Machine | None = None) -> LoadedConfig:
+def resolve_auto(loaded: LoadedConfig, *groups: str, machine: Machine | None = None) -> LoadedConfig:
     """The configuration with a name in the place of each `auto` of the groups, the reasons beside it and logged.
 
-    What has a name keeps it. Example: settle(load_config("config.yaml"), "engine", "learner").
+    What has a name keeps it. Example: resolve_auto(load_config("config.yaml"), "engine", "learner").
     """
     config, machine = loaded.config, machine or Machine()
-    choices: dict[str, Choice] = {}
+    choices: dict[str, AutoChoice] = {}
     engine: str = config.engine.name
     is_asked = "learner" in groups and isinstance(config.learner, AutoLearnerConfig)
     if isinstance(config.engine, AutoEngineConfig) and ("engine" in groups or is_asked):  # the learner depends on it
@@ -195,21 +195,21 @@ def settle(loaded: LoadedConfig, *groups: str, machine: Machine | None = None) -
     if not choices:
         return loaded
     sections = {group: _section(group, choice.name, getattr(config, group)) for group, choice in choices.items()}
-    settled = replace(
+    resolved = replace(
         loaded,
         config=config.model_copy(update=sections),
         auto={**loaded.auto} | {group: choice.reason for group, choice in choices.items()},
     )
-    log.info("%s", describe(settled, *groups))
-    return settled
+    log.info("%s", describe(resolved, *groups))
+    return resolved
 
 
-def describe(settled: LoadedConfig, *groups: str) -> str:
+def describe(resolved: LoadedConfig, *groups: str) -> str:
     """Example: "engine embedded (auto: no GPU here), learner torch"."""
     parts = []
     for group in groups:
-        reason = settled.auto.get(group)
-        parts.append(f"{group} {getattr(settled.config, group).name}" + (f" (auto: {reason})" if reason else ""))
+        reason = resolved.auto.get(group)
+        parts.append(f"{group} {getattr(resolved.config, group).name}" + (f" (auto: {reason})" if reason else ""))
     return ", ".join(parts)
 
 

@@ -1,0 +1,67 @@
+"""Interrupts: Ctrl-C and SIGTERM during a run, which end it after what is complete is written."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from art_cli import threads
+from art_cli.errors import Interrupted
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class Interrupts:
+    """The interrupts of one run. `message` is what the run ends with, and says how to go on."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+        self.num = 0
+        self._is_updating = False
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        """The first SIGINT or SIGTERM inside raises Interrupted; a second one ends the process at once."""
+        loop, main = asyncio.get_running_loop(), asyncio.current_task()
+        assert main is not None
+
+        def interrupt() -> None:
+            self.num += 1
+            if self.num > 1:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                signal.raise_signal(signal.SIGINT)
+            elif self._is_updating:
+                log.warning("interrupted: finishing this update first; once more to stop at once (nothing is lost)")
+            else:
+                main.cancel()
+
+        # A notebook trains in another thread than the main one. Only the main one gets signals; a notebook cancels
+        # the task itself.
+        has_signals = threading.current_thread() is threading.main_thread()
+        signals = (signal.SIGINT, signal.SIGTERM) if has_signals else ()
+        for number in signals:
+            loop.add_signal_handler(number, interrupt)
+        try:
+            yield
+        except asyncio.CancelledError:
+            raise Interrupted(self.message) from None
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    async def off_loop(self, function: Callable[..., Result], *arguments: Any, **knobs: Any) -> Result:
+        """The result of `function`, computed in a thread. An interrupt waits for it, since no thread can be stopped."""
+        self._is_updating = True
+        try:
+            return await threads.compute(function, *arguments, **knobs)
+        finally:
+            self._is_updating = False
+
+    def stop_if_any(self) -> None:
+        """Raises Interrupted: one came while an update was computed."""
+        if self.num:
+            raise Interrupted(self.message)

@@ -1,0 +1,90 @@
+"""The record of a run, config.json: what it was made with and what was changed since, held against a configuration.
+
+A run goes on with other values of some keys only (config/identity.py); any other difference makes another run.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from art_cli.config.compose import LoadedConfig, config_changes
+from art_cli.config.identity import Change
+from art_cli.config.schema import RunConfig
+from art_cli.errors import DataError, RunError
+from art_cli.run_dir import RunDir, read_object, write_file
+
+log = logging.getLogger(__name__)
+
+MEND_RECORD = "restore it, or remove it to go on with the configuration as it is now"
+
+
+def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
+    """Writes config.json, or holds it against the one that is there. Raises RunError naming each difference.
+
+    A run that never came to its first checkpoint is nobody's yet: it takes the new one. A run goes on with other values
+    of the keys in identity.MAY_CHANGE; `changes` says which and from which step on. `auto` says why the engine and the
+    learner are what they are, where the configuration left it to the machine.
+    """
+    new = loaded.config.model_dump(mode="json")
+    changes: list[dict[str, Any]] = []
+    if os.path.lexists(run.config_path):
+        old, changes = _read_record(run)
+        found = _changes(old, new)
+        if found and not run.checkpoint_steps():
+            shutil.rmtree(run.base, ignore_errors=True)  # built as the old one said
+        elif refusal := _refusal(run, found):
+            raise RunError(refusal)
+        elif found:
+            newest = run.newest_checkpoint()
+            step = newest[1].step if newest is not None else 0
+            log.info("%s: from step %d on: %s", run.root, step + 1, "; ".join(map(str, found)))
+            changes += [{"step": step} | change._asdict() for change in found]
+    record = new | {"auto": dict(loaded.auto), "changes": changes}
+    write_file(run.config_path, json.dumps(record, indent=2).encode() + b"\n")
+
+
+def find_clash(run: RunDir, loaded: LoadedConfig) -> str:
+    """Why the run that is there is another one than the configuration describes, as a line; "": it is not."""
+    if not os.path.lexists(run.config_path):
+        return ""
+    return _refusal(run, _changes(_read_record(run)[0], loaded.config.model_dump(mode="json")))
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
+    """How two configurations train differently. A dtype that one of them leaves open is no difference."""
+    changes = config_changes(old, new)
+    return [change for change in changes if change.key != "model.dtype" or "auto" not in (change.old, change.new)]
+
+
+def _refusal(run: RunDir, changes: Sequence[Change]) -> str:
+    refused = [str(change) for change in changes if not change.is_allowed]
+    if not refused:
+        return ""
+    return (
+        f"{run.root}: made by another configuration: {'; '.join(refused)}; "
+        "change it back, give the run another name, or start anew beside it with --fresh"
+    )
+
+
+def _read_record(run: RunDir) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the run was made with, and what was changed since. Raises RunError: config.json is not as it was written.
+
+    A key that the record lacks, since an older version wrote it, has its default.
+    """
+    try:
+        record = read_object(run.config_path)
+        changes = record.pop("changes", [])
+        if not isinstance(changes, list):
+            raise DataError("'changes' is not a list", run.config_path)
+    except DataError as error:
+        raise RunError(f"{error}; {MEND_RECORD}") from error
+    record.pop("auto", None)
+    with contextlib.suppress(ValidationError):  # what does not fit the schema is told as a difference
+        record = RunConfig.model_validate(record).model_dump(mode="json")
+    return record, changes

@@ -1,0 +1,168 @@
+"""A user's own engine trains from a file beside the configuration; a policy that lives elsewhere is never loaded."""
+
+import asyncio
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from art_cli import model
+from art_cli.config.compose import LoadedConfig, load_config
+from art_cli.config.schema import ModelConfig
+from art_cli.engines import EngineTraits, engine_traits, make_engine, proof
+from art_cli.errors import ConfigError, EngineError, UsageError
+from art_cli.loop.train import train
+from art_cli.policy_spec import PolicySpec, read_spec, spec_of
+from art_cli.run_dir import RunDir, verify_checkpoint
+from tests.support import fake_vllm, plain_engine
+from tests.support.paths import LETTERS
+from tests.support.tiny import save_tiny_base, tiny_weights
+
+OTHERS = """
+class Elsewhere:
+    swaps_adapters = True
+    def __init__(self, setup):
+        self.setup = setup
+
+class Untrained:
+    can_train = False
+
+class Broken:
+    def __init__(self, setup):
+        raise RuntimeError("no such GPU")
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """tests/letters with engines in files beside its configuration."""
+    project = Path(shutil.copytree(LETTERS, tmp_path / "letters"))
+    shutil.copy(plain_engine.__file__, project / "mine.py")
+    (project / "others.py").write_text(OTHERS)
+    return project
+
+
+def load(project: Path, *overrides: str) -> LoadedConfig:
+    return load_config(project / "config.yaml", [f"runs={project / 'runs'}", "learner.device=cpu", *overrides])
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_engine_from_a_file_beside_the_configuration_trains(project: Path, staleness: int) -> None:
+    """After every step it is proved to hold the learner's weights; what it sampled has the learner's logprobs."""
+    engine = "engine={entry: 'mine.py:PlainEngine', options: {max_tokens: 4}}"
+    loaded = load(
+        project, engine, "train.steps=2", "eval=null", f"train.max_staleness={staleness}", "loss.importance_cap=2.0"
+    )
+    run = RunDir(asyncio.run(train(loaded)).root)
+    assert json.loads(run.config_path.read_text())["engine"] == {
+        "name": "entry",
+        "entry": "mine.py:PlainEngine",
+        "options": {"max_tokens": 4},
+    }
+    lines = [line.metrics for line in run.metrics() if line.split == "train"]
+    assert [line["num_updates"] for line in lines] == [1, 1]
+    assert all(line["probe_gap"] < 1e-5 for line in lines)
+    assert staleness > 0 or all(line["logprob_gap"] < 1e-5 for line in lines)
+    assert {turn.step for t in run.trajectories(1) for turn in t.turns} <= ({1} if staleness == 0 else {0, 1})
+
+
+def test_an_engine_gets_plain_data_and_weights_only_where_it_asks(project: Path, tmp_path: Path) -> None:
+    weights = tiny_weights()
+    setting = {"name": "policy", "step": 3, "logs": tmp_path, "directory": project}
+    elsewhere: Any = make_engine(
+        load(project, "engine={entry: 'others.py:Elsewhere'}").config.engine, weights, **setting
+    )
+    assert elsewhere.setup.policy == spec_of(weights)
+    assert (elsewhere.setup.weights, elsewhere.setup.options) == (None, {})
+    assert (elsewhere.setup.name, elsewhere.setup.step, elsewhere.setup.logs) == ("policy", 3, tmp_path)
+    here: Any = make_engine(load(project, "engine={entry: 'mine.py:PlainEngine'}").config.engine, weights, **setting)
+    assert here.setup.weights is weights
+
+
+def test_what_an_engine_can_do_is_said_by_its_class_or_its_section(project: Path) -> None:
+    def traits(engine: str) -> EngineTraits:
+        return engine_traits(load(project, f"engine={engine}").config.engine, project)
+
+    assert traits("embedded") == EngineTraits(enforces_formats=True, needs_weights=True)
+    assert traits("vllm") == EngineTraits(swaps_adapters=True, enforces_formats=True)
+    assert traits("{name: openai, url: 'http://x/v1', model: m}") == EngineTraits(
+        can_train=False, enforces_formats=True
+    )
+    assert traits("{entry: 'others.py:Elsewhere'}") == EngineTraits(swaps_adapters=True)
+    assert traits("{entry: 'mine.py:PlainEngine'}") == EngineTraits(needs_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        (["engine={entry: 'others.py:Elswhere'}"], ConfigError, "engine.entry.*Elsewhere"),
+        (["engine={entry: 'others.py:Untrained'}"], ConfigError, "can_train = False"),
+        (["engine={entry: 'others.py:Elsewhere'}", "model.lora=null"], ConfigError, "set model.lora"),
+        (["engine={entry: 'others.py:Broken'}"], EngineError, "engine.entry: others.py:Broken: .*no such GPU"),
+        (["engine=entry"], ConfigError, "engine.entry"),
+    ],
+)
+def test_an_engine_that_cannot_train_is_refused_in_words(
+    project: Path, overrides: list[str], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        asyncio.run(train(load(project, "eval=null", *overrides)))
+
+
+# --- a policy that lives elsewhere ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+def test_a_spec_is_the_same_read_from_files_and_from_weights(tmp_path: Path, rank: int | None) -> None:
+    base = save_tiny_base(tmp_path / "base")
+    config = ModelConfig.model_validate({"base": base, "lora": rank and {"rank": rank}, "dtype": "bfloat16"})
+    read = read_spec(config, base, device="cpu")
+    assert read == spec_of(model.load_weights(config, base, device="cpu"))
+    assert (read.lora_rank, read.dtype, read.learner_device) == (rank, "bfloat16", "cpu")
+    assert read_spec(config, base).learner_device is None
+
+
+def test_a_spec_of_a_checkpoint_has_its_adapters_rank(tmp_path: Path) -> None:
+    base, adapter = save_tiny_base(tmp_path / "base"), tmp_path / "adapter"
+    model.save_weights(tiny_weights(lora_rank=2), adapter)
+    bare = ModelConfig(base=base, lora=None)
+    assert read_spec(bare, base, adapter=adapter).lora_rank == 2
+    with pytest.raises(UsageError, match="model.base: .*config.json: no such file"):
+        read_spec(bare, str(tmp_path / "adapter"))
+
+
+@pytest.mark.timeout(240)
+def test_no_model_is_loaded_here_where_engine_and_learner_have_processes_of_their_own(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM samples, two processes train, the loop only talks to them: it loads no weights and makes no model.
+
+    The server is a fake whose logprobs are its own, so that the proof and the drift bound are left out here.
+    """
+    python = project / "python"
+    python.write_text(f'#!/bin/sh\nshift 2\nexec "{sys.executable}" "{fake_vllm.__file__}" "$@"\n')
+    python.chmod(0o755)
+    loaded_here: list[object] = []
+    monkeypatch.setattr(model, "load_weights", lambda *args, **knobs: loaded_here.append(args))
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *args, **knobs: loaded_here.append(args))
+    monkeypatch.setattr(proof, "make_probe", lambda vocabulary: list(range(fake_vllm.VOCAB)))
+    monkeypatch.setattr(proof, "compare", lambda *scores, **knobs: 0.0)
+    calls = project / "calls.jsonl"
+    engine = f"engine={{name: vllm, python: {python}, env: {{FAKE_VLLM_CALLS: {calls}}}}}"
+    settings = ["train.steps=1", "eval=null", "train.max_logprob_gap=99", "learner.processes=2", "learner=torch"]
+    run = RunDir(asyncio.run(train(load(project, engine, *settings))).root)
+    assert loaded_here == []
+    assert verify_checkpoint(run.checkpoint_path(1)).dtype == "float32"
+    first = json.loads(calls.read_text().splitlines()[0])["argv"]
+    assert first[first.index("--model") + 1] == str(run.base)
+    assert [first[first.index(flag) + 1] for flag in ("--dtype", "--max-lora-rank")] == ["float32", "8"]
+
+
+def test_a_spec_is_plain_data() -> None:
+    import msgspec
+
+    spec = spec_of(tiny_weights())
+    assert msgspec.json.decode(msgspec.json.encode(spec), type=PolicySpec) == spec
