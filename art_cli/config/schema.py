@@ -1,7 +1,8 @@
 """RunConfig and its sections: every knob, its default and what it means. Frozen; unknown keys are errors.
 
-A section that can be one of several (engine, judge, loss, learner, tracker) is a union told apart by `name`, so that a
-knob the chosen one does not have is an error and never a silent no-op. Defaults stand here and nowhere else.
+A section that can be one of several (engine, judge, loss, learner, tracker) is a union that `name` discriminates. A key
+that the chosen variant does not have is therefore an error and never a silent no-op. Defaults stand here and nowhere
+else. docs/config.md is made from this file by docs/config.py.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from art_cli.builtin_models import BUILTIN_MODELS
 
 
 def _not_true_or_false(value: Any) -> Any:
-    """pydantic would take true for 1; in a configuration it is a mistake."""
+    """The value; a bool is refused, which pydantic would take for 0 or 1."""
     if isinstance(value, bool):
         raise PydanticCustomError("float_type", "true and false are no numbers")
     return value
@@ -54,34 +55,38 @@ class LoraConfig(Section):
     """A LoRA adapter (Hu et al. 2021, arXiv:2106.09685): W + alpha / rank * B A."""
 
     rank: PositiveInt = 16
+    """The rank of B and A."""
     alpha: PositiveInt = 32
+    """The adapter's scale, in multiples of 1 / rank."""
     targets: str | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Module names that get an adapter, or "all-linear": every linear layer but the head."""
+    """The names of the modules that get an adapter, or "all-linear": every linear layer but the head."""
 
 
 class ModelConfig(Section):
+    """The base model, and what of it is trained."""
+
     base: str
     """A hub id, a directory, or "file.py:function", which writes a model and its tokenizer into a directory.
 
     "builtin:tiny" is a model of a million random parameters that needs no hub.
     """
     lora: LoraConfig | None = LoraConfig()
-    """null trains all weights."""
+    """The adapter that is trained. null: all weights are trained."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the base weights. auto: bfloat16 on a GPU that has it and on a CPU with AMX (there for models of 8 million
-    parameters and more), else float32; a run keeps what it began with. Adapters are always float32."""
+    """The dtype of the base weights. auto: bfloat16 on a GPU that has it, and on a CPU with AMX for models of 8 million
+    parameters and more; else float32. A run keeps the dtype it began with. Adapters are always float32."""
     quantize: Literal["4bit"] | None = None
-    """4bit: the frozen base is kept in 4 bits (NF4, by bitsandbytes) and computed in `dtype`; needs `lora`. null: as it
-    is."""
+    """4bit: the frozen base is kept in 4 bits (NF4, by bitsandbytes) and computed in `dtype`; needs `lora`. null: the
+    base is not quantized."""
     max_length: PositiveInt | None = None
-    """Tokens of prompt and reply together. null: what the model was made for."""
+    """The largest number of tokens of prompt and reply together. null: the model's own context length."""
     chat_template: Path | None = None
     """A Jinja file that replaces the tokenizer's own chat template."""
 
     @field_validator("base")
     @classmethod
     def _find_builtin(cls, base: str) -> str:
-        """ "builtin:tiny" by the name of the function that writes it."""
+        """The base; for "builtin:tiny" the entry of the function that builds it."""
         family, _, name = base.partition(":")
         if family != "builtin":
             return base
@@ -94,47 +99,53 @@ class ModelConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Defaults for calls that do not set these themselves; with `force`, for all calls."""
+    """Defaults for model calls that do not set these themselves; with `force`, the values for all calls."""
 
     temperature: NonNegative = 1.0
+    """What the logits are divided by. 0: the likeliest token."""
     top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    """The probability of the smallest set of likeliest tokens to sample from. 1: all."""
     top_k: Count = 0
-    """0: off."""
+    """The number of likeliest tokens to sample from. 0: all."""
     max_tokens: PositiveInt = 1024
-    """Of one reply."""
+    """The largest number of tokens of one reply."""
     force: bool = False
-    """true: temperature, top_p and top_k are these, and seeds art's own, also where a call sets them. What it asked for
-    is recorded in its turn."""
+    """true: these temperature, top_p and top_k, and art's own seeds, replace what a call sets. The turn records what
+    the call asked for."""
 
 
 class RolloutConfig(Section):
+    """The user's agent, the scenarios, and how many attempts are made at once and in each step."""
+
     entry: str | None = None
-    """ "file.py:function": `async def rollout(policy, scenario)`, or a plain `def`."""
+    """The rollout as "file.py:function": `async def rollout(policy, scenario)`, or a plain `def`."""
     python: Path | None = None
-    """The Python that runs the function, 3.11 or newer; or the directory of its environment (.venv). It needs none
-    of our packages. null: the one that art runs in."""
+    """The Python that runs the function, 3.11 or newer, or the directory of its environment (.venv). It needs none of
+    art's packages. null: the Python that art runs in."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
-    """Or an external program: scenario on standard input, one JSON line out. OPENAI_BASE_URL, OPENAI_API_KEY and
-    OPENAI_MODEL are set in its environment."""
+    """An external program instead of `entry`. It reads the scenario from standard input and writes one JSON line.
+    OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL are set in its environment."""
     scenarios: str
     """A JSON-lines file, or "file.py:function" that returns an iterable of objects with an `id`."""
     group_size: PositiveInt = 8
-    """G: attempts per scenario and step."""
+    """G, the number of attempts per scenario and step."""
     groups_per_step: PositiveInt = 16
+    """The number of scenarios per step."""
     concurrency: PositiveInt = 64
-    """Rollouts at once."""
+    """The number of rollouts that are played at once."""
     processes: Annotated[Count, Field(le=MAX_PROCESSES)] = 1
-    """Of their own, that run the function; 0: in this process, for a debugger. More for one that computes much."""
+    """The number of child processes that run the function; more help a function that computes much. 0: it runs in
+    art's own process, for a debugger."""
     timeout_s: Seconds = 600.0
-    """Of one rollout, tries for failed transport included."""
+    """The longest time for one rollout, its retries included."""
     max_turns: PositiveInt = 50
-    """Model calls in one rollout."""
+    """The largest number of model calls in one rollout."""
     limit_reward: Float = 0.0
-    """The reward of a rollout that `max_turns` or the context's length ends before it returned one."""
+    """The reward of a rollout that `max_turns` or the context length ends before it returned one."""
     retries: Count = 2
-    """New tries of a rollout whose transport failed (never of one whose own code raised)."""
+    """How often a rollout whose transport failed is played again. One whose own code raised is never played again."""
     shuffle: bool = True
-    """A new seeded order each epoch; false: the file's order, round and round."""
+    """true: each epoch has a seeded order of its own. false: the file's order, again and again."""
     sampling: SamplingConfig = SamplingConfig()
 
     @model_validator(mode="after")
@@ -145,9 +156,12 @@ class RolloutConfig(Section):
 
 
 class GatewayConfig(Section):
+    """Where the capturing proxy listens for the rollouts' model calls."""
+
     host: str = "127.0.0.1"
+    """The address of this machine to listen on."""
     port: Annotated[Int, Field(ge=0, le=65535)] = 0
-    """0: any free one."""
+    """0: any free port."""
 
 
 # --- engine -----------------------------------------------------------------------------------------------------------
@@ -163,8 +177,8 @@ class EngineSection(Section):
 
 
 class AutoEngineConfig(EngineSection):
-    """vLLM where it, a GPU and a model that it can serve are there, else embedded. It has no knobs: name the engine
-    that has them."""
+    """vLLM where there is a vLLM, a GPU and a model that it can serve; else embedded. A run that sets an engine's keys
+    names that engine."""
 
     name: Literal["auto"] = "auto"
 
@@ -179,25 +193,28 @@ class EmbeddedEngineConfig(EngineSection):
 
     name: Literal["embedded"] = "embedded"
     max_batch: PositiveInt = 128
-    """Sequences decoded together; further ones wait."""
+    """The number of sequences that are decoded together; further ones wait."""
     prefill_tokens: PositiveInt = 8192
-    """Prompt tokens computed in one forward pass."""
+    """The number of prompt tokens in one forward pass."""
 
 
 class OpenAIEngineConfig(EngineSection):
-    """Any OpenAI-compatible endpoint, for `art generate` and `art eval`; it cannot be trained."""
+    """Any OpenAI-compatible endpoint, for `art generate` and `art eval`. Its model cannot be trained."""
 
     can_train = False
 
     name: Literal["openai"]
     url: str
+    """The endpoint's base URL: https://host/v1."""
     model: str
+    """The model, as the endpoint names it."""
     api_key_env: str = "OPENAI_API_KEY"
-    """The environment variable that holds the key; the key itself never stands in a file."""
+    """The environment variable that holds the key. The key itself never stands in a file."""
     timeout_s: Seconds = 300.0
+    """The longest time for one request."""
 
 
-# vLLM's own arguments and variables that the engine sets, and where to say it instead.
+# The arguments and variables of vLLM that art sets itself -> the configuration key to use instead, if there is one.
 VLLM_OWN_ARGS = {
     "model": "model.base",
     "dtype": "model.dtype",
@@ -213,28 +230,30 @@ VLLM_OWN_ENV = ("VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER
 
 
 class VllmEngineConfig(EngineSection):
-    """vLLM, started as a process of its own, or running already at `url`. It swaps LoRA adapters: model.lora is set."""
+    """vLLM, which art starts as a process, or which runs already at `url`. It swaps LoRA adapters: `model.lora` is
+    set."""
 
     swaps_adapters = True
 
     name: Literal["vllm"]
     python: Path | None = None
-    """The Python of the environment that has vLLM. null: this one."""
+    """The Python of the environment that has vLLM. null: the Python that art runs in."""
     args: dict[str, JsonValue] = {}
-    """Of vLLM, by their own names: {tensor-parallel-size: 2, enforce-eager: true}. null leaves a default out."""
+    """vLLM's arguments, by its own names: {tensor-parallel-size: 2, enforce-eager: true}. null removes an argument that
+    art sets by default."""
     env: dict[str, str] = {}
-    """Environment variables of the server; no secrets: they stand in config.json."""
+    """Environment variables of the server. They stand in the run's config.json, so put no secrets here."""
     sleep: Literal["auto", 0, 1, 2] = "auto"
-    """While the learner works: 1 moves the weights to the host's memory, 2 drops them, 0 keeps them on the GPU.
-    auto: 1 where engine and learner share a GPU, else 0."""
+    """What happens to the weights while the learner works. 1: they move to the host's memory. 2: they are dropped.
+    0: they stay on the GPU. auto: 1 where engine and learner share a GPU, else 0."""
     start_timeout_s: Seconds = 600.0
-    """From the start of the process until it answers."""
+    """The longest time from the start of the process to its first answer."""
     url: str | None = None
-    """A vLLM server that runs already ("http://127.0.0.1:8000") and sees the run's files, instead of one of our own."""
+    """A vLLM server that runs already and sees the run's files: http://127.0.0.1:8000. null: art starts one."""
     api_key_env: str = "VLLM_API_KEY"
     """The environment variable that holds the key of the server at `url`."""
     timeout_s: Seconds = 600.0
-    """Of one request."""
+    """The longest time for one request."""
 
     @field_validator("args")
     @classmethod
@@ -291,27 +310,30 @@ class RolloutJudgeConfig(Section):
 
 
 class FunctionJudgeConfig(Section):
-    """A user's own judge: `def judge(group: list[Trajectory]) -> list[float] | dict[str, float]`, the latter by id, or
-    a class. `judge: {entry: ...}` means this one."""
+    """A user's own judge: a class, or a function `judge(group: list[Trajectory])`, which returns a list of rewards or a
+    dict from id to reward. `judge: {entry: ...}` means this one."""
 
     name: Literal["function"]
     entry: str
-    """ "file.py:function".
+    """The function as "file.py:function".
 
-    Or "file.py:Class", a subclass of art_cli.Judge (docs/judges.md)."""
+    Or a class as "file.py:Class", a subclass of art_cli.Judge (docs/judges.md)."""
     options: dict[str, JsonValue] = {}
     """Keyword arguments that the class is made with."""
     timeout_s: Seconds = 600.0
+    """The longest time for one group."""
 
 
 class PriceConfig(Section):
     """US dollars per million tokens, for a model that the packaged price table does not know."""
 
     input: NonNegative
+    """The price of a million prompt tokens."""
     output: NonNegative
+    """The price of a million completion tokens."""
 
 
-# Of `judge.params`, what litellm takes for itself and does not send as a field of the request.
+# The names in `judge.params` that litellm uses itself, and does not send as fields of the request.
 LITELLM_PARAMS = frozenset(
     {
         *("api_key", "api_base", "api_version", "base_url", "organization", "headers", "extra_headers", "extra_body"),
@@ -324,23 +346,24 @@ class JudgeModelConfig(Section):
     """A model that judges, and how it is reached."""
 
     model: str = "openai/o3"
-    """As litellm names it ("openai/o3", "anthropic/claude-sonnet-4-5"); with `api_base`, as that server names it. Other
-    providers than OpenAI need litellm: pip install 'art-cli[litellm]'."""
+    """The model, as litellm names it (openai/o3, anthropic/claude-sonnet-4-5), or with `api_base` as that server names
+    it. Other providers than OpenAI need litellm: pip install 'art-cli[litellm]'."""
     api_base: str | None = None
-    """Any OpenAI-compatible endpoint ("http://127.0.0.1:8000/v1"). null: the provider that `model` names
-    (OpenAI: at OPENAI_BASE_URL, where that is set)."""
+    """Any OpenAI-compatible endpoint: http://127.0.0.1:8000/v1. null: the provider that `model` names (OpenAI is asked
+    at OPENAI_BASE_URL, if that is set)."""
     api_key_env: str | None = None
-    """The variable of the environment or .env with the key. null: the provider's; OPENAI_API_KEY for an api_base."""
+    """The variable, in the environment or in .env, that holds the key. null: the provider's usual one; OPENAI_API_KEY
+    for an `api_base`."""
     params: dict[str, JsonValue] = {}
-    """Passed on with each call: {temperature: 0}, {reasoning_effort: low}."""
+    """Parameters that each call passes on: {temperature: 0}, {reasoning_effort: low}."""
     response_format: Literal["auto", "json_schema", "text"] = "auto"
-    """auto: a JSON schema where the model takes one, otherwise the answer is read out of its text."""
+    """How the answer is asked for. auto: by a JSON schema if the model takes one, else as text."""
     price: PriceConfig | None = None
-    """null: what litellm's packaged table says; unknown where litellm is not installed."""
+    """What the model costs. null: litellm's packaged table; unknown where litellm is not installed."""
 
     @property
     def needs_litellm(self) -> bool:
-        """Whether the model is asked through litellm: all but OpenAI's own and those at an `api_base`."""
+        """Whether the model is asked through litellm. OpenAI's own models and those at an `api_base` are not."""
         if self.api_base is not None:
             return False
         is_plain = self.model.startswith("openai/") and not self.model.startswith("openai/responses/")
@@ -355,7 +378,7 @@ def no_litellm(member: JudgeModelConfig) -> str:
 
 class PanelMemberConfig(JudgeModelConfig):
     weight: PositiveFloat = 1.0
-    """Of its score in the panel's weighted mean."""
+    """The weight of its score in the panel's mean."""
 
 
 class RulerJudgeConfig(JudgeModelConfig):
@@ -363,35 +386,41 @@ class RulerJudgeConfig(JudgeModelConfig):
 
     name: Literal["ruler"]
     panel: list[PanelMemberConfig] = []
-    """Several models instead of `model`; the score is their weighted mean."""
+    """Several models instead of `model`, each with the keys of a judge's model and a `weight`. The score is their
+    weighted mean."""
     rubric: Path | None = None
-    """A text file. null: the packaged one."""
+    """A text file with what the judge looks for. null: the packaged rubric."""
     instructions: Path | None = None
-    """A text file for the whole system prompt; `{rubric}` in it is replaced by the rubric. null: the packaged one."""
+    """A text file with the whole system prompt, in which the rubric replaces `{rubric}`. null: the packaged prompt."""
     votes: PositiveInt = 1
-    """Times each model is asked, each time with the attempts in another order and under other ids."""
+    """How often each model is asked, each time with the attempts in another order and under other ids."""
     aggregate: Literal["mean", "median"] = "mean"
-    """Of the votes."""
+    """How the votes become one score."""
     seed: Seed = 0
-    """Of orders and ids."""
+    """The seed of the orders and ids."""
     max_group: Annotated[Int, Field(ge=4, le=64)] = 16
-    """Attempts in one call; a larger group is judged in parts that share anchors, and put on one scale."""
+    """The largest number of attempts in one call. A larger group is judged in parts that share anchors, and put on one
+    scale."""
     max_tokens_per_attempt: Annotated[Int, Field(ge=100)] = 10_000
-    """Estimated at 4 bytes a token. Past it tool outputs are cut in the middle first, then the other long texts."""
+    """The largest number of tokens of an attempt, estimated at 4 bytes a token. In a longer one tool outputs are cut in
+    the middle first, then the other long texts."""
     attempts: PositiveInt = 3
-    """Times a vote is asked anew when its answer cannot be used; each time it is sent back once with what is wrong."""
+    """How often a vote is asked for again when its answer cannot be used. Each time the model is once sent its answer
+    with what is wrong in it."""
     retries: Count = 6
-    """New tries of a call that met a rate limit, a server error, a lost connection or its deadline."""
+    """How often a call is made again after a rate limit, a server error, a lost connection or its deadline."""
     timeout_s: Seconds = 300.0
-    """Of one call."""
+    """The longest time for one call."""
     concurrency: PositiveInt = 32
-    """Calls at once."""
+    """The number of calls at once."""
     budget_usd: PositiveFloat | None = None
-    """Stops, everything so far saved, before a call would exceed it. null: no limit."""
+    """The most that may be spent. Judging stops before a call would exceed it, and everything so far is saved. null: no
+    limit."""
     budget_tokens: PositiveInt | None = None
-    """Prompt and completion tokens together. null: no limit."""
+    """The largest number of prompt and completion tokens together. null: no limit."""
     cache: Path | Literal["user"] | None = "user"
-    """The SQLite file of verdicts already paid for; user: `art/verdicts.sqlite` in the user's cache. null: none."""
+    """The SQLite file of verdicts already paid for. user: art/verdicts.sqlite in the user's cache directory. null:
+    none."""
 
     @model_validator(mode="after")
     def _model_or_panel(self) -> Self:
@@ -409,14 +438,16 @@ class RewardModelJudgeConfig(Section):
     model: str
     """A hub id or a directory with a model that `AutoModelForSequenceClassification` loads."""
     label: Count = 0
-    """Which of the model's outputs is the score."""
+    """The index of the model's output that is the score."""
     activation: Literal["none", "sigmoid", "softmax"] = "none"
-    """none: the logit as it is; it need not lie in [0, 1]."""
+    """How the logit becomes the score. none: it is the score, and may lie outside [0, 1]."""
     batch_size: PositiveInt = 8
+    """The number of conversations in one forward pass."""
     max_length: PositiveInt | None = None
-    """Tokens of a conversation; of a longer one the end counts. null: what the model was made for."""
+    """The largest number of tokens of a conversation; only the end of a longer one counts. null: the model's own
+    context length."""
     device: str = "auto"
-    """auto: the GPU where there is one."""
+    """The torch device. auto: the GPU if there is one."""
 
 
 def _own_judge(section: Any) -> Any:
@@ -434,8 +465,9 @@ class BlendJudgeConfig(Section):
 
     name: Literal["blend"]
     blend: dict[str, PositiveFloat]
-    """Weights by judge: {ruler: 0.7, rollout: 0.3}. A name is one of `judges`, or a judge with its defaults."""
+    """The weight of each judge: {ruler: 0.7, rollout: 0.3}. A name is one of `judges`, or a judge with its defaults."""
     judges: dict[str, NamedJudgeConfig] = {}
+    """The judges in `blend` that need keys of their own: {strict: {name: ruler, rubric: strict.txt}}."""
 
     @model_validator(mode="after")
     def _known_names(self) -> Self:
@@ -475,6 +507,7 @@ class GrpoConfig(ScaledLossConfig):
 
     name: Literal["grpo"] = "grpo"
     clip: PositiveFloat = 0.2
+    """The ratio of new to old probability counts from 1 - clip to 1 + clip."""
 
 
 class DrGrpoConfig(BaseLossConfig):
@@ -482,6 +515,7 @@ class DrGrpoConfig(BaseLossConfig):
 
     name: Literal["dr_grpo"]
     clip: PositiveFloat = 0.2
+    """The ratio of new to old probability counts from 1 - clip to 1 + clip."""
     max_tokens: PositiveInt | None = None
     """The constant each trajectory's sum is divided by. null: rollout.sampling.max_tokens."""
 
@@ -491,7 +525,9 @@ class DapoConfig(ScaledLossConfig):
 
     name: Literal["dapo"]
     clip: PositiveFloat = 0.2
+    """The ratio of new to old probability counts down to 1 - clip."""
     clip_high: PositiveFloat = 0.28
+    """The ratio of new to old probability counts up to 1 + clip_high."""
     overlong: Literal["keep", "mask", "penalty"] = "keep"
     """Trajectories cut off by a length limit: train as they are, leave out, or lower the reward near the limit."""
     overlong_buffer: PositiveInt = 256
@@ -507,7 +543,9 @@ class GspoConfig(ScaledLossConfig):
 
     name: Literal["gspo"]
     clip: PositiveFloat = 3e-4
+    """The ratio of new to old probability counts down to 1 - clip."""
     clip_high: PositiveFloat = 4e-4
+    """The ratio of new to old probability counts up to 1 + clip_high."""
 
 
 class CispoConfig(ScaledLossConfig):
@@ -517,6 +555,7 @@ class CispoConfig(ScaledLossConfig):
     clip: PositiveFloat = 1.0
     """Lower bound 1 - clip; at 1 there is none."""
     clip_high: PositiveFloat = 4.0
+    """The ratio of new to old probability counts up to 1 + clip_high."""
 
 
 LossConfig = Annotated[GrpoConfig | DrGrpoConfig | DapoConfig | GspoConfig | CispoConfig, Field(discriminator="name")]
@@ -536,26 +575,27 @@ class AlgorithmConfig(BaseLossConfig):
 
 class BaseLearnerConfig(Section):
     device: str = "auto"
-    """auto: the GPU where there is one."""
+    """The torch device. auto: the GPU if there is one."""
     micro_batch_tokens: PositiveInt | None = None
-    """Tokens of one forward pass; a memory knob, it does not change the gradient. null: 8192 on a GPU; on a CPU, where
-    more runs slower, 1024, and more where that would cut trees."""
+    """The number of tokens in one forward pass. More takes more memory; the gradient is the same. null: 8192 on a GPU;
+    1024 on a CPU, where more runs slower, and more than that where 1024 would cut trees."""
     gradient_checkpointing: bool | PositiveInt = False
-    """true: activations are computed again in the backward pass instead of kept: far less memory, a third more time. A
-    number: in forward passes of that many tokens or more. It does not change the gradient."""
+    """true: activations are computed again in the backward pass instead of kept, which takes far less memory and a
+    third more time. A number: only in forward passes of at least that many tokens. The gradient is the same."""
     offload_optimizer: bool = False
-    """true: what AdamW remembers lives in the CPU's memory and updates are computed there: 8 bytes for each trained
-    weight less on the GPU. It does not change the update."""
+    """true: AdamW's state lives in the CPU's memory and updates are computed there, which saves 8 bytes for each
+    trained weight on the GPU. The update is the same."""
     packing: Literal["auto", "tree", "rows"] = "auto"
-    """tree: every token that samples share is computed once. rows: one row per sample. auto: trees where that saves
-    some hundredths of the tokens, as it nearly always does. It does not change the gradient."""
+    """tree: every token that samples share is computed once. rows: one row per sample. auto: tree if that saves some
+    hundredths of the tokens, as it nearly always does. The gradient is the same."""
     processes: Annotated[PositiveInt, Field(le=MAX_PROCESSES)] = 1
-    """More than 1: so many processes share the packs of an update and divide the model between them (FSDP2), each on a
-    GPU of its own, or all on the CPU; the gradient is the same. The engine has weights of its own then."""
+    """The number of processes that share the packs of an update and divide the model between them (FSDP2), each on a
+    GPU of its own, or all on the CPU. The gradient is the same. With more than 1 the engine has its own copy of the
+    weights."""
 
 
 class AutoLearnerConfig(BaseLearnerConfig):
-    """Unsloth where it and a GPU are there, else torch. It has the knobs that all learners have."""
+    """Unsloth where there are Unsloth and a GPU, else torch. It has the keys that all learners have."""
 
     name: Literal["auto"] = "auto"
 
@@ -579,48 +619,67 @@ LearnerConfig = Annotated[AutoLearnerConfig | TorchLearnerConfig | UnslothLearne
 
 
 class TrainConfig(Section):
+    """How the policy is updated, and what is kept."""
+
     steps: PositiveInt = 50
+    """The number of steps of the whole run."""
     learning_rate: PositiveFloat = 1e-5
+    """AdamW's learning rate, constant after the warm-up."""
     warmup_steps: Count = 0
-    """Steps over which the learning rate grows from 0."""
+    """The number of steps over which the learning rate grows from 0."""
     weight_decay: NonNegative = 0.0
+    """AdamW's weight decay."""
     max_grad_norm: PositiveFloat = 1.0
+    """The norm to which a larger gradient is clipped."""
     updates_per_step: PositiveInt = 1
-    """Optimizer steps on each batch of groups; the batch is split between them by groups."""
+    """The number of optimizer steps on each batch of groups, which are divided between them."""
     max_staleness: Count = 0
-    """Steps by which the policy that samples a token may be older than the one it trains. 0: on-policy, engine and
-    learner take turns. 1 or more: later batches are sampled while the learner works; needs loss.importance_cap."""
+    """By how many steps the policy that samples a token may be older than the policy that is trained on it. 0:
+    on-policy, engine and learner take turns. 1 or more: later batches are sampled while the learner works; needs
+    `loss.importance_cap`."""
     max_logprob_gap: PositiveFloat = 0.1
-    """Mean nats between engine and learner past which an on-policy run stops: they no longer hold the same weights."""
+    """The mean difference in nats between the engine's and the learner's logprobs at which an on-policy run stops,
+    because they no longer hold the same weights."""
     keep_checkpoints: PositiveInt = 3
-    """The newest ones that stay; the best evaluated one stays besides."""
+    """The number of newest checkpoints that are kept. The best evaluated one and step 0 are kept besides."""
     seed: Seed = 0
+    """The seed of the adapter, the order of scenarios and the sampling."""
 
 
 class SftConfig(Section):
+    """A warm-up on chat transcripts before the first step; only the assistant's tokens are trained on."""
+
     demos: str
     """A JSON-lines file of {"messages": [...], "tools": [...]}, or "file.py:function" that returns such objects."""
     epochs: PositiveInt = 1
+    """How often each transcript is trained on."""
     learning_rate: PositiveFloat = 1e-4
+    """AdamW's learning rate, constant after the warm-up steps."""
     batch_size: PositiveInt = 16
-    """Transcripts per optimizer step."""
+    """The number of transcripts per optimizer step."""
     warmup_steps: Count = 0
+    """The number of optimizer steps over which the learning rate grows from 0."""
     weight_decay: NonNegative = 0.0
+    """AdamW's weight decay."""
     max_grad_norm: PositiveFloat = 1.0
+    """The norm to which a larger gradient is clipped."""
 
 
 class EvalConfig(Section):
+    """How the policy is evaluated while it is trained, and by `art eval`."""
+
     scenarios: str
-    """As in `rollout.scenarios`."""
+    """The scenarios to evaluate on, written as `rollout.scenarios` is."""
     every: PositiveInt = 10
-    """Steps between evaluations; the first and the last policy are always evaluated."""
+    """The number of steps between evaluations. The first and the last policy are always evaluated."""
     attempts: PositiveInt = 1
-    """Per scenario."""
+    """The number of attempts per scenario."""
     temperature: NonNegative | None = None
-    """null: as in `rollout.sampling`."""
+    """The sampling temperature. null: that of `rollout.sampling`."""
     judge: bool = True
-    """Where rollouts return no reward: the judge compares each policy's attempts with those of the first policy that
-    was evaluated, and `reward` is the share that it prefers. false: such evaluations have no reward."""
+    """Whether a judge gives the reward where rollouts return none. It compares each policy's attempts with those of the
+    first policy that was evaluated, and `reward` is the share that it prefers. false: such evaluations have no
+    reward."""
 
 
 class NoTrackerConfig(Section):
@@ -634,9 +693,11 @@ class WandbTrackerConfig(Section):
 
     name: Literal["wandb"]
     project: str = "art"
+    """The W&B project."""
     entity: str | None = None
+    """The W&B user or team. null: the default one of the key."""
     mode: Literal["online", "offline"] = "online"
-    """offline needs neither a key nor a network."""
+    """offline: nothing is sent, and neither a key nor a network is needed."""
 
 
 class OwnTrackerConfig(Section):
@@ -655,9 +716,10 @@ TrackerConfig = Annotated[NoTrackerConfig | WandbTrackerConfig | OwnTrackerConfi
 
 class RunConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MAX_NAME)
-    """Of the run: its directory is `runs/<name>`."""
+    """The run's name; its directory is `runs/<name>`. If not given: the file's name, or its directory's
+    for config.yaml."""
     runs: Path = Path("runs")
-    """Where run directories lie; relative to the config file."""
+    """The directory of the run directories, relative to the config file."""
     model: ModelConfig
     rollout: RolloutConfig
     gateway: GatewayConfig = GatewayConfig()
@@ -672,7 +734,7 @@ class RunConfig(Section):
     eval: EvalConfig | None = None
     tracker: TrackerConfig = NoTrackerConfig()
     trackers: list[TrackerConfig] = []
-    """Several trackers, besides `tracker`: [wandb, {name: wandb, project: mine}, {entry: "mine.py:MyTracker"}]."""
+    """A list of trackers, besides `tracker`: [wandb, {name: wandb, project: mine}, {entry: "mine.py:MyTracker"}]."""
 
     @property
     def learns_by(self) -> LossConfig | AlgorithmConfig:

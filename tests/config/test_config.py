@@ -325,7 +325,8 @@ def test_a_mistake_in_an_inherited_file_or_group_names_that_file() -> None:
 
 
 def test_what_a_group_chosen_on_the_command_line_lacks_is_the_command_lines_mistake() -> None:
-    assert mistakes(JUDGED, "judge=function") == ['command line: judge.entry: missing: "file.py:function"']
+    problem = 'command line: judge.entry: missing: The function as "file.py:function"'
+    assert mistakes(JUDGED, "judge=function") == [problem]
 
 
 def test_a_file_that_is_not_there_is_told_with_the_nearest_that_is(here: Path) -> None:

@@ -1,0 +1,142 @@
+"""Writes docs/config.md, the reference of every configuration key, from the schema.
+
+python docs/config.py
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from art_cli.config.knobs import Schema, sections, variants
+from art_cli.config.schema import MAX_COUNT, YEAR_S, RunConfig
+
+REFERENCE = Path(__file__).with_name("config.md")
+HEAD = """\
+# Every configuration key
+
+Made from `art_cli/config/schema.py` by `python docs/config.py`; a test holds the two together.
+
+A key is set in the YAML file, or on the command line as `train.steps=10`, which wins. `engine=NAME`, `judge=NAME`,
+`loss=NAME`, `learner=NAME` and `tracker=NAME` choose a variant; its keys are then `engine.KEY` and so on. A key that
+the chosen variant does not have is an error. Paths are relative to the file.
+"""
+PLAIN = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path", NoneType: "null"}
+
+
+def reference() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    plain = {name: field for name, field in RunConfig.model_fields.items() if not sections(field)}
+    parts.append("## Top level\n\n" + _table("", plain))
+    for name, field in RunConfig.model_fields.items():
+        if chosen := variants(RunConfig, name):
+            parts.append(_of_variants(name, chosen))
+        elif get_origin(field.annotation) is list:
+            parts.append(f"## {name}\n\n{_text(field)}\n")
+        elif found := sections(field):
+            note = "" if field.is_required() or field.default is not None else " The section may be left out."
+            parts.append(f"## {name}\n\n{_about(found[0])}{note}\n\n{_table(name, found[0].model_fields)}")
+    return "\n".join(parts)
+
+
+def _of_variants(group: str, chosen: dict[str, Schema]) -> str:
+    """A group: the keys that all variants have, then each variant with its own."""
+    every = list(chosen.values())
+    shared = {
+        name: field
+        for name, field in every[0].model_fields.items()
+        if name != "name"
+        and all(_row(group, name, each.model_fields.get(name)) == _row(group, name, field) for each in every)
+    }
+    default = next(iter(chosen))
+    names = ", ".join(f"`{name}`" for name in chosen)
+    text = f"## {group}\n\n`{group}.name` is one of {names}; `{default}` if not given.\n"
+    if shared:
+        text += f"\nEvery variant has these keys:\n\n{_table(group, shared)}"
+    for name, schema in chosen.items():
+        own = {key: field for key, field in schema.model_fields.items() if key != "name" and key not in shared}
+        text += f"\n### {group}: {name}\n\n{_about(schema)}\n" + (f"\n{_table(group, own)}" if own else "")
+    return text
+
+
+def _table(prefix: str, fields: dict[str, FieldInfo]) -> str:
+    rows = [row for name, field in fields.items() for row in _rows(prefix, name, field)]
+    return "\n".join(["| key | value | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _rows(prefix: str, name: str, field: FieldInfo) -> Iterator[str]:
+    """The key's row, and a row for each key below it, where it is a section of one form."""
+    found = sections(field)
+    if len(found) == 1 and get_origin(field.annotation) is not list:
+        yield _row(prefix, name, field)
+        for below, each in found[0].model_fields.items():
+            yield from _rows(f"{prefix}.{name}" if prefix else name, below, each)
+    else:
+        yield _row(prefix, name, field)
+
+
+def _row(prefix: str, name: str, field: FieldInfo | None) -> str:
+    if field is None:
+        return ""
+    key = f"{prefix}.{name}" if prefix else name
+    default = "the file's name" if key == "name" else _default(field)
+    cells = [f"`{key}`", kind(field.annotation, field.metadata), default, _text(field) or _about_section(field)]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """What may stand there. Example: "whole number, above 0"."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return kind(arguments[0], [*arguments[1:], *metadata])
+    if origin is Literal:
+        return " or ".join(f"`{value if isinstance(value, str) else json.dumps(value)}`" for value in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(kind(argument) for argument in arguments))
+    if origin is list:
+        return f"list of {kind(arguments[0])}"
+    if origin is dict:
+        return "map of names to " + kind(arguments[1])
+    if annotation in PLAIN:
+        return ", ".join([PLAIN[annotation], *_bounds(metadata)])
+    return "section" if isinstance(annotation, type) else "any value"
+
+
+def _bounds(metadata: Sequence[Any]) -> Iterator[str]:
+    for each in metadata:
+        for inner in getattr(each, "metadata", [each]):
+            for name, word in (("gt", "above"), ("ge", "at least"), ("le", "at most"), ("lt", "below")):
+                bound = getattr(inner, name, None)
+                if bound is not None and bound != YEAR_S and abs(bound) < MAX_COUNT:
+                    yield f"{word} {bound:g}"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel):
+        return "as below"
+    return f"`{value if isinstance(value, str | Path) else json.dumps(value)}`"
+
+
+def _text(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())
+
+
+def _about(schema: Schema) -> str:
+    return " ".join((schema.__doc__ or "").split())
+
+
+def _about_section(field: FieldInfo) -> str:
+    found = sections(field)
+    return _about(found[0]) if found and found[0].__doc__ else ""
+
+
+if __name__ == "__main__":
+    REFERENCE.write_text(reference())
