@@ -140,7 +140,7 @@ def _recorded(groups: Groups) -> dict[str, Any]:
         "prompt_mask": torch.ones_like(prompts),
         "completion_ids": completions,
         "completion_mask": torch.ones_like(completions),
-        "advantages": torch.tensor([sample.advantage for group in batch.groups for sample in group]).float(),
+        "advantages": torch.tensor([sample.advantages[0] for group in batch.groups for sample in group]).float(),
         "num_items_in_batch": torch.tensor(completions.numel()),
     }
 

@@ -4,10 +4,13 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from art_cli.errors import LearnerError
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.shares import UpdateCounts
 from art_cli.learners.samples import Sample, trajectory_samples
+from art_cli.learners.token_weights import NUM_COMPONENTS, POLICY, REFERENCE_KL, token_weights
 from art_cli.outcome import MAX_NUMBER
 from art_cli.trajectory import ScoredTrajectory
 
@@ -15,7 +18,8 @@ from art_cli.trajectory import ScoredTrajectory
 class Batch(NamedTuple):
     """What a step trains on, group by group, and the rewards it comes from."""
 
-    groups: list[list[Sample]]  # of each group with signal
+    groups: list[list[Sample]]  # the samples of each group that has some
+    num_with_signal: int  # groups whose rewards say which attempts are better
     reward_mean: float  # over all trajectories that have a reward; NaN where none has
     reward_std: float
     num_groups: int
@@ -24,21 +28,23 @@ class Batch(NamedTuple):
 
     @property
     def no_signal_share(self) -> float:
-        return 1 - len(self.groups) / self.num_groups if self.num_groups else 0.0
+        return 1 - self.num_with_signal / self.num_groups if self.num_groups else 0.0
 
 
-def make_batch(groups: Sequence[Sequence[ScoredTrajectory]], algorithm: Algorithm) -> Batch:
+def make_batch(groups: Sequence[Sequence[ScoredTrajectory]], algorithm: Algorithm, *, kl: float = 0.0) -> Batch:
     """The samples of all groups with signal, in an order that does not depend on which trajectory finished first.
 
-    A trajectory with an error is counted and left out. Raises LearnerError: a finished trajectory without a reward.
+    `kl` is the weight in reference_kl of every token in the policy component to which the algorithm gives none. A
+    trajectory with an error is counted and left out. Raises LearnerError: a finished trajectory without a reward.
     """
     ordered = [sorted(group, key=lambda trajectory: trajectory.index) for group in groups]
     finished = [[trajectory for trajectory in group if trajectory.error is None] for group in ordered]
     rewards = [_reward(trajectory) for group in finished for trajectory in group]
     mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
-    samples = [_group_samples(group, algorithm) for group in finished]
+    samples = [_group_samples(group, algorithm, kl) for group in finished]
     return Batch(
         groups=[group for group in samples if group],
+        num_with_signal=sum(any(sample.num_in(POLICY) for sample in group) for group in samples),
         reward_mean=mean,
         reward_std=math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)) if rewards else mean,
         num_groups=len(groups),
@@ -57,9 +63,14 @@ def split_batch(groups: Sequence[list[Sample]], parts: int) -> list[list[Sample]
     ]
 
 
-def count(samples: Sequence[Sample]) -> UpdateCounts:
+def count(samples: Sequence[Sample]) -> list[UpdateCounts]:
+    """What the samples of an optimizer step hold of each component of the loss."""
+    return [_count([sample for sample in samples if sample.num_in(index)], index) for index in range(NUM_COMPONENTS)]
+
+
+def _count(samples: Sequence[Sample], component: int) -> UpdateCounts:
     return UpdateCounts(
-        tokens=sum(len(sample.targets) for sample in samples),
+        tokens=sum(sample.num_in(component) for sample in samples),
         samples=len(samples),
         trajectories=len({sample.trajectory_id for sample in samples}),
     )
@@ -75,14 +86,17 @@ def _reward(trajectory: ScoredTrajectory) -> float:
     return trajectory.reward
 
 
-def _group_samples(group: Sequence[ScoredTrajectory], algorithm: Algorithm) -> list[Sample]:
-    """The group's samples; none where no trajectory is worth more than another (contract 4)."""
-    credits = algorithm.credit(group)
-    if not any(credits):
-        return []
-    return [
-        sample
-        for trajectory, advantage in zip(group, credits, strict=True)
-        if advantage is not None
-        for sample in trajectory_samples(trajectory, advantage)
+def _group_samples(group: Sequence[ScoredTrajectory], algorithm: Algorithm, kl: float) -> list[Sample]:
+    """The group's samples. A component whose weights are all zero in the group is left out (contract 4)."""
+    chosen = [
+        (trajectory, token_weights(trajectory, credit))
+        for trajectory, credit in zip(group, algorithm.credit(group), strict=True)
+        if credit is not None
     ]
+    for component in range(NUM_COMPONENTS):
+        if not any(np.nan_to_num(weights[component]).any() for _, weights in chosen):
+            for _, weights in chosen:
+                weights[component] = np.nan
+    for _, weights in chosen if kl > 0 else []:
+        weights[REFERENCE_KL, np.isnan(weights[REFERENCE_KL]) & ~np.isnan(weights[POLICY])] = kl
+    return [sample for trajectory, weights in chosen for sample in trajectory_samples(trajectory, weights)]

@@ -12,7 +12,7 @@ The tree is laid out depth first, so the descendants of a segment are the stretc
 That is the whole attention mask.
 
 A trained token is an edge of the tree, from the position that predicts it to its own. Samples may share an edge with
-different advantages: its logprob is computed once and enters the loss in several terms.
+different weights: its logprob is computed once and enters the loss in several terms.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from art_cli.learners.samples import Floats, Ints, Sample
+from art_cli.learners.samples import Ints, Sample
+from art_cli.learners.token_weights import Floats
 
 PACK_COST = 256  # tokens' worth of time that one more forward and backward pass takes besides its tokens
 
@@ -50,7 +51,7 @@ class Terms(NamedTuple):
 
     edges: Ints  # [N] which edge
     samples: Ints  # [N] which sample of the pack
-    advantages: Floats  # [N]
+    weights: Floats  # [3, N] in each component of the loss (token_weights.py); NaN: not in it
     logprobs: Floats  # [N] the engine's; NaN where it sampled from a cut distribution
     raw_logprobs: Floats  # [N] the engine's, under softmax(logits); NaN where it did not say
 
@@ -188,7 +189,7 @@ def _lay_out(samples: list[Sample], shared: list[int]) -> Pack:
         terms=Terms(
             edges=edge_of,
             samples=np.repeat(np.arange(len(samples)), terms_of),
-            advantages=np.repeat([sample.advantage for sample in samples], terms_of),
+            weights=np.concatenate([sample.weights for sample in samples], axis=1),
             logprobs=np.concatenate([sample.logprobs for sample in samples]),
             raw_logprobs=np.concatenate([sample.raw_logprobs for sample in samples]),
         ),

@@ -14,6 +14,7 @@ from torch import Tensor
 from art_cli.learners.logprobs import TokenScores
 from art_cli.learners.packing import PACK_COST, Pack, Terms, pack_samples
 from art_cli.learners.samples import Sample, bare_sample
+from art_cli.learners.token_weights import NUM_COMPONENTS
 
 Value = TypeVar("Value")
 
@@ -94,6 +95,6 @@ def _longest_first(packs: Sequence[Pack]) -> list[Pack]:
 def _idle(pack: Pack) -> Pack:
     """A pack of two tokens without anything to train: its loss and gradient are zero."""
     [short] = pack_samples([bare_sample(pack.token_ids[:2], np.array([1]), "idle")], budget=2)
-    floats, ints = np.empty(0), np.empty(0, dtype=np.int64)
-    nothing = Terms(edges=ints, samples=ints, advantages=floats, logprobs=floats, raw_logprobs=floats)
+    floats, ints, weights = np.empty(0), np.empty(0, dtype=np.int64), np.empty((NUM_COMPONENTS, 0))
+    nothing = Terms(edges=ints, samples=ints, weights=weights, logprobs=floats, raw_logprobs=floats)
     return replace(short, terms=nothing, samples=[])

@@ -6,6 +6,8 @@ turn 2   1 2 3  4  8 [9]
                                   sample of turn 1: 1 2 3 4 5 6 7, trained on 4 5 7
                                   sample of turn 2: 1 2 3 4 8 9,   trained on 9; the 4 is trained on once already
 
+Usually the sampled tokens are trained. Which tokens are, and how much each counts, is said by their weights.
+
 What an abandoned turn sampled was never seen by the rollout, and is not trained on unless a later turn carries it on.
 """
 
@@ -16,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from art_cli.errors import LearnerError
+from art_cli.learners.token_weights import CROSS_ENTROPY, NUM_COMPONENTS, POLICY, Floats
 from art_cli.trajectory import Trajectory, Turn
 
 Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -27,7 +29,7 @@ class Sample:
     """One token sequence to train on. L tokens, N of them trained.
 
     Example: Sample(token_ids=[1 2 3 4 5], targets=[3 4], logprobs=[-0.1 -0.7], raw_logprobs=[-0.1 -0.7],
-                    temperatures=[1.0 1.0], advantage=0.5, trajectory_id="t7", turn=0)
+                    temperatures=[1.0 1.0], weights=[[0.5 0.5] [nan nan] [nan nan]], trajectory_id="t7", turn=0)
     """
 
     token_ids: Ints  # [L]
@@ -35,31 +37,42 @@ class Sample:
     logprobs: Floats  # [N] the engine's, under softmax(logits / temperature); NaN: sampled from a cut distribution
     raw_logprobs: Floats  # [N] the engine's, under softmax(logits); NaN: the engine did not say
     temperatures: Floats  # [N] what the logits are divided by
-    advantage: float
+    weights: Floats  # [3, N] in each component of the loss (token_weights.py); NaN: not in it
     trajectory_id: str
     turn: int  # the leaf
 
+    @property
+    def advantages(self) -> Floats:
+        """[N] the weights in the policy component."""
+        advantages: Floats = self.weights[POLICY]
+        return advantages
 
-def trajectory_samples(trajectory: Trajectory, advantage: float) -> list[Sample]:
-    """The trajectory's samples: every sampled token is trained in exactly one of them, the first leaf that holds it.
+    def num_in(self, component: int) -> int:
+        """The number of tokens that are in that component of the loss."""
+        return int(np.count_nonzero(~np.isnan(self.weights[component])))
 
-    A trajectory without turns, or whose turns sampled nothing, gives []. Raises LearnerError: logprobs that are not one
+
+def trajectory_samples(trajectory: Trajectory, weights: Floats) -> list[Sample]:
+    """The trajectory's samples: every token with a weight is trained in exactly one, the first leaf that holds it.
+
+    `weights` [3, M] come from `token_weights`. A trajectory without turns, or without weights, gives []. The first
+    token of a sequence is never trained, because nothing predicts it. Raises LearnerError: logprobs that are not one
     per sampled token, or not finite.
     """
     turns = trajectory.turns
-    if not any(turn.sampled_ids for turn in turns):
+    if not turns:
         return []
     for index, turn in enumerate(turns):
         _check(turn, f"trajectory {trajectory.id}, turn {index}")
-    tokens = _SampledTokens(turns)
-    is_trained = np.zeros(len(tokens.logprobs), dtype=bool)
+    tokens = _Tokens(turns)
+    is_owed: npt.NDArray[np.bool_] = np.any(~np.isnan(weights), axis=0)  # [M]
     samples = []
     for index, token_ids, sources in _leaves(turns):
-        targets = np.flatnonzero(sources >= 0)
-        targets = targets[~is_trained[sources[targets]] & (targets > 0)]
+        targets = np.flatnonzero(is_owed[sources])
+        targets = targets[targets > 0]
         if len(targets):
             chosen = sources[targets]
-            is_trained[chosen] = True
+            is_owed[chosen] = False
             samples.append(
                 Sample(
                     token_ids=token_ids,
@@ -67,7 +80,7 @@ def trajectory_samples(trajectory: Trajectory, advantage: float) -> list[Sample]
                     logprobs=tokens.logprobs[chosen],
                     raw_logprobs=tokens.raw_logprobs[chosen],
                     temperatures=tokens.temperatures[chosen],
-                    advantage=advantage,
+                    weights=weights[:, chosen],
                     trajectory_id=trajectory.id,
                     turn=index,
                 )
@@ -76,15 +89,17 @@ def trajectory_samples(trajectory: Trajectory, advantage: float) -> list[Sample]
 
 
 def bare_sample(token_ids: Ints, targets: Ints, name: str, *, temperature: float = 1.0, turn: int = 0) -> Sample:
-    """A sample that no engine sampled: nothing known but its tokens. Advantage 1."""
+    """A sample that no engine sampled, to imitate: its targets have weight 1 in the cross entropy."""
     unknown = np.full(len(targets), np.nan)
+    weights = np.full((NUM_COMPONENTS, len(targets)), np.nan)
+    weights[CROSS_ENTROPY] = 1.0
     return Sample(
         token_ids=token_ids,
         targets=targets,
         logprobs=unknown,
         raw_logprobs=unknown,
         temperatures=np.full(len(targets), temperature),
-        advantage=1.0,
+        weights=weights,
         trajectory_id=name,
         turn=turn,
     )
@@ -100,49 +115,41 @@ def _check(turn: Turn, where: str) -> None:
             raise LearnerError(f"{where}: {name} that are not finite; the engine that sampled it is at fault")
 
 
-class _SampledTokens:
-    """What is known of each sampled token of a trajectory, turn after turn, in flat arrays."""
+class _Tokens:
+    """What is known of each token of a trajectory, in flat arrays of [M]. Of a prompt's tokens, no logprob is known."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
-        unknown = [np.full(len(turn.sampled_ids), np.nan) for turn in turns]
-        self.logprobs = np.concatenate(
-            [
-                gap if turn.is_truncated_sampling else np.asarray(turn.logprobs)
-                for turn, gap in zip(turns, unknown, strict=True)
-            ]
-        )
-        self.raw_logprobs = np.concatenate(
-            [
-                gap if turn.raw_logprobs is None else np.asarray(turn.raw_logprobs)
-                for turn, gap in zip(turns, unknown, strict=True)
-            ]
-        )
-        # a greedy turn has no temperature to divide by: it is trained as softmax(logits)
-        self.temperatures = np.repeat(
-            [turn.temperature or 1.0 for turn in turns], [len(turn.sampled_ids) for turn in turns]
-        )
+        logprobs, raw_logprobs, temperatures = [], [], []
+        for turn in turns:
+            prompt, sampled = np.full(len(turn.prompt_ids), np.nan), np.full(len(turn.sampled_ids), np.nan)
+            logprobs += [prompt, sampled if turn.is_truncated_sampling else np.asarray(turn.logprobs)]
+            raw_logprobs += [prompt, sampled if turn.raw_logprobs is None else np.asarray(turn.raw_logprobs)]
+            # a greedy turn has no temperature to divide by: it is trained as softmax(logits)
+            temperatures += [np.ones(len(prompt)), np.full(len(sampled), turn.temperature or 1.0)]
+        self.logprobs: Floats = np.concatenate(logprobs)
+        self.raw_logprobs: Floats = np.concatenate(raw_logprobs)
+        self.temperatures: Floats = np.concatenate(temperatures)
 
 
 def _leaves(turns: Sequence[Turn]) -> Iterator[tuple[int, Ints, Ints]]:
-    """(turn, its token ids [L], which sampled token of the trajectory each of them is, -1 for a prompt's) per leaf.
+    """(turn, its token ids [L], which of the trajectory's M tokens each of them is [L]) per leaf.
 
     The abandoned leaves come last, each without what it sampled.
     """
     sequences: list[tuple[Ints, Ints]] = []
-    num_sampled = 0
+    num_tokens = 0
     is_leaf = [True] * len(turns)
     for turn in turns:
-        fresh = np.arange(num_sampled, num_sampled + len(turn.sampled_ids))
-        num_sampled += len(turn.sampled_ids)
-        ids: list[Ints] = [np.asarray(turn.prompt_ids, dtype=np.int64), np.asarray(turn.sampled_ids, dtype=np.int64)]
-        sources: list[Ints] = [np.full(len(turn.prompt_ids), -1), fresh]
+        ids = np.array([*turn.prompt_ids, *turn.sampled_ids], dtype=np.int64)
+        sources = np.arange(num_tokens, num_tokens + len(ids))
+        num_tokens += len(ids)
         if turn.parent is not None:
             kept_ids, kept_sources = sequences[turn.parent]
-            ids.insert(0, kept_ids[: turn.kept])
-            sources.insert(0, kept_sources[: turn.kept])
+            ids = np.concatenate([kept_ids[: turn.kept], ids])
+            sources = np.concatenate([kept_sources[: turn.kept], sources])
             if turn.kept == len(kept_ids):
                 is_leaf[turn.parent] = False
-        sequences.append((np.concatenate(ids), np.concatenate(sources)))
+        sequences.append((ids, sources))
     leaves = [index for index in range(len(turns)) if is_leaf[index]]
     for index in sorted(leaves, key=lambda index: turns[index].is_abandoned):
         token_ids, token_sources = sequences[index]

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
 
 from art_cli.config.schema import SftConfig
 from art_cli.errors import CheckpointError, LearnerError, one_line
 from art_cli.learners import Progress
-from art_cli.learners.batch import count
+from art_cli.learners.gradient import LossGradient
 from art_cli.learners.optimizer import Optimizer
-from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.samples import Sample
+from art_cli.learners.tally import Tally
 
 STATE_DIRECTORY, SUMS_FILE = "sft", "sums.json"
 
@@ -53,14 +52,14 @@ class Sft:
         chosen = order[place * self.config.batch_size :][: self.config.batch_size]
         return [sample for index in chosen for sample in self.transcripts[index]]
 
-    def take(self, runner: PackRunner, num_updates: int, progress: Progress | None = None) -> None:
+    def take(self, gradient: LossGradient, num_updates: int, progress: Progress | None = None) -> None:
         """The next optimizer steps, as many as are left at most.
 
         Raises LearnerError: a gradient that is not finite; weights are as before it.
         """
         for index in range(self.sums.num_updates, min(self.sums.num_updates + num_updates, self.num_updates)):
             begin = time.perf_counter()
-            self._update(runner, self.batch(index), is_first=index % self.epoch_updates == 0)
+            self._update(gradient, self.batch(index), is_first=index % self.epoch_updates == 0)
             self.sums.train_s += time.perf_counter() - begin
             if progress is not None:
                 progress(index + 1, self.num_updates)
@@ -97,16 +96,10 @@ class Sft:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{place / SUMS_FILE}: {one_line(error)}") from error
 
-    def _update(self, runner: PackRunner, samples: Sequence[Sample], *, is_first: bool) -> None:
+    def _update(self, gradient: LossGradient, samples: Sequence[Sample], *, is_first: bool) -> None:
         """One optimizer step; `is_first`: of its epoch."""
-        counts = count(samples)
-        packs = runner.deal(samples)
-        total = 0.0
-        for pack in packs:
-            edges = torch.from_numpy(pack.terms.edges).to(runner.weights.device)
-            loss = -runner.run(pack).logprobs[edges].sum() / counts.tokens
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
+        tally = Tally()
+        gradient.accumulate(gradient.plan(samples), tally, is_first=False)
         norm = self.optimizer.clip()
         if not math.isfinite(norm):
             self.optimizer.clear()
@@ -116,14 +109,11 @@ class Sft:
             )
         self.optimizer.counts.num_steps += 1
         self.optimizer.update()
-        losses, computed = zip(*runner.ranks.gather((total, sum(len(pack.token_ids) for pack in packs))), strict=True)
-        self._add(sum(losses), norm, counts.tokens, sum(computed), is_first=is_first)
-
-    def _add(self, loss: float, norm: float, trained: int, computed: int, *, is_first: bool) -> None:
-        sums = self.sums
+        tally = Tally.total(gradient.runner.ranks.gather(tally))
+        sums, [loss] = self.sums, tally.losses
         sums.loss_first = sums.loss_first if sums.num_updates else loss
         sums.loss_epoch = loss if is_first else sums.loss_epoch + loss
         sums.grad_norm += norm
-        sums.tokens_trained += trained
-        sums.tokens_computed += computed
+        sums.tokens_trained += tally.tokens_trained
+        sums.tokens_computed += tally.tokens_computed
         sums.num_updates += 1

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from art_cli.learners.algorithms.streams import PackLoss
 from art_cli.learners.batch import Batch
 from art_cli.learners.logprobs import TokenScores
 from art_cli.learners.packing import Pack, Terms
+from art_cli.learners.token_weights import POLICY
 
 
 class _Mean:
@@ -65,13 +67,13 @@ class Tally:
         self.gap.add(logprob_gaps(scores, terms))
 
     def add_pack(self, pack: Pack, scores: TokenScores, loss: PackLoss) -> None:
-        edges = torch.from_numpy(pack.terms.edges).to(scores.entropies.device)
+        sampled = pack.terms.edges[~np.isnan(pack.terms.weights[POLICY])]
         self.num_samples += len(pack.samples)
         self.tokens_trained += len(pack.terms.edges)
         self.tokens_flat += sum(len(sample.token_ids) for sample in pack.samples)
         self.tokens_computed += len(pack.token_ids)
         self.losses[-1] += float(loss.loss.detach())
-        self.entropy.add(scores.entropies[edges])
+        self.entropy.add(scores.entropies[torch.from_numpy(sampled).to(scores.entropies.device)])
         if loss.is_clipped is not None:
             self.clipped.add(loss.is_clipped)
         if loss.kl is not None:

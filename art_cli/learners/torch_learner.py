@@ -1,6 +1,6 @@
 """TorchLearner: updates the policy's weights with torch, in this process, sharing them with the engine.
 
-    groups -> batch -> per optimizer step: policy_gradient -> clip -> AdamW -> a checkpoint directory
+    groups -> batch -> per optimizer step: gradient -> clip -> AdamW -> a checkpoint directory
 
 It decides nothing about rewards (judges) or when to step (the loop). It reads and writes a checkpoint directory: the
 adapter and tokenizer as PEFT has them, the optimizer's state and the RNG's as safetensors and JSON.
@@ -22,13 +22,14 @@ from torch import Tensor
 from art_cli.config.schema import AlgorithmConfig, BaseLearnerConfig, LossConfig, SftConfig, TrainConfig
 from art_cli.errors import DriftError, LearnerError
 from art_cli.learners import Progress, StepMetrics
+from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.batch import make_batch, split_batch
 from art_cli.learners.demos import demo_samples
+from art_cli.learners.gradient import LossGradient, Update
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing_check import PackingCheck
-from art_cli.learners.policy_gradient import PolicyGradient, Update
 from art_cli.learners.ranks import Alone, Ranks
 from art_cli.learners.samples import Sample, bare_sample
 from art_cli.learners.sft import Sft
@@ -65,10 +66,10 @@ class TorchLearner:
             raise LearnerError("loss.kl needs a reference policy, the model without its adapter: set model.lora")
         self.weights = weights
         self.train_config, self.sft_config = train, sft
-        self.algorithm = build_algorithm(loss, max_tokens=sampling_max_tokens, directory=directory)
+        self.kl, self.algorithm = loss.kl, build_algorithm(loss, max_tokens=sampling_max_tokens, directory=directory)
         self.ranks: Ranks = ranks or Alone()
         self.runner = PackRunner(weights, learner, self.ranks)
-        self.gradient = PolicyGradient(self.runner, self.algorithm, kl=loss.kl, importance_cap=loss.importance_cap)
+        self.gradient = LossGradient(self.runner, self.algorithm, importance_cap=loss.importance_cap)
         self.warm_up: Sft | None = None  # between begin_sft and end_sft
         self.packing = PackingCheck(self.runner)
         self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
@@ -81,7 +82,7 @@ class TorchLearner:
         Raises LearnerError (a loss that is not finite, memory that does not suffice) and DriftError (contract 2).
         """
         begin = time.perf_counter()
-        batch = make_batch(groups, self.algorithm)
+        batch = make_batch(groups, self.algorithm, kl=self.kl)
         parts = split_batch(batch.groups, self.train_config.updates_per_step)
         tally = Tally()
         learning_rate = self.optimizer.current_rate()
@@ -116,7 +117,7 @@ class TorchLearner:
     def take_sft(self, num_updates: int, *, progress: Progress | None = None) -> dict[str, float]:
         assert self.warm_up is not None, "begin_sft comes first"
         with self._changing_weights(self.warm_up.transcripts[0][0]):
-            self.warm_up.take(self.runner, num_updates, progress)
+            self.warm_up.take(LossGradient(self.runner, Algorithm()), num_updates, progress)
         return self.warm_up.numbers()
 
     def end_sft(self) -> None:

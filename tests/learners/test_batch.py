@@ -26,7 +26,10 @@ def answers(*rewards: float, lengths: list[int] | None = None, group: str = "g")
 
 def advantage_of(groups: list[list[ScoredTrajectory]], loss: LossConfig, max_tokens: int = 10) -> dict[str, float]:
     batch = make_batch(groups, build_algorithm(loss, max_tokens=max_tokens))
-    return {sample.trajectory_id: sample.advantage for group in batch.groups for sample in group}
+    found = {}
+    for sample in (sample for group in batch.groups for sample in group):
+        [found[sample.trajectory_id]] = set(sample.advantages.tolist())  # the same for each of its tokens
+    return found
 
 
 def test_advantages_are_of_each_group_apart() -> None:
@@ -88,4 +91,4 @@ def test_counts_are_of_tokens_samples_and_trajectories() -> None:
     """A trajectory of two branches is two samples."""
     branched = scored([turn([1], [2, 3]), turn([4], [5], parent=0, kept=2)], 1.0)
     [group] = make_batch([[branched, *answers(0.0, 0.0)[1:]]], build_algorithm(GrpoConfig(), max_tokens=10)).groups
-    assert count(group) == (4, 3, 2)
+    assert count(group) == [(4, 3, 2), (0, 0, 0), (0, 0, 0)]

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from art_cli.config.schema import (
+    AlgorithmConfig,
     CispoConfig,
     DapoConfig,
     DrGrpoConfig,
@@ -37,7 +38,7 @@ LOSSES: dict[str, LossConfig] = {
 MAX_TOKENS = 16
 
 
-def learner(weights: Weights, loss: LossConfig | None = None, **knobs: object) -> TorchLearner:
+def learner(weights: Weights, loss: LossConfig | AlgorithmConfig | None = None, **knobs: object) -> TorchLearner:
     shape = {name: knobs.pop(name) for name in list(knobs) if name in TorchLearnerConfig.model_fields}
     return TorchLearner(
         weights,

@@ -115,19 +115,48 @@ def test_overlong_penalty_grows_evenly_to_the_limit(num_tokens: int, penalty: fl
     assert overlong_penalty(num_tokens, max_tokens=100, buffer=20) == penalty
 
 
+def components(
+    policy: list[float], cross_entropy: list[float] | None = None, reference_kl: list[float] | None = None
+) -> Tensor:
+    """[3, N] weights; None: no term is in that component."""
+    nothing = [math.nan] * len(policy)
+    return torch.tensor([policy, cross_entropy or nothing, reference_kl or nothing])
+
+
 def test_a_pack_loss_is_objective_times_importance_plus_kl_times_share() -> None:
     """One token, r 1, A 1: objective -1. Importance 0.5, KL weight 0.1 at d = log 2, share 1/4.
 
     (-1 * 0.5 + 0.1 * (2 - log 2 - 1)) / 4
     """
     terms = LossTerms(
-        PolicyTerms(torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([1.0]), torch.tensor([0])),
-        shares=torch.tensor([0.25]),
+        new=torch.tensor([-1.0]),
+        old=torch.tensor([-1.0]),
+        samples=torch.tensor([0]),
+        weights=components([1.0], None, [0.1]),
+        shares=torch.full((3, 1), 0.25),
         importance=torch.tensor([0.5]),
         reference=torch.tensor([-1.0 + math.log(2)]),
     )
-    result = pack_loss(build_algorithm(GrpoConfig(), max_tokens=1), terms, kl=0.1)
+    result = pack_loss(build_algorithm(GrpoConfig(), max_tokens=1), terms)
     assert float(result.loss) == pytest.approx((-0.5 + 0.1 * (1 - math.log(2))) / 4)
+
+
+def test_a_term_adds_to_the_components_it_is_in_and_to_no_other() -> None:
+    """Terms: in policy (-1 at share 1/2), in cross entropy (0.5 * 2 at share 1/4), in both, in none.
+
+    -1/2, then 1/4, then -1/2 + 1/4, then 0.
+    """
+    nan = math.nan
+    terms = LossTerms(
+        new=torch.full((4,), -2.0),
+        old=torch.full((4,), -2.0),
+        samples=torch.zeros(4, dtype=torch.int64),
+        weights=components([1.0, nan, 1.0, nan], [nan, 0.5, 0.5, nan]),
+        shares=torch.tensor([[0.5], [0.25], [9.0]]).expand(3, 4),
+    )
+    result = pack_loss(build_algorithm(GrpoConfig(), max_tokens=1), terms)
+    assert result.parts.tolist() == [-0.5, 0.25, -0.25, 0.0]
+    assert result.kl is None
 
 
 # --- TRL --------------------------------------------------------------------------------------------------------------
@@ -223,14 +252,17 @@ def test_value_and_gradient_are_trls(config: LossConfig, trl: dict[str, Any]) ->
     loss = build_algorithm(config, max_tokens=MAX_TOKENS)
     counts = UpdateCounts(tokens=sum(lengths), samples=B, trajectories=B)
     of_sample = torch.arange(B)[:, None].expand(B, T)[kept]
-    shares = torch.tensor([loss.share(length, counts) for length in lengths])
+    shares = torch.tensor([loss.share(length, counts) for length in lengths])[of_sample]
     terms = LossTerms(
-        PolicyTerms(ours[kept], old[kept], advantages[of_sample], of_sample),
-        shares=shares[of_sample],
+        new=ours[kept],
+        old=old[kept],
+        samples=of_sample,
+        weights=components(advantages[of_sample].tolist(), None, [KL] * sum(lengths)),
+        shares=shares.expand(3, -1),
         importance=importance[kept],
         reference=reference[kept],
     )
-    result = pack_loss(loss, terms, kl=KL)
+    result = pack_loss(loss, terms)
     result.loss.backward()
     torch.testing.assert_close(result.loss, expected)
     torch.testing.assert_close(ours.grad, theirs.grad)

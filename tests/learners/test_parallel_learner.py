@@ -35,16 +35,16 @@ from art_cli.learners import workers as workers_module
 from art_cli.learners.packing import PACK_COST, pack_samples
 from art_cli.learners.parallel import Job, ParallelLearner
 from art_cli.learners.ranks import deal, pack_evenly
-from art_cli.learners.samples import trajectory_samples
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.learners.workers import Silence, Workers
 from art_cli.model import load_weights
 from art_cli.run_dir import RunDir, verify_checkpoint
 from art_cli.trajectory import ScoredTrajectory
+from tests.learners.test_streams import NAMES
 from tests.learners.test_user_algorithm import MINE
 from tests.letters.build import build
 from tests.support.paths import LETTERS, ROOT
-from tests.support.trees import sampled, scored, turn, turn_trees
+from tests.support.trees import sampled, samples_of, scored, turn, turn_trees
 from tests.support.waiting import wait_until
 
 ADAPTER, MODEL, MOMENTS = "adapter_model.safetensors", "model.safetensors", "optimizer.safetensors"
@@ -157,6 +157,7 @@ CASES: dict[str, dict[str, object]] = {
     },
     "checkpointed layers": {"gradient_checkpointing": True, "loss": DrGrpoConfig(name="dr_grpo")},
     "all weights": {"lora": False},
+    "every component": {"loss": AlgorithmConfig(entry="tests.support.streams:Streams", options={"components": NAMES})},
     "a user's algorithm": {"loss": AlgorithmConfig(entry="mine.py:Mine", options={"scale": 2.0}, importance_cap=1.5)},
 }
 
@@ -320,11 +321,7 @@ def test_drift_is_found_over_all_processes(base: Path, workers: Workers) -> None
 def test_every_sample_is_dealt_once_and_every_process_runs_as_many_packs(
     trees: list[list[object]], size: int, budget: int, share: bool
 ) -> None:
-    samples = [
-        sample
-        for index, turns in enumerate(trees)
-        for sample in trajectory_samples(scored(turns, 0.0, index=index), 1.0)
-    ]
+    samples = [sample for index, turns in enumerate(trees) for sample in samples_of(scored(turns, 0.0, index=index))]
     packs = pack_evenly(samples, size, budget=budget, share=share)
     dealt = [deal(packs, rank, size) for rank in range(size)]
     assert len({len(mine) for mine in dealt}) == 1

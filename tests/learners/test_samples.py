@@ -6,13 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from art_cli.errors import LearnerError
-from art_cli.learners.samples import Sample, trajectory_samples
+from art_cli.learners.samples import Sample
 from art_cli.trajectory import Turn, sequence
+from tests.support import trees
 from tests.support.trees import scored, turn, turn_trees
 
 
 def samples_of(*turns: Turn) -> list[Sample]:
-    return trajectory_samples(scored(turns, 1.0), 0.5)
+    return trees.samples_of(scored(turns, 1.0), 0.5)
 
 
 def as_lists(samples: list[Sample]) -> list[tuple[list[int], list[int]]]:
@@ -25,7 +26,7 @@ def test_one_turn_is_one_sample() -> None:
     assert sample.logprobs.tolist() == [-0.1, -0.7]
     assert sample.raw_logprobs.tolist() == [-0.2, -0.9]
     assert sample.temperatures.tolist() == [0.5, 0.5]
-    assert (sample.advantage, sample.trajectory_id, sample.turn) == (0.5, "g/0", 0)
+    assert (sample.advantages.tolist(), sample.trajectory_id, sample.turn) == ([0.5, 0.5], "g/0", 0)
 
 
 def test_a_turn_that_continues_another_is_one_sample_with_it() -> None:

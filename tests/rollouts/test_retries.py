@@ -14,13 +14,12 @@ import pytest
 
 from art_cli.chat.errors import ChatError
 from art_cli.chat.requests import Request, Sampling
-from art_cli.learners.samples import trajectory_samples
 from art_cli.rollouts.gateway import Gateway
 from art_cli.rollouts.recorder import Recorder
 from art_cli.rollouts.retries import Retries
 from art_cli.trajectory import Trajectory
 from tests.support.scripted import Engine, ScriptedBackend, encode
-from tests.support.trees import scored, turn
+from tests.support.trees import samples_of, scored, turn
 
 USER = {"role": "user", "content": "hi"}
 BODY = Request(model="policy", messages=[USER], sampling=Sampling(), digest=b"one body")
@@ -38,7 +37,7 @@ async def read(client: openai.AsyncOpenAI, is_stream: bool, *messages: dict[str,
 def trained(recorder: Recorder) -> list[str]:
     """The text of the trained tokens, sample by sample."""
     trajectory = Trajectory(id="t", group_id="g", group_size=1, index=0, turns=recorder.turns)
-    samples = trajectory_samples(trajectory, 1.0)
+    samples = samples_of(trajectory)
     return ["".join(map(chr, sample.token_ids[sample.targets])) for sample in samples]
 
 
@@ -249,8 +248,8 @@ def test_abandoned_turns_hold_nothing_of_other_turns_back() -> None:
     """An abandoned leaf over a turn that was used: that turn's tokens are trained, the leaf's are not."""
     used = turn(encode("ab"), encode("cd"))
     abandoned = turn(encode("e"), encode("f"), parent=0, kept=4, is_abandoned=True)
-    [sample] = trajectory_samples(scored([used, abandoned], 1.0), 1.0)
+    [sample] = samples_of(scored([used, abandoned], 1.0))
     assert (sample.token_ids.tolist(), sample.targets.tolist()) == (encode("abcde"), [2, 3])
     retried = turn([], encode("g"), parent=1, kept=5)
-    [sample] = trajectory_samples(scored([used, abandoned, retried], 1.0), 1.0)
+    [sample] = samples_of(scored([used, abandoned, retried], 1.0))
     assert (sample.token_ids.tolist(), sample.targets.tolist()) == (encode("abcdeg"), [2, 3, 5])

@@ -6,6 +6,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from art_cli.learners.samples import Sample, trajectory_samples
+from art_cli.learners.token_weights import Credit, token_weights
 from art_cli.model import Weights
 from art_cli.trajectory import ScoredTrajectory, Trajectory, Turn, score_trajectory, sequence
 
@@ -52,6 +54,10 @@ def scored(
         **fields,  # type: ignore[arg-type]
     )
     return score_trajectory(trajectory, reward)
+
+
+def samples_of(trajectory: Trajectory, credit: Credit | float = 1.0) -> list[Sample]:
+    return trajectory_samples(trajectory, token_weights(trajectory, credit))
 
 
 @st.composite

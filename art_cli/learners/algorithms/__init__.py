@@ -1,8 +1,8 @@
 """Algorithms: how a scored group becomes a weight for every trained token.
 
-    credit      the trajectories of a group -> how strongly each is made likelier           credit.py
-    objective   [N] terms -> what each one adds to the loss, before its share               objectives.py
-    share       how much one token counts in the mean over the whole optimizer step         shares.py
+    credit      the trajectories of a group -> the weights of their tokens              credit.py, ../token_weights.py
+    objective   [N] terms -> what each token of the policy component adds to the loss   objectives.py
+    share       how much one token counts in the mean over the whole optimizer step     shares.py
 
 The presets are in presets.py, one class each, with paper and equation. streams.py adds up what they give, pack by pack.
 Tensors and numbers in, tensors and numbers out; float32 whatever the model's dtype is.
@@ -13,17 +13,18 @@ from collections.abc import Sequence
 from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, clip_tokens
 from art_cli.learners.algorithms.shares import UpdateCounts, token_mean
+from art_cli.learners.token_weights import Credit
 from art_cli.trajectory import ScoredTrajectory
 
 
 class Algorithm:
     """Credit, objective and share. The three methods here are GRPO's; a subclass overrides those that differ."""
 
-    def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:
-        """[G] the advantage of each trajectory's tokens; None: the trajectory is not trained on.
+    def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[Credit | float | None]:
+        """[G] the advantage of each trajectory's sampled tokens, or a Credit with weights for each of its tokens.
 
-        `group` holds the finished trajectories of one scenario, each with a finite reward. A group whose advantages
-        are all zero is not trained on and not counted.
+        None leaves the trajectory out. `group` holds the finished trajectories of one scenario, each with a finite
+        reward. A component whose weights are all zero in the group is not trained and not counted.
         """
         return advantages(rewards_of(group), scale=True)
 
@@ -32,5 +33,8 @@ class Algorithm:
         return clip_tokens(terms, 0.2, 0.2)
 
     def share(self, num_tokens: int, update: UpdateCounts) -> float:
-        """The factor of each token of a sample with `num_tokens` trained tokens. `update` counts the optimizer step."""
+        """The factor of each token in the mean of its component.
+
+        `num_tokens` counts the component's tokens in the token's sample, `update` those in the whole optimizer step.
+        """
         return token_mean(num_tokens, update)

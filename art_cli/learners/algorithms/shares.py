@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class UpdateCounts(NamedTuple):
-    """What one optimizer step trains on, counted before its first forward."""
+    """What one optimizer step trains on in one component of the loss, counted before its first forward."""
 
     tokens: int
     samples: int

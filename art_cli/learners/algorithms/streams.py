@@ -1,42 +1,63 @@
-"""Adds up what an algorithm gives for the terms of a pack, with the terms that any algorithm can have besides.
+"""The loss of one pack: what an algorithm gives for its terms, added up over the components of the loss.
 
-These are the KL to the reference policy and truncated importance weights.
+Each component (token_weights.py) is divided by its own counts over the whole optimizer step, as the algorithm's share
+says. So the sum over any packing is the same loss.
 """
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.objectives import PolicyTerms
+from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY, REFERENCE_KL
 
 
 class LossTerms(NamedTuple):
-    """The terms of one pack, as tensors of [N] float32, with what multiplies or joins the objective."""
+    """The N terms of one pack, one per trained token of each of its samples, as float32 tensors."""
 
-    policy: PolicyTerms
-    shares: Tensor
-    importance: Tensor | None = None  # truncated importance weights
-    reference: Tensor | None = None  # logprobs under the reference policy
+    new: Tensor  # [N] logprobs under the current weights; carries the gradient
+    old: Tensor  # [N] logprobs under the weights that sampled
+    samples: Tensor  # [N] int64: index of the term's sample in the pack
+    weights: Tensor  # [3, N] in each component; NaN: not in it
+    shares: Tensor  # [3, N] the factor of each term in the mean of each component
+    importance: Tensor | None = None  # [N] truncated importance weights of the objective
+    reference: Tensor | None = None  # [N] logprobs under the reference policy; None: no term is in reference_kl
 
 
 class PackLoss(NamedTuple):
-    loss: Tensor  # scalar: this pack's part of the step's loss
+    loss: Tensor  # scalar: this pack's part of the loss
     parts: Tensor  # [N] the loss of each term, detached; their sum is `loss`
-    is_clipped: Tensor | None  # [N]; None: there is no clip
-    kl: Tensor | None  # [N] k3 of each term, detached
+    is_clipped: Tensor | None  # one per term in the policy component; None: there is no clip
+    kl: Tensor | None  # k3 of each term in reference_kl, detached; None: there are none
 
 
-def pack_loss(algorithm: Algorithm, terms: LossTerms, *, kl: float = 0.0) -> PackLoss:
-    """Sum over terms of share * (importance * objective + kl * k3). A pack without terms adds zero."""
-    values, is_clipped = algorithm.objective(terms.policy)
-    if terms.importance is not None:
-        values = values * terms.importance
-    divergence = None
+def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
+    """Sum over terms of
+
+        share * importance * objective      in policy
+        share * weight * -log p             in cross_entropy
+        share * weight * k3                 in reference_kl
+
+    A pack without terms adds zero.
+    """
+    policy, imitated, near = ((~row.isnan()).nonzero()[:, 0] for row in terms.weights)
+    parts, is_clipped, divergence = torch.zeros_like(terms.new), None, None
+    if len(policy):
+        objective = algorithm.objective(
+            PolicyTerms(terms.new[policy], terms.old[policy], terms.weights[POLICY, policy], terms.samples[policy])
+        )
+        values = objective.values if terms.importance is None else objective.values * terms.importance[policy]
+        parts = parts.index_add(0, policy, values * terms.shares[POLICY, policy])
+        is_clipped = objective.is_clipped
     if terms.reference is not None:
-        divergence = k3(terms.policy.new, terms.reference)
-        values = values + kl * divergence
-    parts = values * terms.shares
+        divergence = k3(terms.new[near], terms.reference[near])
+        factors = terms.weights[REFERENCE_KL, near] * terms.shares[REFERENCE_KL, near]
+        parts = parts.index_add(0, near, divergence * factors)
+    # computed without terms as well, because a process of several runs a backward pass even for an idle pack
+    factors = terms.weights[CROSS_ENTROPY, imitated] * terms.shares[CROSS_ENTROPY, imitated]
+    parts = parts.index_add(0, imitated, -terms.new[imitated] * factors)
     return PackLoss(parts.sum(), parts.detach(), is_clipped, None if divergence is None else divergence.detach())
 
 

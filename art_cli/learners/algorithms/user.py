@@ -13,6 +13,7 @@ from art_cli.errors import LearnerError, UsageError, describe
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms
 from art_cli.learners.algorithms.shares import UpdateCounts
+from art_cli.learners.token_weights import Credit
 from art_cli.plugins import place_of, resolve
 from art_cli.trajectory import ScoredTrajectory
 
@@ -31,12 +32,14 @@ class UserAlgorithm(Algorithm):
         except Exception as error:  # the boundary to the user's class
             raise UsageError(f"{entry}: {self._told(error)}") from error
 
-    def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:
+    def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[Credit | float | None]:
         with self._calling("credit"):
             answer = list(self._own.credit(group))
         if len(answer) != len(group):
             raise LearnerError(f"{self._entry}: credit gave {len(answer)} values for {len(group)} trajectories")
-        return [None if value is None else self._number("credit", value) for value in answer]
+        return [
+            value if value is None or isinstance(value, Credit) else self._number("credit", value) for value in answer
+        ]
 
     def objective(self, terms: PolicyTerms) -> Objective:
         with self._calling("objective"):

@@ -1,4 +1,4 @@
-"""The gradient of one optimizer step of the policy: samples in, `.grad` out. Changes no weight.
+"""The gradient of one optimizer step: samples in, `.grad` out. Changes no weight.
 
 samples -> packs -> per pack: scores -> loss terms -> loss -> backward
 """
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from art_cli.errors import LearnerError
 from art_cli.learners.algorithms import Algorithm
-from art_cli.learners.algorithms.objectives import PolicyTerms
 from art_cli.learners.algorithms.shares import UpdateCounts
 from art_cli.learners.algorithms.streams import LossTerms, pack_loss, truncated_weights
 from art_cli.learners.batch import count
@@ -23,32 +22,30 @@ from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing import Pack
 from art_cli.learners.samples import Sample
 from art_cli.learners.tally import Tally
+from art_cli.learners.token_weights import NUM_COMPONENTS, REFERENCE_KL, Floats
 
 
 class Update(NamedTuple):
     """One optimizer step to come: its packs, its counts, and what the weights before the step say of each pack."""
 
     packs: list[Pack]  # those that this process runs
-    counts: UpdateCounts
+    counts: list[UpdateCounts]  # of each component of the loss
     before: list[Tensor | None]  # [N] logprobs of each pack's terms at the step's first weights; None: at its own pass
-    has_unknown: bool  # somewhere in it the engine's logprobs are not those of what it sampled from
+    has_unknown: bool  # the engine's logprobs of some policy tokens are not comparable
 
 
-class PolicyGradient:
+class LossGradient:
     """The gradient of an algorithm's loss, pack by pack.
 
-    `kl` is the weight of the KL to the reference policy, `importance_cap` the cap of truncated importance weights.
+    `importance_cap` is the cap of truncated importance weights; None: there are none.
     """
 
-    def __init__(
-        self, runner: PackRunner, algorithm: Algorithm, *, kl: float = 0.0, importance_cap: float | None = None
-    ) -> None:
-        self.runner, self.algorithm = runner, algorithm
-        self.kl, self.importance_cap = kl, importance_cap
+    def __init__(self, runner: PackRunner, algorithm: Algorithm, *, importance_cap: float | None = None) -> None:
+        self.runner, self.algorithm, self.importance_cap = runner, algorithm, importance_cap
 
     def plan(self, samples: Sequence[Sample]) -> Update:
         packs = self.runner.deal(samples)
-        has_unknown = any(np.isnan(sample.logprobs).any() for sample in samples)
+        has_unknown = any(np.isnan(sample.logprobs[~np.isnan(sample.advantages)]).any() for sample in samples)
         return Update(packs, count(samples), [None] * len(packs), has_unknown)
 
     def look_ahead(self, update: Update, tally: Tally) -> Update:
@@ -73,15 +70,15 @@ class PolicyGradient:
         tally.losses.append(0.0)
         faults: list[str] = []
         for pack, before in zip(update.packs, update.before, strict=True):
-            reference = self._reference(pack)
+            reference = self._reference(pack) if update.counts[REFERENCE_KL].tokens else None
             scores = self.runner.run(pack)
             if is_first:
                 tally.add_gap(scores, pack.terms)
             terms = self._terms(pack, scores, update.counts, before, reference)
-            loss = pack_loss(self.algorithm, terms, kl=self.kl)
+            loss = pack_loss(self.algorithm, terms)
             is_bad = ~loss.parts.isfinite()
             if is_bad.any():
-                faults.append(_not_finite("loss", pack.samples[int(terms.policy.samples[is_bad][0])]))
+                faults.append(_not_finite("loss", pack.samples[int(terms.samples[is_bad][0])]))
             loss.loss.backward()  # type: ignore[no-untyped-call]
             tally.add_pack(pack, scores, loss)
             done()
@@ -103,34 +100,42 @@ class PolicyGradient:
                     return _not_finite("gradient", sample)
         return "the gradient of the step is not finite, though each sample's alone is; no weight was changed"
 
-    def _reference(self, pack: Pack) -> Tensor | None:
-        """[N] logprobs of the pack's terms under the model without its adapter; None where there is no KL term."""
-        if self.kl == 0:
-            return None
+    def _reference(self, pack: Pack) -> Tensor:
+        """[N] logprobs of the pack's terms under the reference policy, the model without its adapter."""
         with torch.no_grad(), self.runner.weights.adapter_off():
             return self.runner.run(pack).logprobs[self._tensor(pack.terms.edges)]
 
     def _terms(
-        self, pack: Pack, scores: TokenScores, counts: UpdateCounts, before: Tensor | None, reference: Tensor | None
+        self,
+        pack: Pack,
+        scores: TokenScores,
+        counts: Sequence[UpdateCounts],
+        before: Tensor | None,
+        reference: Tensor | None,
     ) -> LossTerms:
         new = scores.logprobs[self._tensor(pack.terms.edges)]
         before = new.detach() if before is None else before
         engine = self._tensor(pack.terms.logprobs).float()
         cap = self.importance_cap
-        shares = np.array([self.algorithm.share(len(sample.targets), counts) for sample in pack.samples])
         return LossTerms(
-            PolicyTerms(
-                new=new,
-                # the engine's logprobs of what it sampled. The learner's own, where the engine's are not comparable or
-                # importance weights correct for the difference between the two
-                old=torch.where(engine.isnan(), before, engine) if cap is None else before,
-                advantages=self._tensor(pack.terms.advantages).float(),
-                samples=self._tensor(pack.terms.samples),
-            ),
-            shares=self._tensor(shares[pack.terms.samples]).float(),
+            new=new,
+            # the engine's logprobs of what it sampled. The learner's own, where the engine's are not comparable or
+            # importance weights correct for the difference between the two
+            old=torch.where(engine.isnan(), before, engine) if cap is None else before,
+            samples=self._tensor(pack.terms.samples),
+            weights=self._tensor(pack.terms.weights).float(),
+            shares=self._tensor(self._shares(pack.samples, counts)[:, pack.terms.samples]).float(),
             importance=None if cap is None else truncated_weights(before, engine, cap=cap),
             reference=reference,
         )
+
+    def _shares(self, samples: Sequence[Sample], counts: Sequence[UpdateCounts]) -> Floats:
+        """[3, samples] the factor of each token of a sample in the mean of each component; 0: it has none there."""
+        shares = np.zeros((NUM_COMPONENTS, len(samples)))
+        for component, index in np.ndindex(shares.shape):
+            if num_tokens := samples[index].num_in(component):
+                shares[component, index] = self.algorithm.share(num_tokens, counts[component])
+        return shares
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array).to(self.runner.weights.device)

@@ -1,0 +1,65 @@
+"""Token weights: how much each token of a trajectory counts in each component of the loss. Numpy only.
+
+    policy          the advantage, for the algorithm's objective; sampled tokens only
+    cross_entropy   -weight * log p: imitation of any token, a tool's output included
+    reference_kl    weight * KL(policy || reference), estimator k3
+
+A token may be in several components, or in none. Each component is divided by its own counts over the whole optimizer
+step. M tokens of a trajectory: of each turn the prompt tokens that it adds, then the sampled ones.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from art_cli.errors import LearnerError
+from art_cli.trajectory import Trajectory
+
+POLICY, CROSS_ENTROPY, REFERENCE_KL = range(3)
+NUM_COMPONENTS = 3
+
+Floats = npt.NDArray[np.float64]
+Weights = float | Sequence[Sequence[float] | Floats]
+
+
+class Credit(NamedTuple):
+    """The weights of one trajectory's tokens. Example: Credit(policy=0.5, reference_kl=0.01)
+
+    Each component is one weight for all sampled tokens, or a sequence of weights per turn, one for each of its
+    prompt_ids and sampled_ids, NaN where the token is not in the component. None: no token is in it.
+    """
+
+    policy: Weights | None = None
+    cross_entropy: Weights | None = None
+    reference_kl: Weights | None = None
+
+
+def token_weights(trajectory: Trajectory, credit: Credit | float) -> Floats:
+    """[3, M] the weight of each token in each component; NaN: the token is not in it. A number is a policy weight.
+
+    Raises LearnerError: not one weight per token, an infinite one, or a policy weight of a token of a prompt.
+    """
+    credit = credit if isinstance(credit, Credit) else Credit(policy=credit)
+    lengths = [(len(turn.prompt_ids), len(turn.sampled_ids)) for turn in trajectory.turns]
+    is_sampled = np.repeat(np.tile([False, True], len(lengths)), np.array(lengths, dtype=np.int64).ravel())
+    rows = [_row(name, weights, trajectory, is_sampled) for name, weights in credit._asdict().items()]
+    if not np.isnan(rows[POLICY][~is_sampled]).all():
+        raise LearnerError(f"trajectory {trajectory.id}: policy weights for tokens of a prompt, which were not sampled")
+    return np.stack(rows)
+
+
+def _row(name: str, weights: Weights | None, trajectory: Trajectory, is_sampled: npt.NDArray[np.bool_]) -> Floats:
+    """[M] the weights of one component."""
+    row = np.full(len(is_sampled), np.nan)
+    if isinstance(weights, float | int | np.number):
+        row[is_sampled] = weights
+    elif weights is not None:
+        sizes = [len(turn.prompt_ids) + len(turn.sampled_ids) for turn in trajectory.turns]
+        if [len(part) for part in weights] != sizes:
+            raise LearnerError(f"trajectory {trajectory.id}: {name} needs a weight per token of each turn: {sizes}")
+        row = np.concatenate([row[:0], *(np.asarray(part, dtype=np.float64) for part in weights)])
+    if np.isinf(row).any():
+        raise LearnerError(f"trajectory {trajectory.id}: a weight in {name} is infinite")
+    return row
