@@ -263,4 +263,4 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gates, up = ctx.saved_tensors
-        return gate_backward(grad, gates, up, F.silu(gates))
+        return gate_backward(grad.clone(), gates, up, F.silu(gates))

@@ -100,7 +100,7 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Su et al. 2021 (arXiv:2104.09864), equation 34. With halves a, b of each head: a cos - b sin, b cos + a sin.
     """
-    return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
+    return states.roll(states.shape[-1] // 2, -1).mul_(sin).addcmul_(states, cos)
 
 
 def rotate_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -118,6 +118,7 @@ def gate(gates: Tensor, up: Tensor) -> Tensor:
 
 
 def gate_backward(grad: Tensor, gates: Tensor, up: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gates and up. `active`: silu(gates), which is overwritten."""
-    grad_gates: Tensor = torch.ops.aten.silu_backward(grad * up, gates)
-    return grad_gates, active.mul_(grad)
+    """The gradients of gates and up. Overwrites `grad`, and `active`, which is silu(gates)."""
+    grad_up = active.mul_(grad)
+    grad_gates: Tensor = torch.ops.aten.silu_backward(grad.mul_(up), gates)
+    return grad_gates, grad_up
