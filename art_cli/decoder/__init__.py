@@ -8,5 +8,6 @@ maths.py    norm, rotary embedding, gate, a linear layer with its adapter; forwa
 forward.py  the layer around its attention, and a whole model without gradients on it
 merged.py   a whole model without gradients on a merged copy of the weights, for a CPU
 layers.py   the layer as two autograd functions; other models' adapters, norms and gates as one each
+calls.py    which short attentions share a call
 compare.py  how far from the model's own numbers these may be
 """

@@ -8,16 +8,17 @@ A segment stays a block of its own (tree_attention.py) where it is long, and abo
 descendants it would take more memory than it saves time.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from art_cli.decoder.calls import join_calls
 from art_cli.learners.packing import Segments
 
 LONG = 128  # tokens of a segment from which a call of its own is well used
-CALL_COST = 8192  # pairs' worth of time that one more call takes
 
 
 class SegmentBatch(NamedTuple):
@@ -64,10 +65,11 @@ def divide(segments: Segments) -> Division:
         if not is_block[index]:
             above[index] = [] if parent < 0 or is_block[parent] else [*above[parent], *_span(segments, parent)]
             rows.append(_Row(start, end, above[index]))
+    by_size = sorted(rows, key=lambda row: (row.num_queries, row.num_keys))
     blocks = zip(segments.starts, segments.ends, segments.reaches, is_block, strict=True)
     return Division(
         [(start, end, reach) for start, end, reach, is_one in blocks if is_one],
-        [_batch(alike) for alike in _group(rows)],
+        [_batch(alike) for alike in join_calls(by_size, _num_pairs)],
     )
 
 
@@ -75,18 +77,7 @@ def _span(segments: Segments, index: int) -> range:
     return range(segments.starts[index], segments.ends[index])
 
 
-def _group(rows: list[_Row]) -> list[list[_Row]]:
-    """Rows of about the same size together: another call where padding to one size would cost more."""
-    groups: list[list[_Row]] = []
-    for row in sorted(rows, key=lambda row: (row.num_queries, row.num_keys)):
-        if groups and _padded(*groups[-1], row) < _padded(*groups[-1]) + _padded(row) + CALL_COST:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return groups
-
-
-def _padded(*rows: _Row) -> int:
+def _num_pairs(rows: Sequence[_Row]) -> int:
     """The pairs of the rows, padded to the largest."""
     return len(rows) * max(row.num_queries for row in rows) * max(row.num_keys for row in rows)
 

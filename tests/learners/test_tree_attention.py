@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from art_cli.decoder.calls import CALL_COST
 from art_cli.learners.packing import pack_samples
 from art_cli.learners.samples import bare_sample
-from art_cli.learners.segment_batches import CALL_COST, LONG
+from art_cli.learners.segment_batches import LONG
 from art_cli.learners.tree_attention import Tree, attend, masked_attention
 
 KV_HEADS, GROUPS, DIM = 2, 3, 8

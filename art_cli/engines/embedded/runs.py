@@ -6,19 +6,20 @@ make a run whose shared tokens are read once. From one step to the next the same
 runs stay. Short chunks of prompt (a conversation's next turn) make runs of their own, padded to the longest.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from art_cli.engines.embedded.scheduler import Chunk, Ints, StepPlan
+from art_cli.decoder.calls import join_calls
+from art_cli.engines.embedded.scheduler import NEVER, Chunk, Ints, StepPlan
 
 # Measured on a CPU, one core, float32, 2 heads of 32 and of 64: what is read in the time that the choice costs.
 CALL_BYTES = 2**19  # of keys and values: one more call per layer (30 us)
 SHARED_BYTES = 5 * 2**19  # reading shared tokens once and joining two softmaxes (150 us)
 MIN_SHARED = 64  # tokens below which sharing was not looked at
-CHUNK_COST = 8192  # pairs of tokens that one more call for a chunk is worth
-MAX_PAIRS = 2**15  # of a chunk that is joined with others; a longer one gains nothing and skips its future by itself
+MAX_PAIRS = 2**15  # pairs of tokens in the largest chunk that is joined with others; alone, it skips the masked pairs
 
 
 class Run(NamedTuple):
@@ -149,23 +150,16 @@ class ChunkRun(NamedTuple):
 
 
 def plan_chunk_runs(chunks: list[Chunk], device: torch.device) -> list[ChunkRun]:
-    """Chunks (by slot, ascending) in runs. Greedy: one joins while the padding costs less than another call."""
-    groups: list[list[Chunk]] = []
-    for chunk in chunks:
-        if groups and _joins(groups[-1], chunk):
-            groups[-1].append(chunk)
-        else:
-            groups.append([chunk])
+    """Chunks (by slot, ascending) in runs. A long chunk is alone, because it gains nothing by a shared call."""
+    groups = join_calls(chunks, _num_pairs)
     return [_chunk_run(group, device) for group in groups]
 
 
-def _joins(group: list[Chunk], chunk: Chunk) -> bool:
-    if chunk.num * _end(chunk) > MAX_PAIRS or group[0].num * _end(group[0]) > MAX_PAIRS:
-        return False
-    apart = sum(one.num * _end(one) for one in group) + chunk.num * _end(chunk)
-    together = [*group, chunk]
-    area = (chunk.slot + 1 - group[0].slot) * max(one.num for one in together) * max(map(_end, together))
-    return area - apart <= CHUNK_COST * len(group)
+def _num_pairs(group: Sequence[Chunk]) -> int:
+    if len(group) > 1 and any(chunk.num * _end(chunk) > MAX_PAIRS for chunk in group):
+        return NEVER
+    num_slots = group[-1].slot + 1 - group[0].slot
+    return num_slots * max(chunk.num for chunk in group) * max(map(_end, group))
 
 
 def _chunk_run(group: list[Chunk], device: torch.device) -> ChunkRun:
