@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from art_cli.decoder.forward import Decoder
 from art_cli.decoder.merged import BLOCK, MergedDecoder
 from art_cli.engines.embedded.attention import _attend_normed
-from art_cli.engines.embedded.runner import Runner
+from art_cli.engines.embedded.runner import ForwardRunner
 from art_cli.engines.embedded.runs import MAX_PAIRS, MIN_SHARED, Costs, plan_chunk_runs, plan_runs
-from art_cli.engines.embedded.scheduler import Chunk, Scheduler, Sequence
+from art_cli.engines.embedded.scheduler import PromptChunk, Scheduler, TokenSequence
 from art_cli.model import Weights
 from tests.support.tiny import tiny_config, tiny_weights
 
@@ -74,7 +74,7 @@ chunk_lists = st.lists(
 @given(chunk_lists)
 def test_every_chunk_is_in_one_run_at_its_own_positions(rows: list[tuple[int, int, int]]) -> None:
     slots = np.cumsum([distance for distance, _, _ in rows]) - 1
-    chunks = [Chunk(int(slot), start, num, True) for slot, (_, start, num) in zip(slots, rows, strict=True)]
+    chunks = [PromptChunk(int(slot), start, num, True) for slot, (_, start, num) in zip(slots, rows, strict=True)]
     left = list(chunks)
     for run in plan_chunk_runs(chunks, CPU):
         where = torch.stack([run.places // run.width + run.start, run.positions.view(-1)[run.places]], dim=1).tolist()
@@ -89,20 +89,20 @@ def test_every_chunk_is_in_one_run_at_its_own_positions(rows: list[tuple[int, in
 
 def test_short_turns_are_joined_and_long_prompts_are_not() -> None:
     """8 turns of 30 tokens after 100 others; 3 prompts of 250 tokens, each 250 * 250 pairs."""
-    short = [Chunk(slot, 100, 30, True) for slot in range(8)]
-    long = [Chunk(slot, 0, 250, True) for slot in range(8, 11)]
+    short = [PromptChunk(slot, 100, 30, True) for slot in range(8)]
+    long = [PromptChunk(slot, 0, 250, True) for slot in range(8, 11)]
     runs = plan_chunk_runs(short + long, CPU)
     assert [(run.start, run.stop) for run in runs] == [(0, 8), (8, 9), (9, 10), (10, 11)]
     assert MAX_PAIRS < 250 * 250
 
 
-def play(weights: Weights, prompts: list[list[int]], num: int, *, kind: Any = MergedDecoder) -> list[Sequence]:
+def play(weights: Weights, prompts: list[list[int]], num: int, *, kind: Any = MergedDecoder) -> list[TokenSequence]:
     """Greedy replies through scheduler and runner, on layers of that kind; None: the model's own."""
-    runner = Runner(weights)
+    runner = ForwardRunner(weights)
     assert runner.decoder_kind is (MergedDecoder if kind else None)
     runner.decoder_kind = kind
     scheduler = Scheduler(max_slots=24, prefill_tokens=500, max_length=1024, max_tokens=100_000)
-    sequences = [Sequence(np.array(prompt), len(prompt) + num) for prompt in prompts]
+    sequences = [TokenSequence(np.array(prompt), len(prompt) + num) for prompt in prompts]
     for sequence in sequences:
         scheduler.add(sequence)
     while (plan := scheduler.plan()) is not None:
@@ -112,7 +112,7 @@ def play(weights: Weights, prompts: list[list[int]], num: int, *, kind: Any = Me
     return sequences
 
 
-def assert_as_a_full_forward(weights: Weights, sequences: list[Sequence]) -> None:
+def assert_as_a_full_forward(weights: Weights, sequences: list[TokenSequence]) -> None:
     for sequence in sequences:
         ids = torch.tensor([[*sequence.prompt.tolist(), *sequence.sampled.tolist()]])
         with torch.no_grad():
@@ -155,7 +155,7 @@ def test_both_decoders_give_what_the_models_own_layers_give(name: str, kind: Any
 
 def test_rows_of_several_blocks_give_what_a_full_forward_gives() -> None:
     weights, ids = tiny_weights(), [place * 37 % 97 for place in range(2 * BLOCK + 3)]
-    runner = Runner(weights)
+    runner = ForwardRunner(weights)
     assert runner.decoder_kind is MergedDecoder
     with torch.no_grad():
         rows = weights.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
@@ -166,7 +166,7 @@ def test_rows_of_several_blocks_give_what_a_full_forward_gives() -> None:
 def test_large_weights_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = tiny_weights()
     monkeypatch.setattr("art_cli.decoder.merged.MAX_BYTES", 1000)
-    assert Runner(weights).decoder_kind is Decoder
+    assert ForwardRunner(weights).decoder_kind is Decoder
 
 
 def adapted_weights(name: str) -> Weights:
@@ -228,7 +228,7 @@ def wide_weights() -> Weights:
 def test_layers_that_are_right_are_used_however_far_rounding_moves_the_model(caplog: pytest.LogCaptureFixture) -> None:
     """Sharp attention: the gap is 40 times the 1e-4 that others keep to, and one of the model to itself, rounded."""
     for weights in (sharp_weights(), wide_weights()):
-        runner = Runner(weights)
+        runner = ForwardRunner(weights)
         assert runner.decoder_kind is MergedDecoder and runner._is_right(Decoder)
     assert "differs" not in caplog.text
 
@@ -260,7 +260,7 @@ def damage_layer(model: Any) -> None:
 @pytest.mark.parametrize("make", [tiny_weights, sharp_weights, wide_weights])
 def test_layers_with_a_mistake_are_not_used(make: Callable[[], Weights], damage: Callable[[Any], None]) -> None:
     weights = make()
-    runner = Runner(weights)
+    runner = ForwardRunner(weights)
     Damaged.source = copy.deepcopy(weights.model.get_base_model())
     assert runner._is_right(Damaged)
     damage(Damaged.source)
@@ -270,7 +270,7 @@ def test_layers_with_a_mistake_are_not_used(make: Callable[[], Weights], damage:
 def test_new_adapter_tensors_are_used_at_the_next_version() -> None:
     """Parameters are replaced, not written into: the views taken before must not stay."""
     weights = adapted_weights("Qwen3")
-    runner = Runner(weights)
+    runner = ForwardRunner(weights)
     probe = list(range(30))
     before = runner.score(probe)
     for name, parameter in weights.model.named_parameters():
@@ -291,7 +291,7 @@ def test_below_float32_fused_layers_round_as_the_model_does() -> None:
         if "lora_" not in name:
             parameter.data = parameter.data.to(torch.bfloat16)
     weights = Weights(weights.model, None, CPU, torch.bfloat16, 1024, "bf16", has_adapter=True)
-    runner, probe = Runner(weights), list(range(60))
+    runner, probe = ForwardRunner(weights), list(range(60))
     assert runner.decoder_kind is Decoder
     with torch.no_grad():
         rows = weights.model(torch.tensor([probe])).logits[0, :-1].float().log_softmax(-1)

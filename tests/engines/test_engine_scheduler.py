@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art_cli.engines.embedded.scheduler import Scheduler, Sequence, StepPlan
+from art_cli.engines.embedded.scheduler import Scheduler, StepPlan, TokenSequence
 
 VOCAB = 50
 MAX_LENGTH = 200
@@ -81,7 +81,7 @@ def make(max_slots: int = 4, prefill_tokens: int = 64, max_tokens: int = 10_000)
     return Scheduler(max_slots=max_slots, prefill_tokens=prefill_tokens, max_length=MAX_LENGTH, max_tokens=max_tokens)
 
 
-def step(scheduler: Scheduler, runner: FakeRunner) -> list[Sequence]:
+def step(scheduler: Scheduler, runner: FakeRunner) -> list[TokenSequence]:
     plan = scheduler.plan()
     if plan is None:
         return []
@@ -98,8 +98,8 @@ def drain(scheduler: Scheduler, runner: FakeRunner, most: int = 5000) -> None:
     raise AssertionError("the scheduler does not come to an end")
 
 
-def sequence(prompt: list[int], num: int) -> Sequence:
-    return Sequence(np.array(prompt, np.int64), len(prompt) + num)
+def sequence(prompt: list[int], num: int) -> TokenSequence:
+    return TokenSequence(np.array(prompt, np.int64), len(prompt) + num)
 
 
 prompts = st.builds(
@@ -129,7 +129,7 @@ class Play:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler, self.runner = scheduler, FakeRunner()
-        self.sequences: list[Sequence] = []
+        self.sequences: list[TokenSequence] = []
         self.dropped: set[int] = set()
         self.straddling: set[int] = set()  # ran under two versions of the weights
 
@@ -149,7 +149,7 @@ class Play:
         elif self.sequences:
             self.do_with(self.sequences[first % len(self.sequences)], action, second)
 
-    def do_with(self, chosen: Sequence, action: str, number: int) -> None:
+    def do_with(self, chosen: TokenSequence, action: str, number: int) -> None:
         if action == "next turn":
             self.add([*chosen.prompt.tolist(), *chosen.sampled.tolist(), 1, 2, 3], number)
         elif action == "cancel":
@@ -362,7 +362,7 @@ def test_first_come_first_served() -> None:
     queue = [sequence([stem] * 5, 3) for stem in range(6)]
     for one in queue:
         scheduler.add(one)
-    ended: list[Sequence] = []
+    ended: list[TokenSequence] = []
     while not scheduler.is_idle:
         ended += step(scheduler, runner)
     assert ended == queue

@@ -16,7 +16,7 @@ import transformers
 from art_cli import model
 from art_cli.config.checks import conflicts
 from art_cli.config.schema import GrpoConfig, RunConfig
-from art_cli.engines.embedded.runner import Runner
+from art_cli.engines.embedded.runner import ForwardRunner
 from art_cli.errors import EngineError, LearnerError
 from art_cli.learners import load_policy, make_learner, unsloth
 from art_cli.learners.torch_learner import TorchLearner
@@ -209,7 +209,7 @@ def test_the_embedded_engine_refuses_attention_it_cannot_steer(
     run = config()
     weights = load_policy(run, run.model.base)
     with pytest.raises(EngineError, match=r"unsloth.models.qwen3 .* engine=vllm, or learner=torch"):
-        Runner(weights)
+        ForwardRunner(weights)
 
 
 def test_the_embedded_engine_runs_what_kept_its_attention(
@@ -219,7 +219,7 @@ def test_the_embedded_engine_runs_what_kept_its_attention(
     run = config()
     weights = load_policy(run, run.model.base)
     ids = list(range(2, 30))
-    assert Runner(weights).score(ids) == pytest.approx(model.token_logprobs(weights, ids), abs=1e-4)
+    assert ForwardRunner(weights).score(ids) == pytest.approx(model.token_logprobs(weights, ids), abs=1e-4)
 
 
 # --- the real one -----------------------------------------------------------------------------------------------------

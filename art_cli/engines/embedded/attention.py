@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from art_cli.engines.embedded.cache import SlotCache
 from art_cli.engines.embedded.runs import ChunkRun, Run, plan_chunk_runs
-from art_cli.engines.embedded.scheduler import Chunk, StepPlan
+from art_cli.engines.embedded.scheduler import PromptChunk, StepPlan
 from art_cli.errors import EngineError
 
 Tensor = torch.Tensor
@@ -192,7 +192,7 @@ def _rows(run: Run, out: Tensor, heads: int) -> Tensor:
 
 
 def _attend_chunk(
-    chunk: Chunk, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
+    chunk: PromptChunk, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
     """[num, heads, head_dim] for queries of that shape."""
     slot, end = slice(chunk.slot, chunk.slot + 1), chunk.start + chunk.num

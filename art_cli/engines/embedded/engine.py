@@ -1,9 +1,9 @@
-"""EmbeddedEngine: samples from the policy in this process. This is its asyncio side; worker.py's thread runs the model.
+"""EmbeddedEngine: samples from the policy in this process. This is its asyncio side; engine_thread.py runs the model.
 
-    Request -> messages.render -> Answers -> the worker's thread samples -> Pieces -> text, messages -> Reply or Chunks
+    Request -> messages.render -> Generations -> the thread samples -> Pieces -> text, messages -> Reply or Chunks
 
 It answers requests (`backend` is the engine itself) and serves no port. With `shares_weights` a learner in this process
-updates the very weights it samples from, and `load` only marks the step; otherwise `load` reads the checkpoint.
+updates the same weights that it samples from, so `load` only records the step. Otherwise `load` reads the checkpoint.
 """
 
 import asyncio
@@ -29,23 +29,23 @@ from art_cli.chat.requests import Request
 from art_cli.config.schema import EmbeddedEngineConfig
 from art_cli.engines import Endpoint, EngineSetup
 from art_cli.engines.embedded import messages, sampling
+from art_cli.engines.embedded.engine_thread import EngineThread, Generation, Piece
 from art_cli.engines.embedded.grammars import GrammarError, Grammars
 from art_cli.engines.embedded.messages import Prompt
-from art_cli.engines.embedded.runner import Runner
-from art_cli.engines.embedded.scheduler import Scheduler, Sequence
+from art_cli.engines.embedded.runner import ForwardRunner
+from art_cli.engines.embedded.scheduler import Scheduler, TokenSequence
 from art_cli.engines.embedded.text import Detokenizer, StopWatch, Vocabulary
-from art_cli.engines.embedded.worker import Answer, Piece, Worker
 from art_cli.errors import EngineError
 from art_cli.model import Weights
 
 Json = dict[str, Any]
 Result = TypeVar("Result")
 
-LOCK_DEADLINE_S = 600.0  # for the weights: as long as a learner's longest step may hold them
+LOCK_DEADLINE_S = 600.0  # longest wait for the weights; a learner holds them for a whole step
 REPLY_DEADLINE_S = 3600.0
 CLOSE_DEADLINE_S = 60.0
 WATCH_EVERY_S = 1.0
-CONTEXT_TOKENS = 8  # of the prompt that the text of the first sampled tokens may depend on
+CONTEXT_TOKENS = 8  # number of the prompt's last tokens that the text of the first sampled tokens may depend on
 
 
 class EmbeddedEngine:
@@ -66,8 +66,8 @@ class EmbeddedEngine:
         vocab, stop_ids = weights.model.config.vocab_size, _stop_ids(weights)
         self._grammars = Grammars(weights.tokenizer, vocab=vocab, stop_ids=stop_ids)
         self._reader = RequestReader()
-        self._worker: Worker | None = None
-        self._runner: Runner | None = None
+        self._thread: EngineThread | None = None
+        self._runner: ForwardRunner | None = None
         self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()
 
     @classmethod
@@ -83,38 +83,38 @@ class EmbeddedEngine:
 
     async def start(self) -> None:
         """Raises EngineError: a model that cannot run here."""
-        assert self._worker is None, "started twice"
-        self._runner = Runner(self._weights)
+        assert self._thread is None, "started twice"
+        self._runner = ForwardRunner(self._weights)
         scheduler = Scheduler(
             max_slots=self._config.max_batch,
             prefill_tokens=self._config.prefill_tokens,
             max_length=self._weights.max_length,
             max_tokens=self._runner.token_budget(),
         )
-        self._worker = Worker(
+        self._thread = EngineThread(
             self._runner,
             scheduler,
             stop_ids=_stop_ids(self._weights),
             vocab=self._weights.model.config.vocab_size,
             step=self.endpoint.step,
         )
-        self._worker.start()
-        threads.let_pool_go()  # the runner has tried the model here
+        self._thread.start()
+        threads.let_pool_go()  # the runner's check of the model used this thread's pool
 
     async def load(self, checkpoint: Path, step: int) -> None:
-        """Raises CheckpointError: what is there does not fit; EngineError: the weights are held for too long."""
-        worker = self._running_worker()
+        """Raises CheckpointError: the checkpoint does not fit; EngineError: the weights are held for too long."""
+        thread = self._running_thread()
 
         def load() -> None:
             if not self._shares_weights:
                 model.load_checkpoint(self._weights, checkpoint)
-            worker.set_step(step)
+            thread.set_step(step)
 
         await self._with_weights(load)
         self.endpoint = msgspec.structs.replace(self.endpoint, step=step)
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        self._running_worker()
+        self._running_thread()
         assert self._runner is not None
         return await self._with_weights(partial(self._runner.score, token_ids))
 
@@ -122,20 +122,20 @@ class EmbeddedEngine:
         return self._weights.max_length * self._vocabulary.longest
 
     async def sleep(self) -> None:
-        """Keys and values go; the weights are the learner's. What is being sampled goes on from its tokens later."""
-        await self._with_weights(self._running_worker().let_go)
+        """Frees keys and values; the weights stay, because the learner holds them. Running generations go on later."""
+        await self._with_weights(self._running_thread().let_go)
 
     async def wake(self) -> None:
-        """It samples as soon as there is something to."""
+        """Nothing to do: sampling starts with the next request."""
 
     async def watch(self) -> NoReturn:
         while True:
-            self._running_worker()
+            self._running_thread()
             await asyncio.sleep(WATCH_EVERY_S)
 
     async def close(self) -> None:
         self._grammars.close()
-        if self._worker is not None and not await asyncio.to_thread(self._worker.close, CLOSE_DEADLINE_S):
+        if self._thread is not None and not await asyncio.to_thread(self._thread.close, CLOSE_DEADLINE_S):
             raise EngineError(f"the embedded engine's thread did not end within {CLOSE_DEADLINE_S:.0f} s")
 
     async def _with_weights(self, work: Callable[[], Result]) -> Result:
@@ -149,11 +149,11 @@ class EmbeddedEngine:
 
         return await threads.compute(locked)
 
-    def _running_worker(self) -> Worker:
-        if self._worker is None:
+    def _running_thread(self) -> EngineThread:
+        if self._thread is None:
             raise EngineError("the embedded engine was not started")
-        self._worker.check()
-        return self._worker
+        self._thread.check()
+        return self._thread
 
     # --- Backend ------------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class EmbeddedEngine:
         job = await self._job(request)
         with self._submitted(job):
             async with _deadline():
-                pieces = [await job.next() for _ in job.answers]
+                pieces = [await job.next() for _ in job.generations]
         pieces.sort(key=lambda taken: taken.choice)
         return Reply(
             id=job.id,
@@ -178,7 +178,7 @@ class EmbeddedEngine:
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
         job = await self._job(request, is_stream=True)
-        writers = [_ChoiceWriter(self._vocabulary, job, index) for index in range(len(job.answers))]
+        writers = [_ChoiceWriter(self._vocabulary, job, index) for index in range(len(job.generations))]
         open_choices, is_first = len(writers), True
         with self._submitted(job):
             while open_choices:
@@ -205,23 +205,23 @@ class EmbeddedEngine:
         job = _Job(request, prompt, self._weights, self._vocabulary, mailbox, is_stream)
         if prompt.format is not None:
             matcher = await self._grammars.compile(prompt.format)
-            for answer in job.answers:
-                answer.matcher = matcher.deep_copy()
+            for generation in job.generations:
+                generation.matcher = matcher.deep_copy()
         return job
 
     @contextlib.contextmanager
     def _submitted(self, job: "_Job") -> Iterator[None]:
-        """The job's answers are sampled inside; whoever leaves early takes them along."""
+        """The job's generations are sampled inside. Leaving early cancels those that have not ended."""
         try:
-            worker = self._running_worker()
-            worker.add(job.answers)
+            thread = self._running_thread()
+            thread.add(job.generations)
         except EngineError as error:
             raise ChatError(500, str(error)) from error
         try:
             yield
         finally:
             if job.num_open:
-                worker.cancel(job.answers)
+                thread.cancel(job.generations)
 
     def _whole_choice(self, job: "_Job", index: int, piece: Piece) -> Choice:
         writer = _ChoiceWriter(self._vocabulary, job, index)
@@ -232,20 +232,20 @@ class EmbeddedEngine:
 
 
 class _Mailbox:
-    """Passes the pieces of one step on to an event loop, all at once. In a closed loop nobody waits for them."""
+    """Passes the pieces of one step to an event loop in one call. It drops them when the loop is closed."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)
 
-    def __call__(self, pieces: list[tuple[Answer, Piece]]) -> None:
+    def __call__(self, pieces: list[tuple[Generation, Piece]]) -> None:
         with contextlib.suppress(RuntimeError):
             if (loop := self._loop()) is not None:
                 loop.call_soon_threadsafe(self._hand_out, pieces)
 
     @staticmethod
-    def _hand_out(pieces: list[tuple[Answer, Piece]]) -> None:
-        for answer, piece in pieces:
-            answer.owner.put(answer, piece)
+    def _hand_out(pieces: list[tuple[Generation, Piece]]) -> None:
+        for generation, piece in pieces:
+            generation.owner.put(generation, piece)
 
 
 class Taken(NamedTuple):
@@ -254,7 +254,7 @@ class Taken(NamedTuple):
 
 
 class _Job:
-    """One request being answered: its answers, and the pieces that have come and were not taken yet."""
+    """One request being answered: its generations, and the pieces that have come and were not taken yet."""
 
     def __init__(
         self,
@@ -274,18 +274,18 @@ class _Job:
         self._pieces: asyncio.Queue[Taken] = asyncio.Queue()
         ids = np.array(prompt.ids, np.int64)
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64)
-        self.answers = [
-            self._answer(ids, limit, sampling.seed_of(seed, index), vocabulary, mailbox, is_stream)
+        self.generations = [
+            self._generation(ids, limit, sampling.seed_of(seed, index), vocabulary, mailbox, is_stream)
             for index in range(request.sampling.n)
         ]
-        self._index = {id(answer): index for index, answer in enumerate(self.answers)}
+        self._index = {id(generation): index for index, generation in enumerate(self.generations)}
 
-    def _answer(
+    def _generation(
         self, ids: Any, limit: int, seed: int, vocabulary: Vocabulary, mailbox: _Mailbox, is_stream: bool
-    ) -> Answer:
+    ) -> Generation:
         knobs = self.request.sampling
-        answer = Answer(
-            sequence=Sequence(ids, limit),
+        generation = Generation(
+            sequence=TokenSequence(ids, limit),
             temperature=knobs.temperature,
             top_p=knobs.top_p,
             top_k=knobs.top_k,
@@ -297,18 +297,18 @@ class _Job:
             stops=knobs.stop,
             text=Detokenizer(vocabulary, self.context) if knobs.stop else None,
         )
-        answer.sequence.payload = answer
-        return answer
+        generation.sequence.payload = generation
+        return generation
 
     @property
     def context(self) -> list[int]:
         return self.prompt.ids[-CONTEXT_TOKENS:]
 
-    def put(self, answer: Answer, piece: Piece) -> None:
-        self._pieces.put_nowait(Taken(self._index[id(answer)], piece))
+    def put(self, generation: Generation, piece: Piece) -> None:
+        self._pieces.put_nowait(Taken(self._index[id(generation)], piece))
 
     async def next(self) -> Taken:
-        """The next piece of any choice. Raises ChatError 500: the engine failed."""
+        """The next piece of any choice. Raises ChatError 400: its grammar failed; 500: the engine failed."""
         taken = await self._pieces.get()
         if isinstance(taken.piece.failure, GrammarError):
             assert self.prompt.format is not None
@@ -339,7 +339,7 @@ class _ChoiceWriter:
         return self._parser.message if self._parser else None
 
     def write(self, piece: Piece) -> Choice:
-        """The choice of a chunk: what is new, as text and as an OpenAI delta."""
+        """The choice of a chunk: the new text, and the same as an OpenAI delta."""
         is_last = piece.finish_reason is not None
         text = self._stops.push(self._detokenizer.push(piece.ids))
         if is_last:
@@ -388,7 +388,7 @@ def _merge(deltas: list[Json]) -> Json:
 
 
 def _limit(request: Request, prompt: Prompt, weights: Weights) -> int:
-    """Tokens, prompt included, at which an answer ends. Raises ChatError 400: it does not fit the context."""
+    """Number of tokens, prompt included, at which a generation ends. Raises ChatError 400: more than the context."""
     num_prompt, most = len(prompt.ids), weights.max_length
     if num_prompt == 0:
         raise invalid("prompt: it has no tokens", "prompt")
@@ -402,7 +402,7 @@ def _limit(request: Request, prompt: Prompt, weights: Weights) -> int:
 
 
 def _stop_ids(weights: Weights) -> list[int]:
-    """The tokens that end a reply: those of the generation configuration, the model's and the tokenizer's."""
+    """The tokens that end a reply, by the generation configuration, the model's configuration and the tokenizer."""
     found: set[int] = set()
     for owner in (getattr(weights.model, "generation_config", None), weights.model.config, weights.tokenizer):
         ids = getattr(owner, "eos_token_id", None)

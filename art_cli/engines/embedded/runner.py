@@ -25,7 +25,7 @@ from art_cli.engines.embedded import attention
 from art_cli.engines.embedded.attention import Layout
 from art_cli.engines.embedded.cache import SlotCache
 from art_cli.engines.embedded.runs import Costs, RunPlanner
-from art_cli.engines.embedded.scheduler import Chunk, Shape, StepPlan
+from art_cli.engines.embedded.scheduler import PromptChunk, Shape, StepPlan
 from art_cli.errors import EngineError
 from art_cli.model import Weights, count_parameters
 
@@ -39,7 +39,7 @@ SCORE_ROWS = 512  # rows of logits turned into logprobs at a time
 PROBE = 12  # tokens on which the fused layers are compared with the model's own
 
 
-class Runner:
+class ForwardRunner:
     """The model with its slots. Raises EngineError: a model whose layers cannot keep their past in slots."""
 
     def __init__(self, weights: Weights) -> None:
@@ -159,7 +159,7 @@ class Runner:
             copies=[],
             decodes=none,
             shared=none,
-            chunks=[Chunk(0, 0, len(tokens), True)],
+            chunks=[PromptChunk(0, 0, len(tokens), True)],
             tokens_T=tokens,
             slots_T=np.zeros_like(places),
             positions_T=places,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from art_cli.decoder.calls import join_calls
-from art_cli.engines.embedded.scheduler import NEVER, Chunk, Ints, StepPlan
+from art_cli.engines.embedded.scheduler import NEVER, Ints, PromptChunk, StepPlan
 
 # Measured on a CPU, one core, float32, 2 heads of 32 and of 64: what is read in the time that the choice costs.
 CALL_BYTES = 2**19  # of keys and values: one more call per layer (30 us)
@@ -144,25 +144,25 @@ class ChunkRun(NamedTuple):
     stop: int
     width: int
     length: int  # tokens of the longest, its past included
-    chunk: Chunk | None  # the one it consists of, if it is only one
+    chunk: PromptChunk | None  # the one it consists of, if it is only one
     places: torch.Tensor  # [num] where the tokens are among the (stop - start) * width
     positions: torch.Tensor  # [stop - start, width] positions of the tokens; 0 where there is none
 
 
-def plan_chunk_runs(chunks: list[Chunk], device: torch.device) -> list[ChunkRun]:
+def plan_chunk_runs(chunks: list[PromptChunk], device: torch.device) -> list[ChunkRun]:
     """Chunks (by slot, ascending) in runs. A long chunk is alone, because it gains nothing by a shared call."""
     groups = join_calls(chunks, _num_pairs)
     return [_chunk_run(group, device) for group in groups]
 
 
-def _num_pairs(group: Sequence[Chunk]) -> int:
+def _num_pairs(group: Sequence[PromptChunk]) -> int:
     if len(group) > 1 and any(chunk.num * _end(chunk) > MAX_PAIRS for chunk in group):
         return NEVER
     num_slots = group[-1].slot + 1 - group[0].slot
     return num_slots * max(chunk.num for chunk in group) * max(map(_end, group))
 
 
-def _chunk_run(group: list[Chunk], device: torch.device) -> ChunkRun:
+def _chunk_run(group: list[PromptChunk], device: torch.device) -> ChunkRun:
     start, stop, width = group[0].slot, group[-1].slot + 1, max(chunk.num for chunk in group)
     positions = np.zeros((stop - start, width), np.int64)
     places = [(chunk.slot - start) * width + np.arange(chunk.num) for chunk in group]
@@ -180,5 +180,5 @@ def _chunk_run(group: list[Chunk], device: torch.device) -> ChunkRun:
     )
 
 
-def _end(chunk: Chunk) -> int:
+def _end(chunk: PromptChunk) -> int:
     return chunk.start + chunk.num

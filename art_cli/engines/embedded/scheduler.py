@@ -33,10 +33,10 @@ NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(eq=False)
-class Sequence:
+class TokenSequence:
     """One answer in the making. The scheduler fills everything below `limit`.
 
-    Example: Sequence(prompt=np.array([1, 2, 3]), limit=3 + 64, payload=request)
+    Example: TokenSequence(prompt=np.array([1, 2, 3]), limit=3 + 64, payload=request)
     """
 
     prompt: Ints  # [P]
@@ -65,7 +65,7 @@ class Copy(NamedTuple):
     length: int
 
 
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """Tokens `start` to `start + num` of a slot's sequence; with `is_last` the token after them is sampled."""
 
     slot: int
@@ -84,14 +84,14 @@ class StepPlan(NamedTuple):
     copies: list[Copy]
     decodes: Ints  # [n] slots; the very same array as in the last step while the same slots decode
     shared: Ints  # [n] tokens that a decoding slot begins with as the one before it does; 0 for the first
-    chunks: list[Chunk]
+    chunks: list[PromptChunk]
     tokens_T: Ints
     slots_T: Ints
     positions_T: Ints
     rows: Ints  # [R]
     slots: Ints  # [R] their slots
     num_sampled: Ints  # [R] tokens sampled there before
-    placed: list[Sequence]  # those that got a slot in this plan
+    placed: list[TokenSequence]  # those that got a slot in this plan
 
 
 class Scheduler:
@@ -101,13 +101,13 @@ class Scheduler:
         """`max_tokens` bounds slots times length: what the cache may hold. One sequence of `max_length` always fits."""
         self.max_slots, self.prefill_tokens, self.max_length = max_slots, prefill_tokens, max_length
         self.max_tokens = max(max_tokens, _round_up(max_length, MIN_LENGTH))
-        self.waiting: deque[Sequence] = deque()
-        self.running: dict[int, Sequence] = {}  # by slot, in the order of admission
+        self.waiting: deque[TokenSequence] = deque()
+        self.running: dict[int, TokenSequence] = {}  # by slot, in the order of admission
         self.shape = Shape(0, 0)
         self.num_preempted = 0
         self._parked: dict[int, tuple[int, int]] = {}  # slot -> (slot it will copy from, tokens)
         self._copies: list[Copy] = []  # of the plan being made
-        self._placed: list[Sequence] = []
+        self._placed: list[TokenSequence] = []
         self._clock = 0
         self._computed = np.zeros(max_slots, np.int64)
         self._length = np.zeros(max_slots, np.int64)
@@ -122,18 +122,18 @@ class Scheduler:
 
     # --- what the caller asks -----------------------------------------------------------------------------------------
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: TokenSequence) -> None:
         assert 0 < len(sequence.prompt) < sequence.limit <= self.max_length, (len(sequence.prompt), sequence.limit)
         self.waiting.append(sequence)
 
-    def cancel(self, sequence: Sequence) -> None:
+    def cancel(self, sequence: TokenSequence) -> None:
         """The sequence is gone and its slot free; nothing where it has ended already."""
         if sequence.slot >= 0:
             self._release(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def finish(self, sequence: Sequence, reason: str) -> None:
+    def finish(self, sequence: TokenSequence, reason: str) -> None:
         """Ends a running sequence for a reason the caller found (a stop string)."""
         self._release(sequence)
         sequence.finish_reason = reason
@@ -149,12 +149,12 @@ class Scheduler:
     def is_idle(self) -> bool:
         return not self.running and not self.waiting
 
-    def num_sampled(self, sequence: Sequence) -> int:
+    def num_sampled(self, sequence: TokenSequence) -> int:
         if sequence.slot < 0:
             return len(sequence.sampled)
         return int(self._length[sequence.slot]) - len(sequence.prompt)
 
-    def sampled_since(self, sequence: Sequence, start: int) -> tuple[Ints, Floats, Floats]:
+    def sampled_since(self, sequence: TokenSequence, start: int) -> tuple[Ints, Floats, Floats]:
         """Token ids, logprobs and raw logprobs from the `start`-th sampled token of a running or ended sequence on."""
         if sequence.slot < 0:
             return sequence.sampled[start:], sequence.logprobs[start:], sequence.raw_logprobs[start:]
@@ -178,7 +178,9 @@ class Scheduler:
             return self._assemble(slots, [])
         return self._assemble(slots[is_decoding], self._chunks())
 
-    def commit(self, plan: StepPlan, ids: Ints, logprobs: Floats, raw_logprobs: Floats, stops: Bools) -> list[Sequence]:
+    def commit(
+        self, plan: StepPlan, ids: Ints, logprobs: Floats, raw_logprobs: Floats, stops: Bools
+    ) -> list[TokenSequence]:
         """Takes in what was sampled after `plan.rows`; the sequences that ended with it, their results filled in."""
         self._clock += 1
         self._computed[plan.decodes] += 1
@@ -202,7 +204,7 @@ class Scheduler:
             self._order = np.array(sorted(slot for slot in self.running if slot not in self._parked), np.int64)
         return self._order
 
-    def _chunks(self) -> list[Chunk]:
+    def _chunks(self) -> list[PromptChunk]:
         """Pending prompt tokens, first come first served, at most `prefill_tokens` of them; by slot, ascending."""
         chunks, left = [], self.prefill_tokens
         for slot in self.running:
@@ -210,13 +212,13 @@ class Scheduler:
             if pending <= 1 or slot in self._parked:
                 continue
             num = min(pending, left)
-            chunks.append(Chunk(slot, int(self._computed[slot]), num, num == pending))
+            chunks.append(PromptChunk(slot, int(self._computed[slot]), num, num == pending))
             left -= num
             if left == 0:
                 break
         return sorted(chunks)
 
-    def _assemble(self, decodes: Ints, chunks: list[Chunk]) -> StepPlan:
+    def _assemble(self, decodes: Ints, chunks: list[PromptChunk]) -> StepPlan:
         positions = self._computed[decodes]
         tokens = self._tokens[decodes, positions]
         rows, sampled = np.arange(len(decodes)), decodes
@@ -269,7 +271,7 @@ class Scheduler:
         while self.waiting and self._place(self.waiting[0]):
             self.waiting.popleft()
 
-    def _place(self, sequence: Sequence) -> bool:
+    def _place(self, sequence: TokenSequence) -> bool:
         """Gives the sequence a slot, and the keys and values that are there already; False when it has to wait."""
         tokens = np.concatenate([sequence.prompt, sequence.sampled])
         if not self._reserve(len(tokens) + 1):
@@ -329,7 +331,7 @@ class Scheduler:
         slot = int(is_empty.argmax())
         return slot if is_empty[slot] else None
 
-    def _occupy(self, slot: int, sequence: Sequence, tokens: Ints, *, computed: int) -> None:
+    def _occupy(self, slot: int, sequence: TokenSequence, tokens: Ints, *, computed: int) -> None:
         self._tokens[slot, : len(tokens)] = tokens
         if num := len(sequence.sampled):
             self._logprobs[slot, len(tokens) - num : len(tokens)] = sequence.logprobs
@@ -366,7 +368,7 @@ class Scheduler:
 
     # --- slots and room -----------------------------------------------------------------------------------------------
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: TokenSequence) -> None:
         """The slot is idle and keeps what was computed; the sequence carries away its tokens."""
         slot = sequence.slot
         sampled, logprobs, raw_logprobs = self.sampled_since(sequence, 0)
@@ -400,7 +402,7 @@ class Scheduler:
             self._preempt(self.running[slot])
         self._set_shape(Shape(min(self.shape.slots, self._num_slots(length)), length))
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: TokenSequence) -> None:
         self._release(sequence)
         self.waiting.appendleft(sequence)
         self.num_preempted += 1

@@ -1,11 +1,11 @@
-"""The thread that runs the model: takes answers in, samples all of them together, hands out what they gained.
+"""EngineThread: runs the model, samples all generations together, and hands out the tokens that each one gained.
 
-Commands (add, cancel) come in through a queue and are taken between steps; pieces go out to mailboxes, once a step to
-each, which are called in this thread and must only pass them on. When a step fails, every answer gets the failure, the
-thread ends, and whatever is asked afterwards raises EngineError.
+Commands (add, cancel) come through a queue, and the thread takes them between steps. Pieces go to mailboxes, one call
+per step and mailbox. A mailbox is called in this thread, so it must only pass the pieces on. When a step fails, every
+generation gets the failure, the thread ends, and later calls raise EngineError.
 
-Each step holds `weights.lock` while it plans and runs the model. Weights that changed since the last step make
-everything computed stale: caches are dropped, and running answers go on from their tokens under the new weights.
+Each step holds `weights.lock` while it plans and runs the model. When the weights have changed since the last step,
+everything computed is stale: caches are dropped, and running generations go on from their tokens under the new weights.
 """
 
 import contextlib
@@ -23,10 +23,9 @@ import torch
 from art_cli import threads
 from art_cli.engines.embedded import sampling
 from art_cli.engines.embedded.grammars import GrammarError, Masks, reason
-from art_cli.engines.embedded.runner import Runner
+from art_cli.engines.embedded.runner import ForwardRunner
 from art_cli.engines.embedded.sampling import Allowed, Drawn, Knobs
-from art_cli.engines.embedded.scheduler import Scheduler, StepPlan
-from art_cli.engines.embedded.scheduler import Sequence as Slotted
+from art_cli.engines.embedded.scheduler import Scheduler, StepPlan, TokenSequence
 from art_cli.engines.embedded.text import Detokenizer
 from art_cli.errors import EngineError
 
@@ -39,55 +38,57 @@ Top = list[list[tuple[int, float]]]
 
 
 class Piece(NamedTuple):
-    """What an answer gained. L new tokens."""
+    """What a generation gained: L new tokens."""
 
     ids: list[int]
     logprobs: list[float]
     raw_logprobs: list[float]
-    top: Top | None  # [L][k] token ids and raw logprobs; None: not asked for
+    top: Top | None  # [L][k] token ids and raw logprobs; None: the client did not ask for them
     step: int
-    finish_reason: str | None = None  # None: goes on
+    finish_reason: str | None = None  # None: the generation goes on
     failure: EngineError | None = None
 
 
 @dataclass(eq=False)
-class Answer:
-    """One answer to sample: what is asked and who is told."""
+class Generation:
+    """One choice of a request while it is sampled: its sampling settings, and the mailbox of its pieces."""
 
-    sequence: Slotted
+    sequence: TokenSequence
     temperature: float
     top_p: float
     top_k: int
     seed: int  # in [0, 2**64)
-    owner: Any  # the caller's own
+    owner: Any  # the caller's object; the thread does not read it
     mailbox: "Mailbox"
-    is_stream: bool = False  # a piece for every token; otherwise one at the end
+    is_stream: bool = False  # True: a piece for every token; False: one piece at the end
     num_top: int = 0
     stops: tuple[str, ...] = ()
-    text: Detokenizer | None = None  # where stop strings have to be found
-    matcher: "LLMatcher | None" = None  # what holds it to a format, at what was sampled so far
-    step: int | None = None  # the policy's step that sampled its first token
+    text: Detokenizer | None = None  # the sampled text, in which stop strings are looked for; None: there are none
+    matcher: "LLMatcher | None" = None  # the grammar that it must follow, advanced by every sampled token
+    step: int | None = None  # step of the policy that sampled its first token
     num_delivered: int = 0
-    seen: str = ""  # end of the text so far, as long as a stop string may reach back into it
+    seen: str = ""  # end of the text so far, as many characters as the longest stop string has
     top: Top = field(default_factory=list)
 
 
-Mailbox = Callable[[list[tuple[Answer, Piece]]], None]
+Mailbox = Callable[[list[tuple[Generation, Piece]]], None]
 
 
-class Worker:
-    """Owns the scheduler; the runner is used by this thread alone once `start` was called."""
+class EngineThread:
+    """Owns the scheduler. After `start` no other thread may use the runner without the weights' lock."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, *, stop_ids: Sequence[int], vocab: int, step: int) -> None:
+    def __init__(
+        self, runner: ForwardRunner, scheduler: Scheduler, *, stop_ids: Sequence[int], vocab: int, step: int
+    ) -> None:
         self.step = step
         self._runner, self._scheduler = runner, scheduler
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._version = runner.weights.version
         self._is_stale = False
         self._is_closing = False
-        self._out: dict[Mailbox, list[tuple[Answer, Piece]]] = {}  # pieces of this step
+        self._out: dict[Mailbox, list[tuple[Generation, Piece]]] = {}  # pieces of this step
         self._ended: EngineError | None = None  # why the thread takes no more commands
-        self._gate = threading.Lock()  # between a command that comes and a thread that ends
+        self._gate = threading.Lock()  # no command is added after the thread has decided to end
         self._stop_table = np.zeros(vocab, np.bool_)
         self._stop_table[[id for id in stop_ids if id < vocab]] = True
         size = scheduler.max_slots
@@ -96,9 +97,9 @@ class Worker:
         self._top_k = np.zeros(size, np.int64)
         self._seeds = np.zeros(size, np.uint64)
         self._num_top = np.zeros(size, np.int64)
-        self._is_held = np.zeros(size, np.bool_)  # to a format
-        self._masks: Masks | None = None  # made when the first one is
-        self._is_watched = np.zeros(size, np.bool_)  # streams, or has stop strings
+        self._is_held = np.zeros(size, np.bool_)  # whether the generation must follow a grammar
+        self._masks: Masks | None = None  # None: no generation has followed a grammar yet
+        self._is_watched = np.zeros(size, np.bool_)  # whether the generation streams or has stop strings
         self._thread = threading.Thread(target=self._run, name="art-embedded-engine", daemon=True)
 
     # --- from any thread ----------------------------------------------------------------------------------------------
@@ -106,19 +107,19 @@ class Worker:
     def start(self) -> None:
         self._thread.start()
 
-    def add(self, answers: Sequence[Answer]) -> None:
+    def add(self, generations: Sequence[Generation]) -> None:
         """Raises EngineError: the thread has ended."""
 
         def command() -> None:
-            for answer in answers:
-                self._scheduler.add(answer.sequence)
+            for generation in generations:
+                self._scheduler.add(generation.sequence)
 
         self._put(command)
 
-    def cancel(self, answers: Sequence[Answer]) -> None:
+    def cancel(self, generations: Sequence[Generation]) -> None:
         def command() -> None:
-            for answer in answers:
-                self._scheduler.cancel(answer.sequence)
+            for generation in generations:
+                self._scheduler.cancel(generation.sequence)
 
         with contextlib.suppress(EngineError):
             self._put(command)
@@ -134,22 +135,19 @@ class Worker:
             self._commands.put(command)
 
     def set_step(self, step: int) -> None:
-        """From the next step on, what is sampled is tagged with `step`, and nothing computed before is used.
-
-        The caller holds the weights.
-        """
+        """Tags later tokens with `step` and uses nothing computed before. The caller holds the weights."""
         self.step = step
         self._runner.refresh()
         self._is_stale = True
 
     def let_go(self) -> None:
-        """Frees the cache and copies of weights. The caller holds the weights, so that no step is under way."""
+        """Frees the cache and the copies of weights. The caller holds the weights, so that no step is running."""
         self._runner.cache.clear()
         self._runner.refresh()
         self._is_stale = True
 
     def close(self, timeout_s: float) -> bool:
-        """Ends the thread; unfinished answers get a failure. False: it still runs after `timeout_s`."""
+        """Ends the thread; unfinished generations get a failure. False: it still runs after `timeout_s`."""
         with contextlib.suppress(EngineError):
             self._put(None)
         if self._thread.is_alive():
@@ -161,7 +159,7 @@ class Worker:
     def _run(self) -> None:
         ended = EngineError("the embedded engine is closed")
         if self._runner.is_small:
-            torch.get_num_threads()  # sets up torch's own for this thread, which would undo what follows
+            torch.get_num_threads()  # its first call in a thread sets torch's default, which would undo the next line
             threads.compute_alone()
         try:
             while self._take_commands():
@@ -172,7 +170,7 @@ class Worker:
         self._end(ended)
 
     def _take_commands(self) -> bool:
-        """Does what was asked since the last step; waits where there is nothing to sample. False: close."""
+        """Runs the commands that came since the last step; waits while there is nothing to sample. False: close."""
         while not self._is_closing:
             if self._scheduler.is_idle and self._commands.empty():
                 threads.let_pool_go()
@@ -199,7 +197,7 @@ class Worker:
             none = np.empty(0, np.float32)
             self._scheduler.commit(plan, plan.rows, none, none, plan.rows.astype(np.bool_))
             return
-        allowed = self._allowed(plan)  # while a GPU still computes the logits
+        allowed = self._allowed(plan)  # before the logits are read, because a GPU still computes them
         drawn = sampling.draw(logits, self._knobs(plan), allowed)
         self._collect_top(plan, logits)
         self._take_in(plan, drawn, step)
@@ -212,13 +210,13 @@ class Worker:
 
     def _set_knobs(self, plan: StepPlan) -> None:
         for sequence in plan.placed:
-            answer: Answer = sequence.payload
+            generation: Generation = sequence.payload
             slot = sequence.slot
-            self._temperature[slot], self._top_p[slot] = answer.temperature, answer.top_p
-            self._top_k[slot], self._seeds[slot] = answer.top_k, answer.seed
-            self._num_top[slot] = answer.num_top
-            self._is_held[slot] = answer.matcher is not None
-            self._is_watched[slot] = answer.is_stream or bool(answer.stops)
+            self._temperature[slot], self._top_p[slot] = generation.temperature, generation.top_p
+            self._top_k[slot], self._seeds[slot] = generation.top_k, generation.seed
+            self._num_top[slot] = generation.num_top
+            self._is_held[slot] = generation.matcher is not None
+            self._is_watched[slot] = generation.is_stream or bool(generation.stops)
 
     def _knobs(self, plan: StepPlan) -> Knobs:
         slots = plan.slots
@@ -227,7 +225,7 @@ class Worker:
         )
 
     def _allowed(self, plan: StepPlan) -> Allowed | None:
-        """What may follow in the answers that are held to a format; None where none is."""
+        """The tokens that may follow in generations that follow a grammar; None: no generation in the plan does."""
         rows = np.flatnonzero(self._is_held[plan.slots])
         if not rows.size:
             return None
@@ -237,7 +235,7 @@ class Worker:
         return Allowed(rows, self._masks.allowed([running[int(slot)].payload.matcher for slot in plan.slots[rows]]))
 
     def _take_in(self, plan: StepPlan, drawn: Drawn, step: int) -> None:
-        """Records what was drawn, ends what is at its end, hands out pieces."""
+        """Records the drawn tokens, ends finished generations and hands out pieces."""
         ids, logprobs, raw_logprobs = (part.cpu().numpy() for part in drawn)
         running = self._scheduler.running
         for row in np.flatnonzero(plan.num_sampled == 0):
@@ -246,26 +244,28 @@ class Worker:
             running[int(plan.slots[row])].payload.matcher.consume_token(int(ids[row]))
         watched = [running[int(slot)].payload for slot in plan.slots[self._is_watched[plan.slots]]]
         finished = self._scheduler.commit(plan, ids, logprobs, raw_logprobs, self._stop_table[ids])
-        for answer in watched:
-            sequence = answer.sequence
-            if answer.stops and self._meets_stop(answer):
+        for generation in watched:
+            sequence = generation.sequence
+            if generation.stops and self._meets_stop(generation):
                 if sequence.slot >= 0:
                     self._scheduler.finish(sequence, "stop")
                     finished.append(sequence)
                 sequence.finish_reason = "stop"
-            elif answer.is_stream and sequence.slot >= 0:
-                self._deliver(answer, None)
+            elif generation.is_stream and sequence.slot >= 0:
+                self._deliver(generation, None)
         for sequence in finished:
             self._deliver(sequence.payload, sequence.finish_reason)
         self._send()
 
-    def _meets_stop(self, answer: Answer) -> bool:
+    def _meets_stop(self, generation: Generation) -> bool:
         """Whether the newest token completes a stop string."""
-        assert answer.text is not None
-        ids, _, _ = self._scheduler.sampled_since(answer.sequence, self._scheduler.num_sampled(answer.sequence) - 1)
-        answer.seen += answer.text.push(ids.tolist())
-        is_met = any(stop in answer.seen for stop in answer.stops)
-        answer.seen = answer.seen[-max(map(len, answer.stops)) :]
+        assert generation.text is not None
+        ids, _, _ = self._scheduler.sampled_since(
+            generation.sequence, self._scheduler.num_sampled(generation.sequence) - 1
+        )
+        generation.seen += generation.text.push(ids.tolist())
+        is_met = any(stop in generation.seen for stop in generation.stops)
+        generation.seen = generation.seen[-max(map(len, generation.stops)) :]
         return is_met
 
     def _collect_top(self, plan: StepPlan, logits: torch.Tensor) -> None:
@@ -275,20 +275,22 @@ class Worker:
             return
         values, ids = sampling.top_logprobs(logits[torch.from_numpy(rows).to(logits.device)], int(nums.max()))
         for row, row_ids, row_values in zip(rows, ids.tolist(), values.tolist(), strict=True):
-            answer: Answer = self._scheduler.running[int(plan.slots[row])].payload
-            answer.top.append(list(zip(row_ids, row_values, strict=True))[: answer.num_top])
+            generation: Generation = self._scheduler.running[int(plan.slots[row])].payload
+            generation.top.append(list(zip(row_ids, row_values, strict=True))[: generation.num_top])
 
-    def _deliver(self, answer: Answer, finish_reason: str | None) -> None:
-        start = answer.num_delivered
-        ids, logprobs, raw_logprobs = self._scheduler.sampled_since(answer.sequence, start)
-        answer.num_delivered += len(ids)
-        top = answer.top[start : answer.num_delivered] if answer.num_top else None
-        assert answer.step is not None
+    def _deliver(self, generation: Generation, finish_reason: str | None) -> None:
+        start = generation.num_delivered
+        ids, logprobs, raw_logprobs = self._scheduler.sampled_since(generation.sequence, start)
+        generation.num_delivered += len(ids)
+        top = generation.top[start : generation.num_delivered] if generation.num_top else None
+        assert generation.step is not None
         failure = None
-        if finish_reason is not None and answer.matcher is not None and answer.matcher.is_error():
-            failure = GrammarError(reason(answer.matcher.get_error()))
-        piece = Piece(ids.tolist(), logprobs.tolist(), raw_logprobs.tolist(), top, answer.step, finish_reason, failure)
-        self._out.setdefault(answer.mailbox, []).append((answer, piece))
+        if finish_reason is not None and generation.matcher is not None and generation.matcher.is_error():
+            failure = GrammarError(reason(generation.matcher.get_error()))
+        piece = Piece(
+            ids.tolist(), logprobs.tolist(), raw_logprobs.tolist(), top, generation.step, finish_reason, failure
+        )
+        self._out.setdefault(generation.mailbox, []).append((generation, piece))
 
     def _send(self) -> None:
         for mailbox, pieces in self._out.items():
@@ -296,13 +298,15 @@ class Worker:
         self._out = {}
 
     def _end(self, ended: EngineError) -> None:
-        """Tells everyone who waits, also those whose command was not taken any more."""
+        """Gives the failure to every generation, including those whose command was not taken."""
         with self._gate:
             self._ended = ended
         while not self._commands.empty():
             if command := self._commands.get():
                 command()
         for sequence in [*self._scheduler.running.values(), *self._scheduler.waiting]:
-            answer: Answer = sequence.payload
-            self._out.setdefault(answer.mailbox, []).append((answer, Piece([], [], [], None, self.step, None, ended)))
+            generation: Generation = sequence.payload
+            self._out.setdefault(generation.mailbox, []).append(
+                (generation, Piece([], [], [], None, self.step, None, ended))
+            )
         self._send()
