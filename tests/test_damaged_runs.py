@@ -19,7 +19,8 @@ from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.errors import ArtError
 from art_cli.loop.record import claim_config
 from art_cli.loop.train import train
-from art_cli.model import load_weights, on_base, outline
+from art_cli.model import load_weights, on_base
+from art_cli.policy_spec import read_spec
 from art_cli.run_dir import RunDir, hash_files
 from art_cli.serving.export import saved_prompts
 from art_cli.serving.loader import engine_config
@@ -304,7 +305,7 @@ def test_a_damaged_base_of_the_users_own_is_loaded_or_refused_in_words(
     config = loaded_config(good).config.model
     for spoilt in mutations(data, seed=seed, count=max(2, NUM_MUTATIONS // 150)):
         (base / name).write_bytes(spoilt)
-        for load in (lambda: load_weights(config, str(base), device="cpu"), lambda: outline(str(base), None)):
+        for load in (lambda: load_weights(config, str(base), device="cpu"), lambda: read_spec(config, str(base))):
             try:
                 load()
             except ArtError as error:

@@ -55,6 +55,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     overridden: Json = {}  # sampling fields that `force_sampling` replaced, with the values that the client gave
 
 
+def demands_format(request: Request) -> bool:
+    """Whether the reply has to be JSON or a tool call."""
+    return request.response_format is not None or request.tool_choice not in ("auto", "none")
+
+
 def with_defaults(request: Request, defaults: Sampling) -> Request:
     """The request with `defaults` for the sampling fields that the client did not give."""
     given = {name: getattr(request.sampling, name) for name in request.user_set}

@@ -87,7 +87,7 @@ class EngineTraits(NamedTuple):
 
     can_train: bool = True  # False: its model is its own, and no checkpoint can be loaded into it
     swaps_adapters: bool = False  # it loads another adapter while it still answers with the one before
-    enforces_formats: bool = False  # a reply is what `response_format` or a forced tool call demands
+    enforces_formats: bool = False  # replies obey `response_format` and forced tool calls; False: those are refused
     needs_weights: bool = False  # it samples from weights in this process, `EngineSetup.weights`
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from art_cli.chat.requests import Sampling
 from art_cli.config.compose import LoadedConfig
-from art_cli.engines import Engine, make_engine
+from art_cli.engines import Engine, engine_traits, make_engine
 from art_cli.errors import first_of_group
 from art_cli.model import Weights
 from art_cli.policy_spec import PolicySpec
@@ -89,6 +89,7 @@ async def open_sampler(
             seed=config.train.seed,
             max_turns=config.rollout.max_turns,
             is_forced=settings.force,
+            enforces_formats=engine_traits(config.engine, loaded.directory).enforces_formats,
         )
         async with (
             gateway.serve(config.gateway.host, config.gateway.port),

@@ -27,7 +27,7 @@ from art_cli.chat import Backend
 from art_cli.chat.app import build_app, closing_stream, error_response, wrong_key
 from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply, ReplyBuilder
-from art_cli.chat.requests import Request, Sampling, force_sampling, with_defaults
+from art_cli.chat.requests import Request, Sampling, demands_format, force_sampling, with_defaults
 from art_cli.chat.server import serve
 from art_cli.chat.wires import WIRES, Wires
 from art_cli.rollouts.peers import Peers
@@ -70,9 +70,14 @@ class Gateway:
         seed: int,
         max_turns: int,
         is_forced: bool = False,
+        enforces_formats: bool = True,
         wires: Wires = WIRES,
     ) -> None:
-        """`is_forced`: the defaults' temperature, top_p and top_k hold also for calls that set their own."""
+        """`is_forced`: the defaults' temperature, top_p and top_k hold also for calls that set their own.
+
+        Without `enforces_formats` a call that demands a format or a tool call is refused: the engine would ignore it.
+        """
+        self.enforces_formats = enforces_formats
         self.upstream = upstream
         self.is_forced = is_forced
         self.max_turns = max_turns
@@ -253,6 +258,8 @@ class RecordingBackend:
             self._limit(TURN_LIMIT, self._num_admitted)
             message = f"this rollout has made its {self._gateway.max_turns} model calls (rollout.max_turns)"
             raise ChatError(400, message, code=TURN_LIMIT)
+        if not self._gateway.enforces_formats and demands_format(request):
+            raise ChatError(400, "this engine enforces neither response_format nor a forced tool call; leave them out")
         number = self._num_admitted
         self._num_admitted += 1
         request = with_defaults(request, self._defaults)

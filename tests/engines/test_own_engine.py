@@ -7,18 +7,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import openai
 import pytest
 
 from art_cli import model
+from art_cli.chat.requests import Sampling
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.schema import ModelConfig
 from art_cli.engines import EngineTraits, engine_traits, make_engine, proof
 from art_cli.errors import ConfigError, EngineError, UsageError
 from art_cli.loop.train import train
 from art_cli.policy_spec import PolicySpec, read_spec, spec_of
+from art_cli.rollouts.gateway import Gateway
 from art_cli.run_dir import RunDir, verify_checkpoint
 from tests.support import fake_vllm, plain_engine
 from tests.support.paths import LETTERS
+from tests.support.scripted import Engine, ScriptedBackend
 from tests.support.tiny import save_tiny_base, tiny_weights
 
 OTHERS = """
@@ -162,7 +167,18 @@ def test_no_model_is_loaded_here_where_engine_and_learner_have_processes_of_thei
 
 
 def test_a_spec_is_plain_data() -> None:
-    import msgspec
-
     spec = spec_of(tiny_weights())
     assert msgspec.json.decode(msgspec.json.encode(spec), type=PolicySpec) == spec
+
+
+async def test_a_format_is_refused_in_words_by_an_engine_that_would_ignore_it() -> None:
+    """Unless the engine's class says `enforces_formats`, JSON that was demanded would come back as free text."""
+    backend = ScriptedBackend()
+    gateway = Gateway(Engine(backend), defaults=Sampling(), seed=0, max_turns=2, enforces_formats=False)
+    key = gateway.open("t1")
+    async with gateway.serve() as url, openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+        asked: Any = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+        with pytest.raises(openai.BadRequestError, match="this engine enforces neither response_format"):
+            await client.chat.completions.create(**asked, response_format={"type": "json_object"})
+        assert backend.requests == []
+        assert (await client.chat.completions.create(**asked)).choices[0].message.content == "ok"

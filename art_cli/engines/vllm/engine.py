@@ -23,7 +23,7 @@ from art_cli.chat.app import closing_stream
 from art_cli.chat.client import HttpBackend
 from art_cli.chat.errors import INVALID_REQUEST, ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply
-from art_cli.chat.requests import Request
+from art_cli.chat.requests import Request, demands_format
 from art_cli.config.schema import VllmEngineConfig
 from art_cli.engines import Endpoint, EngineSetup
 from art_cli.engines.vllm.adapters import Adapters
@@ -355,7 +355,7 @@ def _settle_logprobs(request: Request, choice: Choice) -> None:
     sampling = request.sampling
     if choice.raw_logprobs is not None:
         return
-    choice.is_masked = request.response_format is not None or request.tool_choice not in ("auto", "none")
+    choice.is_masked = demands_format(request)
     if choice.is_masked:
         return
     if sampling.temperature == 0:
