@@ -129,12 +129,12 @@ def _recorded(groups: Groups) -> dict[str, Any]:
 
     from art_cli.config.schema import GrpoConfig
     from art_cli.learners.algorithms.presets import build_algorithm
-    from art_cli.learners.batch import make_batch
+    from art_cli.learners.step_samples import make_step_samples
 
     turns = [trajectory.turns[0] for group in groups for trajectory in group]
     prompts = torch.tensor([turn.prompt_ids for turn in turns])
     completions = torch.tensor([turn.sampled_ids for turn in turns])
-    batch = make_batch(groups, build_algorithm(GrpoConfig(), max_tokens=completions.shape[1]))
+    batch = make_step_samples(groups, build_algorithm(GrpoConfig(), max_tokens=completions.shape[1]))
     return {
         "prompt_ids": prompts,
         "prompt_mask": torch.ones_like(prompts),

@@ -15,13 +15,13 @@ from art_cli.errors import LearnerError
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.shares import UpdateCounts
 from art_cli.learners.algorithms.streams import LossTerms, pack_loss, truncated_weights
-from art_cli.learners.batch import count
 from art_cli.learners.logprobs import TokenScores
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing import Pack
 from art_cli.learners.samples import Sample
-from art_cli.learners.tally import Tally
+from art_cli.learners.step_samples import count
+from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.token_weights import NUM_COMPONENTS, REFERENCE_KL, Floats
 
 
@@ -48,7 +48,7 @@ class LossGradient:
         has_unknown = any(np.isnan(sample.logprobs[~np.isnan(sample.advantages)]).any() for sample in samples)
         return Update(packs, count(samples), [None] * len(packs), has_unknown)
 
-    def look_ahead(self, update: Update, tally: Tally) -> Update:
+    def look_ahead(self, update: Update, statistics: StepStatistics) -> Update:
         """The update with its packs' logprobs at the current weights, where its loss will need them once they moved."""
         if self.importance_cap is None and not update.has_unknown:
             return update
@@ -56,31 +56,31 @@ class LossGradient:
         with torch.no_grad():
             for pack in update.packs:
                 scores = self.runner.run(pack)
-                tally.add_gap(scores, pack.terms)
+                statistics.add_gap(scores, pack.terms)
                 before.append(scores.logprobs[self._tensor(pack.terms.edges)])
         return update._replace(before=before)
 
     def accumulate(
-        self, update: Update, tally: Tally, *, is_first: bool, done: Callable[[], None] = lambda: None
+        self, update: Update, statistics: StepStatistics, *, is_first: bool, done: Callable[[], None] = lambda: None
     ) -> None:
         """Adds the update's gradient to the parameters' `.grad`; `is_first`: of its step, at the weights that sampled.
 
         Raises LearnerError with the trajectory whose loss is not finite, once all processes have run their packs.
         """
-        tally.losses.append(0.0)
+        statistics.losses.append(0.0)
         faults: list[str] = []
         for pack, before in zip(update.packs, update.before, strict=True):
             reference = self._reference(pack) if update.counts[REFERENCE_KL].tokens else None
             scores = self.runner.run(pack)
             if is_first:
-                tally.add_gap(scores, pack.terms)
+                statistics.add_gap(scores, pack.terms)
             terms = self._terms(pack, scores, update.counts, before, reference)
             loss = pack_loss(self.algorithm, terms)
             is_bad = ~loss.parts.isfinite()
             if is_bad.any():
                 faults.append(_not_finite("loss", pack.samples[int(terms.samples[is_bad][0])]))
             loss.loss.backward()  # type: ignore[no-untyped-call]
-            tally.add_pack(pack, scores, loss)
+            statistics.add_pack(pack, scores, loss)
             done()
         if faults := [fault for of_rank in self.runner.ranks.gather(faults) for fault in of_rank]:
             raise LearnerError(faults[0])
@@ -93,7 +93,7 @@ class LossGradient:
             for index, sample in enumerate(pack.samples):
                 own = None if before is None else before[self._tensor(pack.terms.samples) == index]
                 alone = Update(self.runner.deal([sample]), update.counts, [own], update.has_unknown)
-                self.accumulate(alone, Tally(), is_first=False)
+                self.accumulate(alone, StepStatistics(), is_first=False)
                 norm = optimizer.clip()
                 optimizer.clear()
                 if not math.isfinite(norm):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from art_cli.config.schema import SftConfig, TrainConfig
 from art_cli.errors import CheckpointError
-from art_cli.learners.ranks import Alone, Ranks
+from art_cli.learners.ranks import Ranks, SingleRank
 
 STATE_FILE = "optimizer.safetensors"
 COUNTS_FILE = "optimizer.json"
@@ -47,7 +47,7 @@ class Optimizer:
         ranks: Ranks | None = None,
     ) -> None:
         self.parameters = dict(parameters)
-        self.ranks: Ranks = ranks or Alone()
+        self.ranks: Ranks = ranks or SingleRank()
         self.learning_rate, self.warmup_steps, self.max_grad_norm = learning_rate, warmup_steps, max_grad_norm
         self.counts = Counts()
         self._copies = {

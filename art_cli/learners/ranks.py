@@ -1,4 +1,4 @@
-"""Ranks: the processes that share a learner's work. Alone is one process; Together is in sharding.py.
+"""Ranks: the processes that share a learner's work. SingleRank is one process; FsdpRanks is in sharding.py.
 
 Every process of a learner holds the whole batch and makes the same plan of it; each runs its own packs. The processes
 meet in every layer of every pass, so each runs as many passes as the others: where packs run out, an idle one is run.
@@ -42,7 +42,7 @@ class Ranks(Protocol):
         ...
 
 
-class Alone:
+class SingleRank:
     """The one process."""
 
     rank, size = 0, 1

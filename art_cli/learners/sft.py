@@ -14,7 +14,7 @@ from art_cli.learners import Progress
 from art_cli.learners.gradient import LossGradient
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.samples import Sample
-from art_cli.learners.tally import Tally
+from art_cli.learners.step_statistics import StepStatistics
 
 STATE_DIRECTORY, SUMS_FILE = "sft", "sums.json"
 
@@ -98,8 +98,8 @@ class Sft:
 
     def _update(self, gradient: LossGradient, samples: Sequence[Sample], *, is_first: bool) -> None:
         """One optimizer step; `is_first`: of its epoch."""
-        tally = Tally()
-        gradient.accumulate(gradient.plan(samples), tally, is_first=False)
+        statistics = StepStatistics()
+        gradient.accumulate(gradient.plan(samples), statistics, is_first=False)
         norm = self.optimizer.clip()
         if not math.isfinite(norm):
             self.optimizer.clear()
@@ -109,11 +109,11 @@ class Sft:
             )
         self.optimizer.counts.num_steps += 1
         self.optimizer.update()
-        tally = Tally.total(gradient.runner.ranks.gather(tally))
-        sums, [loss] = self.sums, tally.losses
+        statistics = StepStatistics.total(gradient.runner.ranks.gather(statistics))
+        sums, [loss] = self.sums, statistics.losses
         sums.loss_first = sums.loss_first if sums.num_updates else loss
         sums.loss_epoch = loss if is_first else sums.loss_epoch + loss
         sums.grad_norm += norm
-        sums.tokens_trained += tally.tokens_trained
-        sums.tokens_computed += tally.tokens_computed
+        sums.tokens_trained += statistics.tokens_trained
+        sums.tokens_computed += statistics.tokens_computed
         sums.num_updates += 1

@@ -1,4 +1,4 @@
-"""Together: a learner's model in several processes, sharded by FSDP2, and what they do jointly.
+"""FsdpRanks: a learner's model in several processes, sharded by FSDP2, and what they do jointly.
 
 Each layer's weights are divided over the processes; they are gathered for the layer's forward and backward pass, and
 its gradients are summed over the processes into the part that each one keeps. Sums, not means: a loss divides by the
@@ -21,7 +21,7 @@ from art_cli.learners.packing import Pack
 Value = TypeVar("Value")
 
 
-class Together:
+class FsdpRanks:
     """The Ranks of one process of a process group that is there already."""
 
     def __init__(self) -> None:

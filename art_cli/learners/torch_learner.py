@@ -24,16 +24,16 @@ from art_cli.errors import DriftError, LearnerError
 from art_cli.learners import Progress, StepMetrics
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.presets import build_algorithm
-from art_cli.learners.batch import make_batch, split_batch
 from art_cli.learners.demos import demo_samples
 from art_cli.learners.gradient import LossGradient, Update
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing_check import PackingCheck
-from art_cli.learners.ranks import Alone, Ranks
+from art_cli.learners.ranks import Ranks, SingleRank
 from art_cli.learners.samples import Sample, bare_sample
 from art_cli.learners.sft import Sft
-from art_cli.learners.tally import Tally
+from art_cli.learners.step_samples import make_step_samples, split_by_update
+from art_cli.learners.step_statistics import StepStatistics
 from art_cli.model import Weights, load_checkpoint, save_weights
 from art_cli.trajectory import ScoredTrajectory
 
@@ -67,7 +67,7 @@ class TorchLearner:
         self.weights = weights
         self.train_config, self.sft_config = train, sft
         self.kl, self.algorithm = loss.kl, build_algorithm(loss, max_tokens=sampling_max_tokens, directory=directory)
-        self.ranks: Ranks = ranks or Alone()
+        self.ranks: Ranks = ranks or SingleRank()
         self.runner = PackRunner(weights, learner, self.ranks)
         self.gradient = LossGradient(self.runner, self.algorithm, importance_cap=loss.importance_cap)
         self.warm_up: Sft | None = None  # between begin_sft and end_sft
@@ -82,16 +82,16 @@ class TorchLearner:
         Raises LearnerError (a loss that is not finite, memory that does not suffice) and DriftError (contract 2).
         """
         begin = time.perf_counter()
-        batch = make_batch(groups, self.algorithm, kl=self.kl)
-        parts = split_batch(batch.groups, self.train_config.updates_per_step)
-        tally = Tally()
+        batch = make_step_samples(groups, self.algorithm, kl=self.kl)
+        parts = split_by_update(batch.groups, self.train_config.updates_per_step)
+        statistics = StepStatistics()
         learning_rate = self.optimizer.current_rate()
         if parts:
             with self._changing_weights(parts[0][0], batch=parts[0]):
-                self._take_updates([self.gradient.plan(part) for part in parts], tally, progress)
-        tally = Tally.total(self.ranks.gather(tally))
+                self._take_updates([self.gradient.plan(part) for part in parts], statistics, progress)
+        statistics = StepStatistics.total(self.ranks.gather(statistics))
         seconds = time.perf_counter() - begin
-        return tally.metrics(batch, packed=self.runner.can_pack, learning_rate=learning_rate, train_s=seconds)
+        return statistics.metrics(batch, packed=self.runner.can_pack, learning_rate=learning_rate, train_s=seconds)
 
     def sft(self, demos: Sequence[dict[str, Any]], *, progress: Progress | None = None) -> dict[str, float]:
         num_updates = self.begin_sft(demos)
@@ -165,40 +165,40 @@ class TorchLearner:
 
     # --- the updates of a step ----------------------------------------------------------------------------------------
 
-    def _take_updates(self, updates: list[Update], tally: Tally, progress: Progress | None) -> None:
+    def _take_updates(self, updates: list[Update], statistics: StepStatistics, progress: Progress | None) -> None:
         """Takes all optimizer steps, or none: where a later one fails, the earlier ones are taken back."""
         snapshot = self.optimizer.snapshot() if len(updates) > 1 else None
         done = _Counter(progress, total=sum(len(update.packs) for update in updates))
         try:
-            updates = [updates[0], *(self.gradient.look_ahead(update, tally) for update in updates[1:])]
+            updates = [updates[0], *(self.gradient.look_ahead(update, statistics) for update in updates[1:])]
             for index, update in enumerate(updates):
-                self.gradient.accumulate(update, tally, is_first=index == 0, done=done)
+                self.gradient.accumulate(update, statistics, is_first=index == 0, done=done)
                 if index == 0:
-                    self._check_drift(tally)
-                self._apply(update, tally)
+                    self._check_drift(statistics)
+                self._apply(update, statistics)
         except BaseException:
             if snapshot is not None:
                 self.optimizer.restore(snapshot)
             raise
         self.optimizer.counts.num_steps += 1
 
-    def _check_drift(self, tally: Tally) -> None:
+    def _check_drift(self, statistics: StepStatistics) -> None:
         if self.train_config.max_staleness > 0:
             return  # tokens of older policies differ by what was learned since; the probe of each load is the guard
-        bound, gap = self.train_config.max_logprob_gap, Tally.total(self.ranks.gather(tally)).gap
+        bound, gap = self.train_config.max_logprob_gap, StepStatistics.total(self.ranks.gather(statistics)).gap
         if gap.mean > bound:
             raise DriftError(
                 f"engine and learner differ by {gap.mean:.3g} nats per token on average (at most "
                 f"{gap.max:.3g}), over train.max_logprob_gap = {bound:g}: they do not hold the same weights"
             )
 
-    def _apply(self, update: Update, tally: Tally) -> None:
+    def _apply(self, update: Update, statistics: StepStatistics) -> None:
         norm = self.optimizer.clip()
         if not math.isfinite(norm):
             self.optimizer.clear()
             raise LearnerError(self.gradient.blame(update, self.optimizer))
         self.optimizer.update()
-        tally.grad_norms.append(norm)
+        statistics.grad_norms.append(norm)
 
     # --- holding the weights ------------------------------------------------------------------------------------------
 

@@ -168,7 +168,7 @@ def make_learner(job: "Job") -> "TorchLearner":
     """This process's part of the learner. Raises LearnerError: fewer GPUs than processes."""
     import torch.distributed as dist
 
-    from art_cli.learners.sharding import Together, make_mesh, shard
+    from art_cli.learners.sharding import FsdpRanks, make_mesh, shard
     from art_cli.learners.torch_learner import TorchLearner
     from art_cli.model import load_weights
 
@@ -188,7 +188,7 @@ def make_learner(job: "Job") -> "TorchLearner":
         learner=job.learner,
         sft=job.sft,
         sampling_max_tokens=job.sampling_max_tokens,
-        ranks=Together(),
+        ranks=FsdpRanks(),
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from art_cli.config.schema import AlgorithmConfig
 from art_cli.errors import LearnerError
 from art_cli.learners.algorithms import Algorithm
-from art_cli.learners.batch import count, make_batch
+from art_cli.learners.step_samples import count, make_step_samples
 from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY, REFERENCE_KL, Credit, token_weights
 from art_cli.model import Weights
 from art_cli.trajectory import ScoredTrajectory, sequence
@@ -140,15 +140,15 @@ def test_a_component_without_signal_in_a_group_is_left_out_there() -> None:
     """Policy weights all zero, cross entropy not: the group is imitated, and counts as one without signal."""
     group = [scored([turn([1, 2], [3])], 1.0, index=index) for index in range(2)]
     imitated = Credit(policy=0.0, cross_entropy=0.5)
-    batch = make_batch([group], Fixed(imitated, imitated), kl=0.1)
+    batch = make_step_samples([group], Fixed(imitated, imitated), kl=0.1)
     assert count(batch.groups[0]) == [(0, 0, 0), (2, 2, 2), (0, 0, 0)]
     assert batch.no_signal_share == 1.0
-    assert make_batch([group], Fixed(0.0, 0.0), kl=0.1).groups == []
+    assert make_step_samples([group], Fixed(0.0, 0.0), kl=0.1).groups == []
 
 
 def test_the_weight_of_the_kl_is_that_of_the_section_where_the_credit_says_none() -> None:
     group = [scored([turn([1, 2], [3])], 1.0, index=index) for index in range(3)]
-    batch = make_batch([group], Fixed(Credit(policy=1.0), Credit(policy=-1.0, reference_kl=0.7), None), kl=0.1)
+    batch = make_step_samples([group], Fixed(Credit(policy=1.0), Credit(policy=-1.0, reference_kl=0.7), None), kl=0.1)
     assert [sample.weights[REFERENCE_KL].tolist() for sample in batch.groups[0]] == [[0.1], [0.7]]
 
 

@@ -15,7 +15,7 @@ from art_cli.outcome import MAX_NUMBER
 from art_cli.trajectory import ScoredTrajectory
 
 
-class Batch(NamedTuple):
+class StepSamples(NamedTuple):
     """What a step trains on, group by group, and the rewards it comes from."""
 
     groups: list[list[Sample]]  # the samples of each group that has some
@@ -31,7 +31,9 @@ class Batch(NamedTuple):
         return 1 - self.num_with_signal / self.num_groups if self.num_groups else 0.0
 
 
-def make_batch(groups: Sequence[Sequence[ScoredTrajectory]], algorithm: Algorithm, *, kl: float = 0.0) -> Batch:
+def make_step_samples(
+    groups: Sequence[Sequence[ScoredTrajectory]], algorithm: Algorithm, *, kl: float = 0.0
+) -> StepSamples:
     """The samples of all groups with signal, in an order that does not depend on which trajectory finished first.
 
     `kl` is the weight in reference_kl of every token in the policy component to which the algorithm gives none. A
@@ -42,7 +44,7 @@ def make_batch(groups: Sequence[Sequence[ScoredTrajectory]], algorithm: Algorith
     rewards = [_reward(trajectory) for group in finished for trajectory in group]
     mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
     samples = [_group_samples(group, algorithm, kl) for group in finished]
-    return Batch(
+    return StepSamples(
         groups=[group for group in samples if group],
         num_with_signal=sum(any(sample.num_in(POLICY) for sample in group) for group in samples),
         reward_mean=mean,
@@ -53,7 +55,7 @@ def make_batch(groups: Sequence[Sequence[ScoredTrajectory]], algorithm: Algorith
     )
 
 
-def split_batch(groups: Sequence[list[Sample]], parts: int) -> list[list[Sample]]:
+def split_by_update(groups: Sequence[list[Sample]], parts: int) -> list[list[Sample]]:
     """The samples of each optimizer step: the groups in order, dealt out as evenly as they go; none is empty."""
     parts = min(parts, len(groups))
     bounds = [len(groups) * part // parts for part in range(parts + 1)] if parts else [0]

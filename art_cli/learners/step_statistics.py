@@ -9,9 +9,9 @@ from torch import Tensor
 
 from art_cli.learners import StepMetrics
 from art_cli.learners.algorithms.streams import PackLoss
-from art_cli.learners.batch import Batch
 from art_cli.learners.logprobs import TokenScores
 from art_cli.learners.packing import Pack, Terms
+from art_cli.learners.step_samples import StepSamples
 from art_cli.learners.token_weights import POLICY
 
 
@@ -40,7 +40,7 @@ class _Mean:
         return self.sum / self.count if self.count else math.nan
 
 
-class Tally:
+class StepStatistics:
     """The counts and means of one step, over its packs and optimizer steps."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Tally:
         self.kl, self.entropy, self.clipped, self.gap = _Mean(), _Mean(), _Mean(), _Mean()
 
     @classmethod
-    def total(cls, parts: Sequence["Tally"]) -> "Tally":
+    def total(cls, parts: Sequence["StepStatistics"]) -> "StepStatistics":
         """What processes that shared the packs of the same steps have added up between them."""
         total = cls()
         total.losses = [sum(losses) for losses in zip(*(part.losses for part in parts), strict=True)]
@@ -79,7 +79,7 @@ class Tally:
         if loss.kl is not None:
             self.kl.add(loss.kl)
 
-    def metrics(self, batch: Batch, *, packed: bool | None, learning_rate: float, train_s: float) -> StepMetrics:
+    def metrics(self, batch: StepSamples, *, packed: bool | None, learning_rate: float, train_s: float) -> StepMetrics:
         """`packed`: whether the samples ran as packs; None: not decided yet, because nothing ran."""
         has_updates = bool(self.grad_norms)
         return StepMetrics(

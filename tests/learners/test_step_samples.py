@@ -6,7 +6,7 @@ import pytest
 
 from art_cli.config.schema import DapoConfig, DrGrpoConfig, GrpoConfig, LossConfig
 from art_cli.learners.algorithms.presets import build_algorithm
-from art_cli.learners.batch import count, make_batch, split_batch
+from art_cli.learners.step_samples import count, make_step_samples, split_by_update
 from art_cli.trajectory import ScoredTrajectory
 from tests.support.trees import scored, turn
 
@@ -25,7 +25,7 @@ def answers(*rewards: float, lengths: list[int] | None = None, group: str = "g")
 
 
 def advantage_of(groups: list[list[ScoredTrajectory]], loss: LossConfig, max_tokens: int = 10) -> dict[str, float]:
-    batch = make_batch(groups, build_algorithm(loss, max_tokens=max_tokens))
+    batch = make_step_samples(groups, build_algorithm(loss, max_tokens=max_tokens))
     found = {}
     for sample in (sample for group in batch.groups for sample in group):
         [found[sample.trajectory_id]] = set(sample.advantages.tolist())  # the same for each of its tokens
@@ -42,7 +42,9 @@ def test_advantages_are_of_each_group_apart() -> None:
 
 def test_does_not_depend_on_which_trajectory_finished_first() -> None:
     group = answers(0.0, 1.0, 3.0)
-    batches = [make_batch([order], build_algorithm(GrpoConfig(), max_tokens=10)) for order in (group, group[::-1])]
+    batches = [
+        make_step_samples([order], build_algorithm(GrpoConfig(), max_tokens=10)) for order in (group, group[::-1])
+    ]
     ids = [[sample.trajectory_id for sample in batch.groups[0]] for batch in batches]
     assert ids[0] == ids[1] == ["g/0", "g/1", "g/2"]
 
@@ -50,7 +52,7 @@ def test_does_not_depend_on_which_trajectory_finished_first() -> None:
 def test_rewards_are_reported_as_they_were_given() -> None:
     """0, 1, 5: mean 2, squares 4 + 1 + 9 over three; a penalty that the loss adds is not in it."""
     loss = DapoConfig(name="dapo", overlong="penalty", overlong_buffer=10)
-    batch = make_batch([answers(0.0, 1.0, 5.0)], build_algorithm(loss, max_tokens=2))
+    batch = make_step_samples([answers(0.0, 1.0, 5.0)], build_algorithm(loss, max_tokens=2))
     assert (batch.reward_mean, batch.reward_std) == (2.0, pytest.approx(math.sqrt(14 / 3)))
 
 
@@ -72,17 +74,19 @@ def test_dapo_masks_a_reply_that_was_cut_off_and_keeps_it_in_the_mean() -> None:
 
 def test_a_group_of_failures_or_of_one_has_no_signal() -> None:
     failed = [scored([], None, index=index, error="error: x") for index in range(2)]
-    batch = make_batch([failed, [*failed[:1], *answers(1.0, 2.0)[1:]]], build_algorithm(GrpoConfig(), max_tokens=10))
+    batch = make_step_samples(
+        [failed, [*failed[:1], *answers(1.0, 2.0)[1:]]], build_algorithm(GrpoConfig(), max_tokens=10)
+    )
     assert (batch.groups, batch.no_signal_share, batch.num_failed, batch.reward_mean) == ([], 1.0, 3, 2.0)
 
 
 @pytest.mark.parametrize(("num_groups", "parts", "sizes"), [(5, 2, [2, 3]), (2, 4, [1, 1]), (3, 1, [3]), (0, 3, [])])
 def test_groups_are_dealt_out_whole_and_evenly(num_groups: int, parts: int, sizes: list[int]) -> None:
-    batch = make_batch(
+    batch = make_step_samples(
         [answers(0.0, 1.0, group=str(index)) for index in range(num_groups)],
         build_algorithm(GrpoConfig(), max_tokens=10),
     )
-    dealt = split_batch(batch.groups, parts)
+    dealt = split_by_update(batch.groups, parts)
     assert [len(samples) // 2 for samples in dealt] == sizes
     assert [sample for samples in dealt for sample in samples] == [s for group in batch.groups for s in group]
 
@@ -90,5 +94,7 @@ def test_groups_are_dealt_out_whole_and_evenly(num_groups: int, parts: int, size
 def test_counts_are_of_tokens_samples_and_trajectories() -> None:
     """A trajectory of two branches is two samples."""
     branched = scored([turn([1], [2, 3]), turn([4], [5], parent=0, kept=2)], 1.0)
-    [group] = make_batch([[branched, *answers(0.0, 0.0)[1:]]], build_algorithm(GrpoConfig(), max_tokens=10)).groups
+    [group] = make_step_samples(
+        [[branched, *answers(0.0, 0.0)[1:]]], build_algorithm(GrpoConfig(), max_tokens=10)
+    ).groups
     assert count(group) == [(4, 3, 2), (0, 0, 0), (0, 0, 0)]
