@@ -1,14 +1,16 @@
-"""Judges many groups at once: as many in flight as keep the calls busy, each handed on the moment it is done.
+"""Judges one group, or many at once: as many in flight as keep the calls busy, each handed on the moment it is done.
 
-Groups are drawn from an iterator only when there is room, so that memory does not grow with their number. A group that
-cannot be scored is counted and stays owed; when no further group can be (`JudgeStopped`), what is in flight is finished
-and nothing new begun.
+A group that cannot be scored stays owed, and JudgeProgress says why. Once no further group can be scored
+(`JudgeStopped`), those in flight are finished and no new one is begun. Groups are drawn from an iterator only when
+there is room for them, so that memory does not grow with their number.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from art_cli.errors import DataError, JudgeError, JudgeStopped, first_of_group, printable
 from art_cli.judges import Judge
@@ -16,26 +18,56 @@ from art_cli.trajectory import ScoredTrajectory, Trajectory, score_trajectory
 
 log = logging.getLogger(__name__)
 
-Load = Callable[[], list[Trajectory]]
+Load = Callable[[], Sequence[Trajectory]]
 Keep = Callable[[list[ScoredTrajectory]], None]
 
-MAX_REWARD = 1e100  # past it sums and squares of rewards are no longer finite numbers
+MAX_REWARD = 1e100  # beyond it sums and squares of rewards are no longer finite numbers
+
+
+class _Placed(Protocol):
+    @property
+    def group_id(self) -> str: ...
+    @property
+    def index(self) -> int: ...
+
+
+AnyPlaced = TypeVar("AnyPlaced", bound=_Placed)
+
+
+def by_group(rows: Iterable[AnyPlaced]) -> dict[str, list[AnyPlaced]]:
+    """Group id -> its rows in the order of their index. Of several rows with the same index the last one counts."""
+    groups: dict[str, dict[int, AnyPlaced]] = defaultdict(dict)
+    for row in rows:
+        groups[row.group_id][row.index] = row
+    return {group_id: [members[index] for index in sorted(members)] for group_id, members in groups.items()}
 
 
 @dataclass
 class JudgeProgress:
-    """What became of the groups. `owed` says why, by group id; `stopped` why no further group was begun."""
+    """What became of the groups."""
 
     num_scored: int = 0
-    owed: dict[str, str] = field(default_factory=dict)
-    stopped: str | None = None
+    owed: dict[str, str] = field(default_factory=dict)  # group id -> why it could not be scored
+    stopped: str | None = None  # why no further group can be scored
+
+    async def judge(self, judge: Judge, group_id: str, load: Load) -> list[ScoredTrajectory] | None:
+        """The group scored. None: it could not be read or scored, and is noted as owed."""
+        try:
+            return await judge_group(judge, load())
+        except (JudgeError, DataError) as error:
+            self.owed[group_id] = str(error)
+            if isinstance(error, JudgeStopped):
+                self.stopped = self.stopped or str(error)
+            else:
+                log.warning("%s: not scored, still owed: %s", printable(group_id), printable(str(error)))
+            return None
 
 
 async def judge_group(judge: Judge, group: Sequence[Trajectory]) -> list[ScoredTrajectory]:
     """The group scored, in its order; the judge sees only what finished without error. Raises JudgeError."""
     try:
         verdicts = await judge.judge([trajectory for trajectory in group if trajectory.error is None])
-    except RecursionError as error:  # texts, copies and digests of what is nested walk it level by level
+    except RecursionError as error:  # texts, copies and digests of nested values walk them level by level
         raise JudgeError("its messages are nested too deeply to be judged") from error
     scored = []
     for trajectory in group:
@@ -57,29 +89,22 @@ async def judge_groups(
     in_flight: int,
     progress: Callable[[JudgeProgress], None] | None = None,
 ) -> JudgeProgress:
-    """Loads and judges all groups and `keep`s each. A group that cannot be read stays owed, as one without a verdict.
+    """Loads and judges all groups and passes each scored group to `keep`.
 
-    `groups` are pairs of a group's id and the function that reads its trajectories when its turn has come.
-    Cancelled, it lets go of what is in flight; what was kept stays kept.
+    `groups` are pairs of a group's id and the function that reads its trajectories when its turn has come. When this
+    call is cancelled, the groups in flight are dropped; what was kept stays kept.
     """
     done = JudgeProgress()
 
     async def work() -> None:
         while done.stopped is None and (group := next(groups, None)) is not None:
-            group_id, load = group
-            try:
-                keep(await judge_group(judge, load()))
+            if (scored := await done.judge(judge, *group)) is not None:
+                keep(scored)
                 done.num_scored += 1
-            except (JudgeError, DataError) as error:
-                done.owed[group_id] = str(error)
-                if isinstance(error, JudgeStopped):
-                    done.stopped = done.stopped or str(error)
-                else:
-                    log.warning("%s: not scored, still owed: %s", printable(group_id), printable(str(error)))
             if progress is not None:
                 progress(done)
 
-    with first_of_group():
+    with first_of_group():  # the first failure, a full disk for example, tells the cause
         async with asyncio.TaskGroup() as workers:
             for _ in range(in_flight):
                 workers.create_task(work())

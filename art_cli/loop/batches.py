@@ -100,15 +100,15 @@ class Batches:
         _check_scored(scorer, step)
         names = dict.fromkeys(plan.group_id for plan in plans)
         groups = [scorer.scored[name] for name in names if name in scorer.scored]
-        return Batch(groups, _numbers(done, step, sample_s, judge_s, len(scorer.failures)))
+        return Batch(groups, _numbers(done, step, sample_s, judge_s, len(scorer.progress.owed)))
 
 
 def _check_scored(scorer: GroupScorer, step: int) -> None:
     """A step goes on without groups the judge gave up on, but not without most of them. Raises RunError."""
-    if scorer.stopped or len(scorer.failures) > len(scorer.scored):
-        reason = scorer.stopped or next(iter(scorer.failures.values()))
+    if scorer.progress.stopped or len(scorer.progress.owed) > len(scorer.scored):
+        reason = scorer.progress.stopped or next(iter(scorer.progress.owed.values()))
         raise RunError(
-            f"step {step + 1}: {len(scorer.failures)} groups could not be judged ({reason}); "
+            f"step {step + 1}: {len(scorer.progress.owed)} groups could not be judged ({reason}); "
             "nothing is lost: mend the judge and run the same command again"
         )
 

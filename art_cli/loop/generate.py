@@ -5,20 +5,17 @@ groups without a trajectory, and groups with all their trajectories and no score
 """
 
 import asyncio
-import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from art_cli.errors import JudgeError, JudgeStopped
 from art_cli.judges import Judge
-from art_cli.judges.groups import judge_group
+from art_cli.judges.groups import JudgeProgress, by_group
 from art_cli.rollouts.runner import RolloutPlan
 from art_cli.run_dir import LineWriter
 from art_cli.trajectory import Json, ScoredTrajectory, Trajectory
 
-log = logging.getLogger(__name__)
 AnyTrajectory = TypeVar("AnyTrajectory", bound=Trajectory)
 
 
@@ -58,14 +55,7 @@ def group(trajectories: Iterable[AnyTrajectory]) -> dict[str, list[AnyTrajectory
 
     (A group whose scored lines were torn by a kill is judged and written again, whole.)
     """
-    places: dict[str, dict[int, AnyTrajectory]] = defaultdict(dict)
-    for trajectory in trajectories:
-        places[trajectory.group_id][trajectory.index] = trajectory
-    return {
-        group_id: [members[index] for index in sorted(members)]
-        for group_id, members in places.items()
-        if len(members) == next(iter(members.values())).group_size
-    }
+    return {name: members for name, members in by_group(trajectories).items() if len(members) == members[0].group_size}
 
 
 @dataclass
@@ -73,14 +63,13 @@ class GroupScorer:
     """Judges groups while others are still being played; writes each group's scored lines when its verdict is there.
 
     Feed it trajectories with `add`; `finish` waits for the verdicts that are out. Groups scored before (`scored`) are
-    not judged again. A group whose judge gives up stays owed: counted in `failures`, never given a made-up reward.
+    not judged again. A group whose judge gives up stays owed: counted in `progress`, never given a made-up reward.
     """
 
     judge: Judge
     writer: LineWriter
     scored: dict[str, list[ScoredTrajectory]] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)  # group id -> why
-    stopped: str | None = None  # why no further group can be scored
+    progress: JudgeProgress = field(default_factory=JudgeProgress)
     _waiting: dict[str, dict[int, Trajectory]] = field(default_factory=lambda: defaultdict(dict))
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -94,17 +83,9 @@ class GroupScorer:
 
     async def _score(self, whole: list[Trajectory]) -> None:
         group_id = whole[0].group_id
-        try:
-            scored = await judge_group(self.judge, whole)
-        except JudgeError as error:
-            self.failures[group_id] = str(error)
-            if isinstance(error, JudgeStopped):  # no group can be scored until the user acts
-                self.stopped = str(error)
-            else:
-                log.warning("%s: not scored, still owed: %s", group_id, error)
-            return
-        await asyncio.to_thread(self.writer.append_all, scored)
-        self.scored[group_id] = scored
+        if (scored := await self.progress.judge(self.judge, group_id, lambda: whole)) is not None:
+            await asyncio.to_thread(self.writer.append_all, scored)
+            self.scored[group_id] = scored
 
     async def finish(self) -> None:
         """Waits for every verdict that is out; the first unforeseen failure is raised after the others are in."""

@@ -1,12 +1,11 @@
 """What a scored file says of its judge: order bias, spread, agreement with a gold reward, cost, groups without signal.
 
-Reads the scored lines (as little of each as it needs) and nothing else; writes nothing. Showing it is the command's
-business, and the page's (`views.judge_page`).
+Reads the scored lines, and of each only the fields it needs. Writes nothing: text.py puts the report in words, and
+`views.judge_page` makes a page of it.
 """
 
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,17 +15,17 @@ import msgspec
 
 from art_cli.errors import DataError, UsageError, printable
 from art_cli.judges.files.source import MAX_GROUP_SIZE
-from art_cli.judges.groups import MAX_REWARD
+from art_cli.judges.groups import MAX_REWARD, by_group
 from art_cli.judges.report import agreement
 from art_cli.judges.report.agreement import EQUAL, Measure, Ratio
 from art_cli.run_dir import read_lines
 from art_cli.trajectory import Score
 
-MAX_POINTS = 2000  # of a plot
+MAX_POINTS = 2000  # most points that one plot gets
 
 
-class Row(msgspec.Struct):
-    """One scored line, as far as a report needs it."""
+class ScoredRow(msgspec.Struct):
+    """One scored line, with the fields that a report needs."""
 
     group_id: str
     index: int = 0
@@ -38,7 +37,7 @@ class Row(msgspec.Struct):
     schema_version: int = 1
 
     def __post_init__(self) -> None:
-        """Raises ValueError: a number that cannot be added up, or votes and places that do not fit together."""
+        """Raises ValueError: a number too large to be added up, or votes and positions that do not fit together."""
         for score in self.scores:
             _check_score(score)
         for value in (self.reward, self.returned_reward, *self.metrics.values()):
@@ -58,7 +57,7 @@ def _check_score(score: Score) -> None:
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """How a score agrees with the gold; None: no group's gold differs."""
+    """How a score agrees with the gold; None: the gold is equal within every group."""
 
     pairwise_accuracy: Measure | None
     kendall_tau: Measure | None
@@ -66,15 +65,15 @@ class Agreement(msgspec.Struct, frozen=True):
 
 
 class JudgeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One judge and model. Lengths are seconds, costs US dollars of the whole file; None: unknown or not to be had."""
+    """One judge and model. Times are seconds, costs are US dollars for the whole file; None: unknown."""
 
     judge: str
     model: str | None
     num_votes: int  # the most that one attempt got
     order_bias: Measure | None  # score added to the first place over the last
     spread: float | None  # standard deviation of one vote about its attempt's mean, pooled over attempts
-    agreement: Agreement | None  # of its score (all votes) with the gold
-    one_vote: Agreement | None  # of each vote alone, pooled
+    agreement: Agreement | None  # agreement of its score (all votes) with the gold
+    one_vote: Agreement | None  # agreement of each single vote with the gold, pooled
     cost_usd: float | None
     prompt_tokens: float | None
     completion_tokens: float | None
@@ -93,11 +92,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     num_without_signal: int  # groups whose rewards are all equal
     reward_mean: float | None
     reward_std: float | None  # within groups, pooled
-    agreement: Agreement | None  # of the reward with the gold
+    agreement: Agreement | None  # agreement of the reward with the gold
     judges: list[JudgeReport]
 
     def values(self) -> dict[str, float]:
-        """What a gate can be set on, by name; of several judges, `MODEL.name` besides the first one's `name`."""
+        """The values that a gate can bound, by name: `name` is the first judge's, `MODEL.name` that of any judge."""
         found: dict[str, float] = {}
         for place, judge in enumerate(self.judges):
             for name, value in _judge_values(judge).items():
@@ -110,24 +109,23 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass
-class Sample:
+class PlotPoints:
     """Points for the plots."""
 
-    positions: list[tuple[float, float]] = field(default_factory=list)  # place in [0, 1], vote less its attempt's mean
-    gold: list[tuple[float, float]] = field(default_factory=list)  # gold, reward
+    positions: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # (position in [0, 1], vote minus its attempt's mean)
+    gold: list[tuple[float, float]] = field(default_factory=list)  # (gold, reward)
     rewards: list[float] = field(default_factory=list)
     spreads: list[float] = field(default_factory=list)
 
 
-def read_rows(path: Path) -> dict[str, list[Row]]:
-    """The scored lines by group, in order of place; of a place written twice the last line counts."""
-    groups: dict[str, dict[int, Row]] = defaultdict(dict)
-    for row in read_lines(path, Row):
-        groups[row.group_id][row.index] = row
-    return {name: [rows[index] for index in sorted(rows)] for name, rows in groups.items()}
+def read_rows(path: Path) -> dict[str, list[ScoredRow]]:
+    """The scored lines by group, in the order of their index; the last line with an index counts."""
+    return by_group(read_lines(path, ScoredRow))
 
 
-def make_report(path: Path, *, gold: str | None = None) -> tuple[Report, Sample]:
+def make_report(path: Path, *, gold: str | None = None) -> tuple[Report, PlotPoints]:
     """The report on a scored file. Raises DataError (no rewards in it) and UsageError (no such gold)."""
     groups = read_rows(path)
     judged = {name: [row for row in rows if row.reward is not None] for name, rows in groups.items()}
@@ -153,8 +151,8 @@ def make_report(path: Path, *, gold: str | None = None) -> tuple[Report, Sample]
     return report, _sample(judged, golds)
 
 
-def read_gold(groups: dict[str, list[Row]], name: str) -> dict[str, list[float]]:
-    """The gold rewards of each group, in order: `returned_reward`, or `metrics.NAME`. Raises UsageError."""
+def read_gold(groups: dict[str, list[ScoredRow]], name: str) -> dict[str, list[float]]:
+    """The gold rewards of each group, in its order: `returned_reward`, or `metrics.NAME`. Raises UsageError."""
     found = {}
     for group_id, rows in groups.items():
         values = [_gold_of(row, name) for row in rows]
@@ -169,11 +167,11 @@ def read_gold(groups: dict[str, list[Row]], name: str) -> dict[str, list[float]]
     return found
 
 
-def _gold_of(row: Row, name: str) -> float | None:
+def _gold_of(row: ScoredRow, name: str) -> float | None:
     return row.returned_reward if name == "returned_reward" else row.metrics.get(name.removeprefix("metrics."))
 
 
-def _judges(groups: dict[str, list[Row]]) -> list[tuple[str, str | None]]:
+def _judges(groups: dict[str, list[ScoredRow]]) -> list[tuple[str, str | None]]:
     """The (judge, model) pairs in order of appearance."""
     return list(
         dict.fromkeys((score.judge, score.model) for rows in groups.values() for row in rows for score in row.scores)
@@ -181,7 +179,7 @@ def _judges(groups: dict[str, list[Row]]) -> list[tuple[str, str | None]]:
 
 
 def _judge(
-    name: str, model: str | None, groups: dict[str, list[Row]], golds: dict[str, list[float]] | None
+    name: str, model: str | None, groups: dict[str, list[ScoredRow]], golds: dict[str, list[float]] | None
 ) -> JudgeReport:
     by_group = [
         [next((score for score in row.scores if (score.judge, score.model) == (name, model)), None) for row in rows]
@@ -211,10 +209,10 @@ def _judge(
 
 
 def _order_bias(scores: Sequence[Score]) -> Ratio:
-    """One group's part in the score that the first place adds over the last.
+    """One group's share in the order bias: the score that the first position adds over the last.
 
-    With several votes each attempt is compared with itself in other places. With one vote the attempts of a group are
-    compared with each other: their order was drawn by lot, so quality is noise there and no bias.
+    With several votes each attempt is compared with itself in other positions. With one vote the attempts of a
+    group are compared with each other. Because their order is drawn at random, their quality adds noise and no bias.
     """
     points = [_places(scores, vote) for vote in range(min((len(score.positions) for score in scores), default=0))]
     if not points:
@@ -228,13 +226,13 @@ def _order_bias(scores: Sequence[Score]) -> Ratio:
 
 
 def _places(scores: Sequence[Score], vote: int) -> list[float]:
-    """[G] where a vote's prompt showed each attempt, 0 first, 1 last."""
+    """[G] the position of each attempt in a vote's prompt, 0 first, 1 last."""
     last = max(score.positions[vote] for score in scores)
     return [score.positions[vote] / last if last else 0.0 for score in scores]
 
 
 def _single_votes(scores: Sequence[Score | None], num_votes: int) -> list[list[float | None]]:
-    """[k][G] each vote alone."""
+    """[k][G] the scores of each single vote; None where an attempt lacks it."""
     return [
         [score.votes[vote] if score and len(score.votes) == num_votes else None for score in scores]
         for vote in range(num_votes)
@@ -242,17 +240,17 @@ def _single_votes(scores: Sequence[Score | None], num_votes: int) -> list[list[f
 
 
 def _agree(
-    groups: dict[str, list[Row]],
+    groups: dict[str, list[ScoredRow]],
     golds: dict[str, list[float]] | None,
     rankings: Iterable[Sequence[Sequence[float | None]]],
 ) -> Agreement | None:
-    """Agreement with the gold of each group's rankings, pooled; an attempt without a score is left out."""
+    """Agreement of each group's rankings with the gold, pooled; an attempt without a score is left out."""
     if golds is None:
         return None
     parts: dict[str, list[Ratio]] = {"pairwise": [], "tau": [], "best": []}
-    for group_id, of_group in zip(groups, rankings, strict=True):
+    for group_id, group_rankings in zip(groups, rankings, strict=True):
         sums = {name: [0.0, 0.0] for name in parts}
-        for ranking in of_group:
+        for ranking in group_rankings:
             known = [(score, true) for score, true in zip(ranking, golds[group_id], strict=True) if score is not None]
             scores, gold = [score for score, _ in known], [true for _, true in known]
             for name, ratio in (
@@ -292,9 +290,9 @@ def _agreement_values(found: Agreement | None) -> dict[str, float]:
     return {name: each.value for name, each in measures.items() if each is not None}
 
 
-def _sample(groups: dict[str, list[Row]], golds: dict[str, list[float]] | None) -> Sample:
-    """Points for the plots: of the first judge, at most MAX_POINTS of each kind."""
-    sample = Sample()
+def _sample(groups: dict[str, list[ScoredRow]], golds: dict[str, list[float]] | None) -> PlotPoints:
+    """Points for the plots, from the first judge of each trajectory: at most MAX_POINTS of each kind."""
+    sample = PlotPoints()
     for group_id, rows in groups.items():
         firsts = [row.scores[0] for row in rows if row.scores and row.scores[0].positions]
         for vote in range(min((len(score.positions) for score in firsts), default=0)):
