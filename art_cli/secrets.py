@@ -23,16 +23,17 @@ _ESCAPE = re.compile(
 )
 _BASE64 = frozenset(string.ascii_letters + string.digits + "+/-_=")
 _URL_SAFE = str.maketrans("+/", "-_")
-MAX_ESCAPES = 50_000  # of a text; the rest is left out
-MAX_ROUNDS = 3  # times that escapes are undone: a key in a URL in a JSON text in a JSON text
-Span = tuple[int, int]
-MIN_LENGTH = 6  # a shorter value is not a key, and replacing it would garble texts
+MAX_ESCAPES = 50_000  # escapes that are undone in one text; the text behind them is cut off
+MAX_ROUNDS = 3  # times that escapes are undone, for example of a key in a URL in a JSON text in a JSON text
+MIN_LENGTH = 6  # characters; a shorter value is no key, and replacing it would garble texts
+
+Span = tuple[int, int]  # (start, end) offsets
 
 
 class Secrets:
-    """The values that must not be shown, in none of the forms in which they come back.
+    """The values that must not be shown, in any of the forms in which they come back.
 
-    Example: of sk-a/b1, all of these: "SK-A/B1", "sk-a\\/b1", "\\u0073k-a/b1", "sk-a%2fb1", "sk-a%252Fb1",
+    Example: for sk-a/b1 these are masked as well: "SK-A/B1", "sk-a\\/b1", "\\u0073k-a/b1", "sk-a%2fb1", "sk-a%252Fb1",
     "&#115;k-a/b1", base64 of any text that holds it, and its hexadecimal digits.
     """
 
@@ -43,22 +44,24 @@ class Secrets:
         self._encoded = sorted({form for value in values for form in _base64_forms(value)})
 
     def redact(self, text: str) -> str:
-        """The text with every secret, and every user:password of a URL, as ***."""
+        """The text with every secret, and every user:password in a URL, replaced by ***."""
         if self._plain:
             if too_many := next(itertools.islice(_ESCAPE.finditer(text), MAX_ESCAPES, None), None):
-                text = text[: too_many.start()]  # no verdict and no error has so many; undoing them takes seconds
+                text = text[
+                    : too_many.start()
+                ]  # a text with more is no verdict and no error, and undoing them takes seconds
             text = _mask(text, sorted(self._find(text)))
         return _USERINFO.sub("***@", text)
 
     def _find(self, text: str) -> Iterator[Span]:
-        """Where secrets stand in the text, as it is and with its escapes undone, up to MAX_ROUNDS times."""
+        """The spans of secrets in the text, as it is and with its escapes undone up to MAX_ROUNDS times."""
         decoded = _Decoded(text, None)
         for _ in range(MAX_ROUNDS + 1):
             lowered = _lower(decoded.text)
             for value in self._plain:
-                yield from (decoded.span(start, start + len(value)) for start in _places(lowered, value))
+                yield from (decoded.span(start, start + len(value)) for start in _occurrences(lowered, value))
             for form in self._encoded:
-                for start in _places(decoded.text, form):
+                for start in _occurrences(decoded.text, form):
                     yield decoded.span(*_around(decoded.text, start, start + len(form)))
             further = decoded.undo_escapes()
             if further is None:
@@ -70,29 +73,29 @@ class Secrets:
 
 
 class _Decoded:
-    """A text with its escapes undone; `starts` are the places of its characters in the original, and its end."""
+    """A text with its escapes undone. `starts` are the offsets of its characters in the original, and of its end."""
 
     def __init__(self, text: str, starts: Sequence[int] | None) -> None:
-        self.text, self._starts = text, starts  # None: the original itself
+        self.text, self._starts = text, starts  # None: this is the original
 
     def span(self, start: int, end: int) -> Span:
-        """A stretch of this text, in the original."""
+        """The span of the original that a span of this text comes from."""
         return (start, end) if self._starts is None else (self._starts[start], self._starts[end])
 
     def undo_escapes(self) -> "_Decoded | None":
-        """One round of it; None where there is none."""
+        """The text with one round of escapes undone; None when it has none."""
         pieces: list[str] = []
-        places = array("q")
+        offsets = array("q")
         before = 0
         for found in _ESCAPE.finditer(self.text):
             pieces += (self.text[before : found.start()], _character(found))
-            places.extend(range(before, found.start()))
-            places.append(found.start())
+            offsets.extend(range(before, found.start()))
+            offsets.append(found.start())
             before = found.end()
         if not pieces:
             return None
-        places.extend(range(before, len(self.text) + 1))
-        starts = places if self._starts is None else array("q", [self._starts[place] for place in places])
+        offsets.extend(range(before, len(self.text) + 1))
+        starts = offsets if self._starts is None else array("q", [self._starts[offset] for offset in offsets])
         return _Decoded("".join(pieces) + self.text[before:], starts)
 
 
@@ -107,12 +110,12 @@ def _character(escape: "re.Match[str]") -> str:
 
 
 def _lower(text: str) -> str:
-    """In lower case, each character still one."""
+    """The text in lower case, as long as before: a character that would become several stays as it is."""
     lowered = text.lower()
     return lowered if len(lowered) == len(text) else "".join(c if len(c.lower()) != 1 else c.lower() for c in text)
 
 
-def _places(text: str, value: str) -> Iterator[int]:
+def _occurrences(text: str, value: str) -> Iterator[int]:
     start = text.find(value)
     while start >= 0:
         yield start
@@ -120,7 +123,7 @@ def _places(text: str, value: str) -> Iterator[int]:
 
 
 def _around(text: str, start: int, end: int) -> Span:
-    """The whole word of base64 around a stretch of it: what stands beside a key encodes some of its bits."""
+    """The whole base64 word around a span of it, because the characters beside a key encode some of its bits."""
     while start > 0 and text[start - 1] in _BASE64:
         start -= 1
     while end < len(text) and text[end] in _BASE64:
@@ -129,7 +132,7 @@ def _around(text: str, start: int, end: int) -> Span:
 
 
 def _base64_forms(value: str) -> Iterator[str]:
-    """What is the same in base64 of every text that holds the value: at three alignments, in two alphabets."""
+    """The part of the value's base64 that is the same in every text that holds it: 3 alignments, 2 alphabets."""
     data = value.encode("utf-8", "surrogatepass")
     for shift in range(3):
         whole = base64.b64encode(b"\0" * shift + data).rstrip(b"=")
@@ -141,7 +144,7 @@ def _base64_forms(value: str) -> Iterator[str]:
 
 
 def _mask(text: str, spans: Sequence[Span]) -> str:
-    """The text with *** for the stretches, which are in order and may overlap."""
+    """The text with *** in place of the spans, which are in order and may overlap."""
     pieces: list[str] = []
     before = 0
     for start, end in spans:
@@ -156,8 +159,8 @@ def _mask(text: str, spans: Sequence[Span]) -> str:
 def find_secrets(
     environment: Mapping[str, str], *, names: Iterable[str] = (), urls: Iterable[str] = (), params: Iterable[Any] = ()
 ) -> Secrets:
-    """The values of variables that are named like secrets, and of `names`; passwords and queries of `urls`; what has
-    such a name in `params`, and their headers.
+    """The secrets of a process: values of variables that are named like secrets or in `names`, passwords and queries
+    in `urls`, and from `params` the headers and the values under a name like a secret's.
     """
     named = set(names)
     values = [value for name, value in environment.items() if name in named or _SECRET_NAME.search(name)]
@@ -179,7 +182,7 @@ def _secrets_of_url(url: str) -> list[str]:
 
 
 def _secrets_of_params(value: Any, *, is_secret: bool) -> list[str]:
-    """The texts in parameters under a name like a secret's, or under one of headers."""
+    """The texts in parameters that stand under a name like a secret's, or under headers."""
     if isinstance(value, dict):
         return [
             text
@@ -190,4 +193,4 @@ def _secrets_of_params(value: Any, *, is_secret: bool) -> list[str]:
         return [text for inner in value for text in _secrets_of_params(inner, is_secret=is_secret)]
     if not is_secret or not isinstance(value, str):
         return []
-    return [value, value.rpartition(" ")[2]]  # also of "Bearer KEY" the key alone
+    return [value, value.rpartition(" ")[2]]  # "Bearer KEY" and KEY alone

@@ -1,7 +1,8 @@
 """RewardModelJudge: a local sequence-classification model scores each conversation by one of its outputs.
 
-The model sees an attempt's main conversation through its tokenizer's chat template. Loaded at the first group, run in a
-thread, in batches of like length. torch and transformers are imported inside functions only.
+The model sees an attempt's main conversation through its tokenizer's chat template. It is loaded at the first group and
+runs in a thread, on batches of similar length. Code that comes with a model is never run. torch and transformers are
+imported inside functions only.
 """
 
 import asyncio
@@ -22,17 +23,17 @@ class RewardModelJudge(Judge):
 
     def __init__(self, config: RewardModelJudgeConfig, directory: Path, *, job: str = "") -> None:
         self.config, self._directory = config, directory
-        self._lock = asyncio.Lock()  # one forward pass at a time
+        self._lock = asyncio.Lock()  # held during a forward pass
         self._loaded: tuple[Any, Any] | None = None  # model, tokenizer
 
     @property
     def settings(self) -> str:
-        """A digest of the model, of a directory every file, and of what its output is made into; reads the weights."""
+        """A digest of the model (of every file of a directory) and of how its output is used; reads the weights."""
         told = self.config.model_dump(mode="json", include={"label", "activation", "max_length"})
         return make_key(model=self._digest_model(), told=told)[:12]
 
     def _digest_model(self) -> str | dict[str, str]:
-        """A hub id as it is; the hash of each file of a directory by its name, the chat template among them."""
+        """A hub id as it is; for a directory the hash of each file by name, the chat template among them."""
         path = self._directory / self.config.model
         return hash_files(path) if path.is_dir() else self.config.model
 
@@ -56,17 +57,15 @@ class RewardModelJudge(Judge):
         model, tokenizer = self._load()
         rows = [self._tokenize(tokenizer, model, conversation) for conversation in conversations]
         values = [0.0] * len(rows)
-        by_length = sorted(range(len(rows)), key=lambda place: len(rows[place]))
+        by_length = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         size = self.config.batch_size
         for start in range(0, len(rows), size):
-            places = by_length[start : start + size]
-            batch = tokenizer.pad({"input_ids": [rows[place] for place in places]}, return_tensors="pt").to(
-                model.device
-            )
+            chosen = by_length[start : start + size]
+            batch = tokenizer.pad({"input_ids": [rows[row] for row in chosen]}, return_tensors="pt").to(model.device)
             with torch.inference_mode():
                 logits = model(**batch).logits.float()  # [B, labels]
-            for place, value in zip(places, self._activate(logits).tolist(), strict=True):
-                values[place] = value
+            for row, value in zip(chosen, self._activate(logits).tolist(), strict=True):
+                values[row] = value
         if not all(value == value and abs(value) != float("inf") for value in values):
             raise JudgeError(f"{self.config.model}: a score is not a finite number")
         return values
@@ -83,11 +82,11 @@ class RewardModelJudge(Judge):
         return chosen.sigmoid() if self.config.activation == "sigmoid" else chosen
 
     def _tokenize(self, tokenizer: Any, model: Any, conversation: Sequence[Json]) -> list[int]:
-        """The conversation's token ids; of one that is too long the end."""
+        """The conversation's token ids; only the last ones if it is too long."""
         if tokenizer.chat_template:
             try:
                 ids = tokenizer.apply_chat_template(list(conversation), tokenize=True, return_dict=False)
-            except Exception as error:  # the boundary to the model's own template, which raises what it likes
+            except Exception as error:  # the boundary to the model's own template, which may raise anything
                 raise JudgeError(
                     f"{self.config.model}: its chat template refuses a conversation: {describe(error)}"
                 ) from error
@@ -114,7 +113,7 @@ class RewardModelJudge(Judge):
             raise JudgeStopped(f"judge.model: {self.config.model} cannot be loaded: {line}") from error
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
-        model.config.pad_token_id = tokenizer.pad_token_id  # it finds each row's last token by it
+        model.config.pad_token_id = tokenizer.pad_token_id  # the model finds each row's last token by this id
         wanted = self.config.device
         device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
         self._loaded = (model.to(device).eval(), tokenizer)

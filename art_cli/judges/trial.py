@@ -25,7 +25,7 @@ class Trial(NamedTuple):
 
     right: float  # the reward of the attempt that answers correctly
     wrong: float
-    usage: Usage  # what the question cost
+    usage: Usage  # usage of this one question
 
 
 def missing_keys(config: JudgeConfig, directory: Path) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """A run's learning curve as one standalone SVG picture: training reward by step, and what evaluations measured.
 
-Takes metrics lines as plain data; returns text. Written by `art train` when it ends, shown in the README for the demo.
+Takes metrics lines as plain data; returns text. `art train` writes the picture when it ends.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ LEFT, RIGHT, TOP, BOTTOM = 48, 150, 34, 40
 COLOURS = ("#2f6fdb", "#d1472f", "#2b8a57", "#8250c4", "#b07d12")
 
 Point = tuple[float, float]
-Place = Callable[[Point], str]  # a point of the data -> "x,y" in the picture
+Place = Callable[[Point], str]  # (x, y) in the data -> "x,y" in the picture
 
 
 class Series(NamedTuple):
@@ -26,8 +26,8 @@ class Series(NamedTuple):
 
 
 def run_series(lines: Sequence[MetricsLine], *, metrics: Sequence[str]) -> list[Series]:
-    """Training reward, and each of the named metrics of the evaluations; those without a point are left out."""
-    name = "reward_mean"  # a step in which every attempt failed has none
+    """The training reward, and each of the named evaluation metrics; a series without points is left out."""
+    name = "reward_mean"  # missing for a step in which every attempt failed
     train = [(float(s.step), s.metrics[name]) for s in lines if s.split == "train" and name in s.metrics]
     series = [Series("training reward", train, has_dots=False)]
     for name in metrics:
@@ -37,7 +37,7 @@ def run_series(lines: Sequence[MetricsLine], *, metrics: Sequence[str]) -> list[
 
 
 def curve(title: str, series: Sequence[Series]) -> str:
-    """The picture. The vertical axis goes from 0 to 1, or as far as the values do; no series: an empty frame."""
+    """The picture. The vertical axis covers 0 to 1 and every value. Without series it is an empty frame."""
     points = [point for one in series for point in one.points]
     right = max((x for x, _ in points), default=1.0) or 1.0
     low, high = min([0.0, *(y for _, y in points)]), max([1.0, *(y for _, y in points)])
@@ -68,7 +68,7 @@ def _tick(value: float, place: Place, right: float) -> str:
 
 
 def _line(series: Series, colour: str, place: Place, row: int) -> str:
-    """The line itself and its entry in the legend."""
+    """A series as a line, with its entry in the legend."""
     placed = [place(point) for point in series.points]
     width = "2" if series.has_dots else "1.2"
     dots = "".join(

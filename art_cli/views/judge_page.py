@@ -1,6 +1,6 @@
-"""The judge's report as one self-contained HTML page: what it agreed with, what it favours, what it cost, in plots.
+"""The judge's report as one self-contained HTML page with plots: agreement with the gold, order bias, rewards, spread.
 
-Takes the report as plain data (what `art judge --report --json` prints) and the sample of points; returns text.
+Takes the report as plain data (what `art judge --report --json` prints) and the points of its plots; returns text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ svg .title { font-size: 12px; font-weight: 600; fill: #1c2330; } .axes { fill: n
 
 
 def judge_page(report: Mapping[str, Any], sample: Mapping[str, Any], lines: Sequence[tuple[str, str]]) -> str:
-    """The page. `lines` are the report's lines as (name, value), the same that the terminal shows."""
+    """The page. `lines` are the report's (name, value) lines, as the terminal shows them."""
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in lines)
     title = f"Judge report: {report['path']}"
     return (
@@ -32,7 +32,7 @@ def judge_page(report: Mapping[str, Any], sample: Mapping[str, Any], lines: Sequ
 
 
 def _plots(report: Mapping[str, Any], sample: Mapping[str, Any]) -> list[str]:
-    """The plots that the sample has points for."""
+    """A plot for each kind of points that `sample` has."""
     plots = []
     if positions := [(float(x), float(y)) for x, y in sample["positions"]]:
         plots.append(_order_plot(positions, report["judges"][0]["order_bias"]))
@@ -50,7 +50,7 @@ def _plots(report: Mapping[str, Any], sample: Mapping[str, Any]) -> list[str]:
 
 
 def _order_plot(points: Sequence[Point], bias: Mapping[str, Any] | None) -> str:
-    """Votes by place. The line falls by the order bias from the first place to the last."""
+    """Votes by position in the prompt. The line falls by the order bias from the first position to the last."""
     y = axis([point[1] for point in points], "vote less its mean")
     value = float(bias["value"]) if bias else 0.0
     line = ((0.0, value / 2), (1.0, -value / 2))

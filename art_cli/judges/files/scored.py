@@ -1,8 +1,8 @@
 """The scored file while it is written: what it holds already, and groups appended whole. One process at a time.
 
-A group's lines are written in one piece. What a kill tore is at the end of the file and is cut off when it is opened
-again, so that every group stands there once or not at all. A file is gone on with only where each of its lines is the
-source's trajectory, scored, by this judge: names of groups and ids alone do not tell two files apart.
+A group's lines are written in one piece. A kill can tear only the end of the file, which is cut off when the file is
+opened again, so that every group is in it once or not at all. A file is continued only if each of its lines is a
+trajectory of the source, scored by this judge, because names of groups and ids alone do not tell two files apart.
 """
 
 import logging
@@ -24,14 +24,14 @@ _CURES = "name another file with -o, or start anew with --fresh (verdicts alread
 
 
 class ScoredFile:
-    """Open for appending; `done` are the groups it holds whole. `is_fresh` empties it first.
+    """A file open for appending. `done` are the groups that it holds whole. `is_fresh` empties it first.
 
-    Raises RunError: in use, or not this source's trajectories as this judge scored them.
+    Raises RunError: another process uses it, or it holds other trajectories or another judge's scores.
     """
 
     def __init__(self, path: Path, source: TrajectoryFile, settings: str, *, is_fresh: bool = False) -> None:
         self.path, self._settings = path, settings
-        self._writer = LineWriter(path, is_fresh=is_fresh)  # holds the file; cuts off a torn last line
+        self._writer = LineWriter(path, is_fresh=is_fresh)  # locks the file and cuts off a torn last line
         try:
             self.done = self._resume(source)
         except BaseException:
@@ -39,7 +39,7 @@ class ScoredFile:
             raise
 
     def _resume(self, source: TrajectoryFile) -> set[str]:
-        """The groups that are there whole; of one that is not, the lines are taken out again."""
+        """The groups that the file holds whole; the lines of incomplete ones are cut off."""
         there = TrajectoryFile(self.path)
         whole = scored_groups(there, source, self._settings)
         torn = [group for group in there if group.group_id not in whole]
@@ -57,13 +57,13 @@ class ScoredFile:
         log.warning("%s: cut off %d incomplete groups at its end; they are judged again", self.path, len(torn))
 
     def append(self, group: Sequence[ScoredTrajectory]) -> None:
-        """All lines of a group, in one write."""
+        """Writes all lines of a group at once."""
         for trajectory in group:
             trajectory.judge_settings = self._settings
         self._writer.append_all(group)
 
     def check_place(self) -> None:
-        """Raises RunError: the file was removed or replaced, and with it what was written."""
+        """Raises RunError: the file was removed or replaced, so that what was written is lost."""
         if not self._writer.is_in_place():
             raise RunError(f"{self.path}: was removed or replaced while it was written; run the same command again")
 
@@ -88,23 +88,23 @@ def scored_groups(scored: TrajectoryFile, source: TrajectoryFile, settings: str)
 
 
 def _check_group(path: Path, group: Group, source: TrajectoryFile, settings: str) -> None:
-    """Raises RunError for the first line of a group that cannot be gone on with."""
+    """Raises RunError for the first line of a group with which the file cannot be continued."""
     expected = {trajectory.index: trajectory for trajectory in source.load(source.groups[group.group_id])}
     with path.open("rb") as file:
-        for place, (number, offset) in sorted(group.lines.items()):
+        for index, (number, offset) in sorted(group.lines.items()):
             file.seek(offset)
             try:
                 found = decode(file.readline(), _SCORED)
             except ValueError as error:
                 raise RunError(f"{path}:{number}: not a scored trajectory: {error}; {_CURES}") from error
-            if wrong := _find_fault(found, expected.get(place), source, settings):
+            if wrong := _find_fault(found, expected.get(index), source, settings):
                 raise RunError(f"{path}:{number}: {wrong}; {_CURES}")
 
 
 def _find_fault(
     found: ScoredTrajectory, expected: Trajectory | None, source: TrajectoryFile, settings: str
 ) -> str | None:
-    """Why a line of the output is not `expected`, scored by the judge of `settings`; None: it is."""
+    """Why a line of the output is not `expected` scored by the judge with these settings; None: it is."""
     name = printable(repr(found.id), limit=80)
     if expected is None or found.id != expected.id:
         return f"trajectory {name} is not in {source.path}"
@@ -120,7 +120,7 @@ def _find_fault(
 
 
 def _is_same(scored: ScoredTrajectory, trajectory: Trajectory) -> bool:
-    """Whether everything but reward and scores is equal."""
+    """Whether the two are equal in everything but reward and scores."""
     try:
         return score_trajectory(trajectory, scored.reward, scored.scores, settings=scored.judge_settings) == scored
     except RecursionError:
@@ -128,7 +128,7 @@ def _is_same(scored: ScoredTrajectory, trajectory: Trajectory) -> bool:
 
 
 def _settings_of(scored: ScoredTrajectory) -> str | None:
-    """The digest of a line's judge; an older art wrote it with RULER's scores alone."""
+    """The digest of the judge that scored a line; older versions wrote it into RULER's scores only."""
     if scored.judge_settings is not None:
         return scored.judge_settings
     found = {score.settings for score in scored.scores}

@@ -1,6 +1,6 @@
-"""Judges a file into another: what is owed is worked out from both, judged, and appended as it finishes.
+"""Judges a file into another: works out from both what is owed, judges it, and appends each group as it finishes.
 
-Reads a TrajectoryFile, appends to a ScoredFile. Nothing else remembers anything: run again, it goes on.
+Reads a TrajectoryFile, appends to a ScoredFile. There is no other state: the same session, run again, goes on.
 """
 
 import asyncio
@@ -16,25 +16,27 @@ from art_cli.judges.files.source import Group, TrajectoryFile
 from art_cli.judges.groups import JudgeProgress, judge_groups
 from art_cli.trajectory import ScoredTrajectory
 
-Progress = Callable[[int, JudgeProgress], None]  # (groups owed at the start, what became of them so far)
+Progress = Callable[
+    [int, JudgeProgress], None
+]  # called with the number of groups owed at the start, and what became of them
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """What one session did. Counts of groups but where they say otherwise; the cost is what this session paid."""
+    """What one session did. Numbers count groups, unless their name says otherwise."""
 
-    scored: str  # the file
-    groups: int  # scored now
+    scored: str  # path of the scored file
+    groups: int  # scored by this session
     groups_before: int
     trajectories: int
-    mean: float | None  # reward of what was scored now
+    mean: float | None  # mean reward of what this session scored
     calls: int
     cached_votes: int
     prompt_tokens: int
     completion_tokens: int
-    cost_usd: float | None  # None: a price is unknown
+    cost_usd: float | None  # cost of this session; None: a price is unknown
     owed: int
-    owed_because: dict[str, str]  # by group id
-    incomplete: dict[str, str]  # groups that wait for attempts, and how many are there
+    owed_because: dict[str, str]  # group id -> why it could not be scored
+    incomplete: dict[str, str]  # group id -> how many of its attempts are there
     stopped: str | None  # why no further group was begun
 
 
@@ -48,7 +50,7 @@ class Session:
         self.reward_sum = 0.0
 
     async def run(self, *, is_fresh: bool = False, progress: Progress | None = None) -> Summary:
-        """Judges what is owed, with `is_fresh` everything. Cancelled, it lets go.
+        """Judges what is owed, or with `is_fresh` everything. When it is cancelled, groups in flight are dropped.
 
         Raises RunError: the output is in use, holds another file's or another judge's scores, or was removed meanwhile.
         """
@@ -73,7 +75,7 @@ class Session:
         return self._summary(done)
 
     def _open(self, *, is_fresh: bool) -> ScoredFile:
-        """The output, compared with the source: that reads both files, and maybe a reward model's."""
+        """The output, compared with the source. This reads both files, and perhaps those of a reward model."""
         return ScoredFile(self.path, self.source, self.judge.settings, is_fresh=is_fresh)
 
     def _count(self, scored: Sequence[ScoredTrajectory]) -> None:
@@ -104,5 +106,5 @@ class Session:
 
 
 def judgeable(source: TrajectoryFile, *, is_partial: bool) -> list[Group]:
-    """The groups that are judged: the complete ones, or with `is_partial` all, as they are."""
+    """The groups that are judged: the complete ones, or with `is_partial` all groups as they are."""
     return [group for group in source if group.is_complete or is_partial]

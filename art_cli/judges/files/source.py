@@ -1,14 +1,14 @@
 """Reads the files that can be judged: our trajectories, ART's own JSONL, plain {"messages": [...]} lines.
 
 A file is read twice: once for its outline (which groups, which lines), then group by group as they are judged, so that
-memory does not grow with the file's texts. A line says what it is by its keys:
+memory does not grow with the file's texts. The keys of a line tell what it is:
 
     {"id": .., "group_id": .., "group_size": .., "index": ..}       a trajectory of ours (or a scored one)
     {"trajectories": [{"messages_and_choices": [..]}, ..]}          a group of ART's
     {"messages": [..], "group_id": ..}                              a conversation; or ART's, with messages_and_choices
 
-What a foreign line says besides is kept in `metadata`, its reward in `returned_reward`. A line that cannot be placed in
-a group refuses the file; what is wrong inside one is found when its group is loaded, and concerns that group alone.
+Other keys of a foreign line are kept in `metadata`, its reward in `returned_reward`. A line that belongs to no group
+makes the whole file an error. A mistake inside a line is found when its group is loaded, and concerns that group alone.
 """
 
 import logging
@@ -26,11 +26,11 @@ from art_cli.trajectory import SCHEMA_VERSION, Json, Trajectory
 
 log = logging.getLogger(__name__)
 
-MAX_GROUP_SIZE = 1_000_000  # attempts of one group; a larger number in a file is a mistake
+MAX_GROUP_SIZE = 1_000_000  # most attempts of one group; a larger number in a file is a mistake
 
 
 class _Head(msgspec.Struct):
-    """As much of a line as its place in the outline needs; the rest is passed over."""
+    """The fields of a line that the outline needs; the others are skipped."""
 
     schema_version: int = SCHEMA_VERSION
     id: Any = None
@@ -48,7 +48,7 @@ class _History(msgspec.Struct):
 
 
 class _Foreign(msgspec.Struct):
-    """What a line that is not ours may say in words we know."""
+    """The fields of a foreign line that we know."""
 
     id: str | int | None = None
     messages: list[Json] | None = None
@@ -69,7 +69,7 @@ _HEAD = msgspec.json.Decoder(_Head)
 _OWN = msgspec.json.Decoder(Trajectory)
 _ANY = msgspec.json.Decoder(Json)
 
-Kind = Literal["own", "art", "plain"]  # what a group's lines are: our trajectories, one group of ART's, conversations
+Kind = Literal["own", "art", "plain"]  # a group's lines are our trajectories, one group of ART's, or conversations
 
 
 @dataclass
@@ -78,9 +78,9 @@ class Group:
 
     group_id: str
     kind: Kind
-    size: int  # how many trajectories it should have
-    lines: dict[int, tuple[int, int]] = field(default_factory=dict)  # place -> (line number, byte offset)
-    count: int = 0  # how many it has
+    size: int  # number of trajectories that it should have
+    lines: dict[int, tuple[int, int]] = field(default_factory=dict)  # index in the group -> (line number, byte offset)
+    count: int = 0  # number of trajectories that it has
 
     @property
     def is_complete(self) -> bool:
@@ -94,7 +94,7 @@ class Group:
 class TrajectoryFile:
     """The outline of a file, and its groups on demand. Raises DataError with the line for what cannot be read.
 
-    Of a place written twice by the same trajectory the last line counts.
+    When the same trajectory has several lines, the last one counts.
     """
 
     def __init__(self, path: Path, *, group_by: str | None = None) -> None:
@@ -102,30 +102,30 @@ class TrajectoryFile:
             raise UsageError(f"{path}: no such file")
         self.path, self.group_by = path, group_by
         self.groups: dict[str, Group] = {}
-        self._owners: dict[tuple[str, int], str] = {}  # (group, place in it) -> id of the trajectory
+        self._owners: dict[tuple[str, int], str] = {}  # (group, index in it) -> id of the trajectory
         for line in lines(path):
             if is_torn(line.data):
                 log.warning("%s:%d: the last line is torn; left out", path, line.number)
                 break
             try:
-                self._place(decode(line.data, _HEAD), line)
+                self._add(decode(line.data, _HEAD), line)
             except ValueError as error:
                 raise DataError(str(error), path, line.number) from error
 
-    def _place(self, head: _Head, line: Line) -> None:
-        """Puts one line into its group. Raises ValueError with what is wrong with it."""
+    def _add(self, head: _Head, line: Line) -> None:
+        """Puts one line into its group. Raises ValueError, which says what is wrong with the line."""
         if head.schema_version > SCHEMA_VERSION:
             raise ValueError(newer_schema(head.schema_version))
         if head.trajectories is not None:
-            self._place_art_group(head, line)
+            self._add_art_group(head, line)
         elif _is_own(head):
-            self._place_own(head, line)
+            self._add_own(head, line)
         else:
             group = self._open_group(self._find_group_id(head, line.data), "plain", size=0)
             group.lines[group.count] = (line.number, line.offset)
             group.size = group.count = len(group.lines)
 
-    def _place_art_group(self, head: _Head, line: Line) -> None:
+    def _add_art_group(self, head: _Head, line: Line) -> None:
         size = len(head.trajectories or ()) + len(head.exceptions or ())
         if not size:
             log.warning("%s:%d: a group without trajectories; left out", self.path, line.number)
@@ -133,7 +133,7 @@ class TrajectoryFile:
         group = self._open_group(f"line-{line.number}", "art", size=size)
         group.lines, group.count = {0: (line.number, line.offset)}, size
 
-    def _place_own(self, head: _Head, line: Line) -> None:
+    def _add_own(self, head: _Head, line: Line) -> None:
         assert head.index is not None and head.group_size is not None
         if not isinstance(head.id, str) or not isinstance(head.group_id, str):
             raise ValueError('"id" and "group_id" of a trajectory are strings')
@@ -152,7 +152,7 @@ class TrajectoryFile:
         group.count = len(group.lines)
 
     def _open_group(self, name: str, kind: Kind, *, size: int) -> Group:
-        """The group of that name, made where there is none. Raises ValueError: its lines are of another kind."""
+        """The group of that name, added if it is new. Raises ValueError: its lines are of another kind."""
         group = self.groups.setdefault(name, Group(name, kind, size))
         if group.kind != kind or (kind == "art" and group.lines):
             raise ValueError(f"group {_brief(name)} is there already, in line {group.first_line}, in another format")
@@ -168,14 +168,14 @@ class TrajectoryFile:
         return str(found)
 
     def load(self, group: Group) -> list[Trajectory]:
-        """The trajectories of one group, in order of place. Raises DataError: a line of it cannot be read."""
+        """The trajectories of one group, in the order of their index. Raises DataError: a line cannot be read."""
         trajectories: list[Trajectory] = []
         names: set[str] = set()
         with self.path.open("rb") as file:
-            for place, (number, offset) in sorted(group.lines.items()):
+            for index, (number, offset) in sorted(group.lines.items()):
                 file.seek(offset)
                 try:
-                    read = _read(file.readline(), group, place)
+                    read = _read(file.readline(), group, index)
                 except (ValueError, RecursionError) as error:
                     raise DataError(_words(error), self.path, number) from error
                 for trajectory in read:
@@ -194,7 +194,7 @@ def _is_own(head: _Head) -> bool:
 
 
 def _brief(value: object) -> str:
-    """A value of the file as an error may quote it."""
+    """A value of the file, short and printable, for an error message."""
     return printable(repr(value), limit=80)
 
 
@@ -203,14 +203,14 @@ def _words(error: Exception) -> str:
 
 
 def _select(record: Any, dotted: str) -> Any:
-    """`record["metadata"]["task"]` for "metadata.task"; None where there is none."""
+    """`record["metadata"]["task"]` for "metadata.task"; None when there is no such key."""
     for key in dotted.split("."):
         record = record.get(key) if isinstance(record, dict) else None
     return record
 
 
 def _read(line: bytes, group: Group, index: int) -> list[Trajectory]:
-    """The trajectories of one line; `index` is the place of the first, where the line does not say."""
+    """The trajectories of one line; `index` is that of the first, unless the line itself has one."""
     if group.kind == "own":
         trajectory = decode(line, _OWN)
         if (trajectory.group_id, trajectory.index) != (group.group_id, index):
@@ -221,7 +221,7 @@ def _read(line: bytes, group: Group, index: int) -> list[Trajectory]:
 
 
 def _read_art_group(record: Json, group: Group) -> list[Trajectory]:
-    """An ART group: its trajectories, then its exceptions as trajectories with an error; its metadata goes to each."""
+    """An ART group: its trajectories, then its exceptions as trajectories with an error; each gets its metadata."""
     found = msgspec.convert(record, _ArtGroup)
     about = {key: value for key, value in record.items() if key not in ("trajectories", "exceptions") and value}
     read = [_read_foreign(one, group, index) for index, one in enumerate(found.trajectories)]
@@ -229,7 +229,7 @@ def _read_art_group(record: Json, group: Group) -> list[Trajectory]:
         trajectory.metadata = trajectory.metadata | {"group": about}
     for index, failure in enumerate(found.exceptions or (), len(read)):
         error = f"{failure.get('type')}: {failure.get('message')}"
-        read.append(_place_foreign(group, index, error=error))
+        read.append(_make_foreign(group, index, error=error))
     return read
 
 
@@ -238,7 +238,7 @@ def _read_foreign(record: Json, group: Group, index: int) -> Trajectory:
     found = msgspec.convert(record, _Foreign)
     known = _Foreign.__struct_fields__
     rest = {key: value for key, value in record.items() if key not in known and value not in (None, [], {})}
-    return _place_foreign(
+    return _make_foreign(
         group,
         index,
         id=None if found.id is None else str(found.id),
@@ -251,11 +251,11 @@ def _read_foreign(record: Json, group: Group, index: int) -> Trajectory:
     )
 
 
-def _place_foreign(group: Group, index: int, *, id: str | None = None, **fields: Any) -> Trajectory:
+def _make_foreign(group: Group, index: int, *, id: str | None = None, **fields: Any) -> Trajectory:
     name = id or f"{group.group_id}/{index}"
     return Trajectory(id=name, group_id=group.group_id, group_size=group.size, index=index, **fields)
 
 
 def _messages(items: Sequence[Json]) -> list[Json]:
-    """Messages; of ART's recorded choices, the message inside."""
+    """Messages; a choice that ART recorded is replaced by the message in it."""
     return [item["message"] if isinstance(item.get("message"), dict) else item for item in items]

@@ -48,7 +48,7 @@ _USED_UP = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_act
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model said, secrets taken out, and what it took."""
+    """What the model said, without secrets, and what the call took."""
 
     text: str
     finish_reason: str
@@ -73,7 +73,7 @@ class Provider:
         self._has_warned = False  # about usage that is not a number of tokens
 
     async def ask(self, messages: Sequence[Json], schema: Json | None, *, timeout_s: float) -> Answer:
-        """One call; with `schema`, the answer is asked to be JSON of that schema. Raises CallFailed."""
+        """Makes one call; with `schema` it asks for JSON of that schema. Raises CallFailed."""
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -86,7 +86,7 @@ class Provider:
     def read_text(self, content: Any) -> str:
         """A reply's content as one text without secrets; a list of parts is joined. Raises TypeError for others.
 
-        Of a text longer than any verdict no more is kept than shows that it is.
+        A text longer than any verdict is cut one character behind MAX_ANSWER, so that the reader still sees its excess.
         """
         if isinstance(content, list):
             texts = (part.get("text") for part in content if isinstance(part, dict))

@@ -1,8 +1,8 @@
-"""Caller: patience around one provider. Concurrency, rate limits, new tries with backoff and jitter, budget, ledger.
+"""Caller: decides when a provider is called: concurrency, rate limits, new tries with backoff and jitter, budget.
 
-A failure that may pass is tried again after a delay that doubles each time, or after what the provider asks for. When a
-provider asks for quiet, every call to it waits, not only the one that was told, and the log says for how long. A
-provider whose quota is used up is asked no more: every call stops at once, with the time until then.
+A call whose failure may pass is tried again after a delay that doubles each time, or after the time that the provider
+asks for. When a provider asks to wait, every call to it waits, not only the one that was told, and the log says for how
+long. A provider whose quota is used up is not called again until the quota is renewed: every call stops at once.
 """
 
 import asyncio
@@ -24,17 +24,18 @@ from art_cli.trajectory import Json
 
 log = logging.getLogger(__name__)
 
-FIRST_DELAY_S = 0.5
-MAX_DELAY_S = 60.0
-MAX_ASKED_DELAY_S = 600.0  # a provider that asks for more has no quota left, and is not waited for
-SHOWN_DELAY_S = 5.0  # shortest wait that the log tells of
-USED_UP_S = 60.0  # time for which a provider is not asked that says no more than that its quota is used up
-MAX_LATE = 2  # deadlines that may pass before a call is given up: each is minutes long
-COMPLETION_TOKENS = 80  # of one attempt's entry: a score and a sentence or two; corrected by what calls really take
+FIRST_DELAY_S = 0.5  # shortest delay before a new try
+MAX_DELAY_S = 60.0  # longest delay before a new try, unless the provider asks for more
+MAX_ASKED_DELAY_S = 600.0  # longest wait that a provider may ask for; one that asks for more has no quota left
+SHOWN_DELAY_S = 5.0  # shortest wait that is logged
+USED_UP_S = 60.0  # seconds without calls after a used-up quota, unless the provider says when it is renewed
+MAX_LATE = 2  # missed deadlines after which a call is given up, because each is minutes long
+# Expected completion tokens of one attempt's entry: a score and a sentence or two. Calls that take more raise it.
+COMPLETION_TOKENS = 80
 
 
 class Caller:
-    """Asks one model. `slots` is shared by all callers of a judge: calls at once."""
+    """Asks one model. `slots` bounds the calls in flight and is shared by all callers of a judge."""
 
     def __init__(
         self,
@@ -55,12 +56,12 @@ class Caller:
             member.response_format == "auto" and takes_schema(member.model) is not False
         )
         self._quiet_until = 0.0  # monotonic time before which no call goes out
-        self._shown_until = 0.0  # monotonic time of the last end of a wait that the log told of
-        self._num_open = self._num_sent = 0  # calls that are asked for, and those of them that are under way
-        self._shut = asyncio.Event()  # set while no call can succeed; `_shut_because` says why
+        self._shown_until = 0.0  # monotonic time at which the last logged wait ends
+        self._num_open = self._num_sent = 0  # calls asked for, and those of them in flight
+        self._shut = asyncio.Event()  # set while no call can succeed, for the reason in `_shut_because`
         self._shut_until, self._shut_because = 0.0, ""
         self._answered_at = 0.0
-        self._completion_tokens = 0.0  # the most a call took so far
+        self._completion_tokens = 0.0  # most completion tokens that a call took so far
 
     async def ask(self, messages: Sequence[Json], schema: Json, *, num_attempts: int) -> Answer:
         """The model's answer. Raises JudgeError when the tries are used up, JudgeStopped when no call can succeed."""
@@ -87,7 +88,7 @@ class Caller:
         raise AssertionError("unreachable: the last try returns or raises")
 
     def _raise_if_final(self, failure: CallFailed) -> None:
-        """Raises for a failure that no new try cures; shuts the provider where none of any call does."""
+        """Raises for a failure that no new try cures; shuts the provider if its quota is used up."""
         asked_s = failure.retry_after_s
         if failure.kind == "used_up" or (asked_s or 0.0) > MAX_ASKED_DELAY_S:
             when = "" if asked_s is None else f" {until(asked_s)}"
@@ -101,7 +102,7 @@ class Caller:
             raise JudgeError(str(failure)) from failure
 
     def _delay(self, tries: int, failure: CallFailed) -> float:
-        """Seconds before the next try: jitter on a doubling delay, never less than what the provider asked for."""
+        """Seconds before the next try: a doubling delay with jitter, never less than the provider asked for."""
         delay: float = random.uniform(0.5, 1.0) * min(MAX_DELAY_S, self._first_delay_s * 2**tries)
         if failure.retry_after_s is None:
             return delay
@@ -109,7 +110,7 @@ class Caller:
         return failure.retry_after_s + min(delay, 1.0)
 
     def _show_wait(self, who: str, seconds: float) -> None:
-        """One line for a wait, unless it ends when the last one that was shown does."""
+        """Logs a wait, unless it ends at about the same time as the last wait that was logged."""
         end = time.monotonic() + seconds
         if seconds < SHOWN_DELAY_S or end < self._shown_until + SHOWN_DELAY_S:
             return
@@ -124,7 +125,7 @@ class Caller:
     async def _ask_once(self, messages: Sequence[Json], schema: Json, num_attempts: int) -> Answer:
         while True:
             await self._wait_for_quiet()
-            async with self._slots:  # a call that waits has no place: other models of a panel may need it
+            async with self._slots:  # a waiting call gives its slot back, because other models of a panel may use it
                 if self._quiet_until <= time.monotonic() and not self._shut.is_set():
                     return await self._ask_in_slot(messages, schema, num_attempts)
 
@@ -144,13 +145,13 @@ class Caller:
         return answer
 
     def _be_quiet(self, seconds: float) -> None:
-        """Holds later calls, as the headers of an answer ask."""
+        """Makes later calls wait, as the headers of an answer ask."""
         if seconds > 0:
             self._quiet_until = max(self._quiet_until, time.monotonic() + seconds)
             self._show_wait(f"{self.member.model}: its rate limit is used up", seconds)
 
     async def _send(self, messages: Sequence[Json], schema: Json) -> Answer:
-        """One call. A model whose schema is refused is asked without, and from then on never with it."""
+        """One call. A model that refuses the schema is asked without it, from then on always."""
         if not self._wants_schema:
             return await self._provider.ask(messages, None, timeout_s=self._timeout_s)
         try:
@@ -164,7 +165,7 @@ class Caller:
             return answer
 
     def expected_tokens(self, messages: Sequence[Json], num_attempts: int) -> tuple[int, int]:
-        """An estimate of (prompt, completion) tokens of one call."""
+        """The estimated (prompt, completion) tokens of one call."""
         prompt = sum(count_tokens(str(message["content"])) for message in messages)
         return prompt, round(max(self._completion_tokens, COMPLETION_TOKENS * num_attempts))
 
@@ -181,7 +182,7 @@ class Caller:
             await self._pause(rest)
 
     async def _pause(self, seconds: float) -> None:
-        """Sleeps; not on, once the provider is shut."""
+        """Sleeps, until the provider is shut at the latest."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._shut.wait(), seconds)
 
@@ -190,7 +191,7 @@ class Caller:
 
 
 def make_provider(member: JudgeModelConfig, secrets: Secrets) -> Provider:
-    """The provider of a model; it neither connects nor imports a client before the first call."""
+    """The provider of a model; it does not connect before the first call. Raises UsageError: litellm is needed."""
     if not member.needs_litellm:
         from art_cli.judges.providers.http import HttpProvider
 

@@ -1,4 +1,4 @@
-"""How long a provider asks to wait, in whichever header, form and unit it says so. Pure but for the clock.
+"""How long a provider asks to wait, read from any of the headers, forms and units in use. Pure but for the clock.
 
 Retry-After: 30                            Retry-After: Wed, 21 Oct 2026 07:28:00 GMT
 x-ratelimit-reset-requests: 1m3s           anthropic-ratelimit-tokens-reset: 2026-10-21T07:28:00Z
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
-MAX_TEXT = 20_000  # characters of an error's text that are searched
+MAX_TEXT = 20_000  # characters of an error's text that are searched for a wait
 _MAX_VALUE = 64  # characters of a header's value that are read
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?")
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)")
 _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_EPOCH_S, _EPOCH_MS = (1e9, 1e10), (1e12, 1e13)  # numbers between are a time since 1970 (2001 to 2286), not a wait
+_EPOCH_S, _EPOCH_MS = (1e9, 1e10), (1e12, 1e13)  # a number in these ranges is a time (of 2001 to 2286), not a wait
 _SAID = re.compile(r'(?:"retryDelay":\s?"|(?:try again|retry) (?:in|after) )([0-9][0-9.hms]{0,40})', re.IGNORECASE)
-# (what remains, when it is reset), by OpenAI and those who follow it, Anthropic, OpenRouter, the IETF's draft.
+# (header of what remains, header of its reset): OpenAI and its followers, Anthropic, OpenRouter, the IETF's draft.
 _LIMITS = (
     *((f"x-ratelimit-remaining-{what}", f"x-ratelimit-reset-{what}") for what in ("requests", "tokens")),
     *(
@@ -31,7 +31,7 @@ _LIMITS = (
 
 
 def retry_after(headers: Mapping[str, str], text: str = "") -> float | None:
-    """Seconds that an error asks to wait, by its headers or else by its text; None where neither says."""
+    """Seconds that an error asks to wait, in its headers or else in its text; None: in neither."""
     milliseconds = read_wait(headers.get("retry-after-ms", ""))
     if milliseconds is not None:
         return milliseconds / 1000
@@ -44,7 +44,7 @@ def retry_after(headers: Mapping[str, str], text: str = "") -> float | None:
 
 
 def quiet_time(headers: Mapping[str, str]) -> float:
-    """Seconds until a used-up rate limit is reset; 0 while something remains.
+    """Seconds until a used-up rate limit is reset; 0 when something remains of each limit.
 
     Example: remaining-requests "0" and reset-requests "1m3s" -> 63.
     """
@@ -53,7 +53,7 @@ def quiet_time(headers: Mapping[str, str]) -> float:
 
 
 def read_wait(value: str) -> float | None:
-    """Seconds from now: of a number, a duration, or a time (one that has passed is 0). None: it is none of them."""
+    """Seconds from now, read from a number, a duration or a time (0 for a past one). None: it is none of them."""
     value = value.strip()[:_MAX_VALUE]
     if _NUMBER.fullmatch(value):
         number = float(value)
@@ -69,7 +69,7 @@ def read_wait(value: str) -> float | None:
 
 
 def _read_time(value: str) -> float | None:
-    """Seconds until an HTTP date, or one of RFC 3339."""
+    """Seconds until an HTTP date or a date of RFC 3339."""
     for read in (parsedate_to_datetime, datetime.fromisoformat):
         try:
             moment = read(value)
@@ -81,7 +81,7 @@ def _read_time(value: str) -> float | None:
 
 
 def until(seconds: float) -> str:
-    """When a wait ends, in words. Example: until(86400) -> "until 2026-10-22 07:28 UTC (24 h)"."""
+    """The words for when a wait ends. Example: until(86400) -> "until 2026-10-22 07:28 UTC (24 h)"."""
     hours = f"{seconds / 3600:,.0f} h" if seconds >= 7200 else f"{seconds / 60:.0f} min"
     short = f"{seconds:.0f} s" if seconds < 120 else hours
     try:

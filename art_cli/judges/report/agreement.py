@@ -1,7 +1,7 @@
 """How far two rankings agree, group by group, and how sure that is. Pure numbers, no files.
 
-Every measure is a ratio of sums over groups, (numerator, denominator) each, so that a group counts by what it can tell,
-and intervals come from resampling whole groups: pairs within one group are not independent.
+Every measure is a ratio of two sums over groups. A group that tells more adds a larger denominator and counts for more.
+Intervals come from resampling whole groups, because pairs within one group are not independent.
 """
 
 import math
@@ -13,19 +13,19 @@ from typing import NamedTuple
 import msgspec
 
 EQUAL = 1e-8  # rewards closer than this are the same (contract 4 of the design)
-MAX_DRAWS = 300_000  # of groups, over all resamples: a few tenths of a second
+MAX_DRAWS = 300_000  # number of groups drawn over all resamples; they take a few tenths of a second
 MIN_RESAMPLES, MAX_RESAMPLES = 200, 2000
 
 
 class Ratio(NamedTuple):
-    """One group's part in a measure. Example: Ratio(5, 6): 5 of 6 pairs are ordered alike."""
+    """What one group adds to both sums of a measure. Example: Ratio(5, 6): 5 of 6 pairs are ordered alike."""
 
     numerator: float
     denominator: float
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """A measure with its 95 % bootstrap interval (Efron 1979), over `num` groups that had something to tell."""
+    """A measure with its 95 % bootstrap interval (Efron 1979), over the `num` groups with a denominator above 0."""
 
     value: float
     low: float
@@ -34,7 +34,7 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 def measure(ratios: Sequence[Ratio], *, seed: int = 0) -> Measure | None:
-    """The ratio of the sums; None where no group tells anything. One group: the interval is the value."""
+    """The ratio of the sums; None when every denominator is 0. With one group the interval is the value."""
     told = [ratio for ratio in ratios if ratio.denominator > 0]
     if not told:
         return None
@@ -44,15 +44,15 @@ def measure(ratios: Sequence[Ratio], *, seed: int = 0) -> Measure | None:
     resamples = max(MIN_RESAMPLES, min(MAX_RESAMPLES, MAX_DRAWS // size))
     values = []
     for _ in range(resamples):
-        places = draw.choices(range(size), k=size)
-        values.append(sum(map(tops.__getitem__, places)) / sum(map(bottoms.__getitem__, places)))
+        indices = draw.choices(range(size), k=size)
+        values.append(sum(map(tops.__getitem__, indices)) / sum(map(bottoms.__getitem__, indices)))
     values.sort()
     low, high = values[int(0.025 * resamples)], values[math.ceil(0.975 * resamples) - 1]
     return Measure(sum(tops) / sum(bottoms), low, high, size)
 
 
 def pairwise(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
-    """(pairs that `scores` puts in the gold's order, pairs whose gold differs); a tie in `scores` counts one half."""
+    """(pairs that `scores` orders as the gold does, pairs whose gold differs). A tie in `scores` counts one half."""
     right, total = 0.0, 0
     for (score, true), (other_score, other_true) in combinations(zip(scores, gold, strict=True), 2):
         if abs(true - other_true) > EQUAL:
@@ -63,7 +63,7 @@ def pairwise(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
 
 
 def kendall_tau(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
-    """Kendall's tau-b (1945) as (tau, 1); (0, 0) where either side is all ties, and tau has no value.
+    """Kendall's tau-b (1945) as (tau, 1); (0, 0) when either side is all ties, because tau has no value then.
 
     tau_b = (C - D) / sqrt((n0 - ties in scores) (n0 - ties in gold)), n0 = n (n - 1) / 2.
     """
@@ -79,9 +79,9 @@ def kendall_tau(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
 
 
 def best_of_group(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
-    """(chance that the attempt scored highest is one of the truly best, 1); (0, 0) where the gold is all equal.
+    """(chance that the attempt scored highest is one of the truly best, 1); (0, 0) when the gold is all equal.
 
-    Where several share the highest score, one of them is taken by lot.
+    Of several attempts with the highest score, each is taken with the same chance.
     """
     if not gold or max(gold) - min(gold) <= EQUAL:
         return Ratio(0.0, 0.0)
@@ -90,7 +90,7 @@ def best_of_group(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> Ratio:
-    """One group's part in a least-squares slope of y on x, both about their means: (sum of dx dy, sum of dx dx)."""
+    """What one group adds to a least-squares slope of y on x, about its means: (sum of dx dy, sum of dx dx)."""
     if not xs:
         return Ratio(0.0, 0.0)
     mean_x, mean_y = math.fsum(xs) / len(xs), math.fsum(ys) / len(ys)

@@ -58,7 +58,7 @@ def _bias_words(bias: Measure) -> str:
 
 
 def _agreement_lines(found: Agreement, one_vote: Agreement | None = None) -> Lines:
-    """A line a measure, each with its 95 % interval; beside it what one vote alone comes to."""
+    """One line for each measure, with its 95 % interval and, beside it, the same measure of one vote alone."""
     alone = {} if one_vote is None else msgspec.structs.asdict(one_vote)
     lines = []
     for name, each in msgspec.structs.asdict(found).items():

@@ -1,8 +1,8 @@
 """An attempt as a judge sees it: conversations of messages of segments, read from a trajectory's OpenAI messages.
 
-Pure. Two messages that say the same are equal here, whatever their random call ids, so that attempts can be laid over
-each other (`tree`). Nothing a message holds makes reading fail: what is not known is shown as JSON. How it is written
-down for the judge is `prompt`'s business; what is left out for length is `shorten`'s.
+Pure. Two messages that say the same are equal here, whatever their random call ids, so that attempts can be merged into
+a tree (tree.py). Nothing in a message makes reading fail: what is unknown is shown as JSON. group.py shortens attempts,
+and prompt.py writes them down for the judge.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _THOUGHT_PARTS = frozenset({"thinking", "reasoning"})
 
 
 class Segment(NamedTuple):
-    """A stretch of one message. Where `omitted` is not 0, so many characters are left out between text and tail.
+    """One part of a message. `omitted` is the number of characters left out between text and tail.
 
     Example: Segment("call", 'search({"query": "tides"})')
     """
@@ -35,9 +35,11 @@ class Segment(NamedTuple):
 class Message(NamedTuple):
     """One message. Example: Message("tool", (Segment("text", "3 results"),), answers=2) answers the second call."""
 
-    role: str  # one of ROLES; "message" for any other; "cut" stands for `omitted` messages left out
+    role: str  # one of ROLES, "message" for any other role, or "cut" in place of `omitted` messages
     segments: tuple[Segment, ...]
-    answers: int = 0  # which of the last reply's calls a tool message answers, from 1; 0: there was only one
+    answers: int = (
+        0  # number of the call, among those of the last reply, that a tool message answers; 0: it was the only one
+    )
     omitted: int = 0
 
 
@@ -45,7 +47,7 @@ Conversation = tuple[Message, ...]
 
 
 class Attempt(NamedTuple):
-    """All an attempt said and saw: its last conversation, and the others (sub-agents, edited histories)."""
+    """Everything an attempt said and saw: its last conversation, and the others (sub-agents, edited histories)."""
 
     main: Conversation
     sides: tuple[Conversation, ...] = ()
@@ -56,43 +58,43 @@ class Attempt(NamedTuple):
 
 
 def read_attempt(trajectory: Trajectory) -> Attempt:
-    """The trajectory's conversations. A side conversation that only begins another one is left out: it adds nothing."""
+    """The trajectory's conversations. A side conversation that is the beginning of another one is left out."""
     main = read_conversation(trajectory.messages)
     sides = [read_conversation(branch) for branch in trajectory.branches]
     kept: list[Conversation] = []
-    for place, side in enumerate(sides):
-        others = [main, *kept, *sides[place + 1 :]]
+    for index, side in enumerate(sides):
+        others = [main, *kept, *sides[index + 1 :]]
         if not any(other[: len(side)] == side for other in others):
             kept.append(side)
     return Attempt(main, tuple(kept))
 
 
 def read_conversation(messages: Sequence[Any]) -> Conversation:
-    """OpenAI messages as `Message`s; tool messages are told which of several calls they answer by its place."""
+    """OpenAI messages as `Message`s; a tool message refers to the call it answers by number, not by id."""
     conversation = []
-    places: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for raw in messages:
         message = raw if isinstance(raw, dict) else {"content": raw}
         if calls := message.get("tool_calls"):
-            places = _call_places(calls)
+            numbers = _call_numbers(calls)
         role = message.get("role")
         call_id = message.get("tool_call_id")
         conversation.append(
             Message(
                 role=role if isinstance(role, str) and role in ROLES else "tool" if role == "function" else "message",
                 segments=_read_segments(message),
-                answers=places.get(call_id, 0) if isinstance(call_id, str) else 0,
+                answers=numbers.get(call_id, 0) if isinstance(call_id, str) else 0,
             )
         )
     return tuple(conversation)
 
 
-def _call_places(calls: Any) -> dict[str, int]:
-    """The place of each call by its id, from 1; nothing where there is only one call."""
+def _call_numbers(calls: Any) -> dict[str, int]:
+    """Call id -> the call's number, from 1; empty when there is only one call."""
     if not isinstance(calls, list) or len(calls) < 2:
         return {}
     ids = [call.get("id") if isinstance(call, dict) else None for call in calls]
-    return {name: place for place, name in enumerate(ids, 1) if isinstance(name, str)}
+    return {name: number for number, name in enumerate(ids, 1) if isinstance(name, str)}
 
 
 def _read_segments(message: Json) -> tuple[Segment, ...]:
@@ -122,7 +124,9 @@ def _read_part(part: Any) -> Segment:
     if not isinstance(part, dict):
         return Segment("text", clean(part))
     named = part.get("type")
-    kind = named if isinstance(named, str) else ""  # anything may stand there; a list could not even be looked up
+    kind = (
+        named if isinstance(named, str) else ""
+    )  # the type may be any JSON value, also one that cannot be looked up in a set
     if kind in _TEXT_PARTS:
         return Segment("text", clean(part.get("text")))
     if kind in _IMAGE_PARTS:
@@ -139,7 +143,7 @@ def _read_part(part: Any) -> Segment:
 
 
 def _describe(part: Json) -> str:
-    """Bytes that a text cannot show, by size and digest: equal ones are seen to be equal.
+    """Size and digest of data that a text cannot show, so that the judge sees which data are equal.
 
     Example: {"image_url": {"url": "data:image/png;base64,AAAA"}} -> "image/png, 4 characters, sha256 63c1dd95".
     A link is shown as it is.
@@ -165,5 +169,5 @@ def _read_call(call: Any) -> Segment:
 
 
 def digest(attempt: Attempt) -> str:
-    """A name for the attempt's content: equal for equal attempts, whatever their trajectory or place."""
+    """A digest of the attempt's content; attempts with the same content have the same digest."""
     return hashlib.sha256(msgspec.json.encode(attempt)).hexdigest()

@@ -1,9 +1,9 @@
 """Verdicts already paid for, and what every call cost: one SQLite file that several processes may share.
 
-A verdict's key is a digest of all that decides it (prompt, model, endpoint, parameters), so a changed rubric or a
-changed attempt is another key. A row begins with a digest of its key and its content, since SQLite would hand out a
-flipped bit. The file holds scores and explanations; it holds no prompts and no API keys. A commit survives the death of
-the process at any instant (write-ahead log).
+A verdict's key is a digest of everything that decides it (prompt, model, endpoint, parameters), so that a changed
+rubric or a changed attempt has another key. A row begins with a digest of its key and its content, because SQLite does
+not notice a flipped bit. The file holds scores and explanations, but no prompts and no API keys. A commit survives the
+death of the process at any instant (write-ahead log).
 """
 
 import asyncio
@@ -31,44 +31,45 @@ create table if not exists calls (
     at real not null);
 create index if not exists calls_by_job on calls (job);
 """
-# Refuses a file whose tables are another program's. Sums leave out what no call takes: a damaged row is no money back.
+# These queries fail on a file whose tables are another program's.
 _CHECK = (
     "select key, value, at from verdicts limit 0",
     "select job, model, group_id, outcome, prompt_tokens, completion_tokens, cost_usd, latency_s, at from calls "
     "limit 0",
 )
+# Numbers that no call takes are left out of the sums, so that a damaged row gives no money back.
 _SPENT = """
 select total(case when cost_usd between 0 and 1e9 then cost_usd else 0 end),
        total(case when prompt_tokens between 0 and 1e9 then prompt_tokens else 0 end)
      + total(case when completion_tokens between 0 and 1e9 then completion_tokens else 0 end)
 from calls where job = ?
 """
-DIGEST = 16  # bytes of a row's digest
+DIGEST = 16  # bytes of the digest that a row begins with
 MAX_ROW = 10_000_000  # bytes; 64 attempts with long explanations take 500 kB
-MAX_COUNT = 1e12  # calls, tokens, dollars or seconds of one vote; a larger number is not one
+MAX_COUNT = 1e12  # calls, tokens, dollars or seconds of one vote; a larger number cannot be true
 BUSY_S = 10.0  # longest wait for another process's commit
-HELD_MS = 20  # of it in one piece, which holds the event loop
+HELD_MS = 20  # longest single wait inside SQLite, which holds the event loop
 
 T = TypeVar("T")
 
 
 class StoredVote(msgspec.Struct, frozen=True):
-    """One usable answer, G attempts in the order of their digests: scores, places in the prompt, and what it took."""
+    """One usable answer on G attempts, in the order of their digests."""
 
     entries: list[Entry]  # [G]
-    positions: list[int]  # [G]
-    usage: Usage  # of all calls behind it, refused answers included
+    positions: list[int]  # [G] position of each attempt in the prompt, 0 first
+    usage: Usage  # usage of all calls that led to it, including those whose answer was refused
 
 
 class CacheBusy(JudgeStopped):
-    """Another process holds the file."""
+    """Another process holds the file's lock."""
 
 
 class VerdictCache:
-    """Opens (and makes) the file. `path` None keeps everything in memory, for this process only.
+    """Opens the file, or makes it. `path` None keeps everything in memory, for this process only.
 
-    A row that cannot be read is one that is not there. What the file itself refuses raises UsageError when it is
-    opened, JudgeStopped later: CacheBusy while another process holds it, which `patiently` waits out.
+    A row that cannot be read counts as missing. An error of SQLite raises UsageError when the file is opened, and
+    JudgeStopped later; while another process holds the file it raises CacheBusy, which `patiently` waits out.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -76,7 +77,7 @@ class VerdictCache:
         try:
             if path is not None:
                 make_directory(path.parent)
-                with open(path, "ab", opener=owner_only):  # SQLite's own files beside it take its mode
+                with open(path, "ab", opener=owner_only):  # the files that SQLite makes beside it get the same mode
                     pass
             self._db = sqlite3.connect(path or ":memory:", timeout=BUSY_S, isolation_level=None)
             self._db.execute("pragma trusted_schema = off")
@@ -93,7 +94,7 @@ class VerdictCache:
         self._decoder = msgspec.msgpack.Decoder(StoredVote)
 
     def get(self, key: str, num_attempts: int) -> StoredVote | None:
-        """The vote of that key on so many attempts; None also for a row that is none."""
+        """The vote with that key on `num_attempts` attempts. None: there is no such row, or it is damaged."""
         query = "select cast(value as blob) from verdicts where key = ? and length(value) between 1 and ?"
         with self._use() as db:
             row = db.execute(query, (key, MAX_ROW)).fetchone()
@@ -108,7 +109,7 @@ class VerdictCache:
 
     @contextlib.contextmanager
     def _use(self) -> Iterator[sqlite3.Connection]:
-        """The database. Raises JudgeStopped for what it refuses."""
+        """The database. Turns errors of SQLite into JudgeStopped."""
         try:
             yield self._db
         except (sqlite3.Error, UnicodeError) as error:
@@ -119,14 +120,14 @@ class VerdictCache:
             ) from error
 
     def put(self, key: str, vote: StoredVote) -> None:
-        """On disk when it returns."""
+        """Writes the vote; it is on disk when this returns."""
         value = msgspec.msgpack.encode(vote)
         with self._use() as db:
             row = key, _digest(key, value) + value, time.time()
             db.execute("insert or replace into verdicts values (?, ?, ?)", row)
 
     def record_call(self, *, job: str, model: str, group_id: str, outcome: str, usage: Usage) -> None:
-        """Writes one billed call down; `outcome`: "verdict", or why its answer could not be used."""
+        """Writes one billed call into the ledger; `outcome` is "verdict", or why its answer could not be used."""
         texts = (_storable(text) for text in (job, model, group_id, outcome))
         tokens = usage.prompt_tokens, usage.completion_tokens
         with self._use() as db:
@@ -136,7 +137,7 @@ class VerdictCache:
             )
 
     def spent(self, job: str) -> Spent:
-        """What all calls of a job took so far, those of killed processes and of refused answers included."""
+        """What all calls of a job took so far, including those of killed processes and of refused answers."""
         with self._use() as db:
             usd, tokens = db.execute(_SPENT, (_storable(job),)).fetchone()
         return Spent(usd, int(tokens))
@@ -147,7 +148,7 @@ class VerdictCache:
 
 
 async def patiently(work: Callable[[], T]) -> T:
-    """What `work` returns, done again while another process holds the file. Raises CacheBusy after BUSY_S."""
+    """What `work` returns; it is repeated while another process holds the file. Raises CacheBusy after BUSY_S."""
     deadline = time.monotonic() + BUSY_S
     while True:
         try:
@@ -163,22 +164,22 @@ def _digest(key: str, value: bytes) -> bytes:
 
 
 def _is_usable(vote: StoredVote, num_attempts: int) -> bool:
-    """Whether a stored vote says what a usable answer says; another program or a flipped bit may have written it."""
-    places_are_whole = sorted(vote.positions) == list(range(num_attempts))
-    scores_are_in_range = all(0 <= entry.score <= 1 for entry in vote.entries)  # NaN, too, is not
+    """Whether a stored vote is complete and in range; another program may have written it."""
+    is_complete = sorted(vote.positions) == list(range(num_attempts))
+    is_in_range = all(0 <= entry.score <= 1 for entry in vote.entries)  # NaN fails this, too
     usage = vote.usage
     counts = usage.calls, usage.prompt_tokens, usage.completion_tokens, usage.cost_usd or 0.0, usage.latency_s
     is_paid = all(0 <= count < MAX_COUNT for count in counts)
-    return len(vote.entries) == num_attempts and places_are_whole and scores_are_in_range and is_paid
+    return len(vote.entries) == num_attempts and is_complete and is_in_range and is_paid
 
 
 def _line(error: Exception) -> str:
-    """SQLite repeats a damaged schema, newlines and all."""
+    """The error on one line; SQLite quotes a damaged schema with its newlines."""
     return " ".join(str(error).split())[:200]
 
 
 def _storable(text: str) -> str:
-    """The text as SQLite takes it, without lone surrogates."""
+    """The text without lone surrogates, which SQLite refuses."""
     return text.encode("utf-8", "replace").decode()
 
 

@@ -1,4 +1,4 @@
-"""`ruler_score_group`: RULER as one Python call, for programs that hold groups of their own.
+"""`ruler_score_group`: RULER as one Python call, for programs that have groups of their own.
 
     judged = await ruler_score_group(group, "openai/o3")
 
@@ -35,8 +35,8 @@ async def ruler_score_group(
 ) -> Any:
     """The group, scored. `settings` are those of the configuration's judge section: votes=4, api_base=..., cache=None.
 
-    `rubric` is text. `debug` logs every score with its explanation. Raises JudgeError when no complete verdict came, or
-    with `swallow_exceptions` returns None; UsageError for settings that are off.
+    `rubric` is the text of a rubric. `debug` logs every score with its explanation. Raises JudgeError when no complete
+    verdict came (with `swallow_exceptions` it returns None instead), and UsageError when a setting is wrong.
     """
     judge = _make_judge(judge_model, extra_litellm_params, rubric, settings)
     try:
@@ -66,7 +66,7 @@ def _make_judge(model: str, params: Mapping[str, Any] | None, rubric: str | None
 
 
 def _read_group(group: Any) -> list[Trajectory]:
-    """The group's attempts as trajectories of ours; ids are made up where there are none."""
+    """The group's attempts as our trajectories; foreign attempts get their index as id."""
     items: list[Any] = list(getattr(group, "trajectories", group))
     if all(isinstance(item, Trajectory) for item in items):
         return items
@@ -94,7 +94,7 @@ def _messages(item: Any) -> list[Json]:
 
 
 def _give_back(group: Any, scored: Sequence[ScoredTrajectory]) -> Any:
-    """A copy of the foreign group. Rewards are the scores; what they were goes to metrics["independent_reward"]."""
+    """A copy of the foreign group with the scores as rewards; metrics["independent_reward"] keeps the old ones."""
     judged = copy.copy(group)
     judged.trajectories = [copy.deepcopy(item) for item in group.trajectories]
     for item, trajectory in zip(judged.trajectories, scored, strict=True):

@@ -89,7 +89,7 @@ def shorten(attempts: Sequence[Attempt], max_tokens: int) -> list[Attempt]:
 
 
 def _surely_fits(attempt: Attempt, max_tokens: int) -> bool:
-    """Whether the attempt fits even if its conversations share nothing: then there is nothing to work out."""
+    """Whether the attempt fits even if its conversations share no message; then nothing has to be cut."""
     total = 0
     for conversation in attempt.conversations:
         for message in conversation:
@@ -98,8 +98,8 @@ def _surely_fits(attempt: Attempt, max_tokens: int) -> bool:
 
 
 def _drop_middle(attempt: Attempt, max_tokens: int) -> Attempt:
-    """Conversations of so many messages that their marks alone would take half the budget keep both ends."""
-    most = max(4, max_tokens // (4 * MARK_TOKENS * len(attempt.conversations)))  # a message has two marks or more
+    """The attempt without the middle of conversations whose marks alone would take half the budget."""
+    most = max(4, max_tokens // (4 * MARK_TOKENS * len(attempt.conversations)))  # each message takes two marks or more
 
     def drop(conversation: Conversation) -> Conversation:
         omitted = len(conversation) - most
@@ -112,7 +112,7 @@ def _drop_middle(attempt: Attempt, max_tokens: int) -> Attempt:
 
 
 def _limits(messages: Sequence[Message], max_tokens: int) -> dict[Message, int]:
-    """The most tokens a text of each message may keep so that all of them, as often as they stand, fit together."""
+    """Message -> the most tokens that each of its texts may keep, so that all messages fit together."""
     sizes = [
         (message.role == "tool", count_tokens(segment.text)) for message in messages for segment in message.segments
     ]
@@ -128,7 +128,7 @@ def _limits(messages: Sequence[Message], max_tokens: int) -> dict[Message, int]:
 
 
 def _level(sizes: Sequence[int], room: int) -> int:
-    """The largest L with sum(min(size, L)) <= room; 0 where there is no room. All sizes where they fit."""
+    """The largest L with sum(min(size, L)) <= room; 0 when there is no room, more than every size when all fit."""
     for place, size in enumerate(sorted(sizes)):
         share = room // (len(sizes) - place)
         if share < size:
@@ -149,7 +149,9 @@ def cut_segment(segment: Segment, max_tokens: int) -> Segment:
     if count_tokens(segment.text) <= max_tokens:
         return segment
     size = len(segment.text) if segment.text.isascii() else len(segment.text.encode())
-    kept = int(len(segment.text) * max_tokens * BYTES_PER_TOKEN / size)  # characters, at this text's bytes a character
+    kept = int(
+        len(segment.text) * max_tokens * BYTES_PER_TOKEN / size
+    )  # characters, at this text's own bytes per character
     head = round(kept * _HEAD_SHARE)
     tail = kept - head
     return Segment(

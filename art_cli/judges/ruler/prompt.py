@@ -1,7 +1,7 @@
-"""Writes a group down for the judge: tools once, what is shared once, then each attempt's own part under a neutral id.
+"""Writes a group down for the judge: tools once, shared messages once, then each attempt's own part under a neutral id.
 
-Pure and seeded. Every mark line holds a code of digits that no text of the group contains, and every text stands on
-lines of its own between marks, so that no text can end its place or open another, whatever it holds:
+Pure and seeded, but for the text files of instructions and rubric. Every mark line holds a code of digits that no text
+of the group contains, and every text stands on lines of its own between marks, so that no text can imitate a mark:
 
     The record. Lines that start with "<482913 " are its marks.
     <482913 part 1>
@@ -28,20 +28,20 @@ from art_cli.judges.ruler.attempts import Attempt, Message, Segment
 from art_cli.judges.text import clean
 from art_cli.trajectory import Json
 
-PASSAGE_LENGTH = 200  # characters from which a repeated text is worth a reference (two marks of about 10 tokens)
-RUBRIC = "{rubric}"  # what the instructions hold where the rubric goes
-_CONSONANTS = "bcdfghjkmnpqrstvwxz"  # without vowels no id is a word, and none sounds better than another
+PASSAGE_LENGTH = 200  # characters; a reference to a repeated text costs two marks of about 10 tokens each
+RUBRIC = "{rubric}"  # placeholder for the rubric in the instructions
+_CONSONANTS = "bcdfghjkmnpqrstvwxz"  # ids have no vowels, so that none is a word and none sounds better than another
 
 
 class JudgePrompt(NamedTuple):
-    """What is sent, and how the answer is told apart. G attempts, in the order they were given (not as shown).
+    """What is sent, and the ids by which the answer names the G attempts, in the order they were given (not shown).
 
     Example: JudgePrompt(messages=[system, user], ids=["k4b", "w9c"], positions=[1, 0]) shows the second attempt first.
     """
 
     messages: list[Json]
     ids: list[str]  # [G]
-    positions: list[int]  # [G] place in the prompt, 0 first
+    positions: list[int]  # [G] position in the prompt, 0 first
 
 
 def write_prompt(
@@ -49,22 +49,22 @@ def write_prompt(
 ) -> JudgePrompt:
     """The prompt that shows `attempts[order[0]]` first. The same arguments give the same prompt.
 
-    `seed` chooses ids and code; `instructions` is the system prompt, rubric and all.
+    `seed` chooses the ids and the code. `instructions` is the system prompt with the rubric in it.
     """
     assert sorted(order) == list(range(len(attempts))), order
     rng = random.Random(seed)
-    shown = [attempts[place] for place in order]
+    shown = [attempts[index] for index in order]
     names = choose_ids(len(shown), rng)
     record = _Record(shown, names, [_dump(tool) for tool in tools], rng)
     ids, positions = [""] * len(shown), [0] * len(shown)
-    for position, place in enumerate(order):
-        ids[place], positions[place] = names[position], position
+    for position, index in enumerate(order):
+        ids[index], positions[index] = names[position], position
     messages = [{"role": "system", "content": instructions}, {"role": "user", "content": record.write()}]
     return JudgePrompt(messages, ids, positions)
 
 
 def choose_ids(count: int, rng: random.Random) -> list[str]:
-    """Distinct ids that say nothing of order or worth, such as "k4b"."""
+    """Distinct ids such as "k4b", which give no hint of order or quality."""
     ids: dict[str, None] = {}
     while len(ids) < count:
         ids[rng.choice(_CONSONANTS) + rng.choice("23456789") + rng.choice(_CONSONANTS)] = None
@@ -72,7 +72,7 @@ def choose_ids(count: int, rng: random.Random) -> list[str]:
 
 
 def choose_code(texts: Sequence[str], rng: random.Random) -> str:
-    """Digits that stand in none of the texts; more of them when the texts hold very many."""
+    """Digits that appear in none of the texts; the more digits the texts hold, the longer the code."""
     everything = "\n".join(texts)
     for tries in itertools.count():
         code = "".join(rng.choices("0123456789", k=6 + tries // 8))
@@ -82,7 +82,7 @@ def choose_code(texts: Sequence[str], rng: random.Random) -> str:
 
 
 def schema(ids: Sequence[str]) -> Json:
-    """The JSON schema of a verdict over these ids, for providers that hold the answer to one."""
+    """The JSON schema of a verdict over these ids, for providers that can constrain the answer to a schema."""
     entry = {
         "type": "object",
         "properties": {
@@ -102,13 +102,13 @@ def schema(ids: Sequence[str]) -> Json:
 
 
 def _dump(tool: Any) -> str:
-    """A tool definition on one line, without the wrapper that says it is a function."""
+    """A tool definition on one line, without the wrapper that marks it as a function."""
     inner = tool.get("function", tool) if isinstance(tool, dict) else tool
     return clean(json.dumps(inner, ensure_ascii=False, separators=(",", ":"), default=str))
 
 
 class _Record:
-    """The user message while it is written: marks and texts, a line each."""
+    """The user message while it is written, mark by mark and text by text."""
 
     def __init__(self, attempts: Sequence[Attempt], ids: Sequence[str], tools: Sequence[str], rng: random.Random):
         self.tree = tree.build(attempts)
@@ -132,8 +132,8 @@ class _Record:
             if part.is_shared:
                 self.open_part(part)
                 self.write_messages(part.messages)
-        for place, name in enumerate(self.ids):
-            self.write_attempt(place, name)
+        for index, name in enumerate(self.ids):
+            self.write_attempt(index, name)
         self.mark("end")
         self.lines.append(f"Score each of these {len(self.ids)}: {', '.join(self.ids)}")
         return "\n".join(self.lines)
@@ -146,16 +146,16 @@ class _Record:
         self.mark(f"part {self.numbers[id(part)]}{self.after(part)}")
 
     def after(self, part: tree.Part) -> str:
-        """Where a part goes on from; nothing for one that begins a conversation."""
+        """The words that name the part before this one; "" when this part begins a conversation."""
         number = self.numbers.get(id(part.parent))
         return f" after part {number}" if number else ""
 
-    def write_attempt(self, place: int, name: str) -> None:
-        """The attempt's own parts. With one conversation and no fork of its own, one mark says it all."""
-        ends = self.tree.ends[place]
+    def write_attempt(self, index: int, name: str) -> None:
+        """Writes the attempt's own parts. An attempt with one conversation and no fork of its own needs one mark."""
+        ends = self.tree.ends[index]
         if len(ends) == 1:
             end = ends[0]
-            is_own = end is not self.tree.root and end.attempts == {place} and not end.is_shared
+            is_own = end is not self.tree.root and end.attempts == {index} and not end.is_shared
             self.mark(f"attempt {name}{self.after(end)}" if is_own else f"attempt {name}{self.ending(end)}")
             if is_own:
                 self.write_messages(end.messages)
@@ -166,14 +166,14 @@ class _Record:
             if end is self.tree.root or end.is_shared:
                 self.mark(f"{labels[id(end)]}{self.ending(end)}")
         for part in self.parts:
-            if part.attempts == {place}:
+            if part.attempts == {index}:
                 self.write_own(part, labels.get(id(part)))
 
     def ending(self, part: tree.Part) -> str:
         return f" ends with part {self.numbers[id(part)]}" if id(part) in self.numbers else " is empty"
 
     def write_own(self, part: tree.Part, label: str | None) -> None:
-        """A part of one attempt only: a whole end of a conversation, or one that several of its conversations share."""
+        """Writes a part of one attempt: the end of one of its conversations, or a part that several of them share."""
         if part.children:
             self.open_part(part)
             self.write_messages(part.messages)
@@ -189,8 +189,8 @@ class _Record:
                 self.mark(f"cut {message.omitted} messages")
                 continue
             self.mark(f"{message.role} {message.answers}" if message.answers else message.role)
-            for place, segment in enumerate(message.segments):
-                self.write_segment(segment, is_first=place == 0)
+            for index, segment in enumerate(message.segments):
+                self.write_segment(segment, is_first=index == 0)
 
     def write_segment(self, segment: Segment, *, is_first: bool) -> None:
         kind = "" if segment.kind == "text" and is_first else segment.kind
@@ -217,9 +217,9 @@ def _texts(parts: Sequence[tree.Part]) -> Iterator[str]:
 
 
 def read_instructions(config: RulerJudgeConfig, directory: Path, *, rubric: str | None = None) -> str:
-    """The system prompt; `rubric` is one as text, in place of any file.
+    """The system prompt: the instructions with the rubric in them. `rubric` is a rubric as text, in place of any file.
 
-    Raises UsageError: a file that cannot be read or is empty, a rubric without a place.
+    Raises UsageError: a file that cannot be read or is empty, a rubric for instructions without a placeholder.
     """
     instructions = _read_text("instructions", config.instructions, directory)
     if RUBRIC not in instructions:

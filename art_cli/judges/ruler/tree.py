@@ -1,6 +1,6 @@
-"""Attempts laid over each other: a tree of parts, each a run of messages, in which nothing shared stands twice.
+"""Attempts merged into a tree of parts, each a run of messages, in which no shared message stands twice.
 
-Pure. The root is an empty part. A path from the root to where a conversation ends spells that conversation:
+Pure. The root is an empty part. The path from the root to the part where a conversation ends spells the conversation:
 
     attempts   s u a1 x1    s u a1 x2    s u a2       (s u: the same system prompt and task)
     tree       [s u] - [a1] - [x1]
@@ -17,12 +17,12 @@ from art_cli.judges.ruler.attempts import Attempt, Message
 
 @dataclass(eq=False)
 class Part:
-    """A run of messages after those of `parent`. `attempts` are the places (0 ..) of those that pass through it."""
+    """A run of messages after those of `parent`. `attempts` are the indices of the attempts that pass through it."""
 
     parent: "Part | None"
     messages: list[Message] = field(default_factory=list)
     attempts: set[int] = field(default_factory=set)
-    children: list["Part"] = field(default_factory=list)  # in order of first use
+    children: list["Part"] = field(default_factory=list)  # children in the order in which attempts reach them
 
     @property
     def is_shared(self) -> bool:
@@ -39,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True)
 class AttemptTree:
-    """The parts, and per attempt where its conversations end: the sides first, the main one last."""
+    """The parts, and for each attempt the parts where its conversations end, the main one's last."""
 
     root: Part
     ends: list[list[Part]]
@@ -50,33 +50,33 @@ class AttemptTree:
 
 
 def build(attempts: Sequence[Attempt]) -> AttemptTree:
-    """The attempts' tree. Order of children, and so of everything written from it, is that of `attempts`."""
+    """The attempts' tree. Its children, and everything written from it, follow the order of `attempts`."""
     root = Part(None)
     steps: dict[tuple[int, Message], Part] = {}  # (id of the parent, message) -> the part of that one message
     ends = []
-    for place, attempt in enumerate(attempts):
-        ends.append([_insert(conversation, place, root, steps) for conversation in attempt.conversations])
-    stops = {id(part) for of in ends for part in of}
-    merged: dict[int, Part] = {}  # id of a one-message part -> the run it became a segment of
+    for index, attempt in enumerate(attempts):
+        ends.append([_insert(conversation, index, root, steps) for conversation in attempt.conversations])
+    stops = {id(part) for own in ends for part in own}
+    merged: dict[int, Part] = {}  # id of a one-message part -> the part that it was joined to
     _merge(root, stops, merged)
-    return AttemptTree(root, [[merged.get(id(part), part) for part in of] for of in ends])
+    return AttemptTree(root, [[merged.get(id(part), part) for part in own] for own in ends])
 
 
-def _insert(conversation: Sequence[Message], place: int, root: Part, steps: dict[tuple[int, Message], Part]) -> Part:
+def _insert(conversation: Sequence[Message], index: int, root: Part, steps: dict[tuple[int, Message], Part]) -> Part:
     part = root
-    part.attempts.add(place)
+    part.attempts.add(index)
     for message in conversation:
         step = steps.get((id(part), message))
         if step is None:
             step = steps[id(part), message] = Part(part, [message])
             part.children.append(step)
-        step.attempts.add(place)
+        step.attempts.add(index)
         part = step
     return part
 
 
 def _merge(root: Part, stops: set[int], merged: dict[int, Part]) -> None:
-    """Joins each part with its only child where nothing ends or forks between them."""
+    """Joins each part with its only child, unless a conversation ends or forks between them."""
     waiting = list(root.children)
     while waiting:
         part = waiting.pop()
@@ -92,7 +92,7 @@ def _merge(root: Part, stops: set[int], merged: dict[int, Part]) -> None:
 
 
 def repeated_texts(parts: Sequence[Part], min_length: int) -> list[str]:
-    """Texts of at least `min_length` characters that stand in the tree more than once, in order of appearance."""
+    """Texts of at least `min_length` characters that appear in the tree more than once, in order of appearance."""
     counts = Counter(
         segment.text
         for part in parts

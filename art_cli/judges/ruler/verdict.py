@@ -1,6 +1,6 @@
 """Reads a judge's answer: every attempt exactly once, by id, a finite number in [0, 1]. Anything else is refused.
 
-Pure. What is refused is never patched up: a missing score is not a zero, a 7 is not a 1, and order means nothing.
+Pure. A refused answer is never repaired: a missing score is not a zero, a 7 is not a 1, and order means nothing.
 """
 
 import json
@@ -13,22 +13,22 @@ from art_cli.judges.providers import MAX_ANSWER
 from art_cli.judges.text import clean
 
 _FENCE = "```"
-_THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)  # of models whose server leaves it in the answer
-MAX_STARTS = 500  # opening braces tried in prose
-MAX_READ = 4  # times the answer's length, and 10,000 characters: what is read from all of them together
-MAX_PROBLEMS = 20  # faults of an answer that are told
-MAX_EXPLANATION = 2_000  # characters of it that are kept
+_THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)  # reasoning that some servers leave in the answer
+MAX_STARTS = 500  # number of opening braces in prose at which a JSON object is looked for
+MAX_READ = 4  # longest text read from all braces together, in lengths of the answer, plus 10,000 characters
+MAX_PROBLEMS = 20  # most faults of an answer that are reported
+MAX_EXPLANATION = 2_000  # characters of an explanation that are kept
 
 
 class Entry(NamedTuple):
-    """What the judge said of one attempt. Example: Entry(0.8, "reached the goal with one detour")"""
+    """The judge's word on one attempt. Example: Entry(0.8, "reached the goal with one detour")"""
 
     score: float
     explanation: str | None
 
 
 class VerdictError(Exception):
-    """The answer cannot be used; `problems` says why, each in words that can be sent back to the judge."""
+    """The answer cannot be used. Each of `problems` says why, in words that can be sent back to the judge."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         assert problems
@@ -37,11 +37,11 @@ class VerdictError(Exception):
 
 
 class _Unusable(ValueError):
-    """A JSON document with a key twice: it says two things."""
+    """A JSON document that has a key twice, with perhaps two different values."""
 
 
 def parse_verdict(text: str, ids: Sequence[str]) -> dict[str, Entry]:
-    """The entry of each id. The answer may stand in a code fence or among prose, but only one may stand there.
+    """The entry of each id. The verdict may stand in a code fence or in prose; several must not contradict each other.
 
     Raises VerdictError.
     """
@@ -89,16 +89,16 @@ def check_document(document: Any, ids: Sequence[str]) -> dict[str, Entry]:
 
 
 def _check_score(score: Any) -> str | None:
-    """What is wrong with a score; None: nothing."""
+    """What is wrong with a score; None: nothing is."""
     if isinstance(score, bool) or not isinstance(score, int | float):
         return f"is not a number: {_shown(score)!r}"
-    if not 0 <= score <= 1:  # NaN, too, is not
+    if not 0 <= score <= 1:  # NaN fails this, too
         return f"is {_shown(score)}, not between 0 and 1"
     return None
 
 
 def _shown(value: Any) -> str:
-    """The start of a value; of a list or an object, which may be deep, no more than what it is."""
+    """The start of a value; for a list or an object, which may be deep, only its type."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     return clean(str(value)[:20])
@@ -109,7 +109,7 @@ def _scores(verdict: dict[str, Entry]) -> dict[str, float]:
 
 
 def _documents(text: str) -> Iterator[Any]:
-    """The JSON objects with "scores" in the text: the whole text, what stands in fences, or what stands in prose."""
+    """The JSON objects with "scores": the whole text, or those in code fences, or those in prose."""
     if (whole := _load(text)) is not None:
         yield whole
         return
@@ -137,12 +137,12 @@ def _documents(text: str) -> Iterator[Any]:
         if isinstance(document, dict) and "scores" in document:
             yield document
         place = text.find("{", end)
-    if place >= 0:  # what is not read may say something else
+    if place >= 0:  # the part of the answer that was not read may hold another verdict
         raise VerdictError(["the answer holds too many braces that are no JSON"])
 
 
 def _fenced(text: str) -> Iterator[str]:
-    """What stands in code fences: behind a line that begins one (with a language's name or none), up to the next."""
+    """The texts in code fences: from the line after an opening fence, with or without a language, to the next fence."""
     start = text.find(_FENCE)
     while start >= 0 and (end := text.find(_FENCE, start + len(_FENCE))) >= 0:
         line, newline, block = text[start + len(_FENCE) : end].partition("\n")
@@ -153,7 +153,7 @@ def _fenced(text: str) -> Iterator[str]:
 
 
 def _load(text: str) -> Any:
-    """The object with "scores" that `text` is; None where it is none."""
+    """The JSON object with "scores" that the whole text is; None when it is something else."""
     try:
         document = _decoder().decode(text.strip())
     except (ValueError, RecursionError) as error:
@@ -168,7 +168,7 @@ def _refuse_twofold(error: Exception) -> None:
 
 
 def _decoder() -> json.JSONDecoder:
-    """Python's, which reads NaN and Infinity as numbers (they are refused as scores); a key twice is an error."""
+    """Python's decoder, which reads NaN and Infinity as numbers (refused later, as scores); a key twice is an error."""
     return json.JSONDecoder(object_pairs_hook=_unique)
 
 
