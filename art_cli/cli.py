@@ -33,7 +33,7 @@ from art_cli.errors import (
     printable_lines,
 )
 
-MAX_ERROR = 4_000  # characters of an error's line; file names, ids and providers' words may be of any length
+MAX_ERROR = 4_000  # largest number of characters in an error's line; a file name or a provider's words may be longer
 
 PLAIN: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False, "add_completion": False}
 
@@ -56,7 +56,7 @@ class LazyCommands(Mapping[str, Any]):
 
 
 class LazyGroup(TyperGroup):
-    """`art`: its commands are those of `LazyCommands`."""
+    """The group `art`, with `LazyCommands` as its commands."""
 
     def __init__(self, **knobs: Any) -> None:
         super().__init__(**knobs | {"commands": LazyCommands()})
@@ -66,22 +66,23 @@ app = typer.Typer(cls=LazyGroup, **PLAIN)
 
 
 def main() -> NoReturn:
-    """Runs this process's command line and ends the process."""
+    """Runs the command line of this process and ends the process with its exit code."""
     code = run(sys.argv[1:])
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is done: Ctrl-C while Python tidies up ends it at once
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # all work is done, so Ctrl-C ends Python's clean-up at once
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read the output has enough; the interpreter must not flush again when it ends
+    except BrokenPipeError:  # the reader of the output is gone, so the interpreter must not flush again when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     _exit(code)
 
 
 def _exit(code: int) -> NoReturn:
-    """Ends the process, also under threads that still compute: they may be loading a model that nobody wants any more.
+    """Ends the process, even while threads still compute. They may be loading a model that is no longer needed.
 
-    Daemon threads outlive Python itself by a moment: one that comes back from torch then is an abort of the process.
+    Daemon threads outlive the interpreter by a moment. A thread that returns from torch in that moment would abort the
+    process, so the process ends before.
     """
     if any(thread.daemon for thread in threading.enumerate()):
         atexit._run_exitfuncs()
@@ -92,14 +93,14 @@ def _exit(code: int) -> NoReturn:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code of a command line, its failure reported. `--verbose` may stand anywhere in it."""
+    """The exit code of a command line; a failure is reported. `--verbose` may stand anywhere in `arguments`."""
     is_verbose = "--verbose" in arguments
     rest = [argument for argument in arguments if argument != "--verbose"]
     code: Any
     try:
         log.set_up(verbose=is_verbose)
         code = app(rest or ["--help"], prog_name="art", standalone_mode=False)
-    except KeyboardInterrupt:  # outside of what Typer answers for
+    except KeyboardInterrupt:  # Typer handles only the Ctrl-C that comes while a command runs
         code = 130
     except Exception as error:
         if is_verbose:
@@ -107,13 +108,13 @@ def run(arguments: Sequence[str]) -> int:
         lines, failure = report(error)
         sys.stderr.writelines(f"{line}\n" for line in lines)
         return failure
-    if code == 130:  # also Typer's answer to Ctrl-C
+    if code == 130:  # Typer returns 130 for Ctrl-C too
         sys.stderr.write("interrupted\n")
     return code if isinstance(code, int) else 0
 
 
 def report(error: Exception) -> tuple[list[str], int]:
-    """What to say of a failure, and the exit code. What a file, a model or a provider said in it is no line of ours."""
+    """The lines that report a failure, and the exit code. Text of a file, a model or a provider cannot break a line."""
     lines, code = _lines(error)
     return [printable(line, limit=MAX_ERROR) for line in lines], code
 
@@ -124,7 +125,7 @@ def _lines(error: Exception) -> tuple[list[str], int]:
             return [str(error)], error.exit_code
         case ConfigError():
             return [f"error: {problem}" for problem in error.problems], error.exit_code
-        case UsageError() | EngineError() | LearnerError():  # several mistakes; the last words of another process
+        case UsageError() | EngineError() | LearnerError():  # these may have several lines: a process's last log lines
             return [f"error: {line}" for line in str(error).split("\n")], error.exit_code
         case ArtError():
             return [f"error: {error}"], error.exit_code
@@ -138,13 +139,13 @@ def _lines(error: Exception) -> tuple[list[str], int]:
         case OSError(errno=errno.ENOSPC):
             what = f"{error.filename}: " if error.filename else ""
             return [f"error: {what}no space left on the disk; free some and run the same command again"], 1
-        case Exception() if f"(os error {errno.ENOSPC})" in str(error):  # as Rust's libraries say it: safetensors
+        case Exception() if f"(os error {errno.ENOSPC})" in str(error):  # Rust's libraries say it so, safetensors too
             return ["error: no space left on the disk; free some and run the same command again"], 1
         case OSError(strerror=str(reason)):
             return [f"error: {error.filename or 'the system says'}: {reason}"], 1
     text = " ".join(str(error).split())
     if "KeyboardInterrupt" in text or isinstance(error.__cause__, KeyboardInterrupt):
-        return ["interrupted"], 130  # pydantic's own code, interrupted while a module is imported, makes this of Ctrl-C
+        return ["interrupted"], 130  # pydantic turns a Ctrl-C during an import into an error with this text
     where = traceback.extract_tb(error.__traceback__)[-1]
     bug = f"error: this is a bug in art: {type(error).__name__}: {text} ({Path(where.filename).name}:{where.lineno})"
     return [f"{bug}; run it again with --verbose for the traceback"], 1
@@ -171,13 +172,13 @@ def _version(is_wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(add_help_option=False)  # Typer's own imports pydantic, also for `art train --help`: half of the time
+@app.callback(add_help_option=False)  # Typer's own help option imports pydantic, which doubles the time of any help
 def art(
     verbose: Annotated[bool, typer.Option("--verbose", help="More log lines, and tracebacks; goes anywhere.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Which art it is.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
-    help: Annotated[bool, typer.Option("--help", callback=_help, is_eager=True, help="What you see.")] = False,
+    help: Annotated[bool, typer.Option("--help", callback=_help, is_eager=True, help="Show this text.")] = False,
 ) -> None:
     """Trains language-model agents by reinforcement learning, from a YAML file and one Python function.
 

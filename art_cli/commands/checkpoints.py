@@ -1,4 +1,4 @@
-"""`art checkpoints`: what a run's checkpoints are and whether they can be used; prunes, forks and brings in."""
+"""`art checkpoints`: lists a run's checkpoints and says whether they can be used; prunes, forks and imports them."""
 
 import json
 import sys
@@ -20,11 +20,15 @@ MIB = 2**20
 def run(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
     is_pruning: Annotated[bool, typer.Option("--prune", help="Remove all but the newest ones and the best.")] = False,
-    keep: Annotated[int | None, typer.Option("--keep", min=1, help="With --prune: how many newest.")] = None,
+    keep: Annotated[
+        int | None, typer.Option("--keep", min=1, help="With --prune: how many of the newest to keep.")
+    ] = None,
     fork: Annotated[
         str | None, typer.Option("--fork", metavar="NEW_RUN", help="A new run that begins at a checkpoint of this one.")
     ] = None,
-    step: Annotated[int | None, typer.Option("--step", min=0, help="With --fork: which; its newest.")] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="With --fork: the step; the newest if not given.")
+    ] = None,
     adapter: Annotated[
         Path | None, typer.Option("--import", metavar="DIR", help="Make RUN, with a PEFT adapter as its step 0.")
     ] = None,
@@ -66,7 +70,7 @@ def run(
 
 
 def _place(run: Path, name: str) -> Path:
-    """A bare name is a run beside the old one; anything else is a path."""
+    """The new run's directory: beside the old run for a bare name, else the path that `name` is."""
     return run.resolve().parent / name if Path(name).name == name else Path(name)
 
 

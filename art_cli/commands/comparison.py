@@ -33,9 +33,9 @@ from art_cli.trajectory import Trajectory
 log = logging.getLogger(__name__)
 
 Values = dict[str, dict[str, float]]  # metric -> scenario id -> value
-FIRST = ("reward", "failed")  # metrics that stand before all others
-SUMMARY_FROM = 3  # policies from which on a line for each comes before the details
-NAME_WIDTH = 40
+FIRST = ("reward", "failed")  # the metrics that are listed before all others
+SUMMARY_FROM = 3  # number of policies from which a summary, one line for each, comes before the details
+NAME_WIDTH = 40  # characters of a policy's name; of a longer name the end is shown
 
 
 class Player(NamedTuple):
@@ -46,7 +46,7 @@ class Player(NamedTuple):
 
     @property
     def price(self) -> Price | None:
-        """Of its tokens; None: it is our own, or nobody knows."""
+        """The price of the endpoint's tokens. None: the policy is our own, or the price is not known."""
         engine = self.loaded.config.engine
         return find_price(JudgeModelConfig(model=engine.model)) if isinstance(engine, OpenAIEngineConfig) else None
 
@@ -65,7 +65,7 @@ class Row(NamedTuple):
 
 
 def find_players(loaded: LoadedConfig, checkpoints: Sequence[Path], endpoints: Sequence[str]) -> dict[str, Player]:
-    """Name -> how to play it. Endpoints are written MODEL@URL."""
+    """Policy name -> its player. Endpoints are written MODEL@URL. Raises UsageError."""
     is_foreign = not engine_traits(loaded.config.engine, loaded.directory).can_train
     wanted = [path for named in checkpoints for path in _expand(named)] if checkpoints or endpoints else [None]
 
@@ -89,7 +89,7 @@ def find_players(loaded: LoadedConfig, checkpoints: Sequence[Path], endpoints: S
 
 
 def _expand(path: Path) -> list[Path | None]:
-    """The path itself; for a directory of runs, or a pattern such as 'runs/sweep-*', each run there by name."""
+    """The runs in a directory of runs, or those that match a pattern such as 'runs/sweep-*'; else the path itself."""
     if path.is_dir():
         is_one = RunDir(path).checkpoints.is_dir() or (path / "manifest.json").exists()
         places = [] if is_one else sorted(path.iterdir())
@@ -99,7 +99,7 @@ def _expand(path: Path) -> list[Path | None]:
 
 
 def _as_trained(loaded: LoadedConfig, run: Path) -> LoadedConfig:
-    """The configuration with the model as a run of a sweep has it: its adapter may have another rank."""
+    """The configuration with the model section of the run, whose adapter may have another rank."""
     trained = run_config(RunDir(run)).get("model")
     if trained is None:
         return loaded
@@ -111,17 +111,17 @@ def _as_trained(loaded: LoadedConfig, run: Path) -> LoadedConfig:
 
 
 class Watch:
-    """Sees each attempt as it finishes, and ends the evaluation where it cannot come to what was asked for."""
+    """Looks at each attempt when it finishes, and ends an evaluation that cannot be judged or gated as asked."""
 
     def __init__(self, loaded: LoadedConfig, gates: Sequence[Gate], *, num_policies: int) -> None:
         self._loaded, self._names = loaded, NameWatch(gates)
         self._may_judge = num_policies > 1
 
     def see(self, trajectory: Trajectory) -> None:
-        """Raises UsageError."""
+        """Raises UsageError: a gate names an unknown metric, or the judge's key is not set."""
         self._names.see(trajectory)
         if self._may_judge and is_judged(self._loaded.config, [trajectory]):
-            self._may_judge = False  # looked at once
+            self._may_judge = False  # the first such attempt is enough
             require_keys(self._loaded.config.judge, self._loaded.directory)
 
 
@@ -138,7 +138,7 @@ def play(player: Player, place: Path, name: str, watch: Watch) -> list[Trajector
 
 
 def judge(loaded: LoadedConfig, played: dict[str, list[Trajectory]], results: dict[str, Values]) -> None:
-    """Adds the reward that the judge gives, where the rollouts gave none: comparisons won against the first policy."""
+    """Adds the judge's reward where rollouts returned none: the share of comparisons won against the first policy."""
     silent = [name for name, done in played.items() if is_judged(loaded.config, done)]
     first = next(iter(played))
     if first not in silent:
@@ -167,7 +167,7 @@ def judge(loaded: LoadedConfig, played: dict[str, list[Trajectory]], results: di
 
 
 def report_failures(played: dict[str, list[Trajectory]]) -> None:
-    """Raises RolloutError: all attempts of a policy failed."""
+    """Warns of failed attempts. Raises RolloutError: all attempts of a policy failed."""
     failures = {name: count_failures(done) for name, done in played.items()}
     for name, found in failures.items():
         if found.is_all:
@@ -180,7 +180,7 @@ def report_failures(played: dict[str, list[Trajectory]]) -> None:
 
 
 def compare(results: dict[str, Values]) -> list[Row]:
-    """A row per policy and metric; metrics in the order reward, failed, the rollout's own by name, what was spent."""
+    """A row per policy and metric, in the order reward, failed, the rollout's own metrics by name, then costs."""
     first = next(iter(results.values()))
     rows = []
     for name, metrics in results.items():
@@ -199,7 +199,7 @@ def _place(metric: str) -> tuple[int, str]:
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """A line for each metric of each policy; of many policies a line for each comes first, the best one on top."""
+    """A line per metric of each policy; a summary comes first if there are many policies, the best one on top."""
     is_many = len({row.policy for row in rows}) >= SUMMARY_FROM
     return (_as_summary(rows) + "\n" if is_many else "") + _as_table(rows)
 

@@ -1,7 +1,7 @@
 """`art doctor`: what this machine has, what works on it, and what to install for the rest. Changes nothing.
 
-A part that is not installed is no fault: its line says for what it is and how to get it. A part that is installed and
-does not work is one, and the exit code is 1. Keys are looked for by name; their values are never read out.
+A part that is not installed is no fault; its line says what it is for and how to install it. A part that is installed
+and does not work is a fault, and the exit code is 1. API keys are looked up by name, and their values are never shown.
 """
 
 import os
@@ -82,14 +82,14 @@ def _check_extra(extra: str, modules: tuple[str, ...], purpose: str) -> Finding:
     versions = ", ".join(f"{name} {_version(name)}" for name in modules)
     try:
         detail = PROOFS[extra]() if extra in PROOFS else ""
-    except Exception as error:  # whatever an installed package throws when it is used is the finding
+    except Exception as error:  # an installed package may raise anything when it is used; that is the finding
         line = " ".join(str(error).split())[:200]
         return Finding(extra, False, f"{versions}: {type(error).__name__}: {line}", f"{cure} with its constraints")
     return Finding(extra, True, versions + detail)
 
 
 def _prove_train() -> str:
-    """Uses what training uses: a product on the device, and the classes that loading a model asks for."""
+    """Does what training needs: multiplies on the device, and imports the classes that load a model."""
     torch = import_module("torch")
     import_module("peft")
     assert import_module("transformers").AutoModelForCausalLM
@@ -106,7 +106,7 @@ PROOFS: dict[str, Callable[[], str]] = {"train": _prove_train}
 
 
 def check_auto(machine: "Machine | None" = None) -> Iterator[Finding]:
-    """What `auto`, the default of engine and learner, is here for a LoRA on a published model, and what to mend."""
+    """Which engine and learner `auto` chooses here for a LoRA on a published model, and what would change that."""
     from art_cli.loop.auto import Machine, choose, engine_facts, learner_facts
 
     machine = machine or Machine()

@@ -1,4 +1,4 @@
-"""`art eval`: plays the evaluation scenarios with each policy, compares them, and holds the last one against gates."""
+"""`art eval`: plays the evaluation scenarios with each policy, compares them, and checks the gates on the last one."""
 
 import contextlib
 import json

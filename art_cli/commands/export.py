@@ -1,4 +1,4 @@
-"""`art export`: a checkpoint as merged weights that stand alone, checked; to the hub as well, if asked."""
+"""`art export`: writes a checkpoint as a whole model and checks it; uploads it to the hub with --push."""
 
 import json
 import shlex
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def run(
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Or a run.", show_default=False)],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="A new one.", show_default=False)],
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint or a run.", show_default=False)],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="A new directory.", show_default=False)],
     is_best: Best = False,
     base: Base = None,
     dtype: Annotated[
@@ -29,14 +29,14 @@ def run(
         typer.Option("--max-gap", metavar="NATS", help="Largest difference of a logprob; the dtype's, if not given."),
     ] = None,
     push: Annotated[
-        str | None, typer.Option("--push", metavar="REPO", help="To the hub as well, with the token HF_TOKEN.")
+        str | None, typer.Option("--push", metavar="REPO", help="Upload it to the hub too, with the token HF_TOKEN.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Merge a checkpoint into weights that stand alone.
 
-    Writes what transformers and vLLM load, with a model card, and proves it: the run's saved prompts get the same
-    logprobs from the merged weights as from the adapter, or it fails.
+    Writes a model that transformers and vLLM load, with a model card. The run's saved prompts must get the same
+    logprobs from the merged weights as from the adapter, else the export fails.
 
     \b
     art export runs/mine -o mine-merged --dtype bfloat16
@@ -75,7 +75,7 @@ def _as_text(exported: "Exported", dtype: str) -> str:
 
 
 def _find_token() -> str:
-    """The hub's token. Asked for before any work is done. Raises UsageError: there is none."""
+    """The hub's token, looked up before any work is done. Raises UsageError: there is none."""
     import huggingface_hub
 
     token = huggingface_hub.get_token()
@@ -85,14 +85,14 @@ def _find_token() -> str:
 
 
 def _push(directory: Path, repo: str, token: str) -> str:
-    """The address of the repository; a new one is private. Raises ArtError: what the hub says."""
+    """The address of the repository, which is private if it is new. Raises ArtError with the hub's words."""
     import huggingface_hub
 
     hub = huggingface_hub.HfApi(token=token)
     try:
         url = hub.create_repo(repo, private=True, exist_ok=True)
         hub.upload_folder(repo_id=repo, folder_path=directory, commit_message="art export")
-    except Exception as error:  # the boundary to the hub's client, which raises what its transport raises
+    except Exception as error:  # the boundary to the hub's client, which raises any error of its transport
         summary = " ".join(str(error).replace(token, "***").split())[:200]
         raise ArtError(f"--push {repo}: {summary}; {directory} is written, push it again by hand") from error
     return str(url)

@@ -1,6 +1,6 @@
-"""`art generate`: plays one step's scenarios with a checkpoint and writes the trajectories, nothing else.
+"""`art generate`: plays one step's scenarios with a checkpoint and writes the trajectories.
 
-The output is appended as rollouts finish; run again, it goes on with what is owed.
+Each trajectory is appended when its rollout finishes. Run again, the command plays only the missing ones.
 """
 
 import json

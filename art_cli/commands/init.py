@@ -11,7 +11,7 @@ import typer
 
 from art_cli.errors import UsageError
 
-NOT_COPIED = shutil.ignore_patterns("__pycache__", "runs", "*.pyc")  # what using a recipe leaves in it
+NOT_COPIED = shutil.ignore_patterns("__pycache__", "runs", "*.pyc")  # files that the use of a recipe leaves in it
 
 
 def run(
@@ -20,7 +20,7 @@ def run(
 ) -> None:
     """Copy a recipe to a new directory.
 
-    It holds config.yaml, the rollout and what that needs.
+    The recipe holds config.yaml, the rollout and the files that the rollout needs.
 
     \b
     art init mine
@@ -38,7 +38,7 @@ def run(
 
 
 def copy_recipe(recipes: Path, name: str, directory: Path) -> None:
-    """The recipe's files in `directory`, which is new or empty before. Raises UsageError."""
+    """Copies the recipe's files to `directory`, which is new or empty. Raises UsageError."""
     there_are = sorted(config.parent.name for config in recipes.glob("*/config.yaml"))
     if name not in there_are:
         near = get_close_matches(name, there_are, n=1)

@@ -22,7 +22,9 @@ def run(
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="T.scored.jsonl beside T.jsonl, if not given.")
     ] = None,
     model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Which model judges: openai/o3.")] = None,
-    rubric: Annotated[Path | None, typer.Option("--rubric", metavar="FILE", help="What it judges by.")] = None,
+    rubric: Annotated[
+        Path | None, typer.Option("--rubric", metavar="FILE", help="A text file with what the judge looks for.")
+    ] = None,
     config: Annotated[Path | None, typer.Option("--config", metavar="CONFIG", help="Use its judge.")] = None,
     group_by: Annotated[
         str | None, typer.Option("--group-by", metavar="KEY", help="Group plain conversations by this key.")
@@ -31,9 +33,13 @@ def run(
     is_fresh: Annotated[bool, typer.Option("--fresh", help="Begin the output anew.")] = False,
     is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would cost, and do nothing.")] = False,
     is_report: Annotated[bool, typer.Option("--report", help="Say how far the judge can be trusted.")] = False,
-    gold: Annotated[str | None, typer.Option("--gold", metavar="KEY", help="metrics.win or returned_reward.")] = None,
-    gates: Annotated[list[str] | None, typer.Option("--gate", metavar="BOUND", help="Exit 1 below it.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="The report as a page.")] = None,
+    gold: Annotated[
+        str | None, typer.Option("--gold", metavar="KEY", help="Compare with this: metrics.win or returned_reward.")
+    ] = None,
+    gates: Annotated[
+        list[str] | None, typer.Option("--gate", metavar="BOUND", help="Exit 1 if the report misses it.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page.")] = None,
     as_json: Json = False,
 ) -> None:
     """Score trajectories, group by group, with RULER or another judge; measure the judge.
@@ -72,5 +78,5 @@ def run(
 
 
 def _is_same_file(one: Path, other: Path) -> bool:
-    """Whether both names mean one file, be it by a link."""
+    """Whether both paths lead to the same file, also through a link."""
     return one.resolve() == other.resolve() or (one.exists() and other.exists() and one.samefile(other))

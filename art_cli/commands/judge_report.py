@@ -1,4 +1,4 @@
-"""`art judge --report`: prints what a scored file says of its judge, writes the page, holds it against gates."""
+"""`art judge --report`: prints what a scored file says about its judge, writes the page, checks the gates."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from art_cli.json_lines import decode, lines
 
 
 def is_scored(path: Path) -> bool:
-    """Whether the first line is a scored trajectory. Raises DataError: the file is no text in UTF-8."""
+    """Whether the first line is a scored trajectory. Raises DataError: the file is not UTF-8 text."""
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
     for line in lines(path):

@@ -21,13 +21,13 @@ from art_cli.judges.files.session import Progress, Session, Summary, judgeable
 from art_cli.judges.files.source import Group, TrajectoryFile
 from art_cli.judges.groups import JudgeProgress
 
-SHOWN = 5  # owed groups that are named
+SHOWN = 5  # number of owed groups that are named
 
 
 def choose_judge(
     config: Path | None, overrides: Sequence[str], *, model: str | None = None, rubric: Path | None = None
 ) -> LoadedJudge:
-    """The configuration's judge, or RULER where none is named; `model` and `rubric` mean RULER too."""
+    """The configuration's judge; RULER if none is named, or if `model` or `rubric` is given."""
     is_named = any(override.partition("=")[0] in ("judge", "judge.name") for override in overrides)
     if config is None and not is_named:
         overrides = ["judge=ruler", *overrides]
@@ -51,7 +51,7 @@ def choose_judge(
 def judge_file(
     loaded: LoadedJudge, source: TrajectoryFile, output: Path, *, is_partial: bool, is_fresh: bool
 ) -> Summary:
-    """What came of it. Raises Interrupted, with everything complete on disk."""
+    """Judges the file and returns the summary. Raises Interrupted; complete groups are on disk then."""
 
     async def judge() -> Summary:
         made = make_judge(loaded.config, loaded.directory, job=str(output.resolve()))
@@ -70,7 +70,7 @@ def judge_file(
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGINT and SIGTERM cancel the task that is inside."""
+    """Inside, SIGINT and SIGTERM cancel the current task."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -84,7 +84,7 @@ def _interruptible() -> Iterator[None]:
 
 @contextmanager
 def _progress(judge: Judge) -> Iterator[Progress | None]:
-    """A bar with what was spent, on a terminal; nothing elsewhere."""
+    """Yields the function that updates a progress bar with the cost so far; None if stderr is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -127,7 +127,7 @@ def _dollars(usd: float | None) -> str:
 
 
 def refuse_owed(summary: Summary) -> None:
-    """Raises JudgeError when something in the file was not scored."""
+    """Raises JudgeError: a group of the file was not scored."""
     reasons = [f"{summary.owed} groups were not scored and stay owed"] if summary.owed else []
     reasons += [f"{len(summary.incomplete)} groups are incomplete"] if summary.incomplete else []
     if not reasons:
@@ -147,7 +147,7 @@ def _estimate_group(judge: Judge, source: TrajectoryFile, group: Group) -> CostE
 def dry_run(
     loaded: LoadedJudge, source: TrajectoryFile, output: Path | None, *, is_partial: bool, as_json: bool
 ) -> None:
-    """Prints what judging would take; no call is made and nothing is written."""
+    """Prints what judging would cost. Makes no call and writes nothing."""
     judge = make_judge(loaded.config, loaded.directory)
     if judge.estimate([]) is None:
         raise UsageError(f"--dry-run: judge={loaded.config.name} makes no calls that could be counted beforehand")

@@ -41,12 +41,12 @@ from art_cli.trajectory import Json, Trajectory, Turn, prompt, score_trajectory,
 
 log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 10.0  # to a vLLM server that is said to run
+CONNECT_TIMEOUT_S = 10.0  # longest wait for a connection to the vLLM server at engine.url
 
 
 @dataclass
 class Preflight:
-    """The checks, in order; each adds what the later ones use."""
+    """The checks, in order. A check keeps here what later checks need."""
 
     loaded: LoadedConfig
     scratch: Path
@@ -98,7 +98,7 @@ class Preflight:
             threads.run(self.judge.close())
 
     def check_engine(self) -> Finding:
-        """What engine and learner are; a vLLM that was asked for by name has to be there."""
+        """Says which engine and learner the run uses. A vLLM that the configuration names must work."""
         engine = self.loaded.config.engine
         if isinstance(engine, VllmEngineConfig) and (problem := _vllm_problem(engine)):
             cure = "pip install 'art-cli[vllm]', name a Python that has it in engine.python, or engine=embedded"
@@ -106,7 +106,7 @@ class Preflight:
         return Finding("auto", True, describe(self.loaded, "engine", "learner"))
 
     def check_run(self) -> Finding | None:
-        """What `art train` would do with the run that has this name. None: there is no such run yet."""
+        """Says what `art train` would do with the existing run of this name. None: there is no such run yet."""
         run = RunDir(self.loaded.config.runs / self.loaded.config.name)
         steps = run.checkpoint_steps()
         if not steps:
@@ -148,7 +148,7 @@ class Preflight:
         return Finding("entries", True, f"rollout {config.rollout.entry}{where}, judge {config.judge.name}")
 
     async def _load_elsewhere(self) -> str:
-        """The version of the user's Python, which loads the rollout. Raises UsageError, RolloutError: it cannot."""
+        """The version of the user's Python, after it loaded the rollout. Raises UsageError, RolloutError: it cannot."""
         rollout = self.loaded.config.rollout
         assert rollout.entry
         process = ProcessRollout(rollout.entry, directory=self.loaded.directory, python=rollout.python)
@@ -170,7 +170,7 @@ class Preflight:
         )
 
     def check_rollout(self) -> Finding:
-        """Two attempts at once at the first scenario, as training plays them."""
+        """Plays two attempts at the first scenario at once, as training does."""
         self.played = threads.run(self._play_pair())
         for trajectory in self.played:
             if problem := self._rollout_problem(trajectory):
@@ -202,7 +202,7 @@ class Preflight:
         return None
 
     def _silence_problem(self) -> Finding:
-        """What to say where an attempt made no model call."""
+        """The finding for an attempt that made no model call."""
         if not any(trajectory.turns for trajectory in self.played):
             return Finding(
                 "rollout", False, "it made no model call", "use policy.client, or policy.base_url and api_key"
@@ -218,7 +218,7 @@ class Preflight:
         return sorted(played, key=lambda trajectory: trajectory.index)
 
     def check_tools(self) -> Finding | None:
-        """Whether the chat template shows the model the tools that the agent sends. None: it sends none."""
+        """Says whether the chat template shows the model the tools that the agent sends. None: the agent sends none."""
         assert self.weights
         with_tools = next((trajectory for trajectory in self.played if trajectory.tools), None)
         if with_tools is None:
@@ -230,7 +230,7 @@ class Preflight:
         return Finding("tools", False, f"the chat template leaves out the tools: the model never sees {names}", cure)
 
     def check_tokens(self) -> Finding:
-        """Decodes and re-encodes what was recorded, and has the learner score it: contract 2 on one trajectory."""
+        """Compares a trajectory's logprobs in engine and learner, and its tokens with its re-encoded text."""
         assert self.weights and self.learner and self.trajectory
         turns = self.trajectory.turns
         tokenizer: Any = self.weights.tokenizer
@@ -249,7 +249,7 @@ class Preflight:
         return Finding("tokens", True, message, cure)
 
     def _gap(self, turns: Sequence[Turn], index: int) -> float:
-        """Largest |engine - learner| in nats over a turn's sampled tokens; 0 where sampling cut the distribution."""
+        """Largest |engine - learner| in nats over a turn's sampled tokens; 0 if top_p or top_k cut the distribution."""
         turn = turns[index]
         if turn.is_truncated_sampling or not turn.sampled_ids:
             return 0.0
@@ -258,7 +258,7 @@ class Preflight:
         return max(abs(a - b) for a, b in zip(scores[-len(turn.logprobs) :], turn.logprobs, strict=True))
 
     def check_update(self) -> Finding:
-        """A step on the longest plausible rows, forward and backward, with made-up tokens."""
+        """Takes a step on rows as long as a rollout may get, forward and backward, with made-up tokens."""
         assert self.weights and self.learner and self.trajectory
         config = self.loaded.config
         own_prompt = len(prompt(self.trajectory.turns, 0))
@@ -287,7 +287,7 @@ class Preflight:
         return Finding("update", True, f"a row of {length} tokens forward and backward in {metrics.train_s:.1f} s")
 
     def check_judge(self) -> Finding | None:
-        """Asks the judge. None: the rollout's own reward is all there is to judge by."""
+        """Asks the judge. None: the only judge is the rollout's own reward."""
         assert self.judge
         notes, cures = [], []
         for part in self.judge.parts:
@@ -315,7 +315,7 @@ class Preflight:
         return f"{models} gave a right answer {asked.right:g} and a wrong one {asked.wrong:g}: {took}", cure
 
     def check_disk(self) -> Finding:
-        """Checkpoints that stay, one more being written, and the trajectories of every step."""
+        """Compares the free space with what all kept checkpoints and the trajectories of every step need."""
         assert self.learner and self.trajectory
         config = self.loaded.config
         checkpoint = self.scratch / "checkpoint"
@@ -328,7 +328,9 @@ class Preflight:
             + 6 * len(sequence(self.trajectory.turns, 0))
         )
         lines = 2 * line * config.rollout.group_size * config.rollout.groups_per_step * config.train.steps
-        needed = one * (config.train.keep_checkpoints + 3) + lines  # step 0, the best, one being written
+        needed = (
+            one * (config.train.keep_checkpoints + 3) + lines
+        )  # 3 more: step 0, the best one, and one while it is written
         place = next(path for path in [config.runs, *config.runs.parents] if path.exists())
         free = shutil.disk_usage(place).free
         message = f"about {needed / 1e9:.2f} GB needed under {config.runs}, {free / 1e9:.1f} GB free"
@@ -336,7 +338,7 @@ class Preflight:
 
 
 def _vllm_problem(engine: VllmEngineConfig) -> str:
-    """Why the vLLM that the configuration names cannot be used here; "": nothing is known against it."""
+    """Why the vLLM that the configuration names cannot be used; "" if there is no known reason."""
     if engine.url is not None:
         address = urlsplit(engine.url)
         try:
@@ -351,7 +353,7 @@ def _vllm_problem(engine: VllmEngineConfig) -> str:
 
 
 def _sampling_note(played: Sequence[Trajectory]) -> str:
-    """What about the way of sampling leaves attempts alike; "": nothing."""
+    """What makes attempts equal in the way they are sampled; "" if nothing does."""
     turns = [turn for trajectory in played for turn in trajectory.turns]
     if any(turn.temperature == 0.0 for turn in turns):
         return "some calls set temperature 0: what they say is the same in every attempt; rollout.sampling.force=true"
@@ -362,7 +364,7 @@ def _sampling_note(played: Sequence[Trajectory]) -> str:
 
 
 def _shows_tools(tokenizer: Any, trajectory: Trajectory) -> bool:
-    """Whether the trajectory's first prompt is another one with its tools than without them."""
+    """Whether the trajectory's first prompt changes when its tools are left out."""
     asked = []
     for message in trajectory.messages:
         if message["role"] == "assistant":
@@ -375,7 +377,7 @@ def _shows_tools(tokenizer: Any, trajectory: Trajectory) -> bool:
             tokenizer.apply_chat_template(asked, tools=tools, tokenize=False, add_generation_prompt=True)
             for tools in (trajectory.tools, None)
         ]
-    except Exception:  # a template is a program of its own and fails in any way; the rollout's own calls went through
+    except Exception:  # a template may fail in any way; the rollout's own calls succeeded
         return True
     return bool(rendered[0] != rendered[1])
 

@@ -1,4 +1,4 @@
-"""`art serve`: checkpoints behind an OpenAI-compatible API. Prints how to call it, as lines that work as they stand."""
+"""`art serve`: checkpoints behind an OpenAI-compatible API. Prints commands that call it and work as printed."""
 
 import json
 import logging
@@ -114,7 +114,7 @@ def run(
 
 
 def _is_on_line(context: typer.Context, name: str) -> bool:
-    """Whether the parameter was given as an option, and not by its environment variable or default."""
+    """Whether the parameter was given on the command line, not by its environment variable or default."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -122,7 +122,7 @@ def _is_on_line(context: typer.Context, name: str) -> bool:
 def _find_sources(
     texts: Sequence[str], *, is_best: bool, base: str | None, dtype: str | None, place: Path
 ) -> "list[Source]":
-    """What each `[NAME=]CHECKPOINT` means. Raises UsageError, also for a name that is neither here nor on the hub."""
+    """The source of each `[NAME=]CHECKPOINT`. Raises UsageError: it is neither here nor on the hub."""
     from art_cli.model import find_base, require_base
     from art_cli.serving.source import find_source
 
@@ -167,7 +167,7 @@ def _choose_engine(
 
 
 def _trained_engine(sources: "Sequence[Source]") -> dict[str, object]:
-    """The engine section of the run that the first source lies in."""
+    """The engine section of the first source's run."""
     from art_cli.checkpoints import run_config
 
     section = run_config(sources[0].run).get("engine")
@@ -175,7 +175,7 @@ def _trained_engine(sources: "Sequence[Source]") -> dict[str, object]:
 
 
 class _Key(NamedTuple):
-    """How a shell and Python get at the key; it is never printed itself."""
+    """Expressions that read the key in a shell and in Python. The key itself is never printed."""
 
     in_shell: str
     in_python: str
@@ -191,7 +191,7 @@ def _how_to_get_key(has_keys: bool, file: Path | None) -> _Key | None:
 
 
 def _greet(root: str, sources: "Sequence[Source]", key: _Key | None, as_json: bool) -> None:
-    """Says where it answers, and how to ask."""
+    """Prints the address and commands that call it."""
     if as_json:
         models = [{"id": source.name, "step": source.step, "base": source.base} for source in sources]
         _write(json.dumps({"url": f"{root}/v1", "models": models}))

@@ -72,7 +72,7 @@ def run(
 
 
 def _run(warm_up: "WarmUp") -> dict[str, float] | None:
-    """The numbers; None: SIGINT or SIGTERM came, and what was done is saved. A second signal ends the process."""
+    """The metrics. None: SIGINT or SIGTERM came, and the work so far is saved. A second signal ends the process."""
     from art_cli.loop.warm_up import run_warm_up
 
     signals = (signal.SIGINT, signal.SIGTERM)

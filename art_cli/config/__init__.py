@@ -1,12 +1,12 @@
-"""The configuration of a run: Hydra composes it, pydantic judges it. No torch anywhere below.
+"""The configuration of a run: Hydra composes it, pydantic checks it. No module here imports torch.
 
 schema.py        RunConfig and its sections: every knob, its default and what it means
-compose.py       the door: load_config, load_sweep, load_judge, LoadedConfig
+compose.py       load_config, load_sweep, load_judge, LoadedConfig
 composition.py   one YAML file and the command line's overrides, put together by Hydra
-overrides.py     reads `key=value` arguments, and spreads sweeps out
+overrides.py     reads `key=value` arguments, and expands sweeps
 problems.py      pydantic's findings as lines, each with the nearest right thing to write
 knobs.py         the tree of keys that the schema allows
-places.py        where each key stands: file and line, or command line
+places.py        the place of each key: file and line, or command line
 documents.py     reads one YAML file within bounds
 interpolation.py resolves `${...}` within bounds
 checks.py        sections that do not fit together; what cannot be trained

@@ -1,4 +1,4 @@
-"""What one section alone cannot see: sections that do not fit together, and configurations that cannot be trained."""
+"""Checks across sections: settings that contradict each other, and configurations that cannot be trained."""
 
 from collections.abc import Iterator
 
@@ -68,7 +68,7 @@ def _process_conflicts(config: RunConfig, learner: TorchLearnerConfig) -> Iterat
 
 
 def untrainable(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(dotted key, message) for what can be sampled from or evaluated, and can never be trained."""
+    """(dotted key, message) for each setting with which a configuration can be evaluated but not trained."""
     if not config.engine.can_train:
         yield (
             "engine",

@@ -1,4 +1,4 @@
-"""The door to configuration: a YAML file and `key=value` arguments in, a judged RunConfig out, or all mistakes at once.
+"""Loads a configuration: a YAML file and `key=value` arguments become a checked RunConfig, or all mistakes at once.
 
 load_config    one run
 load_sweep     the runs of `--multirun`, each under a name of its own
@@ -49,17 +49,17 @@ class LoadedConfig:
     """
 
     config: RunConfig
-    directory: Path  # of the file, absolute: what relative paths in it are relative to
+    directory: Path  # absolute directory of the file; relative paths in the file are relative to it
     path: Path  # the file as the user named it
     places: Places = field(default_factory=Places, repr=False, compare=False)
     auto: Mapping[str, str] = field(default_factory=dict)  # why each group that said `auto` is what it is: loop/auto.py
-    overrides: tuple[str, ...] = ()  # what was said beside the file
-    sweep: tuple[str, ...] = ()  # what was said for the whole sweep that this is a run of
+    overrides: tuple[str, ...] = ()  # the command line's `key=value` arguments
+    sweep: tuple[str, ...] = ()  # the arguments of the whole sweep, if this is a run of one
 
 
 @dataclass(frozen=True)
 class LoadedJudge:
-    """Only a judge, and the directory its entries are relative to."""
+    """A judge alone, and the directory that its entries are relative to."""
 
     config: JudgeConfig
     directory: Path
@@ -87,7 +87,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig
 
 
 def load_sweep(path: Path, overrides: Sequence[str]) -> list[LoadedConfig]:
-    """The configurations of all runs of a sweep, in order, their values in their names. Raises ConfigError."""
+    """The configurations of all runs of a sweep, in order. Each name holds the swept values. Raises ConfigError."""
     runs = []
     for arguments, suffix in zip(expand(overrides), suffixes(overrides), strict=True):
         loaded = load_config(path, arguments)
@@ -101,7 +101,7 @@ def load_sweep(path: Path, overrides: Sequence[str]) -> list[LoadedConfig]:
 
 
 def load_judge(path: Path | None, overrides: Sequence[str] = ()) -> LoadedJudge:
-    """The judge of a configuration; without one, the judge that the overrides choose. Raises ConfigError."""
+    """The judge of the configuration at `path`; without one, the judge that the overrides name. Raises ConfigError."""
     if path is not None:
         loaded = load_config(path, overrides)
         return LoadedJudge(loaded.config.judge, loaded.directory)
@@ -110,10 +110,10 @@ def load_judge(path: Path | None, overrides: Sequence[str] = ()) -> LoadedJudge:
 
 
 def _judged(composition: Composition, overrides: Sequence[str], schema: type[AnySection]) -> AnySection:
-    """What the composition holds, as `schema`. Raises ConfigError; of one key only the first problem is told."""
+    """The composed configuration as `schema`. Raises ConfigError with the first problem of each key."""
     composed = composition.compose(overrides)
     problems = [*composition.problems, *unwritable(composed, composition.places)]
-    if len(problems) > len(composition.problems):  # pydantic's own words for these are hard to read
+    if len(problems) > len(composition.problems):  # pydantic would report these again, in words that are hard to read
         raise ConfigError(sorted(problems, key=_in_reading_order))
     data = _with_defaults(composed, schema, composition.path)
     try:
@@ -132,11 +132,11 @@ def _in_reading_order(problem: Problem) -> tuple[bool, str, int, str]:
 
 
 def _with_defaults(data: dict[str, Any], schema: Schema, path: Path | None) -> dict[str, Any]:
-    """What a file may leave out and the schema cannot know: the run's name, a variant's name, an empty section."""
+    """`data` with what a file may leave out: the run's name, the name of a variant, the value of an empty section."""
     filled = dict(data)
     for name, known in schema.model_fields.items():
         if sections(known) and filled.get(name, known) is None and known.default is not None:
-            del filled[name]  # `train:` with nothing below it
+            del filled[name]  # the file says `train:` and has nothing below it
     for group in groups(schema):
         if isinstance(section := filled.get(group), dict):
             filled[group] = {
@@ -157,20 +157,20 @@ def _own_variant(section: dict[str, Any], schema: Schema, group: str) -> str | N
 
 
 def _named(item: Any) -> Any:
-    """The item of a list of sections with its name: `wandb` is {name: wandb}, {entry: ...} is a user's own."""
+    """The tracker as a section with a name: `wandb` becomes {name: wandb}, and {entry: ...} gets the name `entry`."""
     if isinstance(item, str):
         return {"name": item}
     return {"name": ENTRY, **item} if isinstance(item, dict) and "entry" in item else item
 
 
 def _default_name(path: Path) -> str:
-    """The file's name, or its directory's where the file is called "config"."""
+    """The file's name without ending, or its directory's name for a file called "config"."""
     name = path.resolve().parent.name if path.stem == "config" else path.stem
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:MAX_NAME] or "run"
 
 
 def _with_paths(config: RunConfig, composition: Composition) -> RunConfig:
-    """The paths that the configuration's users take as they are, made absolute. Raises ConfigError: no such user."""
+    """The configuration with absolute paths where its readers expect them. Raises ConfigError: `~name` is no user."""
 
     def absolute(key: str, path: Path) -> Path:
         try:
@@ -187,6 +187,8 @@ def _with_paths(config: RunConfig, composition: Composition) -> RunConfig:
         program = python / "bin" / "python" if python.is_dir() else python
         changed["rollout"] = config.rollout.model_copy(update={"python": program})
     engine = config.engine
-    if isinstance(engine, VllmEngineConfig) and engine.python is not None:  # not resolved: a venv's python is a link
+    if (
+        isinstance(engine, VllmEngineConfig) and engine.python is not None
+    ):  # links are kept, because a venv's python is a link
         changed["engine"] = engine.model_copy(update={"python": absolute("engine.python", engine.python)})
     return config.model_copy(update=changed)

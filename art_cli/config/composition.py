@@ -1,11 +1,11 @@
-"""One YAML file and the command line's overrides, put together by Hydra to a plain dict.
+"""Composition: one YAML file and the command line's overrides, composed by Hydra to a plain dict.
 
-    file (and what its `defaults` name)  <  groups chosen on the command line  <  values given there
+    the file and the options in its `defaults`  <  options chosen on the command line  <  values given there
 
-A group chosen on the command line (`judge=rollout`) replaces the file's section whole, whatever that section held. A
-section that is only a name (`engine: embedded`) is the same choice made in the file. Groups are looked for beside the
-file, then among the packaged ones. It does not know what the values should be: pydantic judges the dict. Writes
-nothing, and leaves Hydra, logging and the working directory as they were.
+An option chosen on the command line (`judge=rollout`) replaces the whole section of the file. A section that is only a
+name (`engine: embedded`) is the same choice, made in the file. An option is a YAML file in a folder beside the file
+(`judge/mine.yaml`), or else a variant of the schema. The values are not checked here; pydantic checks the dict.
+Composing writes nothing, and leaves Hydra, logging and the working directory as they were.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from art_cli.config.places import COMMAND_LINE, Places, join
 from art_cli.config.problems import no_such_option
 from art_cli.errors import ConfigError, Problem
 
-PRIMARY = "the configuration file"  # what Hydra knows it as, and calls it when it complains
+PRIMARY = "the configuration file"  # name of the file in Hydra's store and in Hydra's error messages
 
 GROUP = re.compile(r"[\w-]{1,64}(/[\w-]{1,64}){0,3}")
 
@@ -55,19 +55,21 @@ class Composition:
     """`compose` once, then read `places` (where each key came from) and `problems` (what could not be used)."""
 
     def __init__(self, path: Path | None, schema: Schema) -> None:
-        """Without a file there are only overrides."""
+        """`path`: the YAML file; None: there are only overrides."""
         self.path, self.schema, self.groups = path, schema, groups(schema)
-        self.directory = Path(os.path.realpath(path)).parent if path else Path.cwd()  # also of a link to itself
+        self.directory = (
+            Path(os.path.realpath(path)).parent if path else Path.cwd()
+        )  # realpath takes even a link to itself
         self.places = Places()
         self.problems: list[Problem] = []
 
     def compose(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """The plain dict, interpolations resolved. Raises ConfigError where nothing can be put together at all."""
+        """The plain dict, with interpolations resolved. Raises ConfigError: Hydra cannot compose anything."""
         overrides = parse(arguments)
         body = self._read()
         self.problems += refuse_sweeps(overrides)
         chosen, settings = self._split([override for override in overrides if not override.is_sweep_override()])
-        with _hydra(self.directory, self.schema), bounded():  # merging follows interpolations, too
+        with _hydra(self.directory, self.schema), bounded():  # merging resolves some interpolations too
             config = self._merge_defaults(body, self._listed(body, chosen), file=self.path)
             self._replace_sections(config, self._named_in(config), place=None)
             self._replace_sections(config, chosen, place=COMMAND_LINE)
@@ -80,27 +82,27 @@ class Composition:
     # --- the file -----------------------------------------------------------------------------------------------------
 
     def _read(self) -> DictConfig:
-        """The file as it stands, `_self_` last in its defaults list where it has one without."""
+        """The file as it is written; `_self_` is appended to a defaults list that lacks it."""
         if self.path is None:
             return OmegaConf.create({})
         body = read_document(self.path)
         self.places.add_file(self.path, read_text(self.path))
         if (defaults := _defaults(body)) and "_self_" not in defaults:
             body.defaults.append("_self_")
-        body.pop("hydra", None)  # refused in `compose`; Hydra itself would obey it
+        body.pop("hydra", None)  # `compose` reports it; Hydra would follow it
         return body
 
     def _merge_defaults(
         self, body: DictConfig, arguments: Sequence[str] = (), *, file: Path | None = None
     ) -> DictConfig:
-        """`body`, which `file` holds, over what its defaults list names, by Hydra; the places of all are noted."""
+        """Merges `body`, the content of `file`, over the options in its defaults list. Notes the place of every key."""
         ConfigStore.instance().store(name=PRIMARY, node=body)
         try:
             config = compose(PRIMARY, overrides=list(arguments))
             merged = GlobalHydra.instance().config_loader().compute_defaults_list(PRIMARY, list(arguments), RunMode.RUN)
         except ConfigError:
             raise
-        except Exception as error:  # the boundary to Hydra, which meets a wrong defaults list with any exception
+        except Exception as error:  # the boundary to Hydra, which may raise anything for a wrong defaults list
             raise ConfigError([self._of_hydra(error)]) from error
         for default in merged.defaults:
             self._note_places(default.config_path, default.package or "", primary=file)
@@ -108,13 +110,13 @@ class Composition:
         return config
 
     def _note_places(self, name: str, package: str, primary: Path | None) -> None:
-        """Notes where the keys of a file stand that Hydra merged. A built-in option has no file."""
+        """Notes the places of the keys of a file that Hydra merged. A built-in option has no file."""
         file = primary if name == PRIMARY else self.directory / f"{name}.yaml"
         if file is not None and file.is_file():
             self.places.add_file(file, read_text(file), package=package)
 
     def _of_hydra(self, error: Exception) -> Problem:
-        """Hydra's complaint about the defaults list, on one line."""
+        """Hydra's error about the defaults list, as one line."""
         if isinstance(error, yaml.MarkedYAMLError):
             return bad_yaml(error, self.path or self.directory)
         if isinstance(error, MissingConfigException) and error.missing_cfg_file:
@@ -131,7 +133,7 @@ class Composition:
     # --- groups -------------------------------------------------------------------------------------------------------
 
     def _split(self, overrides: Sequence[Override]) -> tuple[dict[str, str], list[Setting]]:
-        """Choices of groups, by group, and values. `judge.name=ruler` and `judge={name: ruler, ...}` choose as well."""
+        """({group: chosen option}, values). `judge.name=ruler` and `judge={name: ruler, ...}` choose an option too."""
         chosen: dict[str, str] = {}
         settings: list[Setting] = []
         for override in overrides:
@@ -149,22 +151,22 @@ class Composition:
         return known, settings
 
     def _is_own_group(self, key: str) -> bool:
-        """Whether the command line's key is a folder of options beside the file, such as `experiment`."""
+        """Whether the key is a folder of options beside the file, such as `experiment`."""
         return GROUP.fullmatch(key) is not None and bool(self._own_options(key))
 
     def _own_options(self, group: str) -> set[str]:
-        """The YAML files in the group's folder beside the file."""
+        """The names of the YAML files in the group's folder beside the file."""
         return {file.stem for file in (self.directory / group).glob("*.yaml")}
 
     def _options(self, group: str) -> list[str]:
-        """The names that `group=NAME` can choose."""
+        """The names that `group=NAME` can choose, sorted."""
         return sorted(self._own_options(group) | variants(self.schema, group).keys())
 
     def _named_in(self, config: DictConfig) -> dict[str, str]:
-        """The groups whose section in the files is only a name."""
+        """{group: option} for each section of the files that is only a name. The names are removed from `config`."""
         named = {}
         for group in self.groups:
-            # ??? and what cannot be interpolated: see _resolve
+            # _resolve reports `???` and what cannot be interpolated
             with contextlib.suppress(OmegaConfBaseException, RecursionError):
                 if isinstance(config.get(group), str):
                     named[group] = config.pop(group)
@@ -177,7 +179,7 @@ class Composition:
         return option in there_are
 
     def _listed(self, body: DictConfig, chosen: Mapping[str, str]) -> list[str]:
-        """The choices that Hydra's defaults list must hear of: what it names itself, and groups that are no section."""
+        """Hydra's arguments for the choices that its defaults list names itself, and for groups that are no section."""
         entries = [entry for item in _defaults(body) if isinstance(item, dict) for entry in item]
         listed = {str(entry).rpartition(" ")[2].partition("@")[0].lstrip("/") for entry in entries}
         return [
@@ -187,7 +189,7 @@ class Composition:
         ]
 
     def _replace_sections(self, config: DictConfig, chosen: Mapping[str, str], *, place: str | None) -> None:
-        """Puts the chosen options in the place of whole sections; `place` is where they were chosen, None: there."""
+        """Replaces whole sections by the chosen options. `place`: where they were chosen; None: in the section."""
         sections = {group: option for group, option in chosen.items() if group in self.schema.model_fields}
         for group in sections:
             config.pop(group, None)
@@ -208,7 +210,7 @@ class Composition:
                 del (OmegaConf.select(config, section) if section else config)[name]
             else:
                 OmegaConf.update(config, key, value, merge=True, force_add=True)
-        except Exception as error:  # the boundary to OmegaConf, which meets a hostile key with any exception
+        except Exception as error:  # the boundary to OmegaConf, which may raise anything for a hostile key
             message = "nothing there to remove" if setting.is_removed else " ".join(str(error).split())
             self.problems.append(Problem(key, COMMAND_LINE, message))
             return
@@ -216,7 +218,7 @@ class Composition:
             self.places.put(below, COMMAND_LINE)
 
     def _resolve(self, config: DictConfig) -> dict[str, Any]:
-        """The plain dict; what is `???` or cannot be interpolated is a problem, and null in it."""
+        """The plain dict. A value that is `???` or cannot be interpolated becomes null, and a problem."""
         voided: set[str] = set()
         while True:
             try:
@@ -240,13 +242,13 @@ class Composition:
         self.problems.append(self._problem(key, message))
 
     def _problem(self, key: str, message: str) -> Problem:
-        """`key` as OmegaConf writes it, with brackets around places in lists."""
+        """The problem at `key`, which OmegaConf writes with brackets around list indices."""
         dotted = key.replace("[", ".").replace("]", "")
         return Problem(dotted, self.places.of(dotted), message)
 
 
 class _CheckedFiles(FileConfigSource):
-    """Hydra's own source of files, but for files that it must not read: bombs, tags, pipes (documents.py)."""
+    """Hydra's source of files, with the bounds of documents.py: no bombs, tags or pipes."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         path = Path(self.path) / self._normalize_file_name(config_path)
@@ -271,7 +273,7 @@ def _hydra(directory: Path, schema: Schema) -> Iterator[None]:
             if not (directory / group / f"{name}.yaml").exists():  # Hydra refuses a name that the store has as well
                 store.store(group=group, name=name, node={"name": name})
     GlobalHydra.instance().clear()
-    Plugins.instance()  # fills the table of sources
+    Plugins.instance()  # creating it fills the table of sources
     sources = SourcesRegistry.instance().types
     own = sources["file"]
     sources["file"] = _CheckedFiles
@@ -285,14 +287,14 @@ def _hydra(directory: Path, schema: Schema) -> Iterator[None]:
 
 
 def _defaults(body: DictConfig) -> list[Any]:
-    """The defaults list as it is written; [] where there is none, or something else."""
+    """The defaults list as it is written; [] if there is no list."""
     raw = OmegaConf.to_container(body, resolve=False)
     found = raw.get("defaults") if isinstance(raw, dict) else None
     return found if isinstance(found, list) else []
 
 
 def _why(error: InterpolationResolutionError) -> str:
-    """Example: "Environment variable 'HOST' not found", out of what OmegaConf wraps around it."""
+    """The reason without OmegaConf's text around it. Example: "Environment variable 'HOST' not found"."""
     if str(error).startswith("RecursionError"):
         return "this interpolation leads back to itself"
     return re.sub(r'^\w+ raised while resolving interpolation: "?(.*?)"?$', r"\1", str(error).splitlines()[0])

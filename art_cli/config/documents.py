@@ -1,4 +1,4 @@
-"""Reads one YAML file within bounds: the mapping that it holds, or what is wrong with it.
+"""Reads one YAML file within bounds: returns its mapping, or raises what is wrong with it.
 
 A configuration is a small text of keys and plain values. A file that is anything else (binary, a pipe, a bomb of
 aliases, tags that construct objects) is refused while its parse events are read, before a node of it is built.
@@ -20,18 +20,18 @@ from omegaconf.grammar_parser import parse as parse_interpolation
 from art_cli.config.places import join, show
 from art_cli.errors import ConfigError, Problem
 
-MAX_BYTES = 256 * 1024  # size of a file; the largest recipe has 2 KiB
-MAX_NODES = 10_000  # values and keys of a file, counted with every alias written out
-MAX_DEPTH = 40  # levels of nesting; Hydra and OmegaConf take about ten Python frames for each
+MAX_BYTES = 256 * 1024  # largest size of a file; the largest recipe has 2 KiB
+MAX_NODES = 10_000  # largest number of values and keys in a file, with every alias expanded
+MAX_DEPTH = 40  # levels of nesting; Hydra and OmegaConf take about ten Python frames for each level
 MAX_DIGITS = 300  # digits of a whole number; Python itself refuses more than 4300
-MAX_INTERPOLATED = 10_000  # characters of a value with `${...}` in it; its grammar is parsed in Python
+MAX_INTERPOLATED = 10_000  # characters of a value with `${...}`, which a slow parser in Python reads
 PLAIN_TAGS = (None, "!", *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")))
 
 MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 
 
 def read_text(path: Path) -> str:
-    """The text of a file in UTF-8, or in what its byte order mark says. Raises ConfigError."""
+    """The text of a file in UTF-8, or in the encoding of its byte order mark. Raises ConfigError."""
     try:
         status = path.stat()
         if stat.S_ISREG(status.st_mode) and status.st_size <= MAX_BYTES:
@@ -46,7 +46,7 @@ def read_text(path: Path) -> str:
 
 
 def read_document(path: Path) -> DictConfig:
-    """What the file holds, interpolations not resolved; an empty file is an empty mapping. Raises ConfigError."""
+    """The file's mapping with unresolved interpolations; an empty file is an empty mapping. Raises ConfigError."""
     text = read_text(path)
     try:
         if problems := list(_Scan(show(path)).problems_in(text)):
@@ -61,7 +61,7 @@ def read_document(path: Path) -> DictConfig:
 
 
 def bad_yaml(error: yaml.YAMLError, path: Path) -> Problem:
-    """What the parser saw, with the file and line it saw it in."""
+    """The parser's error as a problem with file and line."""
     mark = getattr(error, "problem_mark", None)
     file = Path(mark.name) if mark is not None and Path(mark.name).is_file() else path
     place = f"{show(file)}:{mark.line + 1}" if mark is not None else f"{show(file)}:1"
@@ -110,12 +110,12 @@ def _a_directory(path: Path) -> str:
 class _Open:
     """A list or mapping whose end has not been read yet."""
 
-    key: str  # dotted
+    key: str  # dotted key
     anchor: str | None
     is_mapping: bool
-    num_children: int = 0  # keys and values
-    num_nodes: int = 1  # aliases written out
-    name: str = ""  # the key whose value comes next
+    num_children: int = 0  # number of keys and values
+    num_nodes: int = 1  # number of nodes, with aliases expanded
+    name: str = ""  # the key to which the next value belongs
 
 
 @dataclass
@@ -125,10 +125,10 @@ class _Scan:
     shown: str
     num_nodes: int = 0
     open: list[_Open] = field(default_factory=list)
-    sizes: dict[str, int] = field(default_factory=dict)  # anchor -> nodes, aliases written out
+    sizes: dict[str, int] = field(default_factory=dict)  # anchor -> number of nodes, with aliases expanded
 
     def problems_in(self, text: str) -> Iterator[Problem]:
-        """Raises yaml.YAMLError at what is no YAML, ConfigError past a bound."""
+        """Raises yaml.YAMLError: the text is no YAML; ConfigError: it exceeds a bound."""
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.NodeEvent):
                 yield from self._node(event)
@@ -145,7 +145,7 @@ class _Scan:
         place = f"{self.shown}:{event.start_mark.line + 1 if event.start_mark else 1}"
         if within is None and not isinstance(event, yaml.MappingStartEvent):
             kind = "a list" if isinstance(event, yaml.SequenceStartEvent) else "a single value"
-            if getattr(event, "value", None) != "":  # a file of comments alone
+            if getattr(event, "value", None) != "":  # a file with only comments has one empty scalar
                 raise ConfigError([Problem("", place, f"expected 'key: value' lines, not {kind}")])
         self._count(event, key, place, within)
         if isinstance(event, yaml.ScalarEvent):
@@ -158,7 +158,7 @@ class _Scan:
             self.open.append(_Open(key, event.anchor, isinstance(event, yaml.MappingStartEvent)))
 
     def _key(self, within: _Open | None, event: yaml.NodeEvent, *, is_key: bool) -> str:
-        """The dotted key of the node that begins, which counts as the next child of `within`."""
+        """The dotted key of the node that begins; the node is counted as the next child of `within`."""
         if within is None:
             return ""
         place = within.num_children
@@ -218,7 +218,7 @@ def _tagged(tag: object, key: str, place: str) -> Problem:
 
 
 def _kind(value: str) -> str | None:
-    """What YAML takes a bare key for; None: text."""
+    """The type that YAML gives to a bare key; None: text."""
     resolvers = yaml.SafeLoader.yaml_implicit_resolvers.get(value[:1], [])
     tag = str(next((tag for tag, pattern in resolvers if pattern.match(value)), "")).rpartition(":")[2]
     return {"null": "null", "bool": "true or false", "int": "a number", "float": "a number"}.get(tag)

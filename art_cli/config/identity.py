@@ -1,9 +1,9 @@
 """Which training a configuration describes: its hash, and how two of them differ.
 
-Both leave out the same keys: what may change between two starts of one run without changing what is learned. So two
-configurations have the same hash exactly when there is no difference to name. Of the differences, some may hold from a
-step on (how fast the next steps learn, how often the policy is evaluated), as they leave the meaning of past steps
-alone; the others make another run.
+Both leave out the keys that may change between two starts of a run without changing what is learned. So two
+configurations have the same hash exactly when they do not differ. Some differences may begin at a step of a run (how
+fast the next steps learn, how often the policy is evaluated), because past steps keep their meaning. All others make
+another run.
 """
 
 import hashlib
@@ -18,13 +18,13 @@ from art_cli.errors import printable
 
 NOT_TRAINING = frozenset(
     {
-        # where it runs and who watches
+        # the run's place and its observers
         *("name", "runs", "gateway", "tracker", "trackers"),
-        # how long it runs, and what is kept of it
+        # the length of the run, and the checkpoints that are kept
         *("train.steps", "train.keep_checkpoints"),
-        # what it may cost
+        # the judge's budget
         *("judge.budget_usd", "judge.budget_tokens", "judge.price"),
-        # speed and memory; the gradient is the same for every packing and micro-batch size
+        # speed and memory: the gradient is the same for every packing and micro-batch size
         *("rollout.concurrency", "judge.concurrency", "judge.retries", "judge.timeout_s", "judge.cache"),
         *(
             "learner.device",
@@ -34,23 +34,23 @@ NOT_TRAINING = frozenset(
             "learner.processes",
         ),
         "learner.offload_optimizer",
-        # which engine samples and how it runs; that it samples from the learner's weights is proved after each step
+        # the engine: after each step the run proves that it samples from the learner's weights
         "engine",
-        # which learner takes the step: all of them compute the same one
+        # the learner: all learners compute the same step
         "learner.name",
     }
 )
 
-MAY_CHANGE = frozenset(  # from a step of a run on, which the run records
+MAY_CHANGE = frozenset(  # a run goes on with other values of these, and records from which step on
     {
-        # how far the next steps go
+        # the size of the next steps
         *("train.learning_rate", "train.warmup_steps", "train.weight_decay", "train.max_grad_norm"),
         "train.max_logprob_gap",
-        # when the policy is evaluated, and how often each scenario is played then
+        # the schedule of evaluations, and the number of attempts in each
         *("eval.every", "eval.attempts"),
-        # what stops or repeats a rollout that fails; those that ended stay as they are
+        # the limits and retries of rollouts; finished rollouts stay as they are
         *("rollout.timeout_s", "rollout.retries", "rollout.processes", "rollout.python"),
-        # how often a judge whose answer cannot be used is asked again
+        # the attempts at a usable answer of the judge
         "judge.attempts",
     }
 )
@@ -64,7 +64,7 @@ class Change(NamedTuple):
     new: Any
 
     def __str__(self) -> str:
-        if isinstance(self.old, Mapping) and isinstance(self.new, Mapping):  # another variant of a section
+        if isinstance(self.old, Mapping) and isinstance(self.new, Mapping):  # the section is another variant
             return f"{printable(self.key)}: {printable(self.old.get('name'))} -> {self.new.get('name')}"
         return f"{printable(self.key)}: {_shown(self.old)} -> {_shown(self.new)}"
 
@@ -92,7 +92,7 @@ def _training(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if key in NOT_TRAINING:
             continue
         if key == "model.chat_template" and isinstance(value, str):
-            value = PurePath(value).name  # absolute, and a project may be moved between two starts
+            value = PurePath(value).name  # the path is absolute, and a project may be moved between two starts
         kept[name] = _training(value, key) if isinstance(value, Mapping) else value
     return kept
 
@@ -109,7 +109,7 @@ def _differences(key: str, old: Any, new: Any) -> Iterator[Change]:
 
 
 def _shown(value: Any) -> str:
-    """The value as JSON, cut where it is long: what is in a file may be anything."""
+    """The value as JSON, cut if it is long, because a file may hold anything."""
     try:
         return printable(json.dumps(value), limit=80)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Resolves `${...}` in a composed configuration, within bounds on what it may come to.
+"""Resolves `${...}` in a composed configuration, with bounds on the size of the result.
 
-Interpolations can double each other (`a: ${b}${b}`, `b: ${c}${c}`, ...), and a section can hold itself. What they come
-to is counted while OmegaConf resolves them, so that neither takes more than a moment.
+Interpolations can double each other (`a: ${b}${b}`, `b: ${c}${c}`, ...), and a section can hold itself. The
+results are counted while OmegaConf resolves them, so that neither takes more than a moment.
 """
 
 import contextlib
@@ -11,12 +11,12 @@ from typing import Any
 from omegaconf import Container, DictConfig, ListConfig, Node
 from omegaconf.errors import InterpolationResolutionError
 
-MAX_RESOLVED = 10_000  # values that interpolations may come to, those of copied sections included
-MAX_CHARACTERS = 1024 * 1024  # length of all texts that interpolations may come to
+MAX_RESOLVED = 10_000  # largest number of values that interpolations resolve to, copied sections included
+MAX_CHARACTERS = 1024 * 1024  # largest total length of the texts that interpolations resolve to
 
 
 class InterpolationTooLarge(InterpolationResolutionError):
-    """Interpolations that grow past the bounds, or that lead back to themselves."""
+    """Interpolations exceed the bounds, or refer to themselves."""
 
 
 @contextlib.contextmanager
@@ -53,7 +53,7 @@ def _check(num_values: int, num_characters: int) -> None:
 
 
 def _values(found: Any) -> Iterator[Any]:
-    """Every value in what an interpolation came to, itself included; interpolations in it are not resolved."""
+    """Every value in the result of an interpolation, the result included; nested interpolations are not resolved."""
     waiting = [found]
     while waiting:
         value = waiting.pop()

@@ -1,4 +1,4 @@
-"""The tree of keys that a schema allows: its sections, the variants of each, and their knobs. Pure look-up."""
+"""The tree of keys that a schema allows: its sections, the variants of each, and their keys."""
 
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
@@ -12,7 +12,7 @@ Schema = type[BaseModel]
 
 
 def sections(field: FieldInfo) -> list[Schema]:
-    """The section classes that a field may hold: none for a plain value, several for one told apart by `name`."""
+    """The section classes that a field may hold: none for a plain value, several if `name` discriminates them."""
     return list(_schemas(field.annotation))
 
 
@@ -34,7 +34,7 @@ def variants(schema: Schema, section: str) -> dict[str, Schema]:
 
 
 def variant_name(schema: Schema) -> str | None:
-    """The `name` that chooses this variant: "grpo" for GrpoConfig. None: it is not one of several."""
+    """The `name` that chooses this variant: "grpo" for GrpoConfig. None: the section has only one form."""
     field = schema.model_fields.get("name")
     return get_args(field.annotation)[0] if field and get_origin(field.annotation) is Literal else None
 
@@ -45,7 +45,7 @@ def groups(schema: Schema) -> list[str]:
 
 
 def section_at(schema: Schema, key: str, data: Any) -> Schema | None:
-    """The section class at a dotted key, the variant being the one that `data` names. None: there is no section."""
+    """The section class at a dotted key, in the variant that `data` names. None: there is no section."""
     parts = iter(key.split(".") if key else [])
     for part in parts:
         field = schema.model_fields.get(part)
@@ -53,7 +53,10 @@ def section_at(schema: Schema, key: str, data: Any) -> Schema | None:
         if field is None or not found:
             return None
         data = _item(data, part)
-        if get_origin(field.annotation) in (list, dict):  # of sections: the next part is a place or a name in it
+        if get_origin(field.annotation) in (
+            list,
+            dict,
+        ):  # a list or dict of sections: the next part is an index or a name in it
             data = _item(data, next(parts, ""))
         schema = next((each for each in found if variant_name(each) == _item(data, "name")), found[0])
     return schema
@@ -66,7 +69,7 @@ def _item(data: Any, part: str) -> Any:
 
 
 def all_keys(schema: Schema, prefix: str = "") -> list[str]:
-    """Every dotted key of every variant, each once, in the order of the schema."""
+    """Every dotted key of every variant, once each, in the order of the schema."""
     found: dict[str, None] = {}
     for name, field in schema.model_fields.items():
         found[join(prefix, name)] = None

@@ -1,4 +1,4 @@
-"""Reads the command line's `key=value` arguments with Hydra's own grammar, and spreads sweeps out.
+"""Reads the command line's `key=value` arguments with Hydra's grammar, and expands sweeps.
 
 It does not check keys, which composing and pydantic do. It knows the options of a group only for a sweep over `*`.
 """
@@ -17,11 +17,11 @@ from art_cli.config.places import COMMAND_LINE
 from art_cli.config.schema import RunConfig
 from art_cli.errors import ConfigError, Problem
 
-MAX_LENGTH = 4_000  # characters of one argument; Hydra's parser, written in Python, takes half a second for so many
-MAX_ALL = 10_000  # characters of all arguments together
-MAX_NESTING = 40  # levels of brackets in a value, or of dots in a key
-MAX_RUNS = 1_000  # runs of one sweep
-MAX_SUFFIX = 80  # characters; the rest of a file name's 255 is left to the run's own name and the files in it
+MAX_LENGTH = 4_000  # characters of one argument; Hydra's parser takes half a second for that many
+MAX_ALL = 10_000  # largest number of characters of all arguments together
+MAX_NESTING = 40  # largest depth of brackets in a value, or of dots in a key
+MAX_RUNS = 1_000  # largest number of runs in one sweep
+MAX_SUFFIX = 80  # characters of a sweep's suffix; a file name has 255, and the run's name needs the rest
 
 
 def parse(arguments: Sequence[str]) -> list[Override]:
@@ -36,7 +36,7 @@ def parse(arguments: Sequence[str]) -> list[Override]:
         try:
             override = parser.parse_override(argument)
             override.value()
-        except Exception:  # the boundary to Hydra's grammar: numbers, casts and functions raise what they like
+        except Exception:  # the boundary to Hydra's grammar, whose numbers, casts and functions may raise anything
             problems.append(Problem(argument.partition("=")[0], COMMAND_LINE, _advice(argument)))
             continue
         if not override.key_or_group:
@@ -78,7 +78,7 @@ def expand(arguments: Sequence[str]) -> list[list[str]]:
 
 
 def suffixes(arguments: Sequence[str]) -> list[str]:
-    """What tells the runs of a sweep apart in their names, one for each of `expand`'s; no two are the same.
+    """The suffix of each run's name, in the order of `expand`; no two are the same.
 
     Example: ["train.learning_rate=1e-5,1e-4", "train.steps=3"] -> ["learning_rate-1e-05", "learning_rate-0.0001"].
     A single run, which sweeps over nothing, has the suffix "".
@@ -93,7 +93,7 @@ def suffixes(arguments: Sequence[str]) -> list[str]:
 
 
 def _first_values(override: Override) -> list[str]:
-    """One more than a sweep may have, at most. Raises ConfigError: the range or choice cannot be spread out."""
+    """The override's values, at most one more than MAX_RUNS. Raises ConfigError: it cannot be expanded."""
     try:
         return list(itertools.islice(_values(override), MAX_RUNS + 1))
     except Exception as error:  # the boundary to Hydra's sweeps: a step of 0, values that cannot be sorted
@@ -101,7 +101,7 @@ def _first_values(override: Override) -> list[str]:
 
 
 def _values(override: Override) -> Iterator[str]:
-    """One argument for each value."""
+    """The argument `key=value` for each value of the override."""
     assert override.input_line is not None, override
     value = override.value()
     if not override.is_sweep_override():
@@ -119,7 +119,7 @@ def _as_name(argument: str) -> str:
 
 
 def _too_large(argument: str) -> str | None:
-    """Why an argument is not given to Hydra's parser at all."""
+    """Why the argument is too large for Hydra's parser; None: it is not."""
     if len(argument) > MAX_LENGTH:
         return f"{len(argument)} characters; write what is longer than {MAX_LENGTH} into a file"
     deepest = depth = 0

@@ -1,7 +1,7 @@
-"""Where each key of a configuration stands: dotted key -> "file:line" or "command line".
+"""Places: the place of each key of a configuration, "file:line" or "command line".
 
-Lines come from the YAML nodes; what the values are is OmegaConf's business. Keys of files are added in the order in
-which they are merged, so that the last one that sets a key is the one that is named.
+Lines come from the YAML nodes. The files are added in the order in which they are merged, so that a key has the place
+of the file that sets it last.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ class Places:
         self._places: dict[str, str] = {}
 
     def add_file(self, path: Path, text: str, *, package: str = "") -> None:
-        """Every key of a YAML file that holds `text`, below the dotted key `package`."""
+        """Notes every key of a YAML file with this text, below the dotted key `package`."""
         shown = show(path)
         if not package:
             self._places.setdefault("", f"{shown}:1")
@@ -29,7 +29,7 @@ class Places:
     def _add_node(self, node: yaml.Node, key: str, shown: str) -> None:
         if isinstance(node, yaml.MappingNode):
             for name, value in node.value:
-                if name.tag == "tag:yaml.org,2002:merge":  # `<<: *anchor`: its keys are this mapping's
+                if name.tag == "tag:yaml.org,2002:merge":  # `<<: *anchor` gives the anchor's keys to this mapping
                     self._add_node(value, key, shown)
                 else:
                     below = join(key, str(name.value))
@@ -41,7 +41,7 @@ class Places:
                 self._add_node(item, join(key, str(index)), shown)
 
     def put(self, key: str, place: str) -> None:
-        """The key now stands at `place`, and nothing below it anywhere else."""
+        """Notes that the key stands at `place`, and forgets the places of all keys below it."""
         for known in [known for known in self._places if known.startswith(f"{key}.")]:
             del self._places[known]
         self._places[key] = place
@@ -50,7 +50,7 @@ class Places:
         return key in self._places
 
     def of(self, key: str) -> str:
-        """The place of the key, of what is written below it, or of the nearest section around it that has one."""
+        """The place of the key, else of a key below it, else of the nearest section around it that has one."""
         while key and key not in self._places:
             if below := [place for known, place in self._places.items() if known.startswith(f"{key}.")]:
                 return below[0]
@@ -59,10 +59,10 @@ class Places:
 
 
 def join(section: str, name: str) -> str:
-    """The dotted key of `name` in `section`, which is "" at the root."""
+    """The dotted key of `name` in `section`; the root's section is ""."""
     return f"{section}.{name}" if section else name
 
 
 def show(path: Path) -> str:
-    """The path as a user would type it: relative to the working directory where it lies below that."""
+    """The path as a user would type it: relative, if it lies below the working directory."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

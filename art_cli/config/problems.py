@@ -1,6 +1,6 @@
 """Says what is wrong with a configuration: pydantic's findings as Problems, each with the nearest right thing to write.
 
-Works on the plain dict and the schema; where a key stands it asks Places.
+Works on the plain dict and the schema; Places has the file and line of each key.
 """
 
 import json
@@ -18,7 +18,7 @@ from art_cli.config.knobs import Schema, all_keys, section_at, variant_name, var
 from art_cli.config.places import Places, join
 from art_cli.errors import Problem
 
-EXPECTED = {  # how pydantic's error types begin -> what it wanted
+EXPECTED = {  # the beginning of pydantic's error type -> the value that it expects
     "int_": "a whole number",
     "float_": "a number",
     "bool_": "true or false",
@@ -27,26 +27,26 @@ EXPECTED = {  # how pydantic's error types begin -> what it wanted
     "list_type": "a list",
     "model_": "a section of 'key: value' lines",
 }
-CLOSE = 0.6  # difflib's own cutoff for a close match
+CLOSE = 0.6  # difflib's default cutoff for a close match
 USUAL = {"lr": "learning_rate", "bs": "batch_size", "wd": "weight_decay", "temp": "temperature"}
-ABBREVIATED = 0.75  # how likely an abbreviation was meant; below a name that is misspelt by one letter
-SAME_SECTION, BELOW = 0.15, 0.05  # what a near key is likelier by; the exact name elsewhere still wins
+ABBREVIATED = 0.75  # likeness of an abbreviation; less than that of a name with one wrong letter
+SAME_SECTION, BELOW = 0.15, 0.05  # bonus of a key nearby; the exact name elsewhere still wins
 
 
 def explain(error: ValidationError, data: dict[str, Any], schema: Schema, places: Places) -> list[Problem]:
-    """A Problem for each key that pydantic found fault with."""
+    """A Problem for each key in which pydantic found an error."""
     by_key: dict[str, list[ErrorDetails]] = defaultdict(list)
     for detail in error.errors(include_url=False):
         by_key[_dotted(detail, data)].append(detail)
     return [
         Problem(key, places.of(key), _message(key, details, data, schema))
         for key, details in by_key.items()
-        if not any(other.startswith(f"{key}.") for other in by_key)  # an arm of a union that went further knows better
+        if not any(other.startswith(f"{key}.") for other in by_key)  # an error below the key says more
     ]
 
 
 def unwritable(data: Any, places: Places, key: str = "", depth: int = 0) -> Iterator[Problem]:
-    """A Problem for each value or key of the plain dict that cannot stand in a JSON file or in a path."""
+    """A Problem for each value or key of the plain dict that cannot be written to a JSON file or used in a path."""
     if depth > MAX_DEPTH:
         yield Problem(key, places.of(key), f"nested deeper than {MAX_DEPTH} levels")
     elif isinstance(data, str) and ("\0" in data or any("\ud800" <= letter <= "\udfff" for letter in data)):
@@ -75,7 +75,7 @@ def no_such_option(group: str, name: object, there_are: Sequence[str]) -> str:
 
 
 def no_such_key(key: str, data: dict[str, Any], schema: Schema) -> str:
-    """What to write instead of an unknown key: the variant that has the knob, or the nearest right names."""
+    """What to write instead of an unknown key: the variant that has the key, or the nearest known names."""
     if key in all_keys(schema):
         return _of_another_variant(key, data, schema) or f"a key with dots is not read; nest it: {_nested(key)}"
     within, _, name = key.rpartition(".")
@@ -87,7 +87,7 @@ def no_such_key(key: str, data: dict[str, Any], schema: Schema) -> str:
 
 
 def _of_another_variant(key: str, data: dict[str, Any], schema: Schema) -> str | None:
-    """Example: "loss 'gspo' does not use 'overlong'; 'dapo' does". None: no variant is in play."""
+    """Example: "loss 'gspo' does not use 'overlong'; 'dapo' does". None: no other variant has the key."""
     group, _, name = key.partition(".")
     having = [variant for variant, section in variants(schema, group).items() if name in section.model_fields]
     chosen = section_at(schema, group, data)
@@ -106,7 +106,7 @@ def _nested(key: str) -> str:
 
 
 def _nearest(name: str, section: str, siblings: Iterable[str], schema: Schema) -> list[str]:
-    """The few best of all names there are: a sibling by its name, one of another section by its dotted key."""
+    """The names most like `name`: a sibling by its name, a key of another section by its dotted key."""
     rated = [(_likeness(name, other) + SAME_SECTION, other) for other in siblings]
     for key in all_keys(schema):
         within, _, other = key.rpartition(".")
@@ -117,7 +117,7 @@ def _nearest(name: str, section: str, siblings: Iterable[str], schema: Schema) -
 
 
 def _likeness(name: str, other: str) -> float:
-    """How likely `other` was meant, from 0 to 1: an abbreviation of it, a part of it, or difflib's close match.
+    """How likely the user meant `other`, from 0 to 1: as an abbreviation, a part, or difflib's close match.
 
     What is none of these is far below everything. A misspelling by a letter stays likelier than an abbreviation.
     """
@@ -148,7 +148,7 @@ def _abbreviates(name: str, other: str) -> bool:
 
 
 def _dotted(detail: ErrorDetails, data: Any) -> str:
-    """The key as the user wrote it: without the names of variants and union arms that pydantic puts into `loc`."""
+    """The key as the user wrote it, without the names of variants and union members that pydantic adds to `loc`."""
     parts: list[str] = []
     for part in detail["loc"]:
         is_variant = bool(parts) and isinstance(data, dict) and part == data.get("name") and part != parts[-1]

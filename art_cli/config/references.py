@@ -1,8 +1,8 @@
 """Looks up what a configuration refers to (files, functions, hosts), before anything runs.
 
-Programs, web addresses and the modules that a base model must have are looked up as well. It imports no code of the
-user's and writes nothing: a function is looked for in the source of its file, and the modules of a base model in the
-headers of its weights. What only a hub or a builder knows is left to whatever loads it.
+Programs, web addresses and the modules that a base model must have are looked up too. Nothing of the user's is imported
+and nothing is written: a function is searched in the source of its file, and the modules of a base model in the headers
+of its weights. Names that only a hub or a builder can resolve are checked when they are loaded.
 """
 
 import ast
@@ -47,7 +47,7 @@ ALL = ("runs", "model", "rollout", "gateway", "engine", "judge", "algorithm", "s
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 HOST = re.compile(r"(?=.{0,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 LOOKUP_TIMEOUT_S = 3.0  # longest wait for a host name to be looked up
-MAX_HEADER = 64 * 1024 * 1024  # bytes of a safetensors header; models of a thousand layers have a few MiB
+MAX_HEADER = 64 * 1024 * 1024  # largest safetensors header in bytes; a model of a thousand layers has a few MiB
 
 
 class Wrong(NamedTuple):
@@ -227,7 +227,7 @@ def _data(key: str, spec: str, directory: Path) -> Iterator[Wrong]:
 
 
 def _python(key: str, program: Path) -> Iterator[Wrong]:
-    """An interpreter of the user's; what it is shows when it is started."""
+    """A Python of the user's. Its version is known only when it is started."""
     if not _is_file(program):
         yield Wrong(key, f"{_absence(program)}; it names a Python, or the directory of an environment that has one")
     elif not os.access(program, os.X_OK):
@@ -235,7 +235,7 @@ def _python(key: str, program: Path) -> Iterator[Wrong]:
 
 
 def _entry(key: str, spec: str, directory: Path, *, is_ours: bool = True) -> Iterator[Wrong]:
-    """A function of a file, looked for in its source, or of an installed package.
+    """A function of a file, which is searched in the source, or of an installed package.
 
     Another Python than ours (`is_ours` False) may know other syntax and other packages: it says itself what is wrong.
     """
@@ -253,11 +253,11 @@ def _entry(key: str, spec: str, directory: Path, *, is_ours: bool = True) -> Ite
 
 
 def _missing_attribute(path: Path, attribute: str) -> str | None:
-    """Why the file cannot have the attribute. None: it may have; only what is certain without running it is told."""
+    """Why the file certainly lacks the attribute, as far as its source shows. None: it may have it."""
     try:
         source = path.read_bytes()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the user's own escapes; they are shown when the file is imported
+            warnings.simplefilter("ignore")  # warnings about the user's escapes are shown when the file is imported
             tree = ast.parse(source, filename=str(path))
     except SyntaxError as error:
         return f"{show(path)}:{error.lineno or 1}: {type(error).__name__}: {error.msg}"
@@ -266,14 +266,14 @@ def _missing_attribute(path: Path, attribute: str) -> str | None:
     if any(word in source for word in (attribute.encode(), b"import *", b"__getattr__")):
         return None
     if not all(_is_module(name, path.parent) for name in _imports(tree)):
-        return None  # the import says better what is wrong
+        return None  # the import will report the missing module
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     near = get_close_matches(attribute, [each.name for each in tree.body if isinstance(each, kinds)], n=1)
     return f"{show(path)} has no {attribute!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
-    """The names of the modules that a file imports at its top, without what comes after a dot."""
+    """The top-level names of the modules that a file imports at its top."""
     for statement in tree.body:
         if isinstance(statement, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in statement.names)
@@ -304,7 +304,7 @@ def _absence(path: Path) -> str:
 
 
 def _is_there(path: Path) -> bool:
-    """Raises OSError: not even a name that can be, or no permission to look."""
+    """Whether something exists there. Raises OSError: the name is impossible, or permission to look is missing."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -354,12 +354,12 @@ def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        return host == ""  # every address of this machine
+        return host == ""  # "" means every address of this machine
     return True
 
 
 def _bind(host: str, port: int) -> OSError | None:
-    """What goes wrong when a server takes that address; a host name is looked up with a deadline."""
+    """The error of binding a server to that address; None: it works. A host name is looked up with a deadline."""
     outcome: list[OSError | None] = []
 
     def bind() -> None:

@@ -23,7 +23,7 @@ def _not_true_or_false(value: Any) -> Any:
 
 
 MAX_COUNT = 2**31 - 1
-YEAR_S = 31_536_000.0  # event loops refuse timers of 1e308 s
+YEAR_S = 31_536_000.0  # longest timeout; event loops refuse timers of 1e308 s
 MAX_PROCESSES = 1024
 MAX_NAME = 200  # characters of a run's name; a file name has 255, and files beside a run add to it
 
