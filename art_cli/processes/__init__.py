@@ -1,6 +1,8 @@
 """Child processes: how they start, are called, and end.
 
 child.py       ChildProcess: one program, started, waited for and ended; the last lines of its log
+calls.py       calls to another process over a stream socket; progress, results and errors by name come back
+serve.py       answers them with an object's methods, in the child
 supervisor.py  the process between: when the program or its owner ends, nothing of the program is left
 plain_json.py  JSON with the standard library alone
 

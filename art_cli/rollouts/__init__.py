@@ -4,7 +4,7 @@ scenarios.py   reads scenarios, and says which ones a step plays
 policy.py      Policy: what a rollout function gets, and how what it returns is read
 function.py    a Python function as a Rollout
 process.py     that function in processes of its own, which is how it runs unless told otherwise
-messages.py    what goes between those processes and the run
+messages.py    how an attempt ended, as its process reports it
 start.py       how such a process begins, in any Python
 command.py     an external program as a Rollout
 attempt.py     what can go wrong in one attempt, and which of it is worth another

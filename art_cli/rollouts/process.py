@@ -1,20 +1,16 @@
-"""ProcessRollout: the user's Python function in processes of their own (process_worker.py).
+"""ProcessRollout: the user's Python function in processes of its own (process_worker.py).
 
 That is this interpreter, or `python`: one that has the function's packages and need not have ours (start.py).
-What it computes does not take the interpreter from the engine and the gateway here, more than one processor can work
-for it, and what kills its process kills attempts, not the run. Messages (messages.py) go each way over a socket:
-
-    to the process      Play, Cancel, Explain; its end of file: the process lets go of all and ends
-    from it             Ready or Refused when it has loaded the function; then Done, Failed or Refused for each Play,
-                        Guess for each Explain
+What the function computes does not take the interpreter from the engine and the gateway here, several processors can
+work for it, and an attempt that kills its process does not kill the run. The processes answer calls over a socket pair
+(processes/calls.py): `load`, `play`, `explain_timeout`.
 
 A process that dies fails the attempts in it as transport, which is tried again; the next attempt starts a new process.
-The last try is made in a process of its own, so that an attempt that kills its process takes no other one along.
+The last try is made in a process of its own, so that an attempt that kills its process fails no other one.
 """
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import socket
@@ -23,27 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from art_cli.errors import RolloutError, UsageError, printable
+from art_cli.errors import RolloutError, UsageError
 from art_cli.outcome import Outcome
+from art_cli.processes.calls import CallingEnd, ConnectionEnded
 from art_cli.processes.child import ChildProcess
 from art_cli.rollouts import start
 from art_cli.rollouts.attempt import AttemptError, describe_exit
-from art_cli.rollouts.messages import (
-    FROM_PROCESS,
-    MAX_LINE_BYTES,
-    Cancel,
-    Done,
-    Explain,
-    Failed,
-    FromProcess,
-    Guess,
-    Play,
-    Ready,
-    Refused,
-    ToProcess,
-    decode,
-    encode,
-)
+from art_cli.rollouts.messages import read_report
 from art_cli.rollouts.policy import Json, Policy
 
 START_DEADLINE_S = 300.0  # for the user's modules to be imported
@@ -107,61 +89,50 @@ class ProcessRollout:
 class _Process:
     """One process, started when it is needed and not there."""
 
-    version = ""  # of its Python, as soon as that has loaded the function
+    version = ""  # of its Python, once that has loaded the function
+    num_playing = 0  # attempts
 
     def __init__(self, entry: str, directory: Path, python: Path | None) -> None:
         self._entry, self._directory, self._python = entry, directory, python
-        self._ids = itertools.count(1)  # 0 is the start
-        self._answers: dict[int, asyncio.Future[Any]] = {}
         self._child: ChildProcess | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._calls: CallingEnd | None = None
+        self._output: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
 
-    @property
-    def num_playing(self) -> int:
-        return len(self._answers)
-
     async def start(self) -> None:
-        """Returns when the function is loaded, in the process there is or a new one."""
+        """Returns when a process has loaded the function, the present one or a new one."""
         async with self._starting:
-            if self._writer is not None:
+            if self._calls is not None and not self._calls.has_ended:
                 return
             await self._end()
-            self._answers[0] = ready = asyncio.get_running_loop().create_future()
-            reader, self._child, self._writer = await self._launch()
-            assert self._child.stdout is not None
-            self._tasks = [
-                asyncio.create_task(_pass_on(self._child.stdout)),
-                asyncio.create_task(self._receive(reader, self._writer, self._child)),
-            ]
             try:
                 async with asyncio.timeout(START_DEADLINE_S):
-                    self.version = await self._answer(0, ready)
+                    await self._launch()
+                    self.version = str(await self._ask("load", entry=self._entry, directory=str(self._directory)))
             except BaseException as error:
-                await self._end()  # at once: it is importing, and hears nothing
+                await self._end()  # at once, because a process that imports hears nothing
                 if (explained := self._explain_start(error)) is error:
                     raise
                 raise explained from error
 
-    async def _launch(self) -> tuple[asyncio.StreamReader, ChildProcess, asyncio.StreamWriter]:
+    async def _launch(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
+            self._calls = await CallingEnd.open(ours)
             worker = [str(self._python or sys.executable), "-u", "-X", "faulthandler", start.__file__]
-            worker += [str(theirs.fileno()), self._entry, str(self._directory)]
-            worker += [json.dumps(sys.path)] if self._python is None else []
-            child = await ChildProcess.start(
+            worker += [str(theirs.fileno()), *([json.dumps(sys.path)] if self._python is None else [])]
+            self._child = await ChildProcess.start(
                 worker,
                 keep=theirs.fileno(),
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 environment=None if self._python is None else _environment(self._python),
             )
-        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
-        return reader, child, writer
+        assert self._child.stdout is not None
+        self._output = asyncio.create_task(_pass_on(self._child.stdout))
 
     def _explain_start(self, error: BaseException) -> BaseException:
-        """The error of a start as the user reads it: with the Python, where that is the user's choice."""
+        """The error of a start as the user reads it, with the Python where that is the user's choice."""
         where = f" (rollout.python: {self._python})" if self._python is not None else ""
         match error:
             case TimeoutError():
@@ -173,105 +144,63 @@ class _Process:
         return error
 
     async def play(self, policy: Policy, scenario: Json) -> Outcome:
-        await self.start()
-        id = next(self._ids)
+        self.num_playing += 1
         try:
-            outcome = await self._ask(Play(id, policy.base_url, policy.api_key, policy.model, policy.step, scenario))
-        except asyncio.CancelledError:
-            self._send(Cancel(id))
-            raise
-        if not isinstance(outcome, Outcome):
-            raise AttemptError("process", "its process answered with another message than an outcome")
-        return outcome
+            await self.start()
+            plain = {name: getattr(policy, name) for name in ("base_url", "api_key", "model", "step")}
+            ending = read_report(await self._ask("play", scenario=scenario, **plain))
+        except ValueError as error:
+            raise AttemptError("process", f"its process answered with no outcome: {error}") from error
+        finally:
+            self.num_playing -= 1
+        if isinstance(ending, AttemptError):
+            raise ending
+        return ending
 
     async def explain_timeout(self) -> str:
-        if self._writer is None:
+        if self._calls is None or self._calls.has_ended:
             return ""
         with contextlib.suppress(TimeoutError, AttemptError):
             async with asyncio.timeout(EXPLAIN_DEADLINE_S):
-                return str(await self._ask(Explain(next(self._ids))))
+                return str(await self._ask("explain_timeout"))
         return ""
 
     async def close(self) -> None:
-        """No process is left, nor one that descends from it."""
-        if self._writer is not None:
-            self._writer.write_eof()
+        """The process and every one that descends from it are gone. The function's clients have been closed."""
+        if self._calls is not None:
+            self._calls.hang_up()
         if self._child is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._child.wait(), CLOSE_DEADLINE_S)
         await self._end()
 
-    async def _ask(self, message: Play | Explain) -> Any:
-        future = self._answers[message.id] = asyncio.get_running_loop().create_future()
-        self._send(message)
-        return await self._answer(message.id, future)
-
-    async def _answer(self, id: int, future: asyncio.Future[Any]) -> Any:
+    async def _ask(self, method: str, **params: Any) -> Any:
+        """What the method returns. Raises the ArtError that it raised; AttemptError: the process ended."""
+        assert self._calls is not None and self._child is not None
+        child = self._child
         try:
-            return await future
-        finally:
-            self._answers.pop(id, None)
+            return await self._calls.call(method, params)
+        except ConnectionEnded as error:
+            status = await self._exit_of(child, is_at_fault=bool(error.fault))
+            fault = f"; {error.fault}" if error.fault else ""
+            raise AttemptError("process", f"its process ended ({status}{fault})", is_transport=True) from error
 
-    def _send(self, message: ToProcess) -> None:
-        if self._writer is not None:
-            self._writer.write(encode(message))
-
-    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, child: ChildProcess) -> None:
-        """Until the process is gone: then whatever still waits for it fails. One that sends no messages is killed."""
-        fault = ""
-        try:
-            try:
-                await self._read(reader)
-            except ConnectionError:
-                pass
-            except ValueError as error:
-                fault = f"; what it sent is no message of ours: {printable(error, limit=200)}"
-                child.terminate()
+    async def _exit_of(self, child: ChildProcess, *, is_at_fault: bool) -> str:
+        """How a process ended whose connection is over. It is ended where it lives on."""
+        if not is_at_fault:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(child.wait()), EXIT_GRACE_S)
-            child.terminate()  # a function that closed its socket may live on
-            status = describe_exit(await child.wait())
-        finally:
-            self._writer = None
-            writer.close()
-        for future in self._answers.values():
-            if not future.done():
-                future.set_exception(AttemptError("process", f"its process ended ({status}{fault})", is_transport=True))
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Settles what its messages answer, until there are no more. Raises ConnectionError; ValueError: no message."""
-        while line := await reader.readline():
-            message: FromProcess = decode(line, FROM_PROCESS)
-            future = self._answers.get(message.id)
-            if future is not None and not future.done():
-                _settle(future, message)
+                await asyncio.wait_for(child.wait(), EXIT_GRACE_S)
+        child.terminate()
+        return describe_exit(await child.wait())
 
     async def _end(self) -> None:
-        """The process and all that descends from it are gone, its last words passed on."""
+        """The process and every one that descends from it are gone, and their last output is passed on."""
         if self._child is not None:
             await self._child.stop()
-        if self._tasks:
-            _, unfinished = await asyncio.wait(self._tasks, timeout=OUTPUT_DEADLINE_S)
-            for task in unfinished:
-                task.cancel()
-            if unfinished:
-                await asyncio.wait(unfinished, timeout=CLOSE_DEADLINE_S)
-        self._tasks = []
-
-
-def _settle(future: asyncio.Future[Any], message: FromProcess) -> None:
-    match message:
-        case Done():
-            future.set_result(message.outcome)
-        case Guess():
-            future.set_result(message.text)
-        case Ready():
-            future.set_result(message.version)
-        case Failed():
-            future.set_exception(AttemptError(message.kind, message.message, is_transport=message.is_transport))
-        case Refused():
-            error = UsageError if message.error == "UsageError" else RolloutError
-            future.set_exception(error(message.message))
+        if self._calls is not None:
+            await self._calls.close()
+        if self._output is not None and (await asyncio.wait({self._output}, timeout=OUTPUT_DEADLINE_S))[1]:
+            self._output.cancel()
 
 
 async def _pass_on(output: asyncio.StreamReader) -> None:

@@ -1,9 +1,9 @@
-"""Starts a rollout process in any Python: `start.py SOCKET ENTRY DIRECTORY [PATH]`; see process.py.
+"""Starts a rollout process in any Python: `start.py SOCKET [PATH]`; process.py calls it.
 
 The Python may be the user's own (`rollout.python`), which has neither this package nor anything that it depends on.
 So the package is loaded from where this file lies, and nothing else of its environment becomes importable. What the
-process imports (process_worker.py and below) needs the standard library only. PATH is a JSON list, the `sys.path` of
-the process that starts this one, where both are the same Python.
+process imports (process_worker.py and below) needs the standard library only. PATH is given where both processes are
+the same Python: it is a JSON list, the `sys.path` of the process that starts this one.
 
 A Python that is too old can still read this file, and says so.
 """
@@ -14,6 +14,7 @@ import os
 import sys
 
 OLDEST = (3, 11)
+FIRST_ID = 1  # the first call's (processes/calls.py)
 HERE = os.path.dirname(os.path.realpath(__file__))
 PACKAGE = os.path.dirname(HERE)
 
@@ -21,10 +22,10 @@ PACKAGE = os.path.dirname(HERE)
 def main() -> None:
     if sys.version_info < OLDEST:
         message = f"it is Python {sys.version.split()[0]}, and {OLDEST[0]}.{OLDEST[1]} or newer is needed"
-        refused = {"type": "Refused", "id": 0, "error": "UsageError", "message": message}
-        os.write(int(sys.argv[1]), json.dumps(refused).encode() + b"\n")
+        raised = {"type": "Raised", "id": FIRST_ID, "kind": "UsageError", "message": message}
+        os.write(int(sys.argv[1]), json.dumps(raised).encode() + b"\n")
         return
-    if len(sys.argv) > 4:
+    if len(sys.argv) > 2:
         sys.path[:] = json.loads(sys.argv.pop())
     else:  # Python put this file's directory first, where our modules lie
         sys.path[:] = [place for place in sys.path if os.path.realpath(place) != HERE]

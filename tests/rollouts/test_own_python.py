@@ -11,10 +11,11 @@ import pytest
 
 from art_cli import cli
 from art_cli.errors import ArtError, RolloutError, UsageError
+from art_cli.outcome import Outcome
 from art_cli.processes.plain_json import MAX_DEPTH, dump, load
 from art_cli.rollouts import start
-from art_cli.rollouts.attempt import from_exception, is_transport_error
-from art_cli.rollouts.messages import FROM_PROCESS, TO_PROCESS, Cancel, Done, Failed, Play, Ready, decode, encode
+from art_cli.rollouts.attempt import AttemptError, from_exception, is_transport_error
+from art_cli.rollouts.messages import read_report, report
 from tests.support.hostile import NUM_MUTATIONS, mutations
 from tests.support.paths import LETTERS, TESTS
 from tests.support.stage import Stage
@@ -202,27 +203,26 @@ def test_check_loads_and_plays_the_rollout_in_it_and_names_it(
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 
-MESSAGES = [
-    Play(3, "http://x", "k", "m", 2, {"id": "é", "deep": [{"a": [1, 2.5, None, True]}]}),
-    Cancel(4),
-    Ready(0, "3.13.0"),
-    Done(5, None, {}, {}),
-    Done(5, -1.5, {"won": 1.0}, {"board": ["X", "\n"]}),
-    Failed(6, "KeyError", "'x'\n", False),
+ENDINGS = [
+    Outcome(),
+    Outcome(reward=-1.5, metrics={"won": 1.0}, metadata={"board": ["X", "\n"]}),
+    AttemptError("KeyError", "'x'\n", is_transport=True),
 ]
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_comes_back_as_it_was_and_spoiled_it_is_refused(message: Play) -> None:
-    line = encode(message)
-    assert line.count(b"\n") == 1
-    assert decode(line, (*TO_PROCESS, *FROM_PROCESS)) == message
-    for spoiled in mutations(line, seed=len(line), count=NUM_MUTATIONS):
+@pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: type(ending).__name__)
+def test_an_ending_comes_back_as_it_was_and_spoiled_it_is_refused(ending: Outcome | AttemptError) -> None:
+    written = dump(report(ending))
+    found = read_report(load(written))
+    assert (
+        (found.args, vars(found)) == (ending.args, vars(ending)) if isinstance(ending, Exception) else found == ending
+    )
+    for spoiled in mutations(written, seed=len(written), count=NUM_MUTATIONS):
         try:
-            found = decode(spoiled, (*TO_PROCESS, *FROM_PROCESS))
+            found = read_report(load(spoiled))
         except ValueError:
             continue
-        assert isinstance(found, (*TO_PROCESS, *FROM_PROCESS))
+        assert isinstance(found, Outcome | AttemptError)
 
 
 @pytest.mark.parametrize(
@@ -233,18 +233,16 @@ def test_a_message_comes_back_as_it_was_and_spoiled_it_is_refused(message: Play)
         {"metrics": {"m": float("nan")}},
         {"metrics": []},
         {"metadata": None},
-        {"id": "5"},
         {"more": 1},
-        {"type": "Play"},
-        {"type": ["Done"]},
     ],
     ids=str,
 )
-def test_what_is_no_message_is_refused(change: dict[str, object]) -> None:
-    good = {"type": "Done", "id": 5, "reward": 1.0, "metrics": {"m": 1.0}, "metadata": {}}
-    assert decode(json.dumps(good).encode(), FROM_PROCESS) == Done(5, 1.0, {"m": 1.0}, {})
-    with pytest.raises(ValueError):
-        decode(json.dumps(good | change).encode(), FROM_PROCESS)
+def test_what_is_no_outcome_is_refused(change: dict[str, object]) -> None:
+    good = {"reward": 1.0, "metrics": {"m": 1.0}, "metadata": {}}
+    assert read_report({"done": good}) == Outcome(reward=1.0, metrics={"m": 1.0})
+    for wrong in ({"done": good | change}, {"done": good, "failed": {}}, {"failed": good}, [], None):
+        with pytest.raises(ValueError):
+            read_report(load(json.dumps(wrong).encode()))
 
 
 def test_plain_json_is_what_msgspec_writes_and_reads() -> None:
