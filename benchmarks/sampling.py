@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import transformers
 
-from art_cli import threads
+from art_cli import openmp
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.schema import EmbeddedEngineConfig
 from art_cli.engines.embedded.engine import EmbeddedEngine
@@ -156,7 +156,7 @@ async def take(case: Case, side: Side, seed: int) -> Taken:
     wall, cpu = time.perf_counter(), time.process_time()
     num = await play(case, side, np.random.default_rng(seed))
     taken = Taken(time.perf_counter() - wall, time.process_time() - cpu, num)
-    threads.let_pool_go()  # so that each side computes as in a process of its own
+    openmp.release_pool()  # so that each side computes as in a process of its own
     return taken
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from art_cli.chat.errors import ChatError, invalid
-from art_cli.threads import Crew, Crowded, Overran
+from art_cli.crew import Crew, Crowded, Overran
 
 Json = dict[str, Any]
 Result = TypeVar("Result")

@@ -30,10 +30,10 @@ from art_cli.chat.reading import MAX_NODES, RequestReader
 from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.server import serve
 from art_cli.chat.wires import OpenAIChat, OpenAICompletions, Wire
+from art_cli.crew import Crew, Crowded, Overran
 from art_cli.engines.embedded import messages, text
 from art_cli.engines.embedded.text import Detokenizer, Vocabulary
 from art_cli.model import save_weights
-from art_cli.threads import Crew, Crowded, Overran
 from tests.engines.test_embedded_engine import running
 from tests.serving.test_fuzz_server import art_serve
 from tests.support.hostile import NUM_MUTATIONS, Heartbeat, MemoryBound, mutations

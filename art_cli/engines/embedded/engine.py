@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 import msgspec
 import numpy as np
 
-from art_cli import model, threads
+from art_cli import model, openmp, threads
 from art_cli.chat import Backend
 from art_cli.chat.errors import ChatError, invalid
 from art_cli.chat.reading import RequestReader
@@ -99,7 +99,7 @@ class EmbeddedEngine:
             step=self.endpoint.step,
         )
         self._thread.start()
-        threads.let_pool_go()  # the runner's check of the model used this thread's pool
+        openmp.release_pool()  # the runner's check of the model used this thread's pool
 
     async def load(self, checkpoint: Path, step: int) -> None:
         """Raises CheckpointError: the checkpoint does not fit; EngineError: the weights are held for too long."""

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from art_cli import threads
+from art_cli import openmp
 from art_cli.engines.embedded import sampling
 from art_cli.engines.embedded.grammars import GrammarError, Masks, reason
 from art_cli.engines.embedded.runner import ForwardRunner
@@ -160,7 +160,7 @@ class EngineThread:
         ended = EngineError("the embedded engine is closed")
         if self._runner.is_small:
             torch.get_num_threads()  # its first call in a thread sets torch's default, which would undo the next line
-            threads.compute_alone()
+            openmp.single_threaded()
         try:
             while self._take_commands():
                 self._step()
@@ -173,7 +173,7 @@ class EngineThread:
         """Runs the commands that came since the last step; waits while there is nothing to sample. False: close."""
         while not self._is_closing:
             if self._scheduler.is_idle and self._commands.empty():
-                threads.let_pool_go()
+                openmp.release_pool()
             try:
                 command = self._commands.get(block=self._scheduler.is_idle)
             except queue.Empty:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from art_cli import threads
+from art_cli import openmp
 
 TASKS = Path("/proc/self/task")
 DEADLINE_S = 10.0
@@ -19,12 +19,12 @@ def test_a_pool_that_is_let_go_ends_and_comes_back() -> None:
     num_threads, states = torch.get_num_threads(), torch.randn(512, 512)
     torch.set_num_threads(2)
     try:
-        threads.let_pool_go()
+        openmp.release_pool()
         before = set(os.listdir(TASKS))
         first = states @ states
         pool = set(os.listdir(TASKS)) - before
         assert pool
-        threads.let_pool_go()
+        openmp.release_pool()
         deadline = time.monotonic() + DEADLINE_S
         while pool & set(os.listdir(TASKS)):
             assert time.monotonic() < deadline
@@ -41,7 +41,7 @@ def test_a_thread_that_computes_alone_leaves_the_others_their_pools() -> None:
 
     def work() -> None:
         found.append(torch.get_num_threads())
-        threads.compute_alone()
+        openmp.single_threaded()
         found.append(torch.get_num_threads())
 
     def after() -> None:

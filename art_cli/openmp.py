@@ -1,0 +1,38 @@
+"""The OpenMP threads that torch computes with on a CPU.
+
+This drives GNU's OpenMP and does nothing where torch came with another one. Each thread that computes with torch keeps
+a pool of OpenMP threads of its own.
+"""
+
+import contextlib
+import ctypes
+import os
+
+_LOADED = getattr(os, "RTLD_NOLOAD", 0)  # finds the library only where torch has loaded it
+_SOFT = 1  # omp_pause_soft (OpenMP 5.2, section 18.6.2)
+
+
+def release_pool() -> None:
+    """Ends the pool of the calling thread. Its next computation starts it again, which takes 0.1 ms.
+
+    While there are more threads in all pools than cores, GNU's OpenMP lets idle ones sleep at once and wakes them for
+    every product, which takes half the time of small ones
+    (https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html). So a thread that has finished computing for now
+    releases its pool.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        _library().omp_pause_resource_all(_SOFT)
+
+
+def single_threaded() -> None:
+    """From now on the calling thread computes without a pool.
+
+    torch must have set up the thread before (`torch.get_num_threads()` does), because that would undo this.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        _library().omp_set_num_threads(1)
+
+
+def _library() -> ctypes.CDLL:
+    """Raises OSError: torch has not loaded GNU's."""
+    return ctypes.CDLL("libgomp.so.1", mode=_LOADED)
