@@ -7,7 +7,10 @@ process's, and either goes on from the other's.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, TypeVar
+
+import msgspec
 
 from art_cli.config.schema import (
     AlgorithmConfig,
@@ -18,9 +21,12 @@ from art_cli.config.schema import (
     TorchLearnerConfig,
     TrainConfig,
 )
+from art_cli.errors import LearnerError
 from art_cli.learners import Progress, StepMetrics
 from art_cli.learners.workers import Workers
 from art_cli.trajectory import ScoredTrajectory
+
+Answer = TypeVar("Answer")
 
 
 class Job(Section):
@@ -46,32 +52,29 @@ class ParallelLearner:
         self._is_open = False
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
-        return StepMetrics(**self._call("step", progress=progress, groups=groups))
+        written = msgspec.json.encode(groups).decode()
+        return self._call("step", {"groups": written}, StepMetrics, progress=progress)
 
     def sft(self, demos: Sequence[dict[str, Any]], *, progress: Progress | None = None) -> dict[str, float]:
-        numbers: dict[str, float] = self._call("sft", progress=progress, demos=demos)
-        return numbers
+        return self._call("sft", {"demos": demos}, dict[str, int | float], progress=progress)
 
     def begin_sft(self, demos: Sequence[dict[str, Any]]) -> int:
-        num_updates: int = self._call("begin_sft", demos=demos)
-        return num_updates
+        return self._call("begin_sft", {"demos": demos}, int)
 
     def take_sft(self, num_updates: int, *, progress: Progress | None = None) -> dict[str, float]:
-        numbers: dict[str, float] = self._call("take_sft", progress=progress, num_updates=num_updates)
-        return numbers
+        return self._call("take_sft", {"num_updates": num_updates}, dict[str, int | float], progress=progress)
 
     def end_sft(self) -> None:
-        self._call("end_sft")
+        self._call("end_sft", {}, NoneType)
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        logprobs: list[float] = self._call("score", token_ids=list(token_ids), temperature=temperature)
-        return logprobs
+        return self._call("score", {"token_ids": list(token_ids), "temperature": temperature}, list[float])
 
     def save(self, directory: Path) -> None:
-        self._call("save", directory=str(directory.resolve()))
+        self._call("save", {"directory": str(directory.resolve())}, NoneType)
 
     def load(self, directory: Path) -> None:
-        self._call("load", directory=str(directory.resolve()))
+        self._call("load", {"directory": str(directory.resolve())}, NoneType)
 
     def check(self) -> None:
         self.workers.check()
@@ -79,13 +82,19 @@ class ParallelLearner:
     def close(self) -> None:
         self.workers.close()
 
-    def _call(self, method: str, *, progress: Progress | None = None, **params: Any) -> Any:
+    def _call(
+        self, method: str, params: dict[str, Any], kind: type[Answer], *, progress: Progress | None = None
+    ) -> Answer:
         if not self._is_open:
             if not self.workers.pids:
                 self.workers.start()
             self.workers.call("open", self.job.model_dump(mode="json"))
             self._is_open = True
-        return self.workers.call(method, params, progress=progress)
+        answer = self.workers.call(method, params, progress=progress)
+        try:
+            return msgspec.convert(answer, kind)
+        except msgspec.ValidationError as error:
+            raise LearnerError(f"the learner's processes gave a wrong answer to {method}: {error}") from error
 
 
 def parallel_learner(*, logs: Path | None, **job: Any) -> ParallelLearner:

@@ -1,7 +1,7 @@
 """Ranks: the processes that share a learner's work. SingleRank is one process; FsdpRanks is in sharding.py.
 
-Every process of a learner holds the whole batch and makes the same plan of it; each runs its own packs. The processes
-meet in every layer of every pass, so each runs as many passes as the others: where packs run out, an idle one is run.
+Every process of a learner holds the whole batch and makes the same plan for it. Each runs its own packs. Every layer of
+every pass is a collective, so all processes must run as many passes: one that has no pack left runs an idle pack.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,30 +20,30 @@ Value = TypeVar("Value")
 
 
 class Ranks(Protocol):
-    """This process among those of its learner. Whatever is said to be of all is called by all, in the same order."""
+    """This process among those of its learner. All processes call each method, in the same order."""
 
     rank: int
     size: int
 
     def gather(self, value: Value) -> list[Value]:
-        """Every process's value, in the order of their ranks; of all."""
+        """Every process's value, in the order of their ranks."""
         ...
 
     def forward(self, model: Any, run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
-        """`run(pack)`, which calls parts of the model, as one forward pass of the model; of all."""
+        """`run(pack)`, which calls parts of the model, as one forward pass of the model."""
         ...
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """The tensor of which this process holds a part; of all."""
+        """The whole tensor of which this process holds a part."""
         ...
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """What this process holds of a whole tensor, on the device and divided as `like` is."""
+        """This process's part of a whole tensor, on the device of `like` and divided as `like` is."""
         ...
 
 
 class SingleRank:
-    """The one process."""
+    """A learner of one process."""
 
     rank, size = 0, 1
 
@@ -61,20 +61,20 @@ class SingleRank:
 
 
 def pack_evenly(samples: Sequence[Sample], size: int, *, budget: int, share: bool) -> list[Pack]:
-    """Packs of at most `budget` tokens, smaller ones where `size` processes are done with those sooner."""
+    """Packs of at most `budget` tokens, or smaller ones where `size` processes finish those sooner."""
     packs = pack_samples(samples, budget=budget, share=share)
     if len(packs) % size == 0:
         return packs
-    num_places = len(packs) + -len(packs) % size
-    even = min(budget, -(-sum(len(pack.token_ids) for pack in packs) // num_places))
+    num_packs = len(packs) + -len(packs) % size
+    even = min(budget, -(-sum(len(pack.token_ids) for pack in packs) // num_packs))
     smaller = pack_samples(samples, budget=even, share=share)
     return min(packs, smaller, key=lambda packs: _duration(packs, size))
 
 
 def deal(packs: Sequence[Pack], rank: int, size: int) -> list[Pack]:
-    """The packs that process `rank` of `size` runs, as many as every other: idle ones fill up.
+    """The packs that process `rank` of `size` runs. Every process runs as many; idle packs make up the number.
 
-    The processes wait for each other in every pass, so packs of about the same length go in the same one.
+    The processes wait for each other in every pass, so packs of about the same length run in the same pass.
     """
     if size == 1 or not packs:
         return list(packs)
@@ -84,7 +84,7 @@ def deal(packs: Sequence[Pack], rank: int, size: int) -> list[Pack]:
 
 
 def _duration(packs: Sequence[Pack], size: int) -> int:
-    """Of an update, in tokens' worth of time: each pass takes as long as its longest pack."""
+    """How long an update takes, in tokens. Each pass takes as long as its longest pack."""
     return sum(len(pack.token_ids) + PACK_COST for pack in _longest_first(packs)[::size])
 
 
@@ -93,7 +93,7 @@ def _longest_first(packs: Sequence[Pack]) -> list[Pack]:
 
 
 def _idle(pack: Pack) -> Pack:
-    """A pack of two tokens without anything to train: its loss and gradient are zero."""
+    """A pack of two tokens with nothing to train, so that its loss and gradient are zero."""
     [short] = pack_samples([bare_sample(pack.token_ids[:2], np.array([1]), "idle")], budget=2)
     floats, ints, weights = np.empty(0), np.empty(0, dtype=np.int64), np.empty((NUM_COMPONENTS, 0))
     nothing = Terms(edges=ints, samples=ints, weights=weights, logprobs=floats, raw_logprobs=floats)

@@ -1,8 +1,8 @@
-"""FsdpRanks: a learner's model in several processes, sharded by FSDP2, and what they do jointly.
+"""FsdpRanks: a learner's model in several processes, sharded by FSDP2.
 
-Each layer's weights are divided over the processes; they are gathered for the layer's forward and backward pass, and
-its gradients are summed over the processes into the part that each one keeps. Sums, not means: a loss divides by the
-counts of the whole update already.
+Each layer's weights are divided over the processes. They are gathered for the layer's forward and backward pass, and
+its gradients are summed over the processes into the part that each one keeps. They are summed, not averaged, because a
+loss divides by the counts of the whole update already.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 
 class FsdpRanks:
-    """The Ranks of one process of a process group that is there already."""
+    """One process of a process group, which exists already."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -42,31 +42,32 @@ class FsdpRanks:
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
         if isinstance(tensor, DTensor) or not isinstance(like, DTensor):
             return tensor.to(like.device)
-        # every process has read the whole tensor: nothing need be sent
+        # no source rank, because every process has read the whole tensor and nothing need be sent
         return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def shard(model: Any, mesh: DeviceMesh) -> None:
-    """Divides a causal LM over the processes of the mesh, on their devices: each of its layers, and what is besides.
+    """Divides a causal LM over the processes of the mesh, on their devices: each of its layers, then the rest.
 
-    The layers are what transformers says must not be split. Parameters become DTensors: collect them afterwards.
+    The layers are the modules that transformers says must not be split. Parameters become DTensors, so the caller must
+    collect them afterwards.
     """
     names = set(model._no_split_modules or [])
     for layer in [module for module in model.modules() if type(module).__name__ in names]:
         fully_shard(layer, mesh=mesh)
     model.run_pack = _run_pack
-    # sharded again after every forward: what stays gathered would not see the next update
+    # sharded again after every forward, because weights that stay gathered would not see the next update
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     register_fsdp_forward_method(model, "run_pack")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+            module.set_force_sum_reduction_for_comms(True)  # the only reduction that gloo has
 
 
 def _run_pack(run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
     scores = run(pack)
-    return scores._replace(logprobs=scores.logprobs.clone())  # a hook goes on it, which a view might lose
+    return scores._replace(logprobs=scores.logprobs.clone())  # FSDP sets a hook on it, which a view might lose
 
 
 def make_mesh(device: torch.device) -> DeviceMesh:

@@ -36,8 +36,10 @@ from art_cli.learners.packing import PACK_COST, pack_samples
 from art_cli.learners.parallel import Job, ParallelLearner
 from art_cli.learners.ranks import deal, pack_evenly
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.learners.workers import Silence, Workers
+from art_cli.learners.watchdog import Watchdog
+from art_cli.learners.workers import Workers
 from art_cli.model import load_weights
+from art_cli.processes.calls import Advance, Heartbeat, Returned
 from art_cli.run_dir import RunDir, verify_checkpoint
 from art_cli.trajectory import ScoredTrajectory
 from tests.learners.test_streams import NAMES
@@ -461,55 +463,55 @@ class Clock:
         return self.now
 
 
-def passed(silence: Silence, clock: Clock, seconds: float, *, beating: Sequence[int] = ()) -> str | None:
+def passed(watchdog: Watchdog, clock: Clock, seconds: float, *, beating: Sequence[int] = ()) -> str | None:
     """What is wrong after some time in which those processes say that they run, and nothing more."""
     for _ in range(round(seconds / 0.25)):
         clock.now += 0.25
         for rank in beating:
-            silence.hear(rank, {"beat": True})
-    return silence.problem()
+            watchdog.hear(rank, Heartbeat())
+    return watchdog.problem()
 
 
 def test_processes_that_run_and_do_nothing_hang_after_ten_times_the_longest_pack() -> None:
     """The first pack comes after 8 s, the next one after 4: 10 x 8 s; before the first one there are 900."""
     clock = Clock()
-    silence = Silence([0, 1], 60.0, clock)
-    assert passed(silence, clock, 890, beating=[0, 1]) is None
+    watchdog = Watchdog([0, 1], 60.0, clock)
+    assert passed(watchdog, clock, 890, beating=[0, 1]) is None
     assert (
-        passed(silence, clock, 11, beating=[0, 1]) == "the learner's processes hang: they have done nothing for 900 s"
+        passed(watchdog, clock, 11, beating=[0, 1]) == "the learner's processes hang: they have done nothing for 900 s"
     )
-    silence = Silence([0, 1], 60.0, clock)
+    watchdog = Watchdog([0, 1], 60.0, clock)
     for seconds in (8, 4):
-        assert passed(silence, clock, seconds, beating=[0, 1]) is None
-        silence.hear(0, {"progress": [1, 9]})
-    assert passed(silence, clock, 79, beating=[0, 1]) is None
-    assert passed(silence, clock, 2, beating=[0, 1]) == HANG.format(80)
+        assert passed(watchdog, clock, seconds, beating=[0, 1]) is None
+        watchdog.hear(0, Advance(1, 1, 9))
+    assert passed(watchdog, clock, 79, beating=[0, 1]) is None
+    assert passed(watchdog, clock, 2, beating=[0, 1]) == HANG.format(80)
 
 
 def test_a_process_that_does_not_beat_is_named_whatever_the_others_do() -> None:
     clock = Clock()
-    silence = Silence([0, 1], 60.0, clock)
-    assert passed(silence, clock, 59, beating=[0]) is None
-    assert passed(silence, clock, 2, beating=[0]) == (
+    watchdog = Watchdog([0, 1], 60.0, clock)
+    assert passed(watchdog, clock, 59, beating=[0]) is None
+    assert passed(watchdog, clock, 2, beating=[0]) == (
         "process 1 of the learner's hangs: it lives, and has not moved for 60 s"
     )
 
 
 def test_quick_packs_leave_a_minute_and_who_has_answered_may_be_silent() -> None:
     clock = Clock()
-    silence = Silence([0, 1], 60.0, clock)
-    passed(silence, clock, 1)
-    silence.hear(0, {"progress": [1, 9]})
-    silence.hear(1, {"result": None})
-    assert passed(silence, clock, 59, beating=[0]) is None
-    assert passed(silence, clock, 2, beating=[0]) == HANG.format(60)
+    watchdog = Watchdog([0, 1], 60.0, clock)
+    passed(watchdog, clock, 1)
+    watchdog.hear(0, Advance(1, 1, 9))
+    watchdog.hear(1, Returned(1, None))
+    assert passed(watchdog, clock, 59, beating=[0]) is None
+    assert passed(watchdog, clock, 2, beating=[0]) == HANG.format(60)
 
 
 def test_time_in_which_the_owner_was_stopped_itself_does_not_count() -> None:
     clock = Clock()
-    silence = Silence([0], 60.0, clock)
+    watchdog = Watchdog([0], 60.0, clock)
     clock.now += 10_000
-    assert silence.problem() is None
+    assert watchdog.problem() is None
 
 
 @pytest.mark.slow
