@@ -86,7 +86,7 @@ class CallingEnd:
     """This end of a connection to a process that answers calls. It reads until the other end is gone."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.fault = ""  # what was wrong with what the process sent last
+        self.fault = ""  # why the last line that came is no message; empty while all are
         self.heard: Callable[[Message], None] = lambda message: None  # called with each message that comes
         self._writer = writer
         self._ids = itertools.count(FIRST_ID)

@@ -11,9 +11,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from art_cli.processes import supervisor
 
@@ -21,6 +22,7 @@ PID_DEADLINE_S = 30.0  # longest wait for the supervisor to start the program
 STOP_DEADLINE_S = supervisor.KILL_DEADLINE_S + 6.0  # longest wait for a program's end, beyond its grace period
 TAIL_WIDTH = 240  # characters of a log's line that a message shows
 TAIL_BYTES = 64 * 1024
+MAX_OUTPUT_BYTES = 2**20  # largest part that is read of a program's output, its end
 
 Stream = int | IO[bytes] | None
 
@@ -109,9 +111,51 @@ class ChildProcess:
                 await self._process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()  # on Linux the program dies with it
+                self._process.kill()  # the supervisor; on Linux the program dies with it
         finally:
             self._control.close()
+
+
+class Finished(NamedTuple):
+    """How a program ended. Example: Finished(0, b"1.0\\n", b"")"""
+
+    status: int  # negative for the signal that ended it
+    stdout: bytes  # the last MAX_OUTPUT_BYTES at most
+    stderr: bytes
+
+
+async def run_program(
+    command: Sequence[str],
+    given: bytes,
+    *,
+    timeout_s: float | None = None,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    on_start: Callable[[ChildProcess], None] = lambda child: None,
+) -> Finished:
+    """What the program did with `given` on standard input; nothing of it is left. Raises OSError, TimeoutError.
+
+    Files, not pipes, take its output, because a background process could keep a pipe open.
+    """
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        stdin.write(given)
+        stdin.seek(0)
+        child = await ChildProcess.start(
+            command, stdin=stdin, stdout=stdout, stderr=stderr, cwd=cwd, environment=environment
+        )
+        try:
+            on_start(child)
+            async with asyncio.timeout(timeout_s):
+                status = await child.wait()
+        finally:
+            await child.stop()
+        return Finished(status, *(_tail(file, MAX_OUTPUT_BYTES) for file in (stdout, stderr)))
+
+
+def _tail(file: IO[bytes], size: int, start: int = 0) -> bytes:
+    """The last `size` bytes of a file, none of them before byte `start`."""
+    file.seek(max(start, file.seek(0, os.SEEK_END) - size))
+    return file.read()
 
 
 def describe_end(status: int) -> str:
@@ -126,8 +170,7 @@ def last_lines(log: Path, *, count: int, start: int = 0, secrets: Sequence[str] 
     if not log.is_file():
         return ""
     with log.open("rb") as file:
-        file.seek(max(start, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        text = file.read().decode(errors="replace")
+        text = _tail(file, TAIL_BYTES, start).decode(errors="replace")
     for secret in filter(None, secrets):
         text = text.replace(secret, "***")
     return "\n".join(f"  {line[:TAIL_WIDTH]}" for line in text.splitlines()[-count:])

@@ -1,29 +1,26 @@
 """CommandRollout: an external program in any language as a rollout.
 
 It gets the scenario as one JSON line on standard input, and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its
-environment. The last line it writes to standard output is its outcome: a number, null, or
+environment. The last line that it writes to standard output is its outcome: a number, null, or
 `{"reward": 1.0, "metrics": {...}, "metadata": {...}}`. It runs in a session of its own under a process that kills all
 that descends from it when the rollout is over, however it ends (processes/supervisor.py).
 """
 
 import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
 from art_cli.errors import RolloutError, message_of
 from art_cli.outcome import Outcome
-from art_cli.processes.child import ChildProcess
+from art_cli.processes.child import Finished, run_program
 from art_cli.rollouts.attempt import MAX_ERROR_LENGTH, AttemptError, describe_exit
 from art_cli.rollouts.peers import Peers
 from art_cli.rollouts.policy import Json, Policy, read_outcome
-
-MAX_LINE_BYTES = 2**20  # of the outcome
 
 
 class CommandRollout:
@@ -40,23 +37,28 @@ class CommandRollout:
             raise RolloutError(f"{self._entry}: no such program: {program!r}; install it or give its path")
 
     async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
-        """Raises AttemptError: it ended with an error or without an outcome; RolloutError: an outcome of a wrong type.
-
-        Files, not pipes, take its output: a background process that keeps a pipe open cannot hold up anybody.
-        """
+        """Raises AttemptError: the program failed or gave no outcome; RolloutError: an outcome of a wrong type."""
+        environment = {
+            **os.environ,
+            "OPENAI_BASE_URL": policy.base_url,
+            "OPENAI_API_KEY": policy.api_key,
+            "OPENAI_MODEL": policy.model,
+        }
         try:
-            return await self._play(policy, scenario)
+            ended = await run_program(
+                self._command,
+                msgspec.json.encode(scenario) + b"\n",
+                cwd=self._directory,
+                environment=environment,
+                on_start=lambda child: self._peers.add(policy.api_key, child.supervisor_pid),
+            )
         except OSError as error:  # the system lacks memory, descriptors or room, or the program has lost its permission
             raise AttemptError("start", f"{self._command[0]}: {message_of(error)}") from error
-
-    async def _play(self, policy: Policy, scenario: Json) -> Outcome:
-        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-            stdin.write(msgspec.json.encode(scenario) + b"\n")
-            stdin.seek(0)
-            status = await self._run(policy, stdin, stdout, stderr)
-            if status != 0:
-                raise AttemptError("exit", _describe(status, stderr))
-            return self._read(stdout)
+        finally:
+            self._peers.remove(policy.api_key)
+        if ended.status != 0:
+            raise AttemptError("exit", _describe(ended))
+        return self._read(ended.stdout)
 
     async def explain_timeout(self) -> str:
         return ""
@@ -64,26 +66,8 @@ class CommandRollout:
     async def close(self) -> None:
         return None
 
-    async def _run(self, policy: Policy, stdin: IO[bytes], stdout: IO[bytes], stderr: IO[bytes]) -> int:
-        """The exit status; negative for the signal that ended it."""
-        environment = {
-            **os.environ,
-            "OPENAI_BASE_URL": policy.base_url,
-            "OPENAI_API_KEY": policy.api_key,
-            "OPENAI_MODEL": policy.model,
-        }
-        child = await ChildProcess.start(
-            self._command, stdin=stdin, stdout=stdout, stderr=stderr, cwd=self._directory, environment=environment
-        )
-        try:
-            self._peers.add(policy.api_key, child.supervisor_pid)
-            return await child.wait()
-        finally:
-            self._peers.remove(policy.api_key)
-            await child.stop()
-
-    def _read(self, stdout: IO[bytes]) -> Outcome:
-        line = _tail(stdout, MAX_LINE_BYTES).rstrip().rpartition(b"\n")[2]
+    def _read(self, stdout: bytes) -> Outcome:
+        line = stdout.rstrip().rpartition(b"\n")[2]
         try:
             value = msgspec.json.decode(line)
         except (ValueError, RecursionError) as error:
@@ -102,14 +86,7 @@ class CommandRollout:
         return Outcome(**value)
 
 
-def _describe(status: int, stderr: IO[bytes]) -> str:
-    """`status 1: <the end of what it wrote to standard error>`"""
-    ended = describe_exit(status)
-    tail = _tail(stderr, MAX_ERROR_LENGTH // 2).decode(errors="replace").strip()
-    return f"{ended}: {tail}" if tail else ended
-
-
-def _tail(file: IO[bytes], size: int) -> bytes:
-    end = file.seek(0, os.SEEK_END)
-    file.seek(max(0, end - size))
-    return file.read()
+def _describe(ended: Finished) -> str:
+    """Example: "status 1: " and the end of what the program wrote to standard error."""
+    tail = ended.stderr[-MAX_ERROR_LENGTH // 2 :].decode(errors="replace").strip()
+    return f"{describe_exit(ended.status)}: {tail}" if tail else describe_exit(ended.status)

@@ -1,13 +1,12 @@
-"""Formats compiled to grammars, and the tokens that they allow next
+"""Formats compiled to grammars, and the tokens that they allow next.
 
-llguidance does both. A schema is first compiled in a process of its own (trial.py), which is ended past its limits, as
-the library's own do not hold everywhere; then here, in a thread. What was compiled is kept, and so is what was refused.
+llguidance does both. A schema is first compiled in a process of its own (trial.py), which is ended past its limits,
+because the library's own limits do not hold everywhere; then here, in a thread. Compiled formats and refusals are kept.
 """
 
 import asyncio
 import json
 import re
-import subprocess
 import sys
 import threading
 from collections import OrderedDict
@@ -22,6 +21,7 @@ import numpy.typing as npt
 from art_cli.chat.errors import ChatError, invalid
 from art_cli.engines.embedded.formats import Format
 from art_cli.errors import EngineError
+from art_cli.processes.child import run_program
 
 if TYPE_CHECKING:  # its import takes 0.1 s, and most runs never hold a reply to a format
     from llguidance import LLMatcher, LLTokenizer
@@ -29,13 +29,13 @@ if TYPE_CHECKING:  # its import takes 0.1 s, and most runs never hold a reply to
 Bools = npt.NDArray[np.bool_]
 
 MAX_KEPT = 32  # compiled formats; a costly one takes some 50 MB
-NUM_THREADS = 2  # that compile at once
+NUM_THREADS = 2  # number of formats compiled at once
 TRIAL_CPU_S = 2  # 2,000 properties take 0.8
 TRIAL_WALL_S = 20.0  # a busy machine gives a process little
 TRIAL_BYTES = 512 * 2**20
-COMPILE_DEADLINE_S = 60.0  # with waiting for a thread
+COMPILE_DEADLINE_S = 60.0  # longest time to compile a format, including the wait for a thread
 LIMITS: dict[str, Any] = {
-    "max_lexer_states": 50_000,  # of 1 to 2 kB each
+    "max_lexer_states": 50_000,  # each takes 1 to 2 kB
     "verbose_errors": False,  # they quote the reply
 }
 
@@ -125,19 +125,22 @@ class Masks:
 
 
 def try_out(schemas: Sequence[str]) -> None:
-    """Compiles the schemas where it can be ended. Raises GrammarError: they cannot be used, or cost too much."""
+    """Compiles the schemas in a process that can be ended. Not to be called in an event loop.
+
+    Raises GrammarError: the schemas cannot be used, or cost too much.
+    """
     names = [f"schema_{index}" for index in range(len(schemas))]
     rules = [f"{name}: {schema}" for name, schema in zip(names, schemas, strict=True)]
     grammar = "\n".join([f"start: {' | '.join(names)}", *rules])
     task = {"grammar": grammar, "seconds": TRIAL_CPU_S, "bytes": TRIAL_BYTES, "limits": LIMITS}
     command = [sys.executable, "-P", str(Path(__file__).with_name("trial.py"))]
     try:
-        done = subprocess.run(command, input=json.dumps(task).encode(), capture_output=True, timeout=TRIAL_WALL_S)
-    except subprocess.TimeoutExpired:
+        done = asyncio.run(run_program(command, json.dumps(task).encode(), timeout_s=TRIAL_WALL_S))
+    except TimeoutError:
         raise GrammarError(f"the schema takes more than {TRIAL_WALL_S:.0f} s to compile; simplify it") from None
-    if done.returncode > 0 and b"MemoryError" not in done.stderr:
+    if done.status > 0 and b"MemoryError" not in done.stderr:
         raise EngineError(f"the trial of a grammar failed: {done.stderr.decode(errors='replace').strip()[-300:]}")
-    if done.returncode:
+    if done.status:
         raise GrammarError(f"the schema takes more than {TRIAL_CPU_S} s or too much memory to compile; simplify it")
     if done.stdout:
         raise GrammarError(reason(done.stdout.decode(errors="replace")))

@@ -1,7 +1,8 @@
-"""Compiles one grammar in a process of its own, which may be ended: some small schemas take minutes or gigabytes.
+"""Compiles one grammar in a process of its own, which can be ended. Some small schemas take minutes or gigabytes.
 
-Run as a script, not imported. Reads JSON from standard input: {"grammar": Lark, "seconds": of processor time, "bytes":
-of memory, "limits": of llguidance}. Writes the reason why the grammar cannot be used; nothing where it can.
+It is run as a script, not imported. It reads JSON from standard input: {"grammar": Lark, "seconds": limit of processor
+time, "bytes": limit of memory, "limits": llguidance's own}. It writes the reason why the grammar cannot be used, or
+nothing.
 """
 
 import json
@@ -15,7 +16,7 @@ if sys.platform != "win32":
 
 
 class Bytes:
-    """A tokenizer whose tokens are the bytes: what a grammar costs hardly depends on the vocabulary."""
+    """A tokenizer whose tokens are the bytes, because the cost of a grammar hardly depends on the vocabulary."""
 
     is_tokenizer_wrapper = True
     eos_token_id = 256
@@ -33,9 +34,9 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (task["seconds"], task["seconds"]))
         resource.setrlimit(resource.RLIMIT_AS, (task["bytes"], task["bytes"]))
-    tokenizer: Any = LLTokenizer(Bytes())  # type: ignore[arg-type]  # what it asks of a wrapper, and no more
+    tokenizer: Any = LLTokenizer(Bytes())  # type: ignore[arg-type]  # it has the attributes that LLTokenizer reads, and no more
     matcher = LLMatcher(tokenizer, task["grammar"], limits=LLParserLimits(**task["limits"]), log_level=0)
-    for _ in range(2):  # the first tokens: of an object, its brace and what may follow
+    for _ in range(2):  # the first two tokens, which of an object are its brace and what may follow
         mask = matcher.compute_bitmask()
         if matcher.is_error():
             break
