@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 from pydantic import ValidationError
@@ -190,7 +191,8 @@ def test_the_environment_leaves_out_ours_and_says_the_cpus_defaults() -> None:
     config = VllmEngineConfig(name="vllm", env={"VLLM_CPU_KVCACHE_SPACE": "9"})
     inherited = {"PYTHONPATH": "/ours", "WORLD_SIZE": "2", "HOME": "/h", "VLLM_CPU_OMP_THREADS_BIND": "0-3"}
     found = arguments.environment(config, MODEL, inherited=inherited, key="k", sleep=0, has_gpu=False)
-    assert not {"PYTHONPATH", "WORLD_SIZE", "VLLM_SERVER_DEV_MODE"} & found.keys()
+    assert not {"WORLD_SIZE", "VLLM_SERVER_DEV_MODE"} & found.keys()
+    assert found["PYTHONPATH"] == str(arguments.GUARD_DIRECTORY)
     assert (found["HOME"], found["VLLM_CPU_KVCACHE_SPACE"]) == ("/h", "9")
     assert found["VLLM_CPU_OMP_THREADS_BIND"] == "0-3"  # the user's own
     assert found["VLLM_API_KEY"] == "k"
@@ -238,6 +240,18 @@ async def test_the_key_is_in_the_environment_and_nowhere_else(fake: Fake) -> Non
         assert key not in engine._server.last_lines() and "***" in engine._server.last_lines()
         assert key not in repr(engine.endpoint)
     assert (fake.logs / "vllm_chat_template.jinja").read_text() == "{{ messages }}"
+
+
+@pytest.mark.parametrize("path", ["/sleep", "/collective_rpc", "/v1/load_lora_adapter", "/wake_up", "/tokenize"])
+async def test_no_route_that_steers_answers_without_the_key(fake: Fake, path: str) -> None:
+    """vLLM itself asks for it on /v1 alone. Any process of the machine reaches the port."""
+    async with fake.running() as engine, aiohttp.ClientSession(engine._server.control.root) as session:
+        for headers in ({}, {"Authorization": "Bearer guessed"}, {"Authorization": engine._server.key}):
+            async with session.post(path, headers=headers, json={}) as refused:
+                assert refused.status == 401
+        assert path not in fake.paths()
+        async with session.get("/health") as healthy:
+            assert healthy.status == 200
 
 
 def test_the_python_is_relative_to_the_file_and_its_link_is_kept(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import asyncio
 import json
 import math
 import os
+import pkgutil
 import random
 import subprocess
 import sys
@@ -173,6 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--served-model-name")
     parser.add_argument("--port", type=int)
+    parser.add_argument("--middleware", action="append", default=[])
     known, _ = parser.parse_known_args()
     calls = Path(os.environ["FAKE_VLLM_CALLS"]) if "FAKE_VLLM_CALLS" in os.environ else None
     fake = Fake(known.served_model_name, calls)
@@ -186,6 +188,8 @@ def main() -> None:
         sys.exit(3)
     methods = ["GET", "POST"]
     app = Starlette(routes=[Route("/{path:path}", fake.handle, methods=methods)])
+    for middleware in known.middleware:
+        app.add_middleware(pkgutil.resolve_name(middleware))
     if MANNER == "silent":
         app = Starlette(routes=[])
         asyncio.run(asyncio.sleep(600))

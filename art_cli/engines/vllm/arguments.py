@@ -1,10 +1,11 @@
-"""How a server is started: its command line and environment, worked out from the configuration and the model. Pure.
+"""How a server is started: its command line and environment, computed from the configuration and the model. Pure.
 
-What the user gives by vLLM's own names (`engine.args`, `engine.env`) comes last and wins; what the engine depends on
-cannot be given there (VLLM_OWN_ARGS and VLLM_OWN_ENV of the schema).
+The user's own settings, under vLLM's names (`engine.args`, `engine.env`), come last and win. The schema refuses there
+what the engine depends on (VLLM_OWN_ARGS and VLLM_OWN_ENV).
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from art_cli.config.schema import VllmEngineConfig
 from art_cli.errors import EngineError
 from art_cli.policy_spec import PolicySpec
 
-MODULE = "vllm.entrypoints.openai.api_server"  # `python -m`: the `vllm` command is missing from community builds
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank may be
-MAX_LORAS = 2  # the step that samples, and the one before while its last requests end
-SHARED_GPU_MEMORY = 0.7  # share of a GPU for a server that takes turns on it: the learner's weights stay where they are
+MODULE = "vllm.entrypoints.openai.api_server"  # run by `python -m`, because community builds lack the `vllm` command
+GUARD = "art_vllm_guard.KeyGuard"  # added to the user's own --middleware
+GUARD_DIRECTORY = Path(__file__).parent / "guard"
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM's --max-lora-rank takes
+MAX_LORAS = 2  # the present step's adapter, and the one before while its last requests end
+SHARED_GPU_MEMORY = 0.7  # share of a GPU for a server that takes turns with the learner, whose weights stay on it
 
-# What must not reach a server of another environment, or make it believe that it is one of torchrun's workers.
+# Variables of this environment, and of torchrun, which would make the server take itself for one of its workers.
 NOT_INHERITED = frozenset(
     {
         *("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"),
@@ -43,7 +46,7 @@ def command(
     template: Path | None,
     sleep: int,
 ) -> list[str]:
-    """The server's argv; `name` is what the base model is called there. No secret stands in it."""
+    """The server's argv, without any secret. `name` is the base model's name there."""
     arguments: dict[str, JsonValue] = {
         "model": model.base,
         "served-model-name": name,
@@ -54,8 +57,8 @@ def command(
         "enable-lora": True,
         "max-loras": MAX_LORAS,
         "max-lora-rank": _lora_rank(model.lora_rank or 1),
-        "logprobs-mode": "processed_logprobs",  # of the distribution really sampled from
-        "generation-config": "vllm",  # no sampling parameter that nobody asked for
+        "logprobs-mode": "processed_logprobs",  # logprobs after temperature, top_p and top_k
+        "generation-config": "vllm",  # ignores the sampling defaults in the model's generation_config.json
         "enable-auto-tool-choice": True,
         "tool-call-parser": "hermes",
         "seed": 0,
@@ -67,7 +70,7 @@ def command(
     if sleep:
         arguments |= {"enable-sleep-mode": True, "gpu-memory-utilization": SHARED_GPU_MEMORY}
     arguments |= {name.replace("_", "-"): value for name, value in config.args.items()}
-    return [str(python), "-m", MODULE, *_flags(arguments)]
+    return [str(python), "-m", MODULE, *_flags(arguments), "--middleware", GUARD]
 
 
 def _lora_rank(rank: int) -> int:
@@ -100,18 +103,20 @@ def _text(value: JsonValue) -> str:
 def environment(
     config: VllmEngineConfig, model: PolicySpec, *, inherited: Mapping[str, str], key: str, sleep: int, has_gpu: bool
 ) -> dict[str, str]:
-    """The server's environment; the key goes in here and nowhere else."""
+    """The server's environment, which is the only place for the key."""
     variables = {name: value for name, value in inherited.items() if name not in NOT_INHERITED}
     defaults = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
     if not has_gpu:
-        # nobind: pinned threads stall for seconds where CPUs are shared or limited by cgroups
+        # nobind, because pinned threads stall for seconds where CPUs are shared or limited by cgroups
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2"}
     if Path(model.base).is_dir():
         defaults["HF_HUB_OFFLINE"] = "1"
     variables = {**defaults, **variables, **config.env}
+    own_path = config.env.get("PYTHONPATH")
+    variables["PYTHONPATH"] = os.pathsep.join([str(GUARD_DIRECTORY), *([own_path] if own_path else [])])
     variables |= {"VLLM_API_KEY": key, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if sleep:
-        variables["VLLM_SERVER_DEV_MODE"] = "1"  # the routes to sleep and wake
+        variables["VLLM_SERVER_DEV_MODE"] = "1"  # adds the routes to sleep and wake
     return variables
 
 
@@ -142,7 +147,7 @@ def _shares_gpu(config: VllmEngineConfig, learner_device: str | None, inherited:
 
 
 def _visible(variables: Mapping[str, str]) -> Sequence[str]:
-    """CUDA_VISIBLE_DEVICES as a list; empty: all of them."""
+    """CUDA_VISIBLE_DEVICES as a list, which is empty where all GPUs are visible."""
     return [name.strip() for name in variables.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
 
 
