@@ -1,11 +1,11 @@
-"""Scratch: a temporary directory that ends with its process, also with one that is killed.
+"""Scratch: a temporary directory that is removed with its process, also with one that is killed.
 
     /tmp/art-serve-k3x9/
-      .art-scratch-owner     locked while its process lives: the system lets go of the lock however the process dies
+      .art-scratch-owner     locked while its process lives; the system frees the lock however the process dies
       base/  vllm.log  ...
 
-Each new one first removes those whose owner is dead. A directory without the lock file is never touched. When the work
-in it fails, its logs stay, because the error names them; nothing removes those but the system or the user.
+Each new one first removes those whose process is dead. A directory without the lock file is never touched. When the
+work in it fails, its logs stay, because the error names them; only the system or the user removes those.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ class Scratch:
         if self._owner < 0:
             return
         shutil.rmtree(self.path, ignore_errors=True)
-        self._let_go()
+        self._release()
 
     def keep_logs(self) -> None:
-        """Removes all of it but the logs, which nobody removes from here on; all of it where none was written."""
+        """Removes everything but the logs, which this module never removes. Without logs it removes everything."""
         if self._owner < 0:
             return
         logs = [path for path in self.path.glob("*.log") if path.is_file() and path.stat().st_size]
@@ -53,16 +53,16 @@ class Scratch:
                 shutil.rmtree(path, ignore_errors=True)
             elif path not in logs:
                 path.unlink(missing_ok=True)
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         os.close(self._owner)
         self._owner = -1
 
 
 @contextlib.contextmanager
 def scratch(name: str) -> Iterator[Path]:
-    """Yields a Scratch's path; on the way out it is removed, but for the logs where the block failed."""
+    """Yields a Scratch's path. It is removed after the block, except its logs where the block failed."""
     made = Scratch(name)
     try:
         yield made.path
@@ -76,7 +76,7 @@ def scratch(name: str) -> Iterator[Path]:
 
 
 def remove_abandoned() -> None:
-    """Removes this user's scratch directories whose process is dead. What cannot be removed stays."""
+    """Removes this user's scratch directories whose process is dead, as far as the system lets it."""
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False):
@@ -84,25 +84,27 @@ def remove_abandoned() -> None:
                     _remove_if_abandoned(Path(entry.path))
 
 
-def _own(place: Path) -> int:
-    """The locked lock file. It is locked before it has its name, so that nobody finds it unlocked while we live."""
-    unnamed = place / f"{OWNER}.new"
+def _own(directory: Path) -> int:
+    """The locked lock file. It gets its name after it is locked, so that no process finds it unlocked."""
+    unnamed = directory / f"{OWNER}.new"
     owner = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    with contextlib.suppress(OSError):  # a file system without locks: then it has no name, and nobody removes it
+    with contextlib.suppress(
+        OSError
+    ):  # on a file system without locks it gets no name, and the directory is never removed
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unnamed.rename(place / OWNER)
+        unnamed.rename(directory / OWNER)
     return owner
 
 
-def _remove_if_abandoned(place: Path) -> None:
+def _remove_if_abandoned(directory: Path) -> None:
     """Raises OSError: no lock file, or its owner lives."""
-    owner = os.open(place / OWNER, os.O_RDWR | os.O_NOFOLLOW)
+    owner = os.open(directory / OWNER, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        found = [os.fstat(owner), place.lstat()]
-        if not stat.S_ISREG(found[0].st_mode) or {status.st_uid for status in found} != {os.getuid()}:
+        statuses = [os.fstat(owner), directory.lstat()]
+        if not stat.S_ISREG(statuses[0].st_mode) or {status.st_uid for status in statuses} != {os.getuid()}:
             return
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(place, ignore_errors=True)
-        log.info("removed %s: the process that made it was killed", place)
+        shutil.rmtree(directory, ignore_errors=True)
+        log.info("removed %s: the process that made it was killed", directory)
     finally:
         os.close(owner)

@@ -1,23 +1,23 @@
 """Runs the user's agent: scenarios in, trajectories out.
 
 scenarios.py   reads scenarios, and says which ones a step plays
-policy.py      Policy: what a rollout function gets, and how what it returns is read
+policy.py      Policy, which a rollout function gets, and the Outcome of what it returns
 function.py    a Python function as a Rollout
 process.py     that function in processes of its own, which is how it runs unless told otherwise
 messages.py    how an attempt ended, as its process reports it
-start.py       how such a process begins, in any Python
+start.py       starts such a process in any Python
 command.py     an external program as a Rollout
-attempt.py     what can go wrong in one attempt, and which of it is worth another
+attempt.py     what can go wrong in one attempt, and what of it is tried again
 runner.py      many rollouts at once: concurrency, timeouts, turn limits, retries; each becomes a Trajectory
 progress.py    the counts of a run of rollouts, and their progress bar
-gateway.py     the capturing OpenAI-compatible proxy; the per-rollout key says which trajectory a call belongs to
-own_key.py     the key that an attempt reads from the environment is its own
-peers.py       whose program makes a call
+gateway.py     the capturing OpenAI-compatible proxy; a call's key tells its trajectory
+own_key.py     each attempt reads its own key from the environment
+peers.py       finds out which attempt's program makes a call
 retries.py     which call a retry replaces
 recorder.py    one rollout's calls as a prefix tree of turns and a tree of messages
 
-The runner's unit of work is `Rollout.play`: (endpoint, key, scenario) -> outcome, plain data all of it, so that it
-happens in another process and can on another host. Policy is that endpoint and key.
+The runner's unit of work is `Rollout.play`: (endpoint, key, scenario) -> outcome. All of it is plain data, so that the
+work is done in another process and can be done on another host. Policy is that endpoint and key.
 """
 
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,14 +31,14 @@ class Rollout(Protocol):
     """Plays attempts at scenarios, many at once. Cancelling a `play` frees what it holds."""
 
     async def play(self, policy: "Policy", scenario: dict[str, Any], *, is_alone: bool = False) -> "Outcome":
-        """Raises AttemptError: this attempt failed; RolloutError: every attempt would.
+        """The attempt's outcome. Raises AttemptError: this attempt failed; RolloutError: every attempt would.
 
-        `is_alone`: no other attempt may share its process, because the last one died under it.
+        With `is_alone` no other attempt shares its process, because the last process died during this attempt.
         """
         ...
 
     async def explain_timeout(self) -> str:
-        """A guess at why an attempt has not ended, for its message; empty for none."""
+        """The probable cause of a timeout, as the end of its message; empty if unknown."""
         ...
 
     async def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""What can go wrong in one attempt at a rollout, and how it is told from what stops a run.
+"""What can go wrong in one attempt at a rollout, and what of it is tried again.
 
-`AttemptError` becomes the `error` of a trajectory: the rollout is kept and counted. A RolloutError stops the run: every
-rollout would fail with it. Only failures of transport are tried again.
+An `AttemptError` becomes the `error` of a trajectory, which is kept and counted. A RolloutError stops the run, because
+every rollout would fail with it. Only failures of transport are tried again.
 """
 
 import sys
@@ -13,17 +13,17 @@ from art_cli.errors import message_of
 from art_cli.plugins import place_of
 
 MAX_ERROR_LENGTH = 2000  # characters of an error kept in a trajectory
-MAX_LEAVES = 100  # errors of an exception group that are looked at
-MAX_CAUSES = 5  # errors that one was raised from, looked at
+MAX_LEAVES = 100  # number of errors looked at in an exception group
+MAX_CAUSES = 5  # number of errors looked at along a chain of `raise ... from`
 
-# By name, over an error's base classes: the packages need not be there, and are not imported for it.
+# Names of classes; an error is of this kind if one of its base classes is. The packages need not be installed.
 _TRANSPORT = frozenset(
     {
         "builtins.ConnectionError",
         "openai.APIConnectionError",
-        "openai.InternalServerError",  # any status from 500 up
+        "openai.InternalServerError",  # every status from 500 up
         "httpx.TransportError",
-        "httpx2.TransportError",  # what openai 3 is built on
+        "httpx2.TransportError",  # openai 3 is built on it
         "aiohttp.ClientConnectionError",
         "requests.ConnectionError",
         "litellm.APIConnectionError",
@@ -47,14 +47,14 @@ class AttemptError(Exception):
 
 
 def _writable(text: str) -> str:
-    """The text, cut to the length that is kept; a lone surrogate, which cannot be written, becomes a question mark."""
+    """The text, cut to MAX_ERROR_LENGTH. A lone surrogate, which cannot be written, becomes a question mark."""
     return text[:MAX_ERROR_LENGTH].encode(errors="replace").decode()
 
 
 def from_exception(error: BaseException, root: Path) -> AttemptError:
-    """What a user's code raised, with the line of it: the innermost frame of a file under `root`.
+    """The AttemptError of an exception that the user's code raised. It names the innermost line of a file under `root`.
 
-    An exception group is told by its own text and by the first error in it.
+    For an exception group it has the group's text and that of the first error in it.
     """
     leaves = list(islice(_leaves(error), MAX_LEAVES))
     cause = leaves[0]
@@ -69,7 +69,7 @@ def from_exception(error: BaseException, root: Path) -> AttemptError:
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """The errors of a group, those of groups in it included; the error itself where it is no group."""
+    """The errors of a group and of the groups in it; the error itself where it is no group."""
     waiting = [error]
     while waiting:
         first = waiting.pop()
@@ -82,8 +82,8 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 def is_transport_error(error: BaseException) -> bool:
     """Whether a connection failed or the other side did, rather than the code that used it.
 
-    An error that was raised from another one (`raise ... from`), as frameworks do with those of their client, is what
-    that one is.
+    Frameworks raise errors of their own from those of their client (`raise ... from`). Such an error counts as the one
+    that it was raised from.
     """
     cause: BaseException | None = error
     for _ in range(MAX_CAUSES):
@@ -100,5 +100,5 @@ def _is_named_transport(error: BaseException) -> bool:
 
 
 def describe_exit(status: int) -> str:
-    """How a process ended, from its exit status; negative for the signal that ended it. Example: "signal 9"."""
+    """How a process ended, in an attempt's error. Examples: -9 is "signal 9", 3 is "status 3"."""
     return f"signal {-status}" if status < 0 else f"status {status}"

@@ -1,7 +1,7 @@
 """FunctionRollout: the user's Python function, `async def rollout(policy, scenario)` or a plain `def`.
 
-Neither runs in the event loop of the gateway and the engine: async functions share a loop in a thread of its own, plain
-ones get a thread each. So a function that blocks holds up nothing but itself and its timeout still counts.
+Neither runs in the event loop of the gateway and the engine. Async functions share a loop in a thread of its own; plain
+ones get a thread each. So a function that blocks holds up nothing but itself, and its timeout still counts.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from art_cli.rollouts.own_key import reading_own
 from art_cli.rollouts.policy import Connections, Json, Policy, read_outcome
 from art_cli.threads import LoopThread, call_in_thread
 
-CLOSE_TIMEOUT_S = 5.0  # for rollouts that were cancelled to let go
-Ending = Outcome | AttemptError | RolloutError  # of a rollout
+CLOSE_TIMEOUT_S = 5.0  # longest wait for cancelled rollouts to end
+Ending = Outcome | AttemptError | RolloutError  # how a rollout ends
 
-PING_TIMEOUT_S = 2.0  # a loop that gets round to nothing for so long is blocked
+PING_TIMEOUT_S = 2.0  # an event loop that runs nothing for this long is blocked
 
 
 class FunctionRollout:
-    """Calls one function. `entry` is its name in messages, `root` the directory of the user's files."""
+    """Calls one function. Messages name it `entry`; `root` is the directory of the user's files."""
 
     def __init__(self, function: Callable[[Policy, Json], Any], *, entry: str, root: Path) -> None:
         _check_signature(function, entry)
@@ -40,7 +40,7 @@ class FunctionRollout:
         self._connections = Connections(has_one_loop=self._is_async)
 
     async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
-        """What the function returned. Raises AttemptError for what it raised, RolloutError for a wrong type."""
+        """The function's outcome. Raises AttemptError for what it raised, RolloutError for a wrong type."""
         ending = await self._run(policy, copy.deepcopy(scenario))  # the function may change its own
         if isinstance(ending, Outcome):
             return ending
@@ -60,7 +60,7 @@ class FunctionRollout:
             raise from_exception(error.__cause__ or error, self._root) from error
 
     async def explain_timeout(self) -> str:
-        """What a timeout may be due to, for its message."""
+        """The probable cause of a timeout, as the end of its message."""
         if self._is_async and await self._loop.is_blocked(PING_TIMEOUT_S):
             return "; it blocks the event loop: await what waits, or make it a plain `def`"
         return ""
@@ -71,7 +71,7 @@ class FunctionRollout:
         else:
             await self._connections.close()
 
-    # What the user's code raises or returns is looked at where that code runs: this is the user's code as well.
+    # These run in the user's loop or thread, because looking at what the user's code raised or returned runs its code.
 
     async def _call_async(self, policy: Policy, scenario: Json) -> Ending:
         policy.share(self._connections)
@@ -119,5 +119,5 @@ def _check_signature(function: object, entry: str) -> None:
 
 
 def load_function(entry: str, directory: Path) -> FunctionRollout:
-    """Raises UsageError: cannot be loaded; RolloutError: does not take (policy, scenario)."""
+    """The function, loaded. Raises UsageError: it cannot be; RolloutError: it does not take (policy, scenario)."""
     return FunctionRollout(resolve(entry, base=directory), entry=entry, root=directory)

@@ -1,15 +1,15 @@
-"""The capturing OpenAI-compatible proxy: rollouts talk to it, an engine answers, a Recorder per rollout writes down.
+"""The capturing OpenAI-compatible proxy: rollouts call it, an engine answers, and a Recorder per rollout records.
 
-    open(trajectory_id) -> key      the rollout calls with it, over HTTP
-    close(key) -> Recorder          from here on the key gets 401, and calls still in flight are broken off
+    open(trajectory_id) -> key      the rollout makes its calls with the key, over HTTP
+    close(key) -> Recorder          from here on the key gets 401, and calls in flight are cancelled
 
-A call that the rollout leaves before its end counts like any other. What was streamed to the rollout until then was
-sampled and seen, so it is recorded as a turn with the finish reason "cancelled".
+A call whose client leaves before its end counts like any other. The text streamed until then was sampled and seen, so
+it is recorded as a turn with the finish reason "cancelled".
 
-A call that the client's SDK sends again replaces the one that it gave up on (retries.py). A reply to that one is marked
-as abandoned.
+An SDK that gives up on a call sends it again. The new call replaces the old one (retries.py), and a reply to the old
+one is marked as abandoned.
 
-Nothing is kept of a rollout that is closed. The keys are random, never logged, and known to nobody but their rollout.
+Nothing is kept of a rollout that is closed. The keys are random and never logged, and each is given to one rollout.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ from art_cli.rollouts.peers import Peers
 from art_cli.rollouts.recorder import Recorded, Recorder
 from art_cli.rollouts.retries import Attempted, Retries
 
-TURN_LIMIT = "turn_limit"  # codes of the refusals that a policy brings about itself
+TURN_LIMIT = "turn_limit"  # error codes of the two limits that a policy itself runs into
 CONTEXT_LIMIT = "context_length_exceeded"
-NUM_LOOKS = 8  # turns of the event loop: a client's end of file is read, its watch woken, the call cancelled
+NUM_LOOKS = 8  # turns of the event loop in which the end of a client's connection cancels its call
 OWN_CLIENT = (
     "Give each attempt a client of its own, with base_url=policy.base_url and api_key=policy.api_key, "
     "or use policy.client: attempts share their process's environment and globals"
@@ -51,7 +51,7 @@ class _Endpoint(Protocol):
 
 
 class Upstream(Protocol):
-    """What the gateway needs of an engine."""
+    """The part of an engine that the gateway needs."""
 
     @property
     def backend(self) -> Backend: ...
@@ -60,7 +60,7 @@ class Upstream(Protocol):
 
 
 class Gateway:
-    """Everything of one run or evaluation that stands between rollouts and the engine."""
+    """Stands between the rollouts of one run or evaluation and the engine."""
 
     def __init__(
         self,
@@ -73,9 +73,10 @@ class Gateway:
         enforces_formats: bool = True,
         wires: Wires = WIRES,
     ) -> None:
-        """`is_forced`: the defaults' temperature, top_p and top_k hold also for calls that set their own.
+        """With `is_forced` the defaults' temperature, top_p and top_k replace those that calls set.
 
-        Without `enforces_formats` a call that demands a format or a tool call is refused: the engine would ignore it.
+        Without `enforces_formats` a call that demands a format or a tool call is refused, because the engine would
+        ignore the demand.
         """
         self.enforces_formats = enforces_formats
         self.upstream = upstream
@@ -83,10 +84,10 @@ class Gateway:
         self.max_turns = max_turns
         self.seed = seed
         self.base_url = ""  # set while it is served
-        self.num_sampled = 0  # tokens of all answered calls so far
+        self.num_sampled = 0  # tokens sampled in all answered calls
         self._defaults = defaults
         self._backends: dict[str, RecordingBackend] = {}  # key -> open rollout
-        self.peers = Peers()  # whoever starts an attempt's program tells it here
+        self.peers = Peers()  # CommandRollout registers the programs that it starts
         self.wires = wires
         app = build_app(lambda key: self._backends.get(key or ""), wires=wires, refuse_key=_unknown_key)
         self.app = _RightfulCalls(app, self)
@@ -97,18 +98,18 @@ class Gateway:
 
     @property
     def step(self) -> int:
-        """The policy's step that answers now."""
+        """The step of the policy that answers now."""
         return self.upstream.endpoint.step
 
     @contextlib.asynccontextmanager
     async def serve(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-        """Listens; yields the base URL for clients. Raises EngineError when the port cannot be had."""
+        """Yields the base URL for clients while it listens. Raises EngineError: the port is not free."""
         async with serve(self.app, host, port) as root:
             self.base_url = f"{root}/v1"
             yield self.base_url
 
     def open(self, trajectory_id: str, *, temperature: float | None = None) -> str:
-        """The key with which one attempt at one rollout may call. `temperature`: for calls that do not say theirs."""
+        """The key of one attempt at one rollout. Calls that set no temperature get `temperature`."""
         key = secrets.token_urlsafe(32)
         defaults = self._defaults
         if temperature is not None:
@@ -120,7 +121,7 @@ class Gateway:
         return self.wires.key(scope["path"], Headers(scope=scope))
 
     async def accuse(self, scope: Scope) -> bool:
-        """Whether the program of another attempt makes this call; that attempt's record says so then."""
+        """Whether the program of another attempt makes this call. If so, that attempt's record notes it."""
         key = self.key_of(scope)
         if self.peers.is_empty or key not in self._backends or not (scope.get("client") and scope.get("server")):
             return False
@@ -130,14 +131,14 @@ class Gateway:
         return thief is not None
 
     def close(self, key: str) -> Recorder:
-        """What the rollout's calls were. Raises KeyError: not open."""
+        """The record of the rollout's calls, which ends here. Raises KeyError: not open."""
         backend = self._backends.pop(key)
         backend.close()
         return backend.recorder
 
 
 class _RightfulCalls:
-    """The application, for calls whose key is not another attempt's (peers.py); those get the 401 of a wrong key."""
+    """The application behind a check of peers.py: a call with another attempt's key gets the 401 of a wrong key."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app
@@ -152,7 +153,7 @@ class _RightfulCalls:
 
 
 class _Call:
-    """One call in flight, and what was streamed of its answer so far."""
+    """One call in flight, and the part of its answer that was streamed so far."""
 
     def __init__(self, request: Request, number: int, attempted: Attempted) -> None:
         self.request = request
@@ -162,7 +163,7 @@ class _Call:
         self.is_recorded = False
         self._is_begun = False  # a chunk was streamed
         self._builder = ReplyBuilder(request)
-        self._ended: set[int] = set()  # choices that came to their own end
+        self._ended: set[int] = set()  # indices of the choices that are complete
 
     def add(self, chunk: Chunk) -> None:
         self._builder.add(chunk)
@@ -178,7 +179,7 @@ class _Call:
         return self._builder.reply()
 
     def partial_reply(self) -> Reply | None:
-        """What was streamed before the call was left; None: nothing of any choice."""
+        """The part that was streamed before the client left; None where that is nothing of any choice."""
         if not self._is_begun:
             return None
         reply = self._builder.reply()
@@ -192,7 +193,7 @@ class _Call:
 
 
 class RecordingBackend:
-    """Answers one open rollout from the engine; writes down every answer before the rollout sees the end of it."""
+    """Answers one open rollout from the engine. Every answer is recorded before the rollout sees its end."""
 
     def __init__(self, gateway: Gateway, trajectory_id: str, defaults: Sampling) -> None:
         self.recorder = Recorder()
@@ -214,15 +215,15 @@ class RecordingBackend:
         call = self._begin(request)
         with self._calling(call):
             reply = await self._gateway.upstream.backend.reply(call.request)
-            for _ in range(NUM_LOOKS):  # a client that has gone by now cancels the call here
+            for _ in range(NUM_LOOKS):  # if the client has left by now, the call is cancelled here
                 await asyncio.sleep(0)
             self._record(call, reply)
         return reply
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        """The chunk that completes the answer is held back until the answer is written down.
+        """The answer's chunks. The one that completes it comes when the answer is recorded.
 
-        A stream that the client leaves is written down before the engine is waited for to let go of it.
+        When the client leaves, the answer is recorded at once, and then the engine is waited for to stop it.
         """
         call = self._begin(request)
         async with closing_stream(self._gateway.upstream.backend.stream(call.request)) as chunks:
@@ -234,7 +235,7 @@ class RecordingBackend:
                     yield chunk
 
     def close(self) -> None:
-        """Breaks off what is in flight; what was streamed of it until now is recorded."""
+        """Cancels the calls in flight. The parts of their answers that were streamed are recorded."""
         for call in self._in_flight:
             if call.partial_reply() is not None:
                 self._leave(call)
@@ -251,7 +252,7 @@ class RecordingBackend:
         return _Call(admitted, number, self._retries.add(request))
 
     def _admit(self, request: Request) -> Request:
-        """The request as the engine gets it: the run's sampling defaults and a seed of its own where it gave none."""
+        """The request as the engine gets it. Where it sets no sampling, it gets the run's defaults and its own seed."""
         if self._is_closed:
             raise _finished()
         if self.recorder.num_calls + len(self._in_flight) >= self._gateway.max_turns:
@@ -272,17 +273,19 @@ class RecordingBackend:
 
     @contextlib.contextmanager
     def _calling(self, call: _Call) -> Iterator[None]:
-        """One call in flight. Its task is cancelled when the rollout ends first; the client is told so."""
+        """Keeps a call among those in flight. If the rollout ends first, the call is cancelled and its client told."""
         assert call.task is not None, "calls run in tasks"
         self._in_flight.add(call)
         try:
             yield
         except asyncio.CancelledError:
-            if self._is_closed and call.task.uncancel() == 0:  # it was close(), and not the client going away as well
+            if (
+                self._is_closed and call.task.uncancel() == 0
+            ):  # close() cancelled it, and the client did not leave as well
                 raise _finished() from None
             self._leave(call)
             raise
-        except GeneratorExit:  # the client went away while it was being sent a chunk
+        except GeneratorExit:  # the client left while a chunk was sent to it
             self._leave(call)
             raise
         except ChatError as error:
@@ -299,7 +302,7 @@ class RecordingBackend:
             self._in_flight.discard(call)
 
     def _leave(self, call: _Call) -> None:
-        """The client went away before the end of the answer: the call counts, and what was streamed of it is a turn."""
+        """Records a call whose client left before the end of the answer. The streamed part is a turn."""
         if self._is_closed or call.is_recorded:
             return
         call.is_recorded = True
@@ -321,13 +324,13 @@ class RecordingBackend:
 
     def _note(self, call: _Call, recorded: Recorded | None) -> None:
         if recorded is not None and call.number >= self._num_before_limit:
-            self.recorder.limit = None  # the rollout got round it, with a call that it made later
+            self.recorder.limit = None  # a later call of the rollout was answered in spite of it
         call.attempted.recorded = recorded
         if call.attempted.is_abandoned:
             self._abandon(call.attempted)
 
     def _abandon(self, attempted: Attempted) -> None:
-        """The client has given up on the call; one in flight is marked once it is recorded."""
+        """Marks a call that its client has given up on. If it is in flight, it is marked once it is recorded."""
         attempted.is_abandoned = True
         if attempted.recorded is not None:
             self.recorder.abandon(attempted.recorded)
@@ -339,7 +342,7 @@ class RecordingBackend:
 
 
 def _unknown_key(key: str | None) -> ChatError:
-    """The refusal of a key that belongs to no running attempt: its client most often came from another attempt."""
+    """The refusal of a key that belongs to no running attempt. Most often the client came from another attempt."""
     error = wrong_key(key)
     if key is not None:
         error.message = f"{error.message}: no running attempt has it. {OWN_CLIENT}"
@@ -351,6 +354,6 @@ def _finished() -> ChatError:
 
 
 def call_seed(run_seed: int, trajectory_id: str, number: int) -> int:
-    """The same for the same call of the same rollout, whatever else runs; 31 bits, as some endpoints take no more."""
+    """The seed of one call of one rollout, whatever else runs. It has 31 bits, as some endpoints take no more."""
     digest = hashlib.sha256(f"{run_seed}/{trajectory_id}/{number}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1

@@ -1,12 +1,12 @@
-"""What an attempt reads where a key was set in the environment: its own.
+"""Each attempt reads its own key from the environment, although the attempts of one process share the environment.
 
-The attempts of one process run at once and share its environment. Where a rollout sets OPENAI_API_KEY to its
-`policy.api_key`, the last attempt to do so would get the calls of all others into its trajectory. So a variable that
-was set to an attempt's key reads as the key of the attempt whose code reads it.
+Suppose that a rollout sets OPENAI_API_KEY to its `policy.api_key`. Then the calls of all attempts in the process would
+go into the trajectory of the last attempt that did so. Therefore a variable that holds an attempt's key reads as the
+key of the attempt whose code reads it.
 
-Code outside every attempt's context, such as a thread of a pool, may belong to any of them. While several attempts are
-under way it reads SHARED_KEY, which the gateway refuses and says what to do. A child process that is given no `env`
-inherits the variable as it was set last.
+Code outside every attempt's context, such as a thread of a pool, may belong to any of them. While several attempts run,
+it reads SHARED_KEY, which the gateway refuses with an error that says what to do. A child process that is given no
+`env` inherits the variable as it was set last.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ import contextvars
 import os
 from collections.abc import Iterator
 
-SHARED_KEY = "the-key-of-one-of-several-attempts"  # no gateway's
+SHARED_KEY = "the-key-of-one-of-several-attempts"  # no gateway gives this key
 
 _own: contextvars.ContextVar[str | None] = contextvars.ContextVar("own_key", default=None)
-_playing: set[str] = set()  # keys of the attempts under way in this process
-_holding: set[str] = set()  # names of the variables that were set to an attempt's key last
+_playing: set[str] = set()  # keys of the attempts that run in this process
+_holding: set[str] = set()  # names of the variables that hold an attempt's key
 
 
 class _Environment(os._Environ[str]):
@@ -40,9 +40,9 @@ class _Environment(os._Environ[str]):
 
 @contextlib.contextmanager
 def reading_own(key: str) -> Iterator[None]:
-    """The code inside is that of the attempt with this key, and so are the tasks and threads that get its context.
+    """The block belongs to the attempt with this key, and so do all tasks and threads that get its context.
 
-    The caller's context is the attempt's alone: that of a task or a thread of its own.
+    The caller must run in a task or a thread of the attempt's own, whose context no other attempt shares.
     """
     os.environ.__class__ = _Environment
     _own.set(key)

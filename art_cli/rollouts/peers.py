@@ -1,10 +1,10 @@
-"""Whose program makes a call.
+"""Finds out which attempt's program makes a call.
 
-Programs of one user can read each other's keys, so a key alone does not say. The environment of a program
+A key alone does not tell, because programs of one user can read each other's keys: the environment of a program
 (`/proc/PID/environ`) is open to every process of the same user. The gateway therefore looks at the process that holds
-the other end of a connection. Where that belongs to the program of another attempt than the key does, the call is
-refused. A connection that belongs to no attempt's program is let through, because it may come from a container or a
-proxy that the program uses. This is for Linux; elsewhere every call is let through.
+the other end of a connection. If that process belongs to another attempt than the key does, the call is refused. A
+connection that belongs to no attempt's program is let through, because it may come from a container or a proxy that the
+program uses. All this works on Linux only; elsewhere every call is let through.
 """
 
 import contextlib
@@ -15,10 +15,10 @@ Address = tuple[str, int]  # host and port
 
 
 class Peers:
-    """The programs of the attempts that are under way."""
+    """The programs of the attempts that run."""
 
     def __init__(self) -> None:
-        self._programs: dict[str, int] = {}  # key -> process from which all of the attempt's program descends
+        self._programs: dict[str, int] = {}  # key -> id of the process that all of the program descends from
 
     @property
     def is_empty(self) -> bool:
@@ -31,9 +31,9 @@ class Peers:
         self._programs.pop(key, None)
 
     def thief(self, key: str, client: Address, server: Address) -> str | None:
-        """The key of the attempt whose program makes a call with `key`, where that is another attempt's; or None.
+        """The key of the attempt whose program makes a call with another attempt's `key`; None if none does.
 
-        It reads files of /proc, some hundred microseconds for each attempt: not for an event loop.
+        It reads files of /proc, which takes some hundred microseconds for each attempt, too long for an event loop.
         """
         inode = _inode(client[1], server[1])
         programs = dict(self._programs)
@@ -43,20 +43,20 @@ class Peers:
 
 
 def _inode(client_port: int, server_port: int) -> str | None:
-    """The inode of the client's end of a TCP connection on this machine; None: there is none."""
+    """The inode of the client's end of a TCP connection on this machine; None without such a connection."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError), open(table) as file:
             next(file)  # the head
             for line in file:
                 fields = line.split()
-                ports = [int(fields[place].rpartition(":")[2], 16) for place in (1, 2)]
+                ports = [int(address.rpartition(":")[2], 16) for address in fields[1:3]]
                 if ports == [client_port, server_port] and fields[9] != "0":
                     return fields[9]
     return None
 
 
 def _holds(process: int, inode: str) -> bool:
-    """Whether the process, or one that descends from it, has the socket open; False where it cannot be looked into."""
+    """Whether the process, or one that descends from it, has the socket open; False where /proc does not tell."""
     link = f"socket:[{inode}]"
     return any(link == opened for descendant in _tree(process) for opened in _open_files(descendant))
 

@@ -1,4 +1,7 @@
-"""Policy: what a rollout gets; and how what it returns is read. Standard library only (start.py)."""
+"""Policy, which a rollout function gets, and the Outcome of what the function returns.
+
+Standard library only, because the Python that runs rollouts may have nothing else (start.py).
+"""
 
 import math
 import sys
@@ -17,15 +20,16 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-MAX_METADATA_BYTES = 16 * 2**20  # of an outcome, as JSON
+MAX_METADATA_BYTES = 16 * 2**20  # largest metadata of an outcome, as JSON
 
 
 class Connections:
-    """The HTTP clients that rollouts share, so that each call does not open a connection; made when first needed.
+    """The HTTP clients that rollouts share, so that calls reuse connections. Each is made when first needed.
 
-    An async client belongs to one event loop: it is shared where `has_one_loop` (all rollouts run in the same), and
-    otherwise left to each policy. Both are of the kind that the user's openai package brings: httpx's up to openai 2,
-    httpx2's from openai 3 on. None: that package has no such client, and `openai.OpenAI` makes its own.
+    An async client belongs to one event loop. It is shared where all rollouts run in the same loop (`has_one_loop`);
+    otherwise each policy makes its own. The clients are of the kind that the user's openai package needs: httpx's up to
+    openai 2, httpx2's from openai 3 on. None means that this package has no such client, so that `openai.OpenAI` makes
+    its own.
     """
 
     def __init__(self, *, has_one_loop: bool) -> None:
@@ -55,7 +59,7 @@ class Connections:
 
 
 def _make_client(*names: str) -> Any:
-    """The first of these clients that the installed openai has; the one over aiohttp, which is faster, is an extra."""
+    """The first of these clients that the installed openai has. The one over aiohttp is faster, but an extra."""
     openai = _import_openai()
     for name in names:
         try:
@@ -66,7 +70,7 @@ def _make_client(*names: str) -> Any:
 
 
 def _import_openai() -> ModuleType:
-    """Raises ModuleNotFoundError, which says what to do."""
+    """The openai package. Raises ModuleNotFoundError, which says what to do."""
     try:
         import openai
     except ModuleNotFoundError as error:
@@ -95,7 +99,7 @@ class Policy:
         self._sync_client: openai.OpenAI | None = None
 
     def share(self, connections: Connections) -> None:
-        """The clients use these connections from now on; for whoever runs the rollout."""
+        """The clients use these connections from now on. FunctionRollout calls this."""
         self._connections = connections
 
     @property
@@ -116,16 +120,16 @@ class Policy:
             )
         return self._sync_client
 
-    def __repr__(self) -> str:  # never the key
+    def __repr__(self) -> str:  # without the key
         return f"Policy({self.base_url}, {self.model}, step {self.step})"
 
 
 def read_outcome(value: Any, *, entry: str) -> Outcome:
-    """The Outcome that a rollout's return value stands for: None, a number, a bool, or an Outcome; plain data.
+    """The Outcome, in plain data, of a rollout's return value: None, a number, a bool, or an Outcome.
 
-    Raises RolloutError for any other type: every rollout would return it. A value that may be this rollout's alone
-    raises AttemptError: a number that is not finite or past MAX_NUMBER, metadata that cannot be written as JSON. The
-    value is the user's code as well: converting it may raise anything.
+    Raises RolloutError for any other type, because every rollout would return it. Raises AttemptError for a value that
+    only this rollout may have: a number that is not finite or exceeds MAX_NUMBER, or metadata that JSON cannot hold. A
+    conversion runs the user's code, which may raise anything.
     """
     outcome = value if isinstance(value, Outcome) else Outcome(reward=value)
     if not isinstance(outcome.metrics, dict) or not isinstance(outcome.metadata, dict):
@@ -136,7 +140,7 @@ def read_outcome(value: Any, *, entry: str) -> Outcome:
 
 
 def _plain(metadata: Json, entry: str) -> Json:
-    """The metadata as it will be read from the disk again."""
+    """The metadata as they will be read from the disk."""
     try:
         written = dump(metadata)
         plain: Json = load(written)

@@ -28,34 +28,34 @@ from art_cli.rollouts.attempt import AttemptError, describe_exit
 from art_cli.rollouts.messages import read_report
 from art_cli.rollouts.policy import Json, Policy
 
-START_DEADLINE_S = 300.0  # for the user's modules to be imported
-LONE_PER_CORE = 4  # processes of a single attempt at once, for each core
+START_DEADLINE_S = 300.0  # longest import of the user's modules
+LONE_PER_CORE = 4  # number of processes per core that play a single attempt
 EXPLAIN_DEADLINE_S = 5.0
-CLOSE_DEADLINE_S = 15.0  # for the function's clients to be closed, and for what it started in threads
-EXIT_GRACE_S = 1.0  # for a process that closed its socket to end by itself, so that it is told how
-OUTPUT_DEADLINE_S = 10.0  # for its descendants to be killed, and what they printed to be passed on
-# What would have another Python import our packages, or take itself for this one.
+CLOSE_DEADLINE_S = 15.0  # longest wait for a process to close the function's clients and end
+EXIT_GRACE_S = 1.0  # time that a process has to end after its socket, so that its exit status is known
+OUTPUT_DEADLINE_S = 10.0  # longest wait for the rest of its output
+# Variables with which another Python would import our packages, or take itself for this one.
 OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 
 
 class ProcessRollout:
     """Plays the function `entry` of `directory` in `processes` processes, each attempt in the least busy one.
 
-    `python` is the interpreter that runs them; None: this one, with its `sys.path`.
+    `python` is the interpreter that runs them; None means this one, with its `sys.path`.
     """
 
     def __init__(self, entry: str, *, directory: Path, processes: int = 1, python: Path | None = None) -> None:
         self._make = partial(_Process, entry, directory, python)
         self._processes = [self._make() for _ in range(processes)]
-        self._lone_places = asyncio.Semaphore(LONE_PER_CORE * (os.cpu_count() or 1))
+        self._lone = asyncio.Semaphore(LONE_PER_CORE * (os.cpu_count() or 1))
 
     @property
     def version(self) -> str:
-        """Of the Python that has loaded the function. Example: "3.12.1". Empty before `open`."""
+        """The version of the Python that has loaded the function, such as "3.12.1"; empty before `open`."""
         return self._processes[0].version
 
     async def open(self) -> None:
-        """All processes have loaded the function. Raises UsageError: it cannot be; RolloutError: it does not fit."""
+        """Loads the function in all processes. Raises UsageError: it cannot be; RolloutError: it does not fit."""
         try:
             await asyncio.gather(*(process.start() for process in self._processes))
         except BaseException:
@@ -70,8 +70,8 @@ class ProcessRollout:
         return await process.play(policy, scenario)
 
     async def _play_alone(self, policy: Policy, scenario: Json) -> Outcome:
-        """In a process for this attempt only: what kills it kills no other attempt."""
-        async with self._lone_places:
+        """Plays in a process for this attempt only, so that an attempt that kills its process fails no other one."""
+        async with self._lone:
             process = self._make()
             try:
                 return await process.play(policy, scenario)
@@ -89,8 +89,8 @@ class ProcessRollout:
 class _Process:
     """One process, started when it is needed and not there."""
 
-    version = ""  # of its Python, once that has loaded the function
-    num_playing = 0  # attempts
+    version = ""  # its Python's, once that has loaded the function
+    num_playing = 0  # number of attempts in it
 
     def __init__(self, entry: str, directory: Path, python: Path | None) -> None:
         self._entry, self._directory, self._python = entry, directory, python
@@ -110,7 +110,7 @@ class _Process:
                     await self._launch()
                     self.version = str(await self._ask("load", entry=self._entry, directory=str(self._directory)))
             except BaseException as error:
-                await self._end()  # at once, because a process that imports hears nothing
+                await self._end()  # without asking it, because a process that imports reads no calls
                 if (explained := self._explain_start(error)) is error:
                     raise
                 raise explained from error
@@ -204,14 +204,14 @@ class _Process:
 
 
 async def _pass_on(output: asyncio.StreamReader) -> None:
-    """What the process prints goes to standard error here, above a progress bar where one is drawn."""
+    """Writes what the process prints to standard error here, above a progress bar where one is drawn."""
     while received := await output.read(1 << 16):
         sys.stderr.write(received.decode(errors="replace"))
         sys.stderr.flush()
 
 
 def _environment(python: Path) -> dict[str, str]:
-    """The variables for another Python: those here, as if its environment had been activated instead of ours."""
+    """The variables for another Python: ours, as if its environment had been activated instead of this one."""
     environment = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
     home = python.parent.parent
     if (home / "pyvenv.cfg").is_file():

@@ -1,4 +1,4 @@
-"""The counts of a run of rollouts, and showing them: a bar on a terminal, otherwise a log line every ten seconds."""
+"""The counts of a run of rollouts, shown as a bar on a terminal, otherwise as a log line every ten seconds."""
 
 import asyncio
 import contextlib
@@ -13,17 +13,17 @@ from art_cli.trajectory import Trajectory
 log = logging.getLogger(__name__)
 
 REDRAW_S = 0.2
-LINE_S = 10.0  # between lines where there is no terminal
+LINE_S = 10.0  # time between log lines where there is no terminal
 
 
 @dataclass
 class Progress:
-    """How far a run of rollouts is. A trajectory is counted after it was handed over."""
+    """How far a run of rollouts has come. A trajectory is counted after it was handed over."""
 
     title: str
     total: int = 0
-    sampled: Callable[[], int] = lambda: 0  # tokens sampled so far, those of unfinished rollouts included
-    done: int = 0  # failed ones included
+    sampled: Callable[[], int] = lambda: 0  # tokens sampled so far, also in unfinished rollouts
+    done: int = 0  # finished rollouts, failed ones included
     failed: int = 0
     reward_sum: float = 0.0
     num_rewards: int = 0
@@ -42,7 +42,7 @@ class Progress:
 
     @property
     def mean_reward(self) -> float | None:
-        """Of the rollouts that returned one; None before the first."""
+        """The mean over rollouts that returned a reward; None before the first."""
         return self.reward_sum / self.num_rewards if self.num_rewards else None
 
     @property

@@ -1,11 +1,11 @@
 """One rollout's calls as a prefix tree of turns and a tree of messages, held in memory while the rollout lasts.
 
-Tokens are recorded as the engine was given them and as it sampled them, never rendered again from text. A turn goes on
-from the earlier turn whose sequence its prompt shares the most tokens with:
+Tokens are recorded as the engine was given them and as it sampled them, never rendered again from text. The parent of
+a turn is the earlier turn whose sequence shares the most tokens with its prompt:
 
-    prompt continues a whole earlier sequence      kept = all of it, the conversation goes on
-    prompt leaves it somewhere                     kept = the tokens up to there, a branch
-    prompt shares nothing                          parent None, a tree of its own
+    the prompt continues the whole sequence        kept = its length; the conversation goes on
+    the prompt differs from it at some token       kept = the tokens before that one; a branch
+    the prompt shares no token with any            parent None; a tree of its own
 """
 
 from array import array
@@ -25,13 +25,13 @@ class _Conversation(msgspec.Struct):
     """Messages as the client sent them, the last reply included."""
 
     messages: list[Json]
-    identity: list[tuple[object, ...]]  # of each message, whatever a client drops or adds when it sends one back
+    identity: list[tuple[object, ...]]  # per message: the fields that a client keeps when it sends the message back
     text: str | None = None  # plain completions: the last prompt and what was sampled after it
     is_abandoned: bool = False  # the rollout never saw the last reply
 
 
 class Recorded(NamedTuple):
-    """What one call left: its turns, and the conversations that end in its replies."""
+    """The turns of one call, and the conversations that end in its replies."""
 
     turns: range
     conversations: list[_Conversation]
@@ -46,14 +46,14 @@ class Recorder:
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
-        self.tools: list[Json] = []  # each once
-        self.num_calls = 0  # answered ones, and those that the rollout left before their end
+        self.tools: list[Json] = []  # every tool that a call offered, once
+        self.num_calls = 0  # calls that were answered, and calls that the rollout left before their end
         self.num_cancelled = 0  # calls that the rollout left before their end
         self.num_abandoned = 0  # answered calls that the rollout had given up on and made again
         self.usage: tuple[int, int] | None = None  # (prompt, completion) tokens that an endpoint counted without ids
         self.limit: str | None = None  # turn_limit or context_length_exceeded, where the latest call was refused for it
         self.used_foreign_key = False  # its program made a call with the key of another rollout
-        self.upstream_error: str | None = None  # why the latest call failed, where that was not the client's doing
+        self.upstream_error: str | None = None  # why the engine failed to answer the latest call
         self._sequences: list[bytes] = []  # [turn] packed token ids, prompt and sampled
         self._conversations: list[_Conversation] = []  # the last one is the current one
 
@@ -77,7 +77,7 @@ class Recorder:
     def record(self, request: Request, reply: Reply) -> Recorded:
         """Adds one answered call: a turn and a conversation per choice.
 
-        A reply without token ids or logprobs (somebody else's endpoint) leaves messages and no turn.
+        A reply without token ids or logprobs, as foreign endpoints give it, adds messages and no turn.
         """
         self.num_calls += 1
         self.upstream_error = None
@@ -89,12 +89,12 @@ class Recorder:
         for choice in reply.choices:
             if reply.prompt_ids and choice.token_ids and len(choice.logprobs) == len(choice.token_ids):
                 self._add_turn(request, reply, choice)
-        # the first choice is the one that most clients go on with
+        # reversed, because most clients go on with the first choice, and the last conversation is the current one
         conversations = [self._add_conversation(request, choice) for choice in reversed(reply.choices)]
         return Recorded(range(num_before, len(self.turns)), conversations)
 
     def leave(self, request: Request, reply: Reply | None) -> Recorded | None:
-        """Adds a call that the rollout left before its end, with what was streamed of its answer; None: nothing was."""
+        """Adds a call that the rollout left before its end. `reply` is the streamed part; None where nothing was."""
         self.num_cancelled += 1
         if reply is None:
             self.num_calls += 1
@@ -102,7 +102,7 @@ class Recorder:
         return self.record(request, reply)
 
     def abandon(self, recorded: Recorded) -> None:
-        """Marks what a call left as given up by the rollout; it counts still where a later prompt goes on from it."""
+        """Marks a call that the rollout gave up on. It still counts where a later prompt continues it."""
         self.num_abandoned += 1
         for index in recorded.turns:
             self.turns[index] = msgspec.structs.replace(self.turns[index], is_abandoned=True)
@@ -110,16 +110,16 @@ class Recorder:
             conversation.is_abandoned = True
 
     def fail(self, error: str) -> None:
-        """Notes that a call was not answered, and not for the client's mistake."""
+        """Notes that the engine failed to answer a call."""
         self.upstream_error = error
 
     def metrics(self) -> dict[str, float]:
-        """Counts of the rollout: calls, those of them that it left or gave up on, branches, sampled tokens.
+        """Counts of the rollout: calls, calls that it left, calls that it gave up on, branches, sampled tokens.
 
-        Where an endpoint gave no token ids, the tokens are those that it counted itself.
+        Where an endpoint gave no token ids, its own counts of tokens are added.
 
-        num_branches is the leaves of the token tree but one: 0 where every prompt continued what was there. Leaves
-        that were abandoned are none.
+        num_branches is the number of leaves of the token tree, less one. It is 0 where every prompt continued the turn
+        before. Abandoned leaves are not counted.
         """
         continued = {
             turn.parent
@@ -163,7 +163,7 @@ class Recorder:
         self._sequences.append(prompt + array("I", choice.token_ids).tobytes())
 
     def _find_parent(self, prompt: bytes) -> tuple[int | None, int]:
-        """The turn that shares the most tokens with `prompt`, the latest of equals, and how many; None for none."""
+        """The turn that shares the most tokens with `prompt`, the latest of equals, and their number; or (None, 0)."""
         parent, kept = None, 0
         for index in reversed(range(len(self._sequences))):
             if len(self._sequences[index]) > kept * _WIDTH:
@@ -175,7 +175,7 @@ class Recorder:
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def _add_conversation(self, request: Request, choice: Choice) -> _Conversation:
-        """Adds the call's conversation; it replaces the longest one that it goes on from."""
+        """Adds the call's conversation, which replaces the longest one that it continues."""
         if request.messages is None:
             return self._add_text(request.prompt, choice.text)
         message = choice.message or {"role": "assistant", "content": choice.text}
@@ -184,7 +184,7 @@ class Recorder:
         return self._replace(extended, _Conversation([*request.messages, message], [*identity, _identity(message)]))
 
     def _add_text(self, prompt: str | list[int] | None, sampled: str) -> _Conversation:
-        """A plain completion as a conversation: what was not there before is the user's. Token ids have no text."""
+        """Adds a plain completion as a conversation. New text of the prompt is the user's; token ids have no text."""
         text = prompt if isinstance(prompt, str) else ""
         extended = [c for c in self._conversations if c.text and text.startswith(c.text)]
         before = max(extended, key=lambda c: len(c.messages), default=_Conversation([], [], ""))
@@ -201,7 +201,7 @@ class Recorder:
 
 
 def _identity(message: Json) -> tuple[object, ...]:
-    """What makes two messages the same one."""
+    """The fields in which two messages are compared."""
     functions = [call.get("function") or {} for call in message.get("tool_calls") or []]
     calls = tuple((function.get("name"), function.get("arguments")) for function in functions)
     return message.get("role"), text_of(message.get("content")), message.get("tool_call_id"), calls
@@ -212,7 +212,7 @@ def _begins_with(whole: list[tuple[object, ...]], start: list[tuple[object, ...]
 
 
 def common_prefix(first: bytes, second: bytes) -> int:
-    """How many tokens two packed sequences begin with in common; bisection over slices, no loop over tokens."""
+    """How many tokens two packed sequences share at their beginning, found by bisection instead of a loop."""
     low, high = 0, min(len(first), len(second)) // _WIDTH
     if first[: high * _WIDTH] == second[: high * _WIDTH]:
         return high

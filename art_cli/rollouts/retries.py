@@ -1,10 +1,10 @@
 """Which call a retry replaces.
 
 An SDK that gives up on a call sends it again, and says in a header how many times it has (`Request.num_retries`). The
-call that it gave up on may have been answered all the same, with a reply that the rollout never saw. Of several equal
-calls at once, such as the samples of a best-of-n, each retry replaces one, the likeliest:
+first call may have been answered all the same, with a reply that the rollout never saw. Where several calls are equal,
+such as the samples of a best-of-n, each retry replaces the likeliest one:
 
-    one that failed or that its client left      the SDK gave up for that reason
+    one that failed or whose client left         the SDK gave up for that reason
     else the oldest that is still in flight      it is the first to time out
     else the one that was answered last          its answer came too late
 """
@@ -15,22 +15,22 @@ from typing import Literal
 from art_cli.chat.requests import Request
 from art_cli.rollouts.recorder import Recorded
 
-MAX_CALLS = 1000  # different calls of one rollout that are remembered; an SDK retries within seconds
-MAX_EQUAL = 128  # equal calls; as many as choices of one
+MAX_CALLS = 1000  # number of different calls remembered for a rollout; an SDK retries within seconds
+MAX_EQUAL = 128  # number of equal calls remembered, as many as one call may have choices
 
 State = Literal["in flight", "lost", "answered"]
 
 
 class Attempted:
-    """One call as it went so far."""
+    """One call and what came of it so far."""
 
     def __init__(self) -> None:
         self.state: State = "in flight"
-        self.recorded: Recorded | None = None  # what the recorder has of it
+        self.recorded: Recorded | None = None  # its turns and conversations, once they are recorded
         self.is_abandoned = False
 
     def end(self) -> None:
-        """The call is over; without an answer it is lost."""
+        """The call is over. Without an answer it is lost."""
         if self.state == "in flight":
             self.state = "lost"
 
@@ -39,7 +39,9 @@ class Retries:
     """The calls of one rollout that a retry may replace."""
 
     def __init__(self) -> None:
-        self._calls: dict[tuple[bytes, int], deque[Attempted]] = {}  # body and number of retries -> in order
+        self._calls: dict[
+            tuple[bytes, int], deque[Attempted]
+        ] = {}  # digest and number of retries -> equal calls, oldest first
 
     def add(self, request: Request) -> Attempted:
         attempted = Attempted()
@@ -51,7 +53,7 @@ class Retries:
         return attempted
 
     def replaced(self, request: Request) -> Attempted | None:
-        """The call that this one is sent in place of; each is replaced once. None: it is no retry of a known one."""
+        """The call that this one replaces; None if it is no retry of a remembered one. A call is replaced once."""
         equal = self._calls.get((request.digest, request.num_retries - 1))
         if not equal:
             return None

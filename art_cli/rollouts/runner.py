@@ -1,8 +1,9 @@
 """Runs many rollouts at once and makes a Trajectory of each: concurrency, timeouts, turn limits, retries.
 
-It knows nothing of steps, judges or files: the caller plans, and writes what it is handed. A rollout that fails is a
-trajectory with `error`; only what would fail every rollout alike stops the run. Failed transport is tried again.
-A limit on turns or context is the policy's own doing and no failure: the rollout's reward counts, or `limit_reward`.
+It knows nothing of steps, judges or files: the caller plans the rollouts and writes their trajectories. A rollout that
+fails becomes a trajectory with `error`. Only an error that every rollout would have stops the run. Failures of
+transport are tried again. Reaching a limit on turns or context is the policy's own doing and no failure: the rollout's
+reward counts, or `limit_reward`.
 """
 
 import asyncio
@@ -38,11 +39,11 @@ log = logging.getLogger(__name__)
 Json = dict[str, Any]
 OnFinished = Callable[[Trajectory], Awaitable[None] | None]
 
-BACKOFF_S = 0.5  # before the second try; doubled for each further one
-NUM_ALIKE = 16  # so many failing alike from the very first: the agent is broken, not unlucky
-# Errors that are the user's code's even after a limit: it returned what cannot be used, or went on and on.
+BACKOFF_S = 0.5  # pause before the second try; doubled for each further one
+NUM_ALIKE = 16  # the agent is broken when this many first rollouts all fail in the same way
+# Kinds of errors that are the fault of the user's code also after a limit: a useless return value, or no end.
 NEVER_A_LIMIT = frozenset({"timeout", "reward", "metadata", "foreign_key"})
-WRITE_TIMEOUT_S = 30.0  # for a trajectory on its way to the disk when the run is cancelled
+WRITE_TIMEOUT_S = 30.0  # longest wait for a trajectory to be written when the run is cancelled
 
 
 class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,14 +52,14 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
     trajectory_id: str
     group_id: str
     group_size: int
-    index: int  # its place in the group
+    index: int  # position in the group, from 0
     scenario: Json
-    step: int  # of training, or of the policy that is evaluated
-    temperature: float | None = None  # None: rollout.sampling's
+    step: int  # the training step, or the step of the evaluated policy
+    temperature: float | None = None  # None means that of rollout.sampling
 
 
 class _Attempt(NamedTuple):
-    """How one try went: what was recorded, what it returned, or why it failed."""
+    """One try: its recorded calls, and its outcome or error."""
 
     recorder: Recorder
     outcome: Outcome
@@ -66,7 +67,7 @@ class _Attempt(NamedTuple):
 
 
 async def open_rollout(config: RolloutConfig, directory: Path, peers: Peers) -> Rollout:
-    """The user's rollout, loaded; its programs are told to `peers`. Raises UsageError or RolloutError: it cannot be."""
+    """The user's rollout, loaded; it registers its programs in `peers`. Raises UsageError, RolloutError."""
     if config.command is not None:
         return CommandRollout(config.command, directory=directory, peers=peers)
     assert config.entry is not None, "a config has an entry or a command"
@@ -88,7 +89,7 @@ class Runner:
         self._directory = directory
         self._rollout: Rollout
         self._backoff_s = backoff_s
-        self._places = asyncio.Semaphore(config.concurrency)  # of all runs together; first come, first served
+        self._places = asyncio.Semaphore(config.concurrency)  # shared by all runs; first come, first served
         self._agent = _AgentWatch()
         self._silence = _SilenceWatch()
 
@@ -104,10 +105,11 @@ class Runner:
     async def run(
         self, plans: Sequence[RolloutPlan], on_finished: OnFinished, progress: Progress | None = None
     ) -> Progress:
-        """Plays every plan, in order as places become free. Returns the counts, which `progress` holds meanwhile.
+        """Plays every plan, in order, `concurrency` at a time. Returns the counts, which `progress` holds meanwhile.
 
-        Each trajectory is handed to `on_finished` and counted when that has returned. Cancelled, it lets what is being
-        written be written and drops what is being played. Raises RolloutError: every rollout would fail.
+        Each trajectory is handed to `on_finished` and counted when that has returned. When the caller cancels this,
+        trajectories that are being written are finished and attempts are dropped. Raises RolloutError: every rollout
+        would fail.
         """
         progress = progress or Progress("rollouts")
         before = self._gateway.num_sampled
@@ -157,7 +159,7 @@ class Runner:
         )
 
     async def _attempts(self, plan: RolloutPlan) -> tuple[_Attempt, int]:
-        """The first attempt that did not fail by transport, or the last one there is time for; and how many retries."""
+        """The first attempt without a failure of transport, or the last one in time; and the number of retries."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.timeout_s
         is_alone = False
@@ -198,7 +200,7 @@ class Runner:
         return self._judge_limit(_Attempt(recorder, outcome, error))
 
     def _judge_limit(self, attempt: _Attempt) -> _Attempt:
-        """The attempt with the reward that it returned after its limit, or the one for those that returned none."""
+        """The attempt without its error. Its reward is what it returned after the limit, or else `limit_reward`."""
         error, outcome = attempt.error, attempt.outcome
         if error is not None and (error.is_transport or error.kind in NEVER_A_LIMIT):
             return attempt
@@ -211,7 +213,7 @@ class Runner:
         return AttemptError("timeout", f"not finished after {self._config.timeout_s:g} s (rollout.timeout_s){guess}")
 
     def _judge_error(self, recorder: Recorder, error: AttemptError | None, key: str) -> AttemptError | None:
-        """The error that counts. What the gateway saw of the calls says more than what the rollout made of it."""
+        """The error that counts. The gateway's record of the calls says more than the rollout's exception."""
         if recorder.used_foreign_key:
             return AttemptError("foreign_key", "its program made a call with the key of another attempt")
         if error is None or error.kind == "timeout":
@@ -221,7 +223,7 @@ class Runner:
 
 
 async def _hand_over(trajectory: Trajectory, on_finished: OnFinished) -> None:
-    """Returns when the trajectory is where the caller wants it; a cancellation waits for that."""
+    """Returns when `on_finished` has the trajectory written. A cancellation waits for that."""
     result = on_finished(trajectory)
     if not inspect.isawaitable(result):
         return
@@ -231,7 +233,7 @@ async def _hand_over(trajectory: Trajectory, on_finished: OnFinished) -> None:
     except asyncio.CancelledError:
         await asyncio.wait((writing,), timeout=WRITE_TIMEOUT_S)
         if writing.done() and not writing.cancelled():
-            writing.exception()  # seen: the run has ended for another reason, or for another's like it
+            writing.exception()  # marks it as seen, because the run has ended for another reason
         raise
 
 
@@ -244,7 +246,7 @@ class _AgentWatch:
         self._is_proven = False  # a rollout succeeded, or failed in another way
 
     def check(self, trajectory: Trajectory) -> None:
-        """Raises RolloutError at the NUM_ALIKE-th."""
+        """Raises RolloutError when NUM_ALIKE have failed alike."""
         if self._is_proven:
             return
         alike = None if trajectory.error is None else _nature(trajectory.error)
@@ -258,13 +260,13 @@ class _AgentWatch:
 
 
 class _SilenceWatch:
-    """Notices rewards of rollouts that made no call while others did: their calls may have gone to those others."""
+    """Notices rollouts with a reward and no call while others made calls, which may include those that are missing."""
 
     def __init__(self) -> None:
         self._has_calls = self._has_silent = self._is_told = False
 
     def check(self, trajectory: Trajectory) -> None:
-        """Logs one warning; rollouts may do without a call on purpose, so that none of them fails for it."""
+        """Logs one warning. No rollout fails for it, because a rollout may make no call on purpose."""
         self._has_calls |= not trajectory.is_silent
         self._has_silent |= trajectory.is_silent and trajectory.error is None and trajectory.returned_reward is not None
         if self._has_calls and self._has_silent and not self._is_told:
@@ -273,6 +275,6 @@ class _SilenceWatch:
 
 
 def _nature(error: str) -> tuple[str, str]:
-    """Kind and line of an error: what the same mistake has in common in all rollouts."""
+    """Kind and line of an error, which one mistake shares in all rollouts."""
     place = re.search(r"\(([^()]+:\d+)\)$", error)
     return error.partition(":")[0], place[1] if place else ""

@@ -15,11 +15,11 @@ from art_cli.plugins import resolve
 
 Json = dict[str, Any]
 
-MAX_SCENARIOS = 1_000_000  # an iterable that goes past it never ends
+MAX_SCENARIOS = 1_000_000  # an iterable with more is taken to be endless
 
 
 def load_scenarios(spec: str, directory: Path) -> list[Json]:
-    """The scenarios of a JSON-lines file, or of what "file.py:function" or "module:function" returns, in its order.
+    """The scenarios in a JSON-lines file, or those that "file.py:function" or "module:function" returns, in order.
 
     Paths are relative to `directory`. Raises DataError: no such file, a line or item that is not an object with an id,
     an id twice, none at all; UsageError where the function cannot be loaded.
@@ -93,12 +93,12 @@ def _check(value: Any, source: object, line: int | None = None) -> Json:
 
 
 def _brief(value: object) -> str:
-    """An id as an error may quote it."""
+    """An id, short and printable, for an error."""
     return printable(repr(value), limit=80)
 
 
 class ScenarioOrder:
-    """Which scenarios each step plays: epochs one after the other, each in a new seeded order.
+    """Which scenarios each step plays. Epochs follow each other, each in a new seeded order.
 
     A pure function of ids, seed and step, so that a resumed run needs to remember nothing. With `shuffle` it does not
     depend on the order of the ids either.
@@ -112,14 +112,14 @@ class ScenarioOrder:
         self._epoch = lru_cache(maxsize=2)(self._order)  # a step seldom spans more than two
 
     def groups(self, step: int, groups_per_step: int) -> list[int]:
-        """Places in `ids` of the scenarios that step plays; one of them twice where a step is longer than an epoch."""
+        """Indices in `ids` of the scenarios that a step plays. A step longer than an epoch plays some twice."""
         positions = range(step * groups_per_step, (step + 1) * groups_per_step)
         return [self._epoch(position // len(self._ids))[position % len(self._ids)] for position in positions]
 
     def _order(self, epoch: int) -> list[int]:
-        """The permutation of one epoch: by the hash of seed, epoch and id."""
-        places = list(range(len(self._ids)))
+        """The permutation of one epoch, sorted by the hash of seed, epoch and id."""
+        indices = list(range(len(self._ids)))
         if not self._shuffle:
-            return places
+            return indices
         keys = [hashlib.sha256(f"{self._seed}/{epoch}/{id}".encode()).digest() for id in self._ids]
-        return sorted(places, key=keys.__getitem__)
+        return sorted(indices, key=keys.__getitem__)

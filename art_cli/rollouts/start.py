@@ -1,11 +1,11 @@
 """Starts a rollout process in any Python: `start.py SOCKET [PATH]`; process.py calls it.
 
-The Python may be the user's own (`rollout.python`), which has neither this package nor anything that it depends on.
-So the package is loaded from where this file lies, and nothing else of its environment becomes importable. What the
+The Python may be the user's own (`rollout.python`), which has neither this package nor what it depends on. So the
+package is loaded from where this file lies, and nothing else beside it becomes importable. What the
 process imports (process_worker.py and below) needs the standard library only. PATH is given where both processes are
 the same Python: it is a JSON list, the `sys.path` of the process that starts this one.
 
-A Python that is too old can still read this file, and says so.
+A Python that is too old can still run this file, which then says so.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ def main() -> None:
         return
     if len(sys.argv) > 2:
         sys.path[:] = json.loads(sys.argv.pop())
-    else:  # Python put this file's directory first, where our modules lie
+    else:  # Python puts this file's directory first, which would make our modules importable by bare names
         sys.path[:] = [place for place in sys.path if os.path.realpath(place) != HERE]
     load_package()
     from art_cli.rollouts.process_worker import main as serve

@@ -1,10 +1,11 @@
-"""The vLLM engine: a server in a process and an environment of its own, spoken to over HTTP alone. No vLLM import here.
+"""The vLLM engine: a server in a process and an environment of its own, called over HTTP alone. No vLLM import here.
 
     arguments.py  the server's command line and environment, from the configuration and the model: pure
     server.py     OwnServer starts one, waits until it answers, sees it end; RunningServer finds one at an address
+    guard/        a middleware inside the server, which asks for the key on every route that steers it
     control.py    the calls that steer a server: health, adapters, sleep, scores
     adapters.py   Adapters: each step's adapter under a name of its own, unloaded when no request uses it
-    engine.py     VllmEngine: all of it as an Engine; notices a death and starts the server once more
+    engine.py     VllmEngine: an Engine over one of these servers; when its server dies, it starts one more
     probe.py      what a Python has of vLLM and GPUs, for `art doctor` and for choosing an engine
 
 A server's prefix cache is never stale because no two adapters ever have the same name in it.

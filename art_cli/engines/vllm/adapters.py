@@ -1,8 +1,8 @@
-"""Adapters: which adapter a server samples from, under which name, and when an old one may go.
+"""Adapters: which adapter a server samples from, under which name, and when an old one is unloaded.
 
-Every adapter gets a name that no other one ever had in that server (`policy@0007`): vLLM keys its prefix cache by it,
-so keys and values of other weights are never found again. A request keeps the adapter that it began with; an adapter
-that was replaced is unloaded when its last request has ended.
+Every adapter gets a name that no other one ever had in that server (`policy@0007`). vLLM keys its prefix cache by the
+name, so a request never gets keys and values of other weights. A request keeps the adapter that it began with. An
+adapter that was replaced is unloaded when its last request has ended.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from art_cli.errors import CheckpointError, EngineError
 log = logging.getLogger(__name__)
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-MakeBackend = Callable[[str, int], HttpBackend]  # (name in the server, step) -> what asks for it
+MakeBackend = Callable[[str, int], HttpBackend]  # (name in the server, step) -> the client that samples from it
 
 
 class Adapter:
@@ -30,16 +30,16 @@ class Adapter:
 
 
 class Adapters:
-    """One server's: the base model at first, then the adapter of each `load`."""
+    """The adapters of one server: the base model at first, then the adapter of each `load`."""
 
     def __init__(self, control: Control, make_backend: MakeBackend, *, base: str, prefix: str, step: int) -> None:
-        """`base` is what the base model is called in the server, `prefix` what adapters' names begin with."""
+        """`base` is the base model's name in the server, `prefix` the beginning of the adapters' names."""
         self.control = control
         self.current = Adapter(base, make_backend(base, step), is_base=True)
         self._make_backend, self._prefix = make_backend, prefix
-        self._names: set[str] = set()  # given so far
+        self._names: set[str] = set()  # names given so far
         self._alive = {self.current}
-        self._ends: set[asyncio.Task[None]] = set()  # unloading under way
+        self._ends: set[asyncio.Task[None]] = set()  # adapters that are being unloaded
 
     @property
     def num_requests(self) -> int:
@@ -58,7 +58,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def lease(self) -> Iterator[HttpBackend]:
-        """What a request is sent through, the same until it has ended."""
+        """The client of the current adapter, which is not unloaded while the request lasts."""
         adapter = self.current
         adapter.num_requests += 1
         try:
@@ -68,7 +68,7 @@ class Adapters:
             self._end_unused(adapter)
 
     async def close(self, *, unload: bool) -> None:
-        """Breaks off the requests in flight; `unload`: the server lives on, and is left as it was found."""
+        """Cancels the requests in flight. `unload` is for a server that lives on, which is left as it was found."""
         await asyncio.gather(*self._ends)
         for adapter in list(self._alive):
             await self._end(adapter, unload=unload)
@@ -90,7 +90,7 @@ class Adapters:
             task.add_done_callback(self._ends.discard)
 
     async def _end(self, adapter: Adapter, *, unload: bool) -> None:
-        """An adapter that stays loaded costs memory and no more, so a refusal is told and no failure."""
+        """Unloads an adapter. One that stays loaded costs memory and no more, so a refusal is logged and not raised."""
         self._alive.discard(adapter)
         await adapter.backend.close()
         if unload and not adapter.is_base:

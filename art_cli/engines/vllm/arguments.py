@@ -124,7 +124,7 @@ def environment(
 
 
 def sleep_level(config: VllmEngineConfig, model: PolicySpec, *, inherited: Mapping[str, str], has_gpu: bool) -> int:
-    """0: the server keeps its memory; 1 and 2 are vLLM's levels. Raises EngineError: asked for without a GPU."""
+    """vLLM's level 1 or 2, or 0 where the server keeps its memory. Raises EngineError: a level without a GPU."""
     if not has_gpu:
         if config.sleep not in ("auto", 0):
             raise EngineError(f"engine.sleep: {config.sleep} needs a GPU; vLLM does not sleep on a CPU: leave it auto")

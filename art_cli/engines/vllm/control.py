@@ -1,7 +1,7 @@
-"""The calls that steer a server, apart from the requests it answers: health, adapters, scores, sleep. HTTP and JSON.
+"""The calls that steer a server: health, adapters, scores, sleep. HTTP and JSON; requests of clients go elsewhere.
 
-Each has a deadline. What the server refuses is an EngineError; that it cannot be reached is `Unreachable`, after which
-a server that was started anew may be asked again.
+Each call has a deadline. `Refused` is the server's own error. `Unreachable` means that it did not answer; the call may
+be made again when a new server has started.
 """
 
 from pathlib import Path
@@ -17,10 +17,10 @@ from art_cli.secrets import Secrets
 Json = dict[str, Any]
 
 CALL_DEADLINE_S = 60.0
-ADAPTER_DEADLINE_S = 300.0  # an adapter of a large model, read from a slow disk
-SLEEP_DEADLINE_S = 300.0  # all weights to the host's memory and back
-MAX_MESSAGE = 10_000  # characters of the server's error that are shown
-NUM_TOP = 20  # vLLM's own limit where nobody raised it (--max-logprobs)
+ADAPTER_DEADLINE_S = 300.0  # enough for an adapter of a large model on a slow disk
+SLEEP_DEADLINE_S = 300.0  # enough to move all weights to the host's memory
+MAX_MESSAGE = 10_000  # characters shown of the server's error
+NUM_TOP = 20  # vLLM's own limit unless the user raises it (--max-logprobs)
 
 
 class Unreachable(EngineError):
@@ -36,13 +36,13 @@ class Refused(EngineError):
 
 
 class Scored(msgspec.Struct, frozen=True):
-    """What the server makes of L given tokens, in nats.
+    """The server's logprobs of L given tokens, in nats.
 
     Example: Scored(logprobs=[-3.6, -5.8], next={7: -0.2, 9: -1.9})
     """
 
-    logprobs: list[float]  # [L - 1] of each token after the first, temperature 1; empty: not asked for
-    next: dict[int, float]  # token id -> logprob at the temperature asked for: the likeliest to come after the last
+    logprobs: list[float]  # [L - 1] each token after the first, at temperature 1; empty where not asked for
+    next: dict[int, float]  # likeliest tokens after the last: token id -> logprob at the temperature asked for
 
 
 class Control:
@@ -55,7 +55,7 @@ class Control:
         self._is_closed = False
 
     async def is_healthy(self, *, timeout_s: float) -> bool:
-        """False: it says itself that it cannot answer any more. Raises Unreachable."""
+        """Whether it can answer; False where it says itself that it no longer can. Raises Unreachable."""
         try:
             await self._call("GET", "/health", timeout_s=timeout_s)
         except Refused as refusal:
@@ -65,7 +65,7 @@ class Control:
         return True
 
     async def models(self) -> list[str]:
-        """The names it serves, adapters too; the base model's is first."""
+        """The names that it serves, with adapters. The base model's name is first."""
         answer = await self._call("GET", "/v1/models", timeout_s=CALL_DEADLINE_S)
         return [model["id"] for model in answer["data"]]
 
@@ -79,9 +79,9 @@ class Control:
     async def score(
         self, model: str, token_ids: list[int], *, is_cached: bool, timeout_s: float, temperature: float = 1.0
     ) -> Scored:
-        """What `model` makes of the tokens; `is_cached`: through whatever keys and values the server already has.
+        """The tokens' logprobs under `model`. With `is_cached` they are computed through the server's prefix cache.
 
-        vLLM computes a prompt anew whenever its logprobs are asked for, and only then.
+        vLLM computes a prompt without its cache whenever the prompt's logprobs are asked for, and only then.
         """
         body: Json = {
             "model": model,
@@ -102,11 +102,11 @@ class Control:
             raise EngineError(f"{self.root}: no logprobs in its reply ({type(error).__name__}: {error})") from error
 
     async def sleep(self, level: int) -> None:
-        """Gives the GPU's memory back once the requests in flight are answered; the prefix cache goes with it."""
+        """Frees the GPU's memory once the requests in flight are answered. The prefix cache is lost."""
         await self._call("POST", f"/sleep?level={level}&mode=wait", timeout_s=SLEEP_DEADLINE_S)
 
     async def wake(self, *, reload_base: bool) -> None:
-        """Takes the memory again; `reload_base`: reads the base weights from the disk (after a sleep of level 2)."""
+        """Takes the memory again. `reload_base` reads the base weights from the disk, after a sleep of level 2."""
         if not reload_base:
             await self._call("POST", "/wake_up", timeout_s=SLEEP_DEADLINE_S)
             return
@@ -125,7 +125,9 @@ class Control:
             raise Unreachable(f"{self.root}{path}: the server was stopped")
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(force_close=True),  # an idle connection closes when it likes
+                connector=aiohttp.TCPConnector(
+                    force_close=True
+                ),  # because the server closes idle connections at any time
                 headers={"Authorization": f"Bearer {self._key}"},
                 trust_env=False,
             )
@@ -151,7 +153,7 @@ class Control:
 
 
 def _json(answer: bytes) -> Json:
-    """The answer as JSON; empty where it is something else (vLLM says "Success" in plain text)."""
+    """The answer's JSON object; empty where it is something else (vLLM says "Success" in plain text)."""
     try:
         fields = msgspec.json.decode(answer)
     except (ValueError, RecursionError):

@@ -2,9 +2,9 @@
 
     request -> waits while the server restarts or sleeps -> HttpBackend of the step's adapter -> the server
 
-A watcher sees the server's end at once, starts it one more time and loads the current adapter again. Requests in flight
-fail as failures of transport, so that their rollouts are played again; new ones wait. At the second end the engine has
-failed: `watch` raises, and so does whatever else is asked of it.
+A watcher sees the server's end at once, starts a new one, once, and loads the current adapter again. Requests in flight
+fail as failures of transport, so that their rollouts are played again; new ones wait. When the second server ends, the
+engine has failed: `watch` and every other call raise.
 """
 
 import asyncio
@@ -36,13 +36,13 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MAX_RESTARTS = 1
-DEATH_S = 2.0  # from a server's last answer to its end being known
-NOTICE_S = 10.0  # the same, for calls that can be made again
-DRAIN_S = 600.0  # for requests in flight to end before a sleep
+DEATH_S = 2.0  # longest time between a failed request and the news that the server ended
+NOTICE_S = 10.0  # the same for calls that can be made again
+DRAIN_S = 600.0  # longest wait for requests in flight to end before a sleep
 POLL_S = 0.05
-TOO_LONG = ("maximum context length", "max_model_len")  # vLLM's words for a prompt, and for a prompt with its reply
-# Mean |difference| in nats of the likeliest next tokens, prefix cache against none. float32: rounding of other kernels.
-# bfloat16: 8 bits of mantissa give about 0.01 nats a token, more in the tail.
+TOO_LONG = ("maximum context length", "max_model_len")  # in vLLM's errors about a prompt, and a prompt with reply
+# Largest mean |difference| in nats of the likeliest next tokens, computed with the prefix cache and without it. In
+# float32 other kernels round differently. In bfloat16 8 bits of mantissa give about 0.01 nats a token.
 STALE_BOUNDS = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
 
 
@@ -50,15 +50,15 @@ class VllmEngine:
     """Engine and Backend in one. Before the first `load` it samples from the base model."""
 
     def __init__(self, config: VllmEngineConfig, model: PolicySpec, *, name: str, step: int = 0, logs: Path) -> None:
-        """Raises EngineError: no such Python, or a setting that cannot be had here."""
+        """Raises EngineError: no such Python, or a setting that this machine cannot have."""
         self.endpoint = Endpoint(base_url=None, api_key="", model=name, step=step)
         self._config, self._dtype = config, model.dtype
         self._server: OwnServer | RunningServer
         if config.url is None:
             self._server, self._prefix = OwnServer(config, model, name=name, log=logs / "vllm.log"), name
-        else:  # what others, or an earlier run of this name, left in it is never taken for ours
+        else:  # the random part keeps apart adapters that others, or an earlier run of this name, left in the server
             self._server, self._prefix = RunningServer(config), f"{name}-{secrets.token_hex(4)}"
-        self._adapters: Adapters | None = None  # of the server as it was started last
+        self._adapters: Adapters | None = None  # those of the newest server
         self._loaded: tuple[Path, int] | None = None  # checkpoint and step
         self._ready = _Ready(config.start_timeout_s)
         self._awake, self._may_restart = asyncio.Event(), asyncio.Event()
@@ -76,7 +76,7 @@ class VllmEngine:
 
     @property
     def pid(self) -> int:
-        """Of the server's process; 0: not ours, or not started."""
+        """The server's process id; 0 where it is not ours or not started."""
         return self._server.pid
 
     # --- Engine -------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class VllmEngine:
         self.endpoint = msgspec.structs.replace(self.endpoint, step=step)
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Raises DriftError: what the prefix cache holds was computed with other weights."""
+        """Raises DriftError: other weights computed what the prefix cache holds."""
 
         async def score(adapters: Adapters) -> tuple[Scored, Scored]:
             with adapters.lease() as backend:
@@ -174,7 +174,7 @@ class VllmEngine:
             async with self._failures(adapters):
                 reply = await backend.reply(request)
         for choice in reply.choices:
-            _settle_logprobs(request, choice)
+            _complete_logprobs(request, choice)
         return reply
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
@@ -182,11 +182,11 @@ class VllmEngine:
         with adapters.lease() as backend:
             async with self._failures(adapters), closing_stream(backend.stream(request)) as chunks:
                 async for chunk in chunks:
-                    _settle_logprobs(request, chunk.choice)
+                    _complete_logprobs(request, chunk.choice)
                     yield chunk
 
     async def _admit(self, request: Request) -> Adapters:
-        """The server's adapters as soon as it answers. Raises ChatError: no such model, or it will not answer again."""
+        """The server's adapters as soon as it answers. Raises ChatError: no such model, or the engine has failed."""
         if request.model != self.endpoint.model:
             raise ChatError(404, f"the model {request.model!r} does not exist", param="model", code="model_not_found")
         try:
@@ -200,7 +200,7 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _failures(self, adapters: Adapters) -> AsyncIterator[None]:
-        """A failure that may be the server's death is told when that is known, so that what is tried next waits."""
+        """Holds back a failure until it is known whether the server died, so that the next try waits for a new one."""
         try:
             yield
         except ChatError as error:
@@ -213,7 +213,7 @@ class VllmEngine:
     # --- the server ---------------------------------------------------------------------------------------------------
 
     async def _bring_up(self) -> None:
-        """A server that answers, with the adapter loaded that it is to have."""
+        """Returns when a new server answers and has loaded the current adapter."""
         await self._server.start()
         adapters = Adapters(
             self._server.control,
@@ -246,7 +246,9 @@ class VllmEngine:
                 await self._may_restart.wait()
                 await self._bring_up()
                 log.warning("vllm: the server answers again")
-        except Exception as error:  # the boundary of this task: whoever waits for the server must hear of it
+        except (
+            Exception
+        ) as error:  # the boundary of this task, because those who wait for the server must get the error
             self._ready.fail(str(error) if isinstance(error, EngineError) else f"vllm: {type(error).__name__}: {error}")
 
     async def _clear_away(self) -> None:
@@ -255,7 +257,7 @@ class VllmEngine:
         await self._server.stop()
 
     async def _steer(self, work: Callable[[Adapters], Awaitable[Result]]) -> Result:
-        """What `work` gives; done again when the server ends in the middle of it and comes back."""
+        """The result of `work`, which is done again when the server ends in the middle of it and a new one answers."""
         async with self._steering:
             for _ in range(MAX_RESTARTS + 1):
                 adapters = await self._ready_adapters()
@@ -263,7 +265,7 @@ class VllmEngine:
                     return await work(adapters)
                 except Unreachable as error:
                     await _until(partial(self._is_lost, adapters), NOTICE_S, str(error))
-            await self._ready.wait()  # it raises: the watcher has given up
+            await self._ready.wait()  # raises, because the watcher has given up
             raise AssertionError("more restarts than MAX_RESTARTS")
 
     def _is_lost(self, adapters: Adapters) -> bool:
@@ -286,35 +288,35 @@ class VllmEngine:
 
 
 class _Ready:
-    """Whether the server answers: not yet or not now, yes, or never again."""
+    """Whether the server answers: not now, yes, or never again."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._settled = asyncio.Event()
+        self._decided = asyncio.Event()
         self._failed = asyncio.Event()
         self._failure = ""
 
     @property
     def is_set(self) -> bool:
-        return self._settled.is_set() and not self._failed.is_set()
+        return self._decided.is_set() and not self._failed.is_set()
 
     def set(self) -> None:
-        self._settled.set()
+        self._decided.set()
 
     def clear(self) -> None:
-        self._settled.clear()
+        self._decided.clear()
 
     def fail(self, message: str) -> None:
-        """The first failure is the one that is told."""
+        """Later failures do not replace the first one."""
         self._failure = self._failure or message
         self._failed.set()
-        self._settled.set()
+        self._decided.set()
 
     async def wait(self) -> None:
-        """Raises EngineError: it never will again, or not in time."""
+        """Returns when the server answers. Raises EngineError: it never will again, or did not in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._settled.wait()
+                await self._decided.wait()
         except TimeoutError:
             raise EngineError(f"vllm: not back within {self._timeout_s:g} s (engine.start_timeout_s)") from None
         if self._failed.is_set():
@@ -326,7 +328,7 @@ class _Ready:
 
 
 async def _until(is_so: Callable[[], bool], timeout_s: float, otherwise: str) -> None:
-    """Raises EngineError: `otherwise`, when it is not so in time."""
+    """Returns when `is_so()`. Raises EngineError with the words `otherwise` when it is not so in time."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not is_so():
         if asyncio.get_running_loop().time() > deadline:
@@ -335,7 +337,7 @@ async def _until(is_so: Callable[[], bool], timeout_s: float, otherwise: str) ->
 
 
 def _put_in_openai_words(error: ChatError) -> None:
-    """vLLM names a refusal after a Python class, and repeats its status as its code."""
+    """Gives a refusal OpenAI's type and code. vLLM has the name of a Python class and the status there."""
     if error.status >= 500:
         return
     error.type = INVALID_REQUEST
@@ -345,12 +347,12 @@ def _put_in_openai_words(error: ChatError) -> None:
         error.code = "context_length_exceeded"
 
 
-def _settle_logprobs(request: Request, choice: Choice) -> None:
-    """The two logprobs of our records from the one that vLLM reports, that of its processed logits.
+def _complete_logprobs(request: Request, choice: Choice) -> None:
+    """Completes the two logprobs of our records from the one that vLLM reports, that of its processed logits.
 
-    Greedy: those are the logits themselves, and the token was certain. Temperature 1 and nothing cut or masked: they
-    are the same. Otherwise the raw ones stay unknown. With a format or a forced call they are those of masked logits,
-    which no learner can compute: it then goes by its own.
+    At temperature 0 vLLM reports the raw logprob, and the token was certain. At temperature 1 with nothing cut the two
+    are the same. Otherwise the raw ones stay unknown. With a format or a forced call the logits are masked, which no
+    learner can compute, so the learner uses its own logprobs.
     """
     sampling = request.sampling
     if choice.raw_logprobs is not None:

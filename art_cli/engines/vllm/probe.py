@@ -1,4 +1,4 @@
-"""What a Python has of vLLM and of GPUs, found out by running it: for `art doctor` and for choosing an engine."""
+"""Which vLLM and GPUs a Python has, found out by running it. `art doctor` and the choice of an engine ask this."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import msgspec
 
 PROBE_DEADLINE_S = 120.0  # importing vLLM from a cold disk takes most of a minute
 
-# Runs in the other Python: prints one JSON line, whatever is missing there.
+# A program for the other Python. It prints one JSON line, whatever is missing there.
 PROGRAM = """
 import json, sys
 found = {"version": None, "torch": None, "gpus": [], "architectures": [], "error": None}
@@ -31,15 +31,15 @@ class VllmFacts(msgspec.Struct, kw_only=True, frozen=True):
     """Example: VllmFacts(python="/opt/vllm/bin/python", version="0.32.0", torch="2.13.0", gpus=["NVIDIA H200"])."""
 
     python: str
-    version: str | None = None  # of vLLM; None: it cannot be imported
+    version: str | None = None  # vLLM's; None where it cannot be imported
     torch: str | None = None
-    gpus: list[str] = []  # that torch sees there
-    architectures: list[str] = []  # of transformers, that it serves: "Qwen3ForCausalLM"
+    gpus: list[str] = []  # names of the GPUs that torch sees there
+    architectures: list[str] = []  # the transformers architectures that it serves: "Qwen3ForCausalLM"
     error: str | None = None  # why something is missing, one line
 
 
 def find_vllm(python: Path | None = None, *, timeout_s: float = PROBE_DEADLINE_S) -> VllmFacts:
-    """The facts about a Python's vLLM; None: this one's. Raises nothing: what fails is `error`."""
+    """The facts about a Python's vLLM; `python` None is this one. It never raises: `error` says what failed."""
     program = str(python or sys.executable)
     try:
         done = subprocess.run(

@@ -1,10 +1,10 @@
 """A vLLM server that answers: OwnServer starts one and sees it die, RunningServer finds one at an address.
 
-start()     it answers when this returns
-control     where it is steered; a new one after every start
-base_name   what the base model is called there
-ended()     why it can no longer be used, as soon as that is so
-stop()      an own one is gone, a running one left as it is
+start()     returns when the server answers
+control     steers it; a new object after every start
+base_name   the base model's name there
+ended()     returns why the server can no longer be used, as soon as it cannot
+stop()      ends an own server; a running one is left as it is
 """
 
 import asyncio
@@ -28,22 +28,22 @@ from art_cli.run_dir import write_file
 
 log = logging.getLogger(__name__)
 
-MAX_PORTS = 3  # tried, when somebody else is quicker to take one
-POLL_S = 0.25  # while it starts
+MAX_PORTS = 3  # ports tried when other processes are quicker to take them
+POLL_S = 0.25  # time between health checks while it starts
 HEALTH_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 10.0
-HANG_S = 120.0  # without any answer it is as good as dead; long prefills on a CPU keep a server silent for seconds
-PROMPT = [1, 2, 3, 4]  # any tokens
-SAME = 1e-6  # nats
+HANG_S = 120.0  # a server without an answer for this long hangs; long prefills on a CPU take seconds
+PROMPT = [1, 2, 3, 4]  # any tokens do
+SAME = 1e-6  # nats; logprobs that differ by less are the same
 TERM_GRACE_S = 10.0  # time that vLLM has to free a GPU, which takes a few seconds
 TAIL_LINES = 15
 
 
 class OwnServer:
-    """A child process; its port and key are new at every start."""
+    """A child process of this one. Its port and key are new at every start."""
 
     def __init__(self, config: VllmEngineConfig, model: PolicySpec, *, name: str, log: Path) -> None:
-        """Raises EngineError: no such Python, or a setting that cannot be had here."""
+        """Raises EngineError: no such Python, or a setting that this machine cannot have."""
         self.base_name = f"{name}@base"
         self.log = log
         self._has_gpu = arguments.has_gpu({**os.environ, **config.env})
@@ -57,7 +57,7 @@ class OwnServer:
         self.pid = 0  # process id of the server itself; 0: not started
 
     async def start(self) -> None:
-        """Raises EngineError with the log's last lines: it ended, or did not answer in time."""
+        """Returns when it answers. Raises EngineError with the log's last lines: it ended, or was silent too long."""
         log.info("vllm: starting %s for %s; its log: %s", self._python, self._model.base, self.log)
         for _ in range(MAX_PORTS):
             if await self._start_at(free_port()):
@@ -65,14 +65,14 @@ class OwnServer:
         raise EngineError(f"vllm: {MAX_PORTS} ports in a row were taken by others while it started; see {self.log}")
 
     async def _start_at(self, port: int) -> bool:
-        """False: somebody else has that port."""
+        """Whether the server answers; False where another process has that port."""
         self.key = secrets.token_urlsafe(32)
         self.control = Control(f"http://127.0.0.1:{port}", self.key)
         try:
             self._child = await self._start_child(port)
             self.pid = await self._child.program_pid()
             if await self._until_healthy():
-                with contextlib.suppress(Refused):  # another's server, which does not know our key
+                with contextlib.suppress(Refused):  # another process's server, which does not know our key
                     if self.base_name in await self.control.models():
                         return True
         except BaseException:
@@ -115,7 +115,7 @@ class OwnServer:
         )
 
     async def _until_healthy(self) -> bool:
-        """Whether a server answers; False: ours ended, because somebody else was quicker to take the port."""
+        """Whether a server answers; False where ours ended because another process was quicker to take the port."""
         assert self._child is not None
         ended = asyncio.ensure_future(self._child.wait())
         try:
@@ -149,7 +149,7 @@ class OwnServer:
             hung.cancel()
 
     async def _unhealthy(self) -> str:
-        """What is wrong with a server whose process lives."""
+        """Why a server whose process lives can no longer be used, as soon as it cannot."""
         loop = asyncio.get_running_loop()
         answered = loop.time()
         while loop.time() - answered < HANG_S:
@@ -158,7 +158,7 @@ class OwnServer:
                     return "its engine core died"
                 answered = loop.time()
             except Unreachable:
-                pass  # until HANG_S have gone by
+                pass  # it may answer again before HANG_S have passed
             except Refused as refusal:
                 return f"its health check says {refusal}"
             await asyncio.sleep(HEALTH_EVERY_S)
@@ -175,13 +175,13 @@ class OwnServer:
 
 
 class RunningServer:
-    """Somebody else's process at `engine.url`, on a machine that sees the run's files under the same paths."""
+    """A server that the user runs at `engine.url`, on a machine that sees the run's files under the same paths."""
 
     pid = 0
     sleep_level = 0
 
     def __init__(self, config: VllmEngineConfig) -> None:
-        assert config.url is not None, "a server of our own is an OwnServer"
+        assert config.url is not None, "without an address it is an OwnServer"
         self._key_variable = config.api_key_env
         self.key = os.environ.get(config.api_key_env, "")
         self.control = Control(config.url.rstrip("/").removesuffix("/v1"), self.key)
@@ -200,9 +200,10 @@ class RunningServer:
             raise
 
     async def _check_logprobs(self) -> None:
-        """Logprobs of the distribution sampled from change with the temperature; raw ones do not.
+        """Raises EngineError: the server reports raw logprobs, which do not change with the temperature.
 
-        Only tokens that both replies list are compared, because each also lists the token that it happened to sample.
+        Those of the distribution sampled from do. Only tokens that both replies list are compared, because each also
+        lists the token that it happened to sample.
         """
         warm, hot = [
             await self.control.score(self.base_name, PROMPT, is_cached=True, temperature=temperature, timeout_s=60.0)
@@ -215,9 +216,9 @@ class RunningServer:
             )
 
     async def ended(self) -> str:
-        """Never: it is not ours to watch; requests fail while it is away."""
+        """Never returns, because the user watches this server. Requests fail while it is away."""
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets it")
+        raise AssertionError("the event was set")
 
     def last_lines(self) -> str:
         return f"the log of {self.control.root} says more"
