@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 
 
 class Ranks(Protocol):
-    """This process among those of its learner. All processes call each method, in the same order."""
+    """This process among those of its learner. All call `gather`, `forward` and `whole`, in the same order."""
 
     rank: int
     size: int
