@@ -64,7 +64,7 @@ class Engine(Protocol):
         ...
 
     def longest_prompt(self) -> int | None:
-        """The number of characters that no prompt within the context exceeds; None: this engine cannot tell."""
+        """The number of characters that no prompt within the context exceeds; None: unknown. Only `art serve` asks."""
         ...
 
     async def sleep(self) -> None:

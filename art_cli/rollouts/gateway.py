@@ -9,6 +9,8 @@ it is recorded as a turn with the finish reason "cancelled".
 An SDK that gives up on a call sends it again. The new call replaces the old one (retries.py), and a reply to the old
 one is marked as abandoned.
 
+A call that only asks about a prompt (`Request.is_recorded` is False) is answered, and neither recorded nor counted.
+
 Nothing is kept of a rollout that is closed. The keys are random and never logged, and each is given to one rollout.
 """
 
