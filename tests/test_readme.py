@@ -1,4 +1,4 @@
-"""The README tells the truth: its tree is the tree, its commands exist."""
+"""The README tells the truth: its tree is the tree, its commands exist; every file that a page links to is there."""
 
 import re
 
@@ -36,3 +36,9 @@ def test_every_command_is_in_the_table_and_every_one_there_exists() -> None:
     table = README.split("## Commands")[1].split("##")[0]
     named = set(re.findall(r"^\| `art (\w+)", table, flags=re.MULTILINE))
     assert named == set(get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def test_every_file_that_a_page_links_to_is_there() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+            assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
