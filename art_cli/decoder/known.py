@@ -27,7 +27,7 @@ class Layer(NamedTuple):
     query: Projection
     key: Projection
     value: Projection
-    head_norms: tuple[Norm, Norm] | None  # of queries and keys; None: the family has none
+    head_norms: tuple[Norm, Norm] | None  # norms of queries and of keys; None: the family has none
     out: Projection
     mlp_norm: Norm
     gate: Projection

@@ -87,7 +87,9 @@ def _run(
     module: Any, attend: Attend, hidden: Tensor, *, cos: Tensor, sin: Tensor, tree: TreeLike, rows: Tensor | None
 ) -> Tensor:
     """[1, T, hidden]; with `rows` of those only."""
-    layer = read_layer(module)  # at every call: sharding puts whole tensors in place only while a layer runs
+    layer = read_layer(
+        module
+    )  # read at every call, because sharding puts whole tensors in place only while a layer runs
     adapters = [tensor for projection in layer.projections for tensor in (projection.down, projection.up)]
     query, key, value = _Inputs.apply(hidden[0], cos, sin, layer, *adapters[:6])  # type: ignore[no-untyped-call]
     heads = (states.transpose(0, 1)[None] for states in (query, key, value))
@@ -112,7 +114,7 @@ def _projection(module: Any) -> Forward | None:
         return None
 
     def forward(x: Tensor) -> Tensor:
-        projection = read()  # at every call, as above; and adapters may be off
+        projection = read()  # read at every call, as above; adapters may be off
         rows = x.reshape(-1, x.shape[-1])
         out: Tensor = _Project.apply(rows, projection, projection.down, projection.up)  # type: ignore[no-untyped-call]
         return out.view(*x.shape[:-1], -1)

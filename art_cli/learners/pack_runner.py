@@ -27,12 +27,13 @@ from art_cli.model import Weights
 
 log = logging.getLogger(__name__)
 
-# Tokens of a pack where the config leaves it open. 24M-parameter Qwen3, 9,728 tokens a step: 8192 takes 17.4 s of CPU
-# time, 2048 12.4 s, 1024 11.7 s: past the caches, time goes into fetching fresh memory. On a CPU it is the least; more,
-# up to twice the longest sample, where trees would be cut and their stems computed again.
+# Tokens of a pack where the config gives none. On a CPU this is the smallest budget: larger packs, up to twice the
+# longest sample, are made where trees would be cut and their stems computed again. Measured with a 24M-parameter Qwen3
+# and 9,728 tokens a step: 8192 takes 17.4 s of CPU time, 2048 12.4 s, 1024 11.7 s, because larger packs do not fit into
+# the caches.
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
-# How many times a tree's tokens rows must compute for trees to pay: below, what a sample saves goes into its second
-# look, at what it shares. Trees are 3 to 12 % slower at 1.01, even at 1.03, 7 % faster at 1.13 (1M and 24M parameters).
+# Least ratio of the tokens in rows to the tokens in trees at which trees pay, because each shared span costs a second
+# attention. Measured with 1M and 24M parameters: trees are 3 to 12 % slower at 1.01, equal at 1.03, 7 % faster at 1.13.
 WORTH = 1.04
 
 
@@ -40,7 +41,7 @@ class PackRunner:
     """Scores the edges of packs with the weights it is given. Use inside `running()`."""
 
     def __init__(self, weights: Weights, config: BaseLearnerConfig, ranks: Ranks | None = None) -> None:
-        """`ranks`: the processes that share the packs; None: this one alone."""
+        """`ranks`: the processes that share the packs; None: this process is alone."""
         self.weights, self.config = weights, config
         self.ranks: Ranks = ranks or SingleRank()
         self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS.get(weights.device.type, 1024)
@@ -52,14 +53,14 @@ class PackRunner:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Holds the weights, and has the model's layers attend to packs."""
+        """Holds the weights while inside, and makes the model's layers attend to packs."""
         with self.weights.lock, contextlib.ExitStack() as stack:
             if self.can_pack:
                 stack.enter_context(_packing(self.model))
             yield
 
     def decide(self, can_pack: bool, reason: str) -> None:
-        """Packs from now on, or plain rows for that reason."""
+        """Runs packs from now on, or plain rows for that reason."""
         self.can_pack = can_pack
         if not can_pack:
             log.warning("%s; training one sample at a time, slower", reason)
@@ -77,20 +78,20 @@ class PackRunner:
         return other
 
     def pack(self, samples: Sequence[Sample], *, share: bool | None = None) -> list[Pack]:
-        """The samples as packs that `run` takes. `share`: whether they are trees; None: as the config says."""
+        """The samples as packs for `run`. `share`: whether packs are trees; None: the config and the samples decide."""
         if share is None:
             share = self._shares(samples)
         return pack_small(samples, budgets=self._budgets(samples), share=share)
 
     def _shares(self, samples: Sequence[Sample]) -> bool:
-        """Whether what the samples have in common is computed once."""
+        """Whether shared tokens of the samples are computed once."""
         assert self.can_pack is not None, "PackingCheck.probe comes first"
         if not self.can_pack or self.config.packing == "rows":
             return False
         return self.config.packing == "tree" or reuse(samples) >= WORTH
 
     def _budgets(self, samples: Sequence[Sample]) -> list[int]:
-        """The tokens that a pack may have, ascending."""
+        """Sizes that a pack may have, in tokens, ascending."""
         budgets = [self.micro_batch_tokens]
         if self.config.micro_batch_tokens is None and self.weights.device.type == "cpu":
             longest = max((len(sample.token_ids) for sample in samples), default=0)
@@ -99,11 +100,11 @@ class PackRunner:
         return budgets
 
     def deal(self, samples: Sequence[Sample]) -> list[Pack]:
-        """The packs of the samples that fall to this process."""
+        """The packs that this process runs."""
         if self.ranks.size == 1:
             return self.pack(samples)
         share = self._shares(samples)
-        # run plainly, a pack takes a forward pass for each row: one row, so that all processes run as many
+        # a plain pack takes a forward pass for each row, so packs of one row give all processes as many passes
         budget = self.micro_batch_tokens if self.can_pack else 1
         packs = pack_evenly(samples, self.ranks.size, budget=budget, share=share)
         return deal(packs, self.ranks.rank, self.ranks.size)
@@ -118,7 +119,7 @@ class PackRunner:
             return self.ranks.forward(self.model, self._run_packed, pack)
 
     def _checkpoints(self, pack: Pack) -> bool:
-        """Whether the pack's activations are to be computed again in the backward pass instead of kept."""
+        """Whether the backward pass computes the pack's activations again instead of keeping them."""
         setting = self.config.gradient_checkpointing
         return setting is not False and len(pack.token_ids) >= setting and torch.is_grad_enabled()
 
@@ -145,7 +146,7 @@ class PackRunner:
             self._row_logits(pack.token_ids[start:end], positions - start)
             for start, end, positions in zip(starts, ends, _split(pack.edges.positions, starts[1:]), strict=True)
         ]
-        return self._score(torch.cat(logits), torch.clone, pack)  # the logits are there: the head only copies them
+        return self._score(torch.cat(logits), torch.clone, pack)  # the logits are there, so the head only copies them
 
     def _row_logits(self, token_ids: Ints, positions: Ints) -> Tensor:
         """[len(positions), V] logits of one sequence, the whole model run as it is."""
@@ -166,13 +167,13 @@ class PackRunner:
 
 @contextlib.contextmanager
 def _packing(model: Any) -> Iterator[None]:
-    """Has the model's layers compute packs."""
+    """While inside, the model's layers compute packs."""
     with tree_attention(model), known_layers(model, attend):
         yield
 
 
 def _split(positions: Ints, bounds: list[int]) -> list[Ints]:
-    """Ascending positions of a pack, cut where each next row begins."""
+    """Ascending positions of a pack, cut where each row after the first begins."""
     return np.split(positions, np.searchsorted(positions, bounds))
 
 
@@ -184,7 +185,7 @@ def _enable_checkpointing(model: Any) -> None:
 
 @contextlib.contextmanager
 def _checkpointing_layers(model: Any) -> Iterator[None]:
-    """Layers that checkpoint do so only in training mode: puts them, and not the dropouts inside them, there."""
+    """Puts the layers that checkpoint into training mode, which they need for it, but not the dropouts inside them."""
     layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     for layer in layers:
         layer.training = True

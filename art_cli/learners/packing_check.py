@@ -104,8 +104,8 @@ def _compare(runner: PackRunner, packs: Sequence[Pack]) -> PackingGap:
 
 
 class _Numbers(NamedTuple):
-    logprobs: dict[int, Tensor]  # of each trained token, by the sample's id
-    gradient: Mapping[str, Tensor]  # of the sum of the logprobs, by the parameter's name
+    logprobs: dict[int, Tensor]  # sample's id -> logprobs of its trained tokens
+    gradient: Mapping[str, Tensor]  # parameter's name -> gradient of the sum of the logprobs
 
 
 def _gap(found: _Numbers, own: _Numbers) -> Gap:

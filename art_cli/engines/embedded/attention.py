@@ -1,14 +1,13 @@
 """Attention over slots: what each layer computes between its projections.
 
 The batch is one row of T tokens of many sequences: first one token of each decoding slot, then chunks of prompt. A
-layer hands over queries, keys and values; `Layout.attend` writes the new keys and values into the cache, and attends
+layer gives queries, keys and values. `Layout.attend` writes the new keys and values into the cache, then
 
-* decoding slots together, in runs (runs.py) of neighbouring slots read in place; where all of a run begin with the same
-  tokens, those are read once for all of them;
-* chunks of prompt: short ones together, long ones one by one.
+* decoding slots attend in runs (runs.py) of neighbouring slots, which are read in place, a shared prefix only once;
+* short chunks of prompt attend together, long ones one by one.
 
 Tokens attend to their own slot's tokens at or before their position (inside the sliding window, where there is one).
-`attend` is the same as a transformers attention function, so that a model's own layers run on it unchanged.
+`attend` does the same as a transformers attention function, so that a model's own layers run on it unchanged.
 """
 
 from typing import Any
@@ -27,7 +26,7 @@ NAME = "art_slots"
 
 
 class Layout:
-    """What every layer needs to know of the step, worked out once."""
+    """How the tokens of one step attend: computed once for all layers."""
 
     def __init__(self, plan: StepPlan, runs: list[Run], cache: SlotCache, device: torch.device) -> None:
         self.tokens_T = torch.from_numpy(plan.tokens_T).to(device)
@@ -71,7 +70,7 @@ class Layout:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _places_of(self, heads: int) -> Tensor:
-        """[T * heads] where in a slab, seen as rows of head_dim, each token's keys (or values) of each head go."""
+        """[T * heads] the row of a slab, seen as rows of head_dim, for the keys or values of each token and head."""
         if heads not in self._places:
             length = self._cache.shape.length
             first = self._slots_T * (heads * length) + self.positions_T
@@ -79,7 +78,7 @@ class Layout:
         return self._places[heads]
 
     def _run_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """[slots, 1, 1, length] 0 to attend, -inf not to; None: everything."""
+        """[slots, 1, 1, length] 0: attended, -inf: not; None: all are attended."""
         run, key = self._runs[index], (index, window)
         if run.is_even and not (window and run.length > window):
             return None
@@ -92,7 +91,7 @@ class Layout:
         return self._masks[key]
 
     def _chunk_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """[slots, 1, width, length]; None: causal from the first token on."""
+        """[slots, 1, width, length]; None: causal attention from the first token on."""
         key, run = (-1 - index, window), self._chunk_runs[index]
         if run.chunk is not None and run.chunk.start == 0 and not (window and run.length > window):
             return None
@@ -141,7 +140,7 @@ def _attend_run(
 def _attend_run_with_shared(
     run: Run, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """As `_attend_run`; the tokens that all begin with are read from the first slot, as one product for all rows.
+    """As `_attend_run`, but the shared prefix is read from the first slot in one product for all rows.
 
     Two softmaxes over the two spans of tokens are joined by their normalisers: with e the log-sum-exp of a span's
     scores, the weight of the first span is sigmoid(e1 - e2).
@@ -176,7 +175,7 @@ def _attend_normed(
 
 
 def _grouped(run: Run, query: Tensor, heads_kv: int) -> Tensor:
-    """[slots, heads_kv, heads / heads_kv, head_dim]: heads that share keys are rows of one product."""
+    """[slots, heads_kv, heads / heads_kv, head_dim]; heads that share keys become rows of one product."""
     rows, heads, dim = query.shape
     grouped = query.reshape(rows, heads_kv, heads // heads_kv, dim)
     if run.members is None:

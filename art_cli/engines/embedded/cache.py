@@ -1,7 +1,7 @@
-"""Keys and values of every slot: one slab per layer, `[slots, heads, length, head_dim]`, grown as it is needed.
+"""Keys and values of every slot: one slab per layer, `[slots, heads, length, head_dim]`, grown as needed.
 
-It knows nothing of sequences. What lies in a slot beyond the tokens computed for it is left over from earlier ones
-(finite numbers, never uninitialised memory) and is masked by whoever reads.
+It knows nothing of sequences. A slot's content beyond its computed tokens is left over from earlier sequences. It is
+finite, never uninitialised memory, and attention masks it.
 """
 
 import torch
@@ -12,7 +12,7 @@ Tensor = torch.Tensor
 
 
 class SlotCache:
-    """A layer's slabs are made at its first write, in the shape and dtype of what is written."""
+    """A layer's slabs are made at its first write, with the heads and dtype of the states written."""
 
     def __init__(self) -> None:
         self.shape = Shape(0, 0)
@@ -20,7 +20,7 @@ class SlotCache:
         self.values: dict[int, Tensor] = {}
 
     def resize(self, shape: Shape) -> None:
-        """Room for `shape`; what both shapes have in common is kept. One layer at a time, to spare memory."""
+        """Gives each slab that shape and keeps the common part. One layer at a time, to save memory."""
         if shape == self.shape:
             return
         self.shape = shape
@@ -38,7 +38,7 @@ class SlotCache:
                     slab[copy.targets, :, : copy.length] = slab[copy.source, :, : copy.length]
 
     def write(self, layer: int, key: Tensor, value: Tensor, places: Tensor) -> None:
-        """Puts key and value `[T, heads, head_dim]` of each token and head at its place among a slab's rows."""
+        """Writes key and value `[T, heads, head_dim]` of each token and head into the slab's rows `places`."""
         if layer not in self.keys:
             self.keys[layer] = self._slab(key)
             self.values[layer] = self._slab(value)
@@ -46,7 +46,7 @@ class SlotCache:
             slab.view(-1, slab.shape[3]).index_copy_(0, places, states.reshape(-1, slab.shape[3]))
 
     def clear(self) -> None:
-        """Forgets all content and gives the memory back."""
+        """Frees all slabs."""
         self.keys.clear()
         self.values.clear()
 

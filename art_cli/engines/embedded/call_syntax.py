@@ -1,4 +1,4 @@
-"""How a model family writes tool calls in its text: where a call begins and ends, and how one is read
+"""How a model family writes tool calls in its text: where a call begins and ends, and how to read it.
 
     hermes    <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>              Qwen 2.5 and 3, Hermes
     xml       <tool_call><function=f><parameter=a>1</parameter></function></tool_call>  Qwen3-Coder
@@ -7,9 +7,9 @@
     llama     {"name": "f", "parameters": {"a": 1}}, with or without <|python_tag|>     Llama 3
     phi       <|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>         Phi-4-mini
 
-Each syntax reads the text between its two markers and answers with the calls in it, or None where that text is no call
-and stays content. The arguments of JSON syntaxes stay the very text that was sampled; the others are written as JSON,
-each value by the type that the tool's schema gives it.
+Each syntax reads the text between its two markers and returns the calls in it, or None where that text is no call and
+stays content. The arguments of JSON syntaxes stay exactly the sampled text. The others are written as JSON, each value
+by the type in the tool's schema.
 """
 
 import json
@@ -31,9 +31,9 @@ class CallSyntax:
 
     name: str
     begin: str
-    end: str  # empty: a call goes on to the end of the reply
+    end: str  # "": a call lasts until the end of the reply
     read: Callable[[str, Schemas], list[Json] | None]
-    is_bare_json: bool = False  # a reply that is one JSON object with a name is a call without `begin` as well
+    is_bare_json: bool = False  # whether a reply that is one JSON object with a name is a call without `begin` too
 
     @property
     def can_be_forced(self) -> bool:
@@ -42,7 +42,7 @@ class CallSyntax:
 
 
 def find_syntax(template: str) -> CallSyntax:
-    """The syntax of a model's chat template; Hermes for a template that shows none of them."""
+    """The syntax of a model's chat template; Hermes where the template shows none."""
     for mark, syntax in _BY_MARK:
         if mark in template:
             return syntax
@@ -74,7 +74,7 @@ def read_json_call(body: str, _: Schemas = {}) -> list[Json] | None:  # noqa: B0
 
 
 def read_json_calls(body: str, _: Schemas) -> list[Json] | None:
-    """A list of such objects, or one, or several joined by semicolons (Llama)."""
+    """A list of objects with `name` and `arguments`, or one, or several joined by semicolons (Llama)."""
     text = body.strip(SPACE)
     texts = _split_list(text) if text.startswith("[") else _split_objects(text)
     calls = [_json_call(one) for one in texts or ()]
@@ -82,7 +82,7 @@ def read_json_calls(body: str, _: Schemas) -> list[Json] | None:
 
 
 def _json_call(text: str) -> Json | None:
-    """The arguments' text stays as it was sampled."""
+    """The call in an object's text, its arguments exactly as sampled; None: it is no call."""
     fields = read_object(text)
     if fields is None or "name" not in fields:
         return None
@@ -94,7 +94,7 @@ def _json_call(text: str) -> Json | None:
 
 
 def read_object(text: str) -> dict[str, str] | None:
-    """A JSON object's fields, each value as the text it was written in; None where the text is not one object."""
+    """A JSON object's fields, each value as its text; None where the text is not one object."""
     decoder = json.JSONDecoder()
     try:
         if not isinstance(json.loads(text), dict):
@@ -104,7 +104,7 @@ def read_object(text: str) -> dict[str, str] | None:
     fields, place = {}, _skip(text, 1)
     while text[place] != "}":
         key, place = decoder.raw_decode(text, place)
-        start = _skip(text, _skip(text, place) + 1)  # the value begins behind the colon
+        start = _skip(text, _skip(text, place) + 1)  # the value begins after the colon
         _, end = decoder.raw_decode(text, start)
         fields[key] = text[start:end]
         place = _skip(text, end)
@@ -200,7 +200,7 @@ def _typed_call(name: str, arguments: Sequence[tuple[str, str]], schemas: Schema
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """The value that a text stands for: itself where the schema says string, else what it is as JSON, if it is any."""
+    """The value of a text: itself where the schema says string or it is not JSON, else its JSON value."""
     if isinstance(schema, dict) and schema.get("type") == "string":
         return text
     try:

@@ -57,7 +57,7 @@ class Generation:
     temperature: float
     top_p: float
     top_k: int
-    seed: int  # in [0, 2**64)
+    seed: int  # a number in [0, 2**64)
     owner: Any  # the caller's object; the thread does not read it
     mailbox: "Mailbox"
     is_stream: bool = False  # True: a piece for every token; False: one piece at the end

@@ -1,8 +1,8 @@
-"""What a reply has to look like, as a grammar: `response_format` and forced calls
+"""The grammar that a reply must follow: for `response_format` and for forced calls.
 
-Text only: grammars.py compiles it. It is llguidance's Lark, with `%json` rules and special tokens by their ids. A
-thought may stand before an answer where the template has thinking, and calls in its place where there are tools and
-the choice is free. Calls are written as messages.py reads them.
+It writes text only, which grammars.py compiles. The language is llguidance's Lark, with `%json` rules and special
+tokens by their ids. Where the template has thinking, a thought may come before the answer. Where there are tools and
+the choice is free, calls may come in place of the answer. Calls are written as messages.py reads them.
 """
 
 import json
@@ -15,7 +15,8 @@ from art_cli.chat.requests import Request
 from art_cli.engines.embedded.text import MARKERS, Vocabulary
 
 Json = dict[str, Any]
-Thoughts = Literal["begun", "free", "none"]  # in the prompt already, as the model likes, no more
+# Thoughts before the answer. begun: the prompt has opened one; free: the model may open one; none: it may not.
+Thoughts = Literal["begun", "free", "none"]
 
 CALL, CALL_END, THINK, THINK_END = MARKERS
 MAX_SCHEMA = 128 * 1024  # characters of a schema's JSON; OpenAI admits 120,000
@@ -27,14 +28,14 @@ class Format:
     """Example: Format("start: answer\\nanswer: %json {...}", ("%json {...}",), "response_format")"""
 
     grammar: str
-    schemas: tuple[str, ...]  # the parts of it that a client wrote, each as a rule's right side
-    param: str  # of the request, where they come from
+    schemas: tuple[str, ...]  # the parts of the grammar that a client wrote, each the right side of a rule
+    param: str  # the request's parameter that they come from
 
 
 def reply_format(vocabulary: Vocabulary, request: Request, tools: list[Json], thoughts: Thoughts) -> Format | None:
-    """The format of the reply to a chat request; None where it is free. Raises ChatError 400: a schema too long.
+    """The format of the reply to a chat request; None: the reply is free. Raises ChatError 400: a schema is too long.
 
-    `tools`: those that may be called. A forced call has begun in the prompt, unless a thought has.
+    `tools`: the tools that may be called. The prompt has opened a forced call, unless it has opened a thought.
     """
     calls = _Calls(vocabulary, tools)
     if tools and request.tool_choice != "auto":
@@ -57,7 +58,7 @@ def reply_format(vocabulary: Vocabulary, request: Request, tools: list[Json], th
 
 
 class _Calls:
-    """Rules for calls of tools: `name_on` is one from its name on, `end` what is behind its arguments."""
+    """Rules for calls of tools: `name_on` is a call from its name on, `end` the text after its arguments."""
 
     def __init__(self, vocabulary: Vocabulary, tools: Sequence[Json]) -> None:
         self._names = [tool["function"]["name"] for tool in tools]
@@ -82,7 +83,7 @@ class _Calls:
         return f'("\\n" {self._begin} name_on)*'
 
     def forced(self, choice: str | Json, *, begun: bool) -> str:
-        """`begun`: the prompt has the call's opening; with a named tool up to its arguments, else up to the name."""
+        """`begun`: the prompt has opened the call, up to the arguments of a named tool or up to the name."""
         if isinstance(choice, dict):
             name = choice["function"]["name"]
             index = self._names.index(name)
@@ -92,7 +93,7 @@ class _Calls:
 
 
 def _thought(vocabulary: Vocabulary, thoughts: Thoughts) -> str:
-    """What may stand before the answer."""
+    """The rule for a thought before the answer; "" where none may come."""
     end = _spelled(vocabulary, THINK_END)
     rest = "thought GAP?" if end.startswith('"') else f"/(?s:.*)/ {end} GAP?"
     return {"begun": rest, "free": f"({_spelled(vocabulary, THINK)} {rest})?", "none": ""}[thoughts]
@@ -106,7 +107,7 @@ def _schema_of(response_format: Json) -> Json:
 
 
 def _json_rule(schema: Json, param: str, is_strict: bool = True) -> str:
-    """A tool's schema is advice where it is not strict: keywords that cannot be held to are left aside in it."""
+    """The schema as a rule. One that is not strict is advice: keywords that llguidance does not know are ignored."""
     text = json.dumps({**schema, "x-guidance": {"lenient": not is_strict}})
     if len(text) > MAX_SCHEMA:
         raise invalid(f"{param}: a schema of {len(text)} characters; at most {MAX_SCHEMA}", param)
@@ -114,9 +115,9 @@ def _json_rule(schema: Json, param: str, is_strict: bool = True) -> str:
 
 
 def _spelled(vocabulary: Vocabulary, marker: str) -> str:
-    """The marker as a grammar says it: quoted text, or the id of the token that it is.
+    """The marker as a grammar writes it: quoted text, or the id where the marker is an added token.
 
-    An added token written <so> is no text to llguidance, whether the tokenizer calls it special or not.
+    llguidance takes no added token for text, even where the tokenizer does not call it special.
     """
     id = vocabulary.tokenizer.convert_tokens_to_ids(marker)
     return f"<[{id}]>" if id in vocabulary.tokenizer.added_tokens_decoder else _quoted(marker)

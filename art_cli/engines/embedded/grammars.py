@@ -41,11 +41,11 @@ LIMITS: dict[str, Any] = {
 
 
 class GrammarError(EngineError):
-    """A format cannot be held to."""
+    """A format that cannot be compiled, or a reply that broke it."""
 
 
 class Grammars:
-    """The formats of one vocabulary. `vocab` is the model's number of tokens, `stop_ids` end a reply."""
+    """The compiled formats of one vocabulary. `vocab`: the model's number of tokens; `stop_ids`: they end a reply."""
 
     def __init__(self, tokenizer: Any, *, vocab: int, stop_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab = tokenizer, vocab
@@ -57,9 +57,11 @@ class Grammars:
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="art-grammar")
 
     async def compile(self, format: Format) -> "LLMatcher":
-        """A matcher at the format's beginning, to be copied. Raises ChatError 400: there is none; 503: not now."""
+        """A matcher at the format's beginning; callers copy it. Raises ChatError 400: there is none; 503: busy."""
         compiled = asyncio.wrap_future(self._future(format))
-        compiled.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, if nobody waits any more
+        compiled.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # read even without a waiting client
         try:
             return await asyncio.wait_for(asyncio.shield(compiled), COMPILE_DEADLINE_S)
         except TimeoutError:
@@ -68,7 +70,7 @@ class Grammars:
             raise invalid(f"{format.param}: {error}", format.param) from error
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)  # the process's end waits for those that have begun
+        self._pool.shutdown(wait=False, cancel_futures=True)  # the process ends after those that have begun
 
     def _future(self, format: Format) -> "Future[LLMatcher]":
         with self._lock:
@@ -89,7 +91,7 @@ class Grammars:
         return matcher
 
     def _wrap(self) -> "LLTokenizer":
-        """Made once: about a second for 150,000 tokens."""
+        """The tokenizer as llguidance reads it. Made once, in about a second for 150,000 tokens."""
         from llguidance import LLTokenizer
 
         with self._wrap_lock:
@@ -107,7 +109,7 @@ class Grammars:
 
 
 class Masks:
-    """Which tokens may come next, for several answers at once."""
+    """Which tokens may come next, for several generations at once."""
 
     def __init__(self, vocab: int, num_threads: int) -> None:
         from llguidance import LLExecutor
@@ -116,7 +118,7 @@ class Masks:
         self._executor = LLExecutor(num_threads)
 
     def allowed(self, matchers: Sequence["LLMatcher"]) -> Bools:
-        """[n, V]; at least one token each: those that end the reply where nothing else can follow, or on an error."""
+        """[n, V] at least one token each: where nothing else can follow, or on an error, those that end the reply."""
         words = np.zeros((len(matchers), -(-self._vocab // 32)), np.int32)
         places = [(matcher, row) for row, matcher in enumerate(matchers)]
         self._executor.unsafe_compute_mask_ptr(places, words.ctypes.data, words.shape[1] * 4, len(matchers))

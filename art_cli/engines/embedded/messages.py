@@ -1,13 +1,13 @@
 """Chat requests as prompt tokens, and sampled text as assistant messages.
 
-`render` goes through the tokenizer's chat template. `MessageParser` reads what came back: calls in the syntax that the
-template writes (call_syntax.py) become tool calls, a leading `<think>` block becomes `reasoning_content`.
-Everything else stays content, byte for byte but for the line break that templates put before a call. So the next turn's
-prompt is rendered from the message that came back and goes on from the tokens sampled.
+`render` uses the tokenizer's chat template. `MessageParser` reads the sampled text: calls in the syntax that the
+template writes (call_syntax.py) become tool calls, and a leading `<think>` block becomes `reasoning_content`.
+Everything else stays content, byte for byte, apart from the line break that templates put before a call. So the prompt
+of the next turn, rendered from this message, continues the sampled tokens.
 
 A block that is no call (broken JSON, no name) stays content. `tool_choice` "required" or a named function puts the
-opening of a call into the prompt, as those templates write it, and a grammar holds the rest to the tools' schemas; so
-does one for `response_format` (formats.py).
+opening of a call into the prompt, as the template writes it, and a grammar (formats.py) holds the rest to the tools'
+schemas. Another grammar holds a reply to `response_format`.
 """
 
 import json
@@ -24,12 +24,12 @@ from art_cli.engines.embedded.text import MARKERS, Vocabulary, overlap
 Json = dict[str, Any]
 
 CALL, _, THINK, THINK_END = MARKERS
-MAX_ASIDE = 2**20  # characters of messages and tools that a template may leave out: thoughts of earlier turns
-MAX_LENGTH = 2**20  # tokens of a prompt where nobody says how many the context holds
+MAX_ASIDE = 2**20  # most characters of messages and tools that a template may leave out, as thoughts of earlier turns
+MAX_LENGTH = 2**20  # tokens of the context where the caller gives no length
 
 
 class Prompt:
-    """A request's prompt, and how its answer is to be read."""
+    """A request's prompt, and how to read its reply."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class Prompt:
         schemas: Schemas | None = None,
     ) -> None:
         self.ids = ids
-        self.opening = opening  # text of the answer that stands in the prompt already
+        self.opening = opening  # the beginning of the reply, which the prompt already holds
         self.has_tools = has_tools
         self.has_thinking = has_thinking
-        self.format = format  # what the answer is held to; None: free
-        self.syntax = syntax  # how this model writes calls
+        self.format = format  # the grammar of the reply; None: it is free
+        self.syntax = syntax  # the way this model writes calls
         self.schemas = schemas or {}
 
     def parser(self) -> "MessageParser":
@@ -61,9 +61,9 @@ class Prompt:
 
 
 def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGTH) -> Prompt:
-    """The prompt of a request, for a context of `max_length` tokens. It may take seconds: not for an event loop.
+    """The prompt of a request, for a context of `max_length` tokens. It may take seconds, so not in an event loop.
 
-    Raises ChatError 400: what the template refuses, what the context cannot hold, or what this engine cannot do.
+    Raises ChatError 400: the template refuses the request, the context cannot hold it, or the engine cannot do it.
     """
     if request.prompt is not None:
         text = request.prompt
@@ -78,7 +78,7 @@ def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGT
     has_thinking = THINK_END in template
     thoughts: Thoughts = "free" if has_thinking and not text.rstrip().endswith(THINK_END) else "none"
     if has_thinking and text.rstrip().endswith(THINK):
-        opening, thoughts = "", "begun"  # the call comes after the thought
+        opening, thoughts = "", "begun"  # the call has to come after the thought
     ids = _encode(vocabulary, text + opening, max_length, request)
     format = reply_format(vocabulary, request, tools, thoughts)
     begun = THINK if thoughts == "begun" else opening
@@ -86,20 +86,20 @@ def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGT
 
 
 def _num_letters(value: Any) -> int:
-    """Characters of all texts in a JSON value."""
+    """Number of characters of all texts in a JSON value."""
     if isinstance(value, dict):
         return sum(map(_num_letters, value.values()))
     return sum(map(_num_letters, value)) if isinstance(value, list) else len(value) if isinstance(value, str) else 0
 
 
 def num_wanted(request: Request) -> int:
-    """Tokens that the reply needs: as many as the client asked for, or one."""
+    """Number of tokens that the reply needs: the client's max_tokens, or one."""
     asked = request.sampling.max_tokens
     return asked if asked is not None and "max_tokens" in request.user_set else 1
 
 
 def too_long(request: Request, num_prompt: int | str, most: int) -> ChatError:
-    """The refusal of a prompt that, with its reply, is more than the context's `most` tokens."""
+    """The refusal of a prompt that, with its reply, exceeds the context's `most` tokens."""
     return ChatError(
         400,
         f"this model's context holds {most} tokens; the prompt has {num_prompt} and the reply was to have "
@@ -133,7 +133,7 @@ def _apply_template(vocabulary: Vocabulary, request: Request, tools: list[Json],
 
 
 def _for_template(message: Json, keeps_text: bool) -> Json:
-    """The message as templates expect it: content a string, arguments of calls an object (or the text as it was)."""
+    """The message as templates expect it: content as a string, arguments of calls as an object (or as they were)."""
     role = "system" if message["role"] == "developer" else message["role"]
     message = {**message, "role": role, "content": text_of(message.get("content"))}
     if message.get("tool_calls"):
@@ -171,9 +171,9 @@ def _call_opening(choice: str | Json, template: str, syntax: CallSyntax) -> str:
 
 
 class MessageParser:
-    """An assistant message that grows by text; each push returns what it adds, as OpenAI deltas.
+    """An assistant message that grows by text. Each push returns the new parts as OpenAI deltas.
 
-    `message` is the deltas put together, so that streamed and whole answers are the same.
+    `message` is the sum of the deltas, so that streamed and whole replies are the same.
     """
 
     def __init__(
@@ -186,23 +186,23 @@ class MessageParser:
         syntax: CallSyntax = HERMES,
         schemas: Schemas | None = None,
     ) -> None:
-        """`is_held`: to a format, so that what does not begin with a call has none."""
+        """`is_held`: a grammar holds the reply, so that a reply that does not begin with a call has none."""
         self._has_tools, self._is_held = has_tools, is_held
         self._syntax, self._schemas = syntax, schemas or {}
-        self._held = opening  # not decided yet
+        self._held = opening  # text whose meaning is not decided yet
         self._state = "start" if has_thinking else "content"  # start, think, content, call
-        self._gap = ""  # white space after a call, shown if text follows
+        self._gap = ""  # white space after a call; it is shown if text follows
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self.calls: list[Json] = []
 
     def push(self, text: str) -> list[Json]:
-        """The deltas that this text brings."""
+        """The deltas that this text adds."""
         self._held += text
         return self._advance(is_last=False)
 
     def flush(self) -> list[Json]:
-        """What was held back, now that nothing follows."""
+        """The deltas of the text held back, now that no text follows."""
         return self._advance(is_last=True)
 
     @property
@@ -224,7 +224,7 @@ class MessageParser:
         return deltas
 
     def _in_start(self, is_last: bool) -> list[Json]:
-        """A think block is one only at the very beginning."""
+        """A think block counts only at the very beginning."""
         text = self._held.lstrip(SPACE)
         if text.startswith(THINK):
             self._held, self._state = text[len(THINK) :].lstrip("\n"), "think"
@@ -246,7 +246,7 @@ class MessageParser:
         return self._think(thought[: len(thought) - keep])
 
     def _in_after_think(self, is_last: bool) -> list[Json]:
-        """Templates put line breaks of their own between thought and answer."""
+        """Skips the line breaks that templates put between thought and answer."""
         self._held = self._held.lstrip("\n")
         if self._held:
             self._state = "content"
@@ -282,7 +282,7 @@ class MessageParser:
         return self._show(self._syntax.begin + body + found) if calls is None else self._call(calls)
 
     def _may_be_bare_call(self) -> bool:
-        """Whether the whole reply may turn out to be one call that no marker announces."""
+        """Whether the whole reply may still be one call without a marker."""
         is_first = not self.calls and not self._content
         return self._syntax.is_bare_json and is_first and self._held.lstrip(SPACE).startswith("{")
 
@@ -292,7 +292,7 @@ class MessageParser:
         return [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(calls, first)]
 
     def _show(self, text: str, is_last: bool = False) -> list[Json]:
-        """Content; white space behind a call is kept back until something other follows it."""
+        """The text as content. White space after a call is held back until other text follows."""
         if self.calls:
             text = self._gap + text
             bare = text.rstrip(SPACE)
@@ -310,5 +310,5 @@ class MessageParser:
 
 
 def _before_marker(text: str, marker: str) -> str:
-    """The text without an end that is line breaks followed by the beginning of the marker."""
+    """The text without its end, where that is line breaks and a beginning of the marker."""
     return text[: len(text) - overlap(text, marker)].rstrip("\n")

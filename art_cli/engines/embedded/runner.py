@@ -1,11 +1,11 @@
 """Runs the model on a step's plan: tokens in, logits out, keys and values kept in slots.
 
-The layers are computed by packed.py or fused.py where these know them and give what the model gives, otherwise by the
-model itself.
+The decoder room computes the layers where it knows them and a probe gives the model's own logprobs (merged.py, else
+forward.py). Otherwise the model computes them itself.
 
-It holds no queue and takes no decision. The caller holds `weights.lock`, so that a learner in the same process never
-runs or changes the model meanwhile. No gradients are recorded, and no tensor made here becomes part of the weights
-(so `no_grad`, not `inference_mode`).
+It holds no queue and decides nothing about requests. The caller holds `weights.lock`, so that a learner in the same
+process does not run or change the model meanwhile. No gradients are recorded. It uses `no_grad`, because tensors of
+`inference_mode` could not be used by a learner later.
 """
 
 import contextlib
@@ -33,10 +33,10 @@ Tensor = torch.Tensor
 DecoderKind = type[MergedDecoder] | type[Decoder]
 log = logging.getLogger(__name__)
 
-MEMORY_SHARE = 0.25  # of what is free when the engine starts may go to keys and values
-SMALL = 8_000_000  # parameters: a second core makes 64 tokens 1.1 times faster with 1M of them, 1.5 times with 24M
-SCORE_ROWS = 512  # rows of logits turned into logprobs at a time
-PROBE = 12  # tokens on which the fused layers are compared with the model's own
+MEMORY_SHARE = 0.25  # share of the memory free at the engine's start that keys and values may take
+SMALL = 8_000_000  # parameters; a second core makes 64 tokens 1.1 times faster with 1M of them, 1.5 times with 24M
+SCORE_ROWS = 512  # number of rows of logits turned into logprobs at a time
+PROBE = 12  # number of tokens on which a decoder is compared with the model's own layers
 
 
 class ForwardRunner:
@@ -51,7 +51,7 @@ class ForwardRunner:
         costs = Costs.of(self.bytes_per_token() // self._model.config.num_hidden_layers)
         self._planner = RunPlanner(costs, weights.device)
         self._decoder: MergedDecoder | Decoder | None = None
-        self._decoder_version = -1  # of the weights that `_decoder` was made of
+        self._decoder_version = -1  # version of the weights when `_decoder` was made
         self.decoder_kind = next((kind for kind in (MergedDecoder, Decoder) if self._is_right(kind)), None)
 
     def forward(self, plan: StepPlan) -> Tensor:
@@ -64,14 +64,14 @@ class ForwardRunner:
             return self._logits(layout, rows)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """[L - 1] logprobs of each token after the first, by the path that samples, in slots of its own."""
+        """[L - 1] logprobs of each token after the first, computed as in sampling, in slots of its own."""
         with torch.no_grad():
             layout = self._whole(np.array(token_ids, np.int64))
             rows = torch.arange(len(token_ids) - 1, device=self.weights.device)
             if not len(rows):
                 return []
             logits, targets = self._logits(layout, rows), layout.tokens_T[1:]
-            parts = [  # a part at a time: no second matrix of the vocabulary's width
+            parts = [  # a part at a time, to avoid a second whole matrix of the vocabulary's width
                 logits[start : start + SCORE_ROWS]
                 .log_softmax(-1)
                 .gather(1, targets[start : start + SCORE_ROWS, None])[:, 0]
@@ -80,18 +80,18 @@ class ForwardRunner:
             return torch.cat(parts).tolist()
 
     def refresh(self) -> None:
-        """The weights may be others, whatever their version says. The caller holds the weights."""
+        """Drops what was made of the weights, which may have changed under the same version. The caller holds them."""
         self._decoder = None
 
     def bytes_per_token(self) -> int:
-        """What one token's keys and values take, by the configuration."""
+        """Size of one token's keys and values in all layers, by the configuration."""
         config = self._model.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return 2 * int(config.num_hidden_layers * heads * head_dim * self.weights.dtype.itemsize)
 
     def token_budget(self) -> int:
-        """Tokens of all slots together that the free memory admits."""
+        """Number of tokens of all slots together that fit into a share of the free memory."""
         if self.weights.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.weights.device)[0]
         else:
@@ -116,20 +116,20 @@ class ForwardRunner:
         return logits.float()
 
     def _current_decoder(self, kind: DecoderKind) -> MergedDecoder | Decoder:
-        """Parameters may have been replaced together with their content: also views are taken again."""
+        """Made again after each change of the weights, because parameters may be other tensors then."""
         if self._decoder is None or self._decoder_version != self.weights.version:
-            self._decoder = None  # never two copies
+            self._decoder = None  # freed first, so that there are never two copies
             self._decoder = kind(self._model)
             self._decoder_version = self.weights.version
         return self._decoder
 
     @property
     def is_small(self) -> bool:
-        """A CPU's other cores do more for who asks than for this model's small products."""
+        """Whether the model's products are so small that a CPU's other cores are better left to the clients."""
         return self.weights.device.type == "cpu" and count_parameters(self._model).whole < SMALL
 
     def _is_right(self, kind: DecoderKind) -> bool:
-        """Whether these layers know this model, and compute what it computes."""
+        """Whether a decoder of that kind knows this model and gives its logprobs within rounding."""
         tokens = np.arange(PROBE) * 37 % self._model.config.vocab_size
         rows = torch.arange(PROBE, device=self.weights.device)
         try:
@@ -152,7 +152,7 @@ class ForwardRunner:
             return matrix_gap(own, self._model_logits(self._whole(tokens), rows).log_softmax(-1))
 
     def _whole(self, tokens: Any) -> Layout:
-        """The layout that computes one sequence, in a cache of its own."""
+        """A layout for one whole sequence, in a cache of its own."""
         none, places = np.empty(0, np.int64), np.arange(len(tokens))
         plan = StepPlan(
             shape=Shape(1, len(tokens)),
@@ -175,7 +175,7 @@ class ForwardRunner:
 
 @contextlib.contextmanager
 def _attention(model: Any) -> Iterator[None]:
-    """The model's attention reads slots inside; whoever else holds these weights finds its own again afterwards."""
+    """The model's attention reads slots while inside. Afterwards it is again what it was, for a learner's sake."""
     before = model.config._attn_implementation
     model.config._attn_implementation = attention.NAME
     try:
@@ -205,6 +205,6 @@ def _check_supported(model: Any) -> None:
 
 
 def _replaced_forward(model: Any) -> str | None:
-    """The module whose code Unsloth has put in the place of the model's own; None: it has not, or not here."""
+    """The Unsloth module whose code replaces the model's own; None: there is none."""
     modules = (getattr(module.forward, "__module__", None) or "" for module in model.modules())
     return next((module for module in modules if module.startswith("unsloth")), None)

@@ -1,9 +1,9 @@
-"""What is attended together: runs of neighbouring slots in the cache.
+"""Which slots are attended together: runs of neighbouring slots in the cache.
 
 One call per layer reads a run's keys and values in place. A run may span idle slots and read past shorter neighbours
 where that costs less than another call. Decoding neighbours that begin with the same tokens (the attempts of a group)
-make a run whose shared tokens are read once. From one step to the next the same slots only grow by one token: their
-runs stay. Short chunks of prompt (a conversation's next turn) make runs of their own, padded to the longest.
+make a run that reads its shared tokens once. While the same slots decode, each grows by one token per step and the runs
+stay. Short chunks of prompt (a conversation's next turn) make runs of their own, padded to the longest.
 """
 
 from collections.abc import Sequence
@@ -15,41 +15,41 @@ import torch
 from art_cli.decoder.calls import join_calls
 from art_cli.engines.embedded.scheduler import NEVER, Ints, PromptChunk, StepPlan
 
-# Measured on a CPU, one core, float32, 2 heads of 32 and of 64: what is read in the time that the choice costs.
-CALL_BYTES = 2**19  # of keys and values: one more call per layer (30 us)
-SHARED_BYTES = 5 * 2**19  # reading shared tokens once and joining two softmaxes (150 us)
-MIN_SHARED = 64  # tokens below which sharing was not looked at
+# Bytes of keys and values that are read in the time of a choice. One CPU core, float32, 2 heads of 32 and of 64.
+CALL_BYTES = 2**19  # one more call per layer (30 us)
+SHARED_BYTES = 5 * 2**19  # reading shared tokens apart and joining two softmaxes (150 us)
+MIN_SHARED = 64  # fewest shared tokens that are read once; fewer were not measured
 MAX_PAIRS = 2**15  # pairs of tokens in the largest chunk that is joined with others; alone, it skips the masked pairs
 
 
 class Run(NamedTuple):
-    """Decoding slots attended together: those of rows `first` to `last`, in slots `start` to `stop`."""
+    """Decoding slots attended together: rows `first` to `last` of the plan, in slots `start` to `stop`."""
 
     first: int
     last: int
     start: int
     stop: int
-    length: int  # tokens of the longest
-    shared: int  # tokens that all of them begin with, where they are read once; 0: each reads its own
-    is_even: bool  # all are of that length
-    members: torch.Tensor | None  # [last - first] their places in the run; None: it has no gaps
-    lengths: torch.Tensor  # [stop - start] tokens of each slot, its own included; the longest where it is idle
+    length: int  # tokens of the longest slot
+    shared: int  # length of the prefix that is read once for all slots; 0: each slot reads its own
+    is_even: bool  # whether all slots have that length
+    members: torch.Tensor | None  # [last - first] the slots, counted from `start`; None: the run has no gaps
+    lengths: torch.Tensor  # [stop - start] tokens of each slot, the new one included; idle slots: `length`
 
 
 class Costs(NamedTuple):
-    """In tokens that could be read instead."""
+    """What a choice costs, in tokens whose keys and values could be read in its time."""
 
     call: int
     shared: int
 
     @classmethod
     def of(cls, token_bytes: int) -> "Costs":
-        """For keys and values of that size per token and layer."""
+        """`token_bytes`: size of one token's keys and values in one layer."""
         return cls(CALL_BYTES // token_bytes, SHARED_BYTES // token_bytes)
 
 
 class RunPlanner:
-    """Remembers the last step's runs."""
+    """Plans the runs of each step, and keeps them while the same slots decode."""
 
     def __init__(self, costs: Costs, device: torch.device) -> None:
         self._costs, self._device = costs, device
@@ -68,7 +68,7 @@ class RunPlanner:
 
 
 def plan_runs(slots: Ints, lengths: Ints, shared: Ints, costs: Costs, device: torch.device) -> list[Run]:
-    """Slots (ascending) of those lengths in runs; `shared[i]`: tokens that slot i begins with as slot i - 1 does."""
+    """The slots (ascending) in runs. `shared[i]`: length of the prefix that slot i shares with slot i - 1."""
     runs: list[Run] = []
     plain = 0  # rows from here on are in no run yet
     row = 0
@@ -83,9 +83,9 @@ def plan_runs(slots: Ints, lengths: Ints, shared: Ints, costs: Costs, device: to
 
 
 def _family(shared: Ints, first: int, cost: int) -> tuple[int, int]:
-    """The end of the rows from `first` on that are read best with one shared span, and its length; 0: none.
+    """The end of the rows from `first` on that best share one span, and the span's length; 0: none does.
 
-    The next row joins while that saves more reading: rows but one, times the tokens they share.
+    The next row joins while that saves more reading. Saved are all rows but one, times the tokens they share.
     """
     last, common = first + 1, 0
     while last < len(shared) and shared[last] >= MIN_SHARED:
@@ -98,7 +98,7 @@ def _family(shared: Ints, first: int, cost: int) -> tuple[int, int]:
 
 
 def _plain_runs(slots: Ints, lengths: Ints, first: int, last: int, cost: int, device: torch.device) -> list[Run]:
-    """The rows `first` to `last` in runs. Greedy: a slot joins while that reads less than a call is worth."""
+    """The rows `first` to `last` in runs. Greedy: a slot joins while the extra reading costs less than a call."""
     if first == last:
         return []
     everything = (slots[last - 1] + 1 - slots[first]) * lengths[first:last].max()
@@ -139,13 +139,13 @@ def _run(slots: Ints, lengths: Ints, first: int, last: int, shared: int, device:
 class ChunkRun(NamedTuple):
     """Chunks attended together, padded to `width` new tokens each, in slots `start` to `stop`."""
 
-    num: int  # tokens of all chunks
+    num: int  # new tokens of all chunks
     start: int
     stop: int
     width: int
-    length: int  # tokens of the longest, its past included
-    chunk: PromptChunk | None  # the one it consists of, if it is only one
-    places: torch.Tensor  # [num] where the tokens are among the (stop - start) * width
+    length: int  # tokens of the longest slot, those before its chunk included
+    chunk: PromptChunk | None  # the only chunk; None: there are several
+    places: torch.Tensor  # [num] indices of the tokens in the padded (stop - start) * width
     positions: torch.Tensor  # [stop - start, width] positions of the tokens; 0 where there is none
 
 

@@ -1,12 +1,12 @@
 """Draws the next token of every sequence at once, each by its own temperature, top_p, top_k and seed.
 
-One uniform number decides a token (inverse of the cumulative distribution). It is a hash of the sequence's seed and of
-how many tokens were sampled before, so that a seeded request draws the same whatever else is in its batch. The batch
-still reaches the logits' last bits, since matrix products round by their shape: a draw that falls within that rounding
-of a boundary between two tokens can differ.
+One uniform number decides a token (inverse of the cumulative distribution). It is a hash of the sequence's seed and its
+number of sampled tokens, so a seeded request draws the same tokens in any batch. The batch still changes the last bits
+of the logits, because matrix products round by their shape. A draw that falls within that rounding of a boundary
+between two tokens can differ.
 
-Order of the cuts: what a grammar allows, temperature, then top_k, then top_p of what is left, renormalised; as
-transformers and vLLM do.
+Order of the cuts, as in transformers and vLLM: the grammar, temperature, then top_k, then top_p of the rest,
+renormalised.
 """
 
 from typing import NamedTuple
@@ -18,8 +18,8 @@ import torch
 Tensor = torch.Tensor
 Seeds = npt.NDArray[np.uint64]
 
-BLOCK = 256  # tokens of the vocabulary whose probabilities are summed before any is looked at singly
-TOP = 256  # candidates looked at for top_p before all of the vocabulary is sorted
+BLOCK = 256  # size of the blocks of the vocabulary whose probabilities are summed first
+TOP = 256  # number of candidates tried for top_p before the whole vocabulary is sorted
 
 
 class Knobs(NamedTuple):
@@ -38,7 +38,7 @@ class Knobs(NamedTuple):
 
 
 class Allowed(NamedTuple):
-    """Sequences that a grammar holds, m of n, and the tokens it allows next; at least one each."""
+    """The m of n sequences that follow a grammar, and the tokens that it allows next; at least one for each."""
 
     rows: npt.NDArray[np.int64]  # [m]
     tokens: npt.NDArray[np.bool_]  # [m, V]
@@ -48,15 +48,15 @@ class Drawn(NamedTuple):
     """What was drawn, for n sequences. logprobs in nats."""
 
     ids: Tensor  # [n]
-    logprobs: Tensor  # [n] under the distribution drawn from; 0 for a greedy one; softmax(logits / temperature) if held
+    logprobs: Tensor  # [n] under the distribution drawn from (greedy: 0), but without a grammar's cut
     raw_logprobs: Tensor  # [n] under softmax(logits)
 
 
 def draw(logits: Tensor, knobs: Knobs, allowed: Allowed | None = None) -> Drawn:
     """One token for each row of float32 `logits` [n, V]. Raises FloatingPointError: they are not finite.
 
-    What a grammar allows is cut out first of all, yet the logprobs of the tokens drawn so are those of the policy
-    without the grammar: that is what a learner, which knows no grammar, computes again and changes.
+    A grammar's cut comes first. The logprobs of tokens drawn under it are still those of the policy without the
+    grammar, because the learner knows no grammar and computes and changes those.
     """
     raw = logits.logsumexp(-1)
     if not raw.isfinite().all():
@@ -98,9 +98,9 @@ def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 
 def _draw_held(logits: Tensor, knobs: Knobs, allowed: Allowed) -> Tensor:
-    """[m] ids for the rows that a grammar holds.
+    """[m] ids for the rows that follow a grammar.
 
-    Only the tokens that any of them may take are looked at where these are few: an exp of -inf costs thrice another.
+    Where the allowed tokens are few, only their columns are computed, because an exp of -inf costs three times as much.
     """
     rows = torch.from_numpy(allowed.rows).to(logits.device)
     tokens = allowed.tokens
@@ -115,9 +115,9 @@ def _draw_held(logits: Tensor, knobs: Knobs, allowed: Allowed) -> Tensor:
 
 
 def _draw_whole(scaled: Tensor, norm: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse of the cumulative distribution in two floors: which block of the vocabulary, then which token of it.
+    """Inverse of the cumulative distribution in two steps: the block of the vocabulary, then the token in it.
 
-    Sums of blocks are added up in float64, where a vocabulary of 150k adds up exactly enough.
+    Sums of blocks are added up in float64, which is exact enough for a vocabulary of 150k.
     """
     num, vocab = scaled.shape
     probs = (scaled - norm[:, None]).exp_()
@@ -135,13 +135,13 @@ def _draw_whole(scaled: Tensor, norm: Tensor, uniform: Tensor) -> tuple[Tensor, 
 
 
 def _draw_cut(scaled: Tensor, norm: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_draw_whole`, from each row's `top_k` likeliest and of these the fewest that reach `top_p`."""
+    """As `_draw_whole`, but from the fewest of each row's `top_k` likeliest tokens that reach `top_p`."""
     vocab = scaled.shape[1]
     top_k = torch.where(top_k == 0, vocab, top_k).clamp_(max=vocab)
     num = min(vocab, max(TOP, int(torch.where(top_k == vocab, 0, top_k).max())))
     values, ids = scaled.topk(num, dim=-1)
     probs = (values - norm[:, None]).double().exp_()
-    open_ended = top_k > num  # the candidates are not all that top_k admits: they must reach top_p by themselves
+    open_ended = top_k > num  # top_k admits more tokens than these candidates, so they must reach top_p by themselves
     if bool((open_ended & (probs.sum(-1) < top_p)).any()):
         values, ids = scaled.sort(-1, descending=True)
         probs = (values - norm[:, None]).double().exp_()
@@ -157,10 +157,10 @@ def _draw_cut(scaled: Tensor, norm: Tensor, top_k: Tensor, top_p: Tensor, unifor
 
 
 def _invert(probs: Tensor, point: Tensor) -> Tensor:
-    """[n] the first place whose cumulative probability is above `point`; never one of probability zero."""
+    """[n] the first index whose cumulative probability is above `point`, never one of probability zero."""
     cumulative = probs.cumsum(-1)
     place = torch.searchsorted(cumulative, point[:, None], right=True)[:, 0]
-    last = probs.shape[1] - 1 - (probs.flip(-1) > 0).byte().argmax(-1)  # where rounding leads past the end
+    last = probs.shape[1] - 1 - (probs.flip(-1) > 0).byte().argmax(-1)  # rounding may lead past the end
     return torch.minimum(place, last)
 
 
@@ -168,14 +168,14 @@ def _invert(probs: Tensor, point: Tensor) -> Tensor:
 
 
 def uniforms(seeds: Seeds, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """[n] numbers in [0, 1), each a hash of its seed and count: SplitMix64 (Steele, Lea, Flood 2014), 53 bits of it."""
+    """[n] numbers in [0, 1), each a hash of its seed and count: 53 bits of SplitMix64 (Steele, Lea, Flood 2014)."""
     with np.errstate(over="ignore"):
         state = _mix(seeds) + (counts.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def seed_of(seed: int, index: int) -> int:
-    """The seed of the `index`-th answer to a request with that seed: the first answer's does not depend on n."""
+    """The seed of a request's choice number `index`. It does not depend on the number of choices."""
     with np.errstate(over="ignore"):
         return int(_mix(np.array([seed % 2**64], np.uint64) + np.uint64(index) * np.uint64(0xD1B54A32D192ED03))[0])
 

@@ -1,17 +1,18 @@
 """Decides what the next forward pass computes: which tokens of which sequences, in which slots. No torch in here.
 
-A slot is a row of the key-value cache. A sequence (one answer in the making) holds one while it runs; when it ends,
-the slot keeps its keys and values until another sequence needs it, and a prompt that begins with the same tokens takes
-them over (same slot) or copies them (another slot). So the attempts of a group compute their prompt once, and a
-conversation's next turn only what is new.
+A slot is a row of the key-value cache. A sequence (one choice being sampled) holds a slot while it runs. When it ends,
+the slot keeps its keys and values until another sequence needs the slot. A prompt that begins with the same tokens
+takes them over in the same slot or copies them to another one. So the attempts of a group compute their prompt once,
+and a conversation's next turn computes only its new tokens.
 
     add, cancel, finish -> plan() -> the runner computes it -> commit(sampled tokens) -> the finished sequences
 
-`computed` counts a slot's tokens whose keys and values are in the cache, `length` all its known tokens. What is pending
-between the two is a chunk of prompt or one sampled token: decoding is a chunk of one. `invalidate` forgets everything
+`computed` counts a slot's tokens whose keys and values are in the cache, `length` all its known tokens. The tokens
+between the two are pending: a chunk of prompt, or one sampled token while decoding. `invalidate` forgets everything
 computed, and running sequences are computed again from their tokens.
 
-Nothing here waits, locks or fails: a sequence that does not fit waits, and one that stops fitting goes back to waiting.
+Nothing here waits, locks or fails. A sequence that does not fit stays in the waiting queue, and one that no longer fits
+goes back to it.
 """
 
 from collections import deque
@@ -27,31 +28,31 @@ Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
 MIN_COPY = 8  # shared tokens below which copying keys and values costs more calls than computing them again
-MIN_WAIT = 32  # tokens still being computed elsewhere that are worth waiting one step for
-MIN_LENGTH = 64  # rooms in the cache come in multiples of this
+MIN_WAIT = 32  # shared tokens that another slot still computes from which waiting for them pays
+MIN_LENGTH = 64  # a slot's length in the cache is a multiple of this many tokens
 NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(eq=False)
 class TokenSequence:
-    """One answer in the making. The scheduler fills everything below `limit`.
+    """One choice being sampled. The scheduler fills every field after `payload`.
 
     Example: TokenSequence(prompt=np.array([1, 2, 3]), limit=3 + 64, payload=request)
     """
 
     prompt: Ints  # [P]
     limit: int  # tokens, prompt included, at which it ends with finish_reason "length"
-    payload: Any = None  # the caller's own
-    slot: int = -1  # -1: waits, or has ended
-    sampled: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # filled when it ends (or is put back)
+    payload: Any = None  # the caller's object; the scheduler does not read it
+    slot: int = -1  # -1: it waits, or has ended
+    sampled: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # filled when it ends or goes back to waiting
     logprobs: Floats = field(default_factory=lambda: np.empty(0, np.float32))
     raw_logprobs: Floats = field(default_factory=lambda: np.empty(0, np.float32))
     finish_reason: str | None = None
-    num_reused: int = 0  # prompt tokens that were not computed for it
+    num_reused: int = 0  # prompt tokens whose keys and values another sequence had computed
 
 
 class Shape(NamedTuple):
-    """Room the cache must have: slots, and tokens in each."""
+    """Size of the cache: its slots, and the tokens that each can hold."""
 
     slots: int
     length: int
@@ -75,71 +76,71 @@ class PromptChunk(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One forward pass. T tokens: first one of each decoding slot (ascending), then the chunks one after another.
+    """One forward pass over T tokens: one of each decoding slot (ascending), then the chunks one after another.
 
-    `copies` come before it, in order. After R of the T tokens, `rows`, the next one is sampled.
+    The runner makes the `copies` before it, in order. After R of the T tokens (`rows`) a token is sampled.
     """
 
     shape: Shape
     copies: list[Copy]
-    decodes: Ints  # [n] slots; the very same array as in the last step while the same slots decode
-    shared: Ints  # [n] tokens that a decoding slot begins with as the one before it does; 0 for the first
+    decodes: Ints  # [n] slots; the same array object as in the last step while the same slots decode
+    shared: Ints  # [n] length of the prefix that a decoding slot shares with the one before it; 0 for the first
     chunks: list[PromptChunk]
     tokens_T: Ints
     slots_T: Ints
     positions_T: Ints
     rows: Ints  # [R]
-    slots: Ints  # [R] their slots
-    num_sampled: Ints  # [R] tokens sampled there before
-    placed: list[TokenSequence]  # those that got a slot in this plan
+    slots: Ints  # [R] slots of `rows`
+    num_sampled: Ints  # [R] tokens sampled in those slots before
+    placed: list[TokenSequence]  # sequences that got a slot in this plan
 
 
 class Scheduler:
     """Sequences, slots and the waiting queue (first come, first served)."""
 
     def __init__(self, *, max_slots: int, prefill_tokens: int, max_length: int, max_tokens: int) -> None:
-        """`max_tokens` bounds slots times length: what the cache may hold. One sequence of `max_length` always fits."""
+        """`max_tokens` bounds slots times length of the cache. One sequence of `max_length` always fits."""
         self.max_slots, self.prefill_tokens, self.max_length = max_slots, prefill_tokens, max_length
         self.max_tokens = max(max_tokens, _round_up(max_length, MIN_LENGTH))
         self.waiting: deque[TokenSequence] = deque()
-        self.running: dict[int, TokenSequence] = {}  # by slot, in the order of admission
+        self.running: dict[int, TokenSequence] = {}  # slot -> its sequence, in the order of admission
         self.shape = Shape(0, 0)
         self.num_preempted = 0
-        self._parked: dict[int, tuple[int, int]] = {}  # slot -> (slot it will copy from, tokens)
-        self._copies: list[Copy] = []  # of the plan being made
+        self._parked: dict[int, tuple[int, int]] = {}  # waiting slot -> (slot that it will copy from, tokens to copy)
+        self._copies: list[Copy] = []  # the copies of the plan being made
         self._placed: list[TokenSequence] = []
         self._clock = 0
         self._computed = np.zeros(max_slots, np.int64)
         self._length = np.zeros(max_slots, np.int64)
         self._num_prompt = np.zeros(max_slots, np.int64)
         self._limit = np.zeros(max_slots, np.int64)
-        self._last_used = np.full(max_slots, -1, np.int64)  # -1: empty
+        self._last_used = np.full(max_slots, -1, np.int64)  # -1: the slot is empty
         self._tokens = np.zeros((0, 0), np.int64)
         self._logprobs = np.zeros((0, 0), np.float32)
         self._raw_logprobs = np.zeros((0, 0), np.float32)
-        self._order: Ints | None = None  # the running slots, ascending; None: to be worked out again
+        self._order: Ints | None = None  # the running slots, ascending; None: out of date
         self._shared_of = (np.empty(0, np.int64), np.empty(0, np.int64))
 
-    # --- what the caller asks -----------------------------------------------------------------------------------------
+    # --- what the caller calls ----------------------------------------------------------------------------------------
 
     def add(self, sequence: TokenSequence) -> None:
         assert 0 < len(sequence.prompt) < sequence.limit <= self.max_length, (len(sequence.prompt), sequence.limit)
         self.waiting.append(sequence)
 
     def cancel(self, sequence: TokenSequence) -> None:
-        """The sequence is gone and its slot free; nothing where it has ended already."""
+        """Drops the sequence and frees its slot. Does nothing when it has ended already."""
         if sequence.slot >= 0:
             self._release(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
     def finish(self, sequence: TokenSequence, reason: str) -> None:
-        """Ends a running sequence for a reason the caller found (a stop string)."""
+        """Ends a running sequence for the caller's reason, such as a stop string."""
         self._release(sequence)
         sequence.finish_reason = reason
 
     def invalidate(self) -> None:
-        """The weights have changed: nothing computed is of use any more. Tokens sampled so far stay as they are."""
+        """Forgets everything computed, because the weights have changed. Tokens sampled so far stay."""
         self._computed[:] = 0
         for slot in range(self.shape.slots):
             if slot not in self.running:
@@ -181,7 +182,7 @@ class Scheduler:
     def commit(
         self, plan: StepPlan, ids: Ints, logprobs: Floats, raw_logprobs: Floats, stops: Bools
     ) -> list[TokenSequence]:
-        """Takes in what was sampled after `plan.rows`; the sequences that ended with it, their results filled in."""
+        """Records the tokens sampled after `plan.rows`; returns the sequences that ended, with their results."""
         self._clock += 1
         self._computed[plan.decodes] += 1
         for chunk in plan.chunks:
@@ -205,7 +206,7 @@ class Scheduler:
         return self._order
 
     def _chunks(self) -> list[PromptChunk]:
-        """Pending prompt tokens, first come first served, at most `prefill_tokens` of them; by slot, ascending."""
+        """At most `prefill_tokens` pending prompt tokens, first come, first served; by slot, ascending."""
         chunks, left = [], self.prefill_tokens
         for slot in self.running:
             pending = int(self._length[slot] - self._computed[slot])
@@ -251,7 +252,7 @@ class Scheduler:
         )
 
     def _shared(self, slots: Ints) -> Ints:
-        """Worked out anew only when other slots decode: what neighbours share of what was computed does not shrink."""
+        """`StepPlan.shared`, computed again only when other slots decode, because a shared prefix does not shrink."""
         if slots is self._shared_of[0]:
             return self._shared_of[1]
         shared = np.zeros(len(slots), np.int64)
@@ -272,7 +273,7 @@ class Scheduler:
             self.waiting.popleft()
 
     def _place(self, sequence: TokenSequence) -> bool:
-        """Gives the sequence a slot, and the keys and values that are there already; False when it has to wait."""
+        """Gives the sequence a slot with the keys and values that can be reused. False: it has to wait."""
         tokens = np.concatenate([sequence.prompt, sequence.sampled])
         if not self._reserve(len(tokens) + 1):
             return False
@@ -298,12 +299,12 @@ class Scheduler:
         return True
 
     def _common_prefix(self, tokens: Ints) -> Ints:
-        """[slots] how many tokens each slot's known tokens share with these, from the first on; 0 for parked ones."""
+        """[slots] length of the prefix that each slot's known tokens share with `tokens`; 0 for parked slots."""
         num_slots = self.shape.slots
         shared = np.zeros(num_slots, np.int64)
         alive = np.flatnonzero(self._length[:num_slots] > 0)
         start, width = 0, 32
-        while alive.size and start < len(tokens):  # ever wider blocks, over the slots that matched so far
+        while alive.size and start < len(tokens):  # blocks double in width, over the slots that matched so far
             block = tokens[start : start + width]
             equal = self._tokens[alive, start : start + len(block)] == block
             whole = equal.all(axis=1)
@@ -314,7 +315,7 @@ class Scheduler:
         return shared
 
     def _pick_slot(self, keep: int) -> int:
-        """An idle slot to overwrite: the lowest empty one, else the least recently used; `keep` only if no other."""
+        """An idle slot to overwrite: the lowest empty one, or the least recently used; `keep` only as the last."""
         allowed = self._num_slots(self.shape.length)
         if (empty := self._first_empty(allowed)) is not None:
             if empty >= self.shape.slots:
@@ -354,7 +355,7 @@ class Scheduler:
             self._copies.append(Copy(source, [target], length))
 
     def _unpark(self) -> None:
-        """Sequences that waited for another's prompt start, as soon as it is computed or will not be any more."""
+        """Starts sequences that waited for another slot's prompt, when it is computed or that slot has stopped."""
         for slot, (source, length) in list(self._parked.items()):
             if source in self.running and self._computed[source] < length:
                 continue
@@ -369,7 +370,7 @@ class Scheduler:
     # --- slots and room -----------------------------------------------------------------------------------------------
 
     def _release(self, sequence: TokenSequence) -> None:
-        """The slot is idle and keeps what was computed; the sequence carries away its tokens."""
+        """Makes the slot idle with its keys and values, and copies the sampled tokens into the sequence."""
         slot = sequence.slot
         sampled, logprobs, raw_logprobs = self.sampled_since(sequence, 0)
         sequence.sampled, sequence.logprobs = sampled.copy(), logprobs.copy()
@@ -386,11 +387,11 @@ class Scheduler:
         self._last_used[slot] = -1
 
     def _num_slots(self, length: int) -> int:
-        """Slots of that length that the cache may hold."""
+        """Number of slots of that length that the cache may hold."""
         return max(1, min(self.max_slots, self.max_tokens // length)) if length else self.max_slots
 
     def _make_room(self) -> None:
-        """Each running sequence has room for one more token; what does not fit any more goes back to waiting."""
+        """Gives each running sequence room for one more token. Those that no longer fit go back to waiting."""
         if not self.running:
             return
         slots = list(self.running)
@@ -408,7 +409,7 @@ class Scheduler:
         self.num_preempted += 1
 
     def _reserve(self, needed: int) -> bool:
-        """Slots of at least `needed` tokens without preempting anyone; a too long shape shrinks if that gives slots."""
+        """Whether slots of `needed` tokens can be had without preempting. Shrinks a long shape if that gives slots."""
         length = self.shape.length
         if needed > length:
             length = self._roomy(needed)
@@ -421,17 +422,17 @@ class Scheduler:
         if any(slot >= self._num_slots(length) for slot in self.running):
             return False
         if self._copies and (shape.slots < self.shape.slots or shape.length < self.shape.length):
-            return False  # a planned copy may read what would be cut off; the next plan does it
+            return False  # a planned copy may read the part that would be cut off; the next plan resizes
         self._set_shape(shape)
         return True
 
     def _roomy(self, needed: int) -> int:
-        """A quarter more than needed, so that growing copies each token a few times and not at every step."""
+        """A quarter more than needed, so that the cache grows rarely: growing copies every token."""
         roomy = _round_up(needed + needed // 4, MIN_LENGTH)
         return max(_round_up(needed, MIN_LENGTH), min(roomy, _round_up(self.max_length, MIN_LENGTH)))
 
     def _set_shape(self, shape: Shape) -> None:
-        """Slots get shorter only when every one left is running and needs less."""
+        """Slots get shorter only when all remaining slots are running and need less."""
         for slot in range(shape.slots, self.shape.slots):
             self._empty(slot)
         self._tokens = _resized(self._tokens, shape)

@@ -1,7 +1,7 @@
-"""The model's own chat template: what it reads, and its text of a conversation, up to a length.
+"""The model's own chat template: the variables it reads, and its text of a conversation, up to a length.
 
-It is compiled by transformers, in its sandbox, and is the only template that ever runs: a client may set variables that
-it reads, and nothing else. Its text is made piece by piece, so that what is too long is refused before it is made.
+transformers compiles it, in its sandbox. It is the only template that ever runs: a client may set variables that it
+reads, and nothing else. The text is made piece by piece, so that one that is too long is refused before it is whole.
 """
 
 from typing import Any
@@ -18,18 +18,18 @@ _ALIASED = getattr(compiling, "_alias_reasoning_fields", list)  # transformers 5
 
 
 class TooLong(Exception):
-    """The text is longer than it may be."""
+    """The text is longer than the caller allows."""
 
 
 class ChatTemplate:
-    """One tokenizer's template, or templates: some have another one for conversations with tools."""
+    """One tokenizer's template. Some tokenizers have a second one for conversations with tools."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._variables: dict[str, frozenset[str]] = {}  # by template: what a client may set
+        self._variables: dict[str, frozenset[str]] = {}  # template -> the variables that a client may set
 
     def render(self, messages: list[Json], tools: list[Json], variables: Json, *, most: int) -> str:
-        """The prompt's text, `most` characters at most. Raises TooLong; ChatError 400: what the template refuses.
+        """The prompt's text, `most` characters at most. Raises TooLong; ChatError 400: the template refuses it.
 
         The same text as `tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=True)`.
         """
@@ -58,7 +58,7 @@ class ChatTemplate:
             raise invalid(f"{param}: this model's chat template does not read it; it reads {reads}", param)
 
     def _read_by(self, source: str) -> frozenset[str]:
-        """The variables that a template reads and that nobody but a client sets."""
+        """The variables that a template reads and that only a client sets."""
         if source not in self._variables:
             environment = compiling._compile_jinja_template(source).environment
             read = meta.find_undeclared_variables(environment.parse(source))

@@ -1,7 +1,7 @@
 """Sampled tokens as text, piece by piece: Detokenizer, and StopWatch on top of it.
 
-Whether a reply is streamed or answered whole, its text comes from here, so that the pieces put together are the whole.
-No message structure (messages.py) and no torch.
+The text of streamed and of whole replies comes from here, so that the streamed pieces joined are the whole reply. It
+knows neither messages (messages.py) nor torch.
 """
 
 import re
@@ -11,18 +11,18 @@ from typing import Any
 
 from art_cli.engines.embedded.templates import ChatTemplate
 
-UNKNOWN = "\ufffd"  # what bytes that are no character are decoded to
-MAX_WAITING = 16  # tokens; the bytes of a character are in 4 at most, between tokens that have no text
-MAX_UNKNOWN = 3  # U+FFFD that the beginning of a character may be decoded to, one for each of its bytes
-SURE = 8  # characters a token beyond which a text is counted in parts first; English has 4 to 5
+UNKNOWN = "\ufffd"  # the replacement character: bytes that are no character are decoded to it
+MAX_WAITING = 16  # most tokens that wait for the end of a character; its bytes are in 4, the others have no text
+MAX_UNKNOWN = 3  # most U+FFFD that the beginning of a character is decoded to, one for each byte
+SURE = 8  # characters per token; a text with more is tokenized in parts first; English has 4 to 5
 SMALLEST_PART = 4096  # characters
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-# Markers that are part of the text also where they are special tokens, since a message is read from them.
+# Markers that stay in the text even where they are special tokens, because messages are read from them.
 SHOWN = (*MARKERS, "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|tool_call|>", "<|/tool_call|>")
 
 
 class Vocabulary:
-    """What the engine asks of a tokenizer: tokens of text and text of tokens, and which tokens are never shown."""
+    """A tokenizer as the engine uses it: tokens of text, text of tokens, and which tokens are never shown."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -35,18 +35,18 @@ class Vocabulary:
 
     @cached_property
     def longest(self) -> int:
-        """Characters of the longest token: a text of more than n times as many has more than n tokens."""
+        """Number of characters of the longest token. A text of more than n times as many has more than n tokens."""
         return max(map(len, self.tokenizer.get_vocab()))
 
     def encode(self, text: str, *, most: int, adds_special: bool) -> list[int] | None:
-        """The tokens of a text; None: they are more than `most`. What is far too long is not tokenized as a whole."""
+        """The tokens of a text; None: more than `most`. A text that is far too long is not tokenized as a whole."""
         if len(text) > most * self.longest or (len(text) > SURE * most and self._is_too_long(text, most)):
             return None
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=adds_special)
         return ids if len(ids) <= most else None
 
     def _is_too_long(self, text: str, most: int) -> bool:
-        """Whether the parts of a text have more tokens than the whole may have, with room for those at the cuts."""
+        """Whether the parts of a text have more tokens than `most`, with room for extra tokens at the cuts."""
         num_tokens = 0
         for number, start in enumerate(range(0, len(text), size := max(most, SMALLEST_PART)), 1):
             num_tokens += len(self.tokenizer.encode(text[start : start + size], add_special_tokens=False))
@@ -55,17 +55,17 @@ class Vocabulary:
         return False
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of these tokens, hidden ones left out."""
+        """The text of these tokens without the hidden ones."""
         return str(
             self.tokenizer.decode(self.shown(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
 
     def shown(self, ids: Iterable[int]) -> list[int]:
-        """Those of the tokens that have text: models have rows beyond their tokenizer's last token."""
+        """The tokens that have text. A model may have rows beyond its tokenizer's last token."""
         return [id for id in ids if id < self._size and id not in self.hidden]
 
     def text_of(self, id: int) -> str:
-        """One token as text, "" for a hidden one. Bytes of a part of a character are lone surrogates (PEP 383)."""
+        """One token as text; "" for a hidden one. A character's part becomes lone surrogates, one a byte (PEP 383)."""
         if id not in self._texts:
             text = self.decode([id])
             data = _bytes_of(self.tokenizer.convert_ids_to_tokens(id)) if UNKNOWN in text else None
@@ -74,7 +74,7 @@ class Vocabulary:
 
 
 def _bytes_of(token: str | None) -> bytes | None:
-    """The bytes that a byte-level token or a byte token such as <0xE4> stands for; None: it is neither."""
+    """The bytes of a byte-level token or of a byte token such as <0xE4>; None: it is neither."""
     if token is None:
         return None
     if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
@@ -85,7 +85,7 @@ def _bytes_of(token: str | None) -> bytes | None:
 
 @cache
 def _byte_letters() -> dict[str, int]:
-    """Which byte each letter of a byte-level vocabulary stands for: `bytes_to_unicode` of GPT-2's encoder.py."""
+    """The byte of each letter in a byte-level vocabulary: `bytes_to_unicode` of GPT-2's encoder.py."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = sorted(set(range(256)) - set(plain))
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -94,20 +94,20 @@ def _byte_letters() -> dict[str, int]:
 class Detokenizer:
     """Text that grows by tokens and never shows a part of a character.
 
-    Some tokenizers' text of a token depends on the one before it (a leading space dropped at the start), so each piece
-    is the end of a decoding that begins at a place where the text was whole. What waits for the end of a character is
-    MAX_WAITING tokens at most, since no character has so many: each token is decoded a bounded number of times.
+    In some tokenizers a token's text depends on the token before it (a leading space dropped at the start). So each
+    piece is the end of a decoding that begins where the text was whole. At most MAX_WAITING tokens wait for the end of
+    a character, so that each token is decoded a bounded number of times.
     """
 
     def __init__(self, vocabulary: Vocabulary, context: Sequence[int] = ()) -> None:
         """`context`: the last tokens of the prompt."""
         self._vocabulary = vocabulary
-        self._ids = vocabulary.shown(context)  # decoding begins with these
-        self._num_shown = len(self._ids)  # tokens whose text is in what was pushed, but for what was held of it
-        self._length = len(vocabulary.decode(self._ids))  # characters of the decoding that were shown
+        self._ids = vocabulary.shown(context)  # tokens that the next decoding begins with
+        self._num_shown = len(self._ids)  # how many of them have been shown, apart from held characters
+        self._length = len(vocabulary.decode(self._ids))  # characters of the decoding that have been shown
 
     def push(self, ids: Iterable[int]) -> str:
-        """What these tokens add; a character begun and not ended waits for the next call."""
+        """The text that these tokens add. An unfinished character waits for the next call."""
         self._ids.extend(self._vocabulary.shown(ids))
         text = self._new_text()
         if not text.endswith(UNKNOWN):
@@ -117,14 +117,14 @@ class Detokenizer:
         return self._show(text, min(MAX_UNKNOWN, len(text) - len(text.rstrip(UNKNOWN))))
 
     def flush(self) -> str:
-        """What still waits; an unfinished character is U+FFFD."""
+        """The text that still waits, with U+FFFD for an unfinished character."""
         return self._show(self._new_text(), 0)
 
     def _new_text(self) -> str:
         return self._vocabulary.decode(self._ids)[self._length :]
 
     def _show(self, text: str, num_held: int) -> str:
-        """The text but for its last characters, which may yet change. The next decoding begins later."""
+        """The text without its last `num_held` characters, which may yet change. The next decoding begins later."""
         if text and not num_held:
             self._begin(self._ids[self._num_shown :], 0)
         elif len(self._ids) - self._num_shown > MAX_WAITING:
@@ -137,7 +137,7 @@ class Detokenizer:
 
 
 class StopWatch:
-    """Cuts a growing text before the first stop string; holds back an end that may be the beginning of one."""
+    """Cuts a growing text before the first stop string. Holds back an end that may begin a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -145,7 +145,7 @@ class StopWatch:
         self.is_stopped = False
 
     def push(self, text: str) -> str:
-        """What may be shown of the text so far and was not yet. Nothing once a stop string was found."""
+        """The text that may be shown now; "" after a stop string was found."""
         if self.is_stopped:
             return ""
         text = self._held + text
@@ -163,7 +163,10 @@ class StopWatch:
 
 
 def overlap(text: str, marker: str) -> int:
-    """How much of the end of `text` is a beginning of `marker`, but not all of it. overlap("a <to", "<tool>") is 3."""
+    """Length of the longest end of `text` that is a beginning of `marker`. overlap("a <to", "<tool>") is 3.
+
+    A whole `marker` does not count.
+    """
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:length]):
             return length
