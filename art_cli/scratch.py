@@ -88,9 +88,7 @@ def _own(directory: Path) -> int:
     """The locked lock file. It gets its name after it is locked, so that no process finds it unlocked."""
     unnamed = directory / f"{OWNER}.new"
     owner = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    with contextlib.suppress(
-        OSError
-    ):  # on a file system without locks it gets no name, and the directory is never removed
+    with contextlib.suppress(OSError):  # the file system has no locks; then the directory is never removed
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unnamed.rename(directory / OWNER)
     return owner

@@ -1,8 +1,8 @@
 """ParallelLearner: a learner in several processes, seen from the training loop: `learner.processes` above 1.
 
-It holds no weights: each method is asked of all its processes (workers.py), TorchLearners with a model divided between
-them (worker.py, sharding.py). Records go over as they are written to disk. A checkpoint is in the format of one
-process's, and either goes on from the other's.
+It holds no weights. Each method calls all its processes (workers.py), which are TorchLearners with one model divided
+among them (worker.py, sharding.py). Records are sent in the form in which they are written to disk. A checkpoint has
+the same format as that of a learner in one process, and either continues from the other's.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 
 class Job(Section):
-    """What every process makes its learner of."""
+    """What a process needs to make its learner."""
 
     base: str
     """A hub id or directory."""
@@ -38,7 +38,7 @@ class Job(Section):
     train: TrainConfig
     loss: LossConfig | AlgorithmConfig
     directory: Path = Path()
-    """What a user's algorithm is relative to."""
+    """The directory that the path of a user's algorithm is relative to."""
     learner: TorchLearnerConfig
     sft: SftConfig | None
     sampling_max_tokens: int
@@ -98,6 +98,6 @@ class ParallelLearner:
 
 
 def parallel_learner(*, logs: Path | None, **job: Any) -> ParallelLearner:
-    """The learner of that Job; `logs`: where its processes write theirs, None: nowhere that stays."""
+    """The learner of that Job. Its processes write their logs to `logs`, or to a temporary directory if it is None."""
     made = Job(**job)
     return ParallelLearner(made, Workers(made.learner.processes, logs=logs))

@@ -143,7 +143,7 @@ class CallingEnd:
         finally:
             self._writer.close()
             for pending in self._pending.values():
-                _settle(pending.future, error=ConnectionEnded(self.fault))
+                _resolve(pending.future, error=ConnectionEnded(self.fault))
 
     def _take(self, message: Any) -> None:
         self.heard(message)
@@ -152,9 +152,9 @@ class CallingEnd:
             case Advance() if pending is not None and pending.progress is not None:
                 pending.progress(message.done, message.total)
             case Returned() if pending is not None:
-                _settle(pending.future, result=message.value)
+                _resolve(pending.future, result=message.value)
             case Raised() if pending is not None:
-                _settle(pending.future, error=error_named(message.kind, message.message))
+                _resolve(pending.future, error=error_named(message.kind, message.message))
 
 
 class _Pending(NamedTuple):
@@ -162,7 +162,7 @@ class _Pending(NamedTuple):
     progress: Callable[[int, int], None] | None
 
 
-def _settle(future: "asyncio.Future[Any]", *, result: object = None, error: Exception | None = None) -> None:
+def _resolve(future: "asyncio.Future[Any]", *, result: object = None, error: Exception | None = None) -> None:
     if future.done():
         return
     if error is not None:

@@ -120,7 +120,7 @@ class Policy:
             )
         return self._sync_client
 
-    def __repr__(self) -> str:  # without the key
+    def __repr__(self) -> str:  # must not show the key
         return f"Policy({self.base_url}, {self.model}, step {self.step})"
 
 

@@ -110,7 +110,7 @@ class _Process:
                     await self._launch()
                     self.version = str(await self._ask("load", entry=self._entry, directory=str(self._directory)))
             except BaseException as error:
-                await self._end()  # without asking it, because a process that imports reads no calls
+                await self._end()  # it is not asked to end, because a process that imports reads nothing
                 if (explained := self._explain_start(error)) is error:
                     raise
                 raise explained from error

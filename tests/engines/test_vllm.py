@@ -166,7 +166,13 @@ def test_the_model_decides_what_the_server_can_hold() -> None:
     with pytest.raises(EngineError, match=r"model\.lora\.rank: 600"):
         config = VllmEngineConfig(name="vllm")
         arguments.command(
-            config, MODEL._replace(lora_rank=600), python=Path("/p"), port=1, name="n", template=None, sleep=0
+            config,
+            msgspec.structs.replace(MODEL, lora_rank=600),
+            python=Path("/p"),
+            port=1,
+            name="n",
+            template=None,
+            sleep=0,
         )
 
 
@@ -220,7 +226,7 @@ def test_it_sleeps_where_the_learner_has_the_same_gpu(
     env = {} if server_visible is None else {"CUDA_VISIBLE_DEVICES": server_visible}
     inherited = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     config = VllmEngineConfig(name="vllm", env=env, args={"tensor-parallel-size": gpus})
-    model = MODEL._replace(learner_device=device)
+    model = msgspec.structs.replace(MODEL, learner_device=device)
     assert arguments.sleep_level(config, model, inherited=inherited, has_gpu=True) == level
 
 

@@ -40,7 +40,7 @@ DEATH_S = 2.0  # longest time between a failed request and the news that the ser
 NOTICE_S = 10.0  # the same for calls that can be made again
 DRAIN_S = 600.0  # longest wait for requests in flight to end before a sleep
 POLL_S = 0.05
-TOO_LONG = ("maximum context length", "max_model_len")  # in vLLM's errors about a prompt, and a prompt with reply
+TOO_LONG = ("maximum context length", "max_model_len")  # phrases of vLLM's errors
 # Largest mean |difference| in nats of the likeliest next tokens, computed with the prefix cache and without it. In
 # float32 other kernels round differently. In bfloat16 8 bits of mantissa give about 0.01 nats a token.
 STALE_BOUNDS = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
