@@ -82,7 +82,7 @@ class HttpProvider(Provider):
             raise CallFailed(f"{self.name} cannot be reached: {self._line(error)}", "unreachable") from error
         except ValueError as error:  # an address or a key that no request can hold
             raise CallFailed(
-                f"{self.name}: {self._line(error)}; check judge.api_base and OPENAI_BASE_URL", "stopped"
+                f"{self.name}: {self._line(error)}; check judge.api_base, OPENAI_BASE_URL and the key", "stopped"
             ) from error
         except AnswerTooLarge as error:
             raise CallFailed(f"{self.name}: {error}", "too_large") from error
