@@ -5,7 +5,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from art_cli.errors import DataError, Interrupted, JudgeError, UsageError, print
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.costs import CostEstimate
 from art_cli.judges.files.scored import scored_groups
-from art_cli.judges.files.session import Progress, Session, Summary, judgeable
+from art_cli.judges.files.session import OnProgress, Session, Summary, judgeable
 from art_cli.judges.files.source import Group, TrajectoryFile
 from art_cli.judges.groups import JudgeProgress
 
@@ -65,7 +65,8 @@ def judge_file(
         finally:
             await made.close()
 
-    return threads.run(judge())
+    with redirect_stdout(sys.stderr):  # a user's judge may print, and standard output is for the summary
+        return threads.run(judge())
 
 
 @contextmanager
@@ -83,7 +84,7 @@ def _interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def _progress(judge: Judge) -> Iterator[Progress | None]:
+def _progress(judge: Judge) -> Iterator[OnProgress | None]:
     """Yields the function that updates a progress bar with the cost so far; None if stderr is no terminal."""
     if not sys.stderr.isatty():
         yield None

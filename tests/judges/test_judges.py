@@ -110,7 +110,6 @@ async def test_what_cannot_be_loaded_is_said_when_the_judge_is_made(tmp_path: Pa
 # --- a user's class ---------------------------------------------------------------------------------------------------
 
 OWN = """
-import sys
 from art_cli import Judge, Verdict
 from art_cli.errors import JudgeError
 from art_cli.judges.costs import CostEstimate, Usage
@@ -133,7 +132,7 @@ class Scaled(Judge):
         return CostEstimate(calls=1, usd=0.5)
 
     async def close(self):
-        print("closed", file=sys.stderr)
+        print("closed")
 """
 
 
@@ -151,7 +150,7 @@ async def test_a_users_class_judges_and_says_what_it_costs(
     assert (judge.in_flight, judge.usage.calls, judge.usage.cost_usd) == (3, 1, 0.5)
     assert judge.estimate(group(1)) == CostEstimate(calls=1, usd=0.5)
     await judge.close()
-    assert capsys.readouterr().err == "closed\n"
+    assert capsys.readouterr().out == "closed\n"
 
 
 def test_files_scored_by_a_class_are_told_apart_by_its_options(tmp_path: Path) -> None:
@@ -211,7 +210,7 @@ def test_a_users_judge_beside_a_config_judges_a_file_and_trains(
     write_lines(played, run.trajectories(0))
     code, out, err = art("judge", played, "--config", config, "--json")
     assert code == 0, err
-    summary = json.loads(out)
+    summary = json.loads(out)  # what the judge prints goes to standard error
     assert summary["groups"] == summary["calls"] == 3 and summary["cost_usd"] == 1.5
     code, out, _ = art("judge", played, "--config", config, "--dry-run", "--fresh")
     assert code == 0 and "3 groups to judge: 3 calls" in out and "about $1.5000" in out
