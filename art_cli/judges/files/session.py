@@ -16,9 +16,8 @@ from art_cli.judges.files.source import Group, TrajectoryFile
 from art_cli.judges.groups import JudgeProgress, judge_groups
 from art_cli.trajectory import ScoredTrajectory
 
-Progress = Callable[
-    [int, JudgeProgress], None
-]  # called with the number of groups owed at the start, and what became of them
+# Called with the number of groups owed at the start, and what became of them so far.
+OnProgress = Callable[[int, JudgeProgress], None]
 
 
 class Summary(msgspec.Struct, kw_only=True):
@@ -49,7 +48,7 @@ class Session:
         self.num_before = self.num_trajectories = self.num_rewards = 0
         self.reward_sum = 0.0
 
-    async def run(self, *, is_fresh: bool = False, progress: Progress | None = None) -> Summary:
+    async def run(self, *, is_fresh: bool = False, progress: OnProgress | None = None) -> Summary:
         """Judges what is owed, or with `is_fresh` everything. When it is cancelled, groups in flight are dropped.
 
         Raises RunError: the output is in use, holds another file's or another judge's scores, or was removed meanwhile.

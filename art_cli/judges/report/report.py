@@ -21,6 +21,7 @@ from art_cli.judges.report.agreement import EQUAL, Measure, Ratio
 from art_cli.run_dir import read_lines
 from art_cli.trajectory import Score
 
+MEASURES = (agreement.pairwise, agreement.kendall_tau, agreement.best_of_group)  # the fields of Agreement
 MAX_POINTS = 2000  # most points that one plot gets
 
 
@@ -247,22 +248,16 @@ def _agree(
     """Agreement of each group's rankings with the gold, pooled; an attempt without a score is left out."""
     if golds is None:
         return None
-    parts: dict[str, list[Ratio]] = {"pairwise": [], "tau": [], "best": []}
+    parts: list[list[Ratio]] = [[] for _ in MEASURES]
     for group_id, group_rankings in zip(groups, rankings, strict=True):
-        sums = {name: [0.0, 0.0] for name in parts}
-        for ranking in group_rankings:
-            known = [(score, true) for score, true in zip(ranking, golds[group_id], strict=True) if score is not None]
-            scores, gold = [score for score, _ in known], [true for _, true in known]
-            for name, ratio in (
-                ("pairwise", agreement.pairwise(scores, gold)),
-                ("tau", agreement.kendall_tau(scores, gold)),
-                ("best", agreement.best_of_group(scores, gold)),
-            ):
-                sums[name][0] += ratio.numerator
-                sums[name][1] += ratio.denominator
-        for name, (top, bottom) in sums.items():
-            parts[name].append(Ratio(top, bottom))
-    return Agreement(*(agreement.measure(part) for part in parts.values()))
+        known = [
+            [(score, true) for score, true in zip(ranking, golds[group_id], strict=True) if score is not None]
+            for ranking in group_rankings
+        ]
+        for part, compare in zip(parts, MEASURES, strict=True):
+            ratios = [compare([score for score, _ in pairs], [true for _, true in pairs]) for pairs in known]
+            part.append(Ratio(sum(ratio.numerator for ratio in ratios), sum(ratio.denominator for ratio in ratios)))
+    return Agreement(*map(agreement.measure, parts))
 
 
 def _pooled(deviations: Sequence[float]) -> float | None:
