@@ -7,6 +7,7 @@ a pool of OpenMP threads of its own.
 import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 
 _LOADED = getattr(os, "RTLD_NOLOAD", 0)  # finds the library only where torch has loaded it
 _SOFT = 1  # omp_pause_soft (OpenMP 5.2, section 18.6.2)
@@ -24,13 +25,22 @@ def release_pool() -> None:
         _library().omp_pause_resource_all(_SOFT)
 
 
-def single_threaded() -> None:
-    """From now on the calling thread computes without a pool.
+@contextlib.contextmanager
+def single_threaded() -> Iterator[None]:
+    """Inside, the calling thread computes without a pool; other threads keep theirs."""
+    import torch
 
-    torch must have set up the thread before (`torch.get_num_threads()` does), because that would undo this.
-    """
+    before = torch.get_num_threads()  # its first call in a thread sets torch's default, which would undo this
+    _set_num_threads(1)
+    try:
+        yield
+    finally:
+        _set_num_threads(before)
+
+
+def _set_num_threads(num: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
-        _library().omp_set_num_threads(1)
+        _library().omp_set_num_threads(num)
 
 
 def _library() -> ctypes.CDLL:

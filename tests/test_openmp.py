@@ -41,7 +41,8 @@ def test_a_thread_that_computes_alone_leaves_the_others_their_pools() -> None:
 
     def work() -> None:
         found.append(torch.get_num_threads())
-        openmp.single_threaded()
+        with openmp.single_threaded():
+            found.append(torch.get_num_threads())
         found.append(torch.get_num_threads())
 
     def after() -> None:
@@ -52,7 +53,7 @@ def test_a_thread_that_computes_alone_leaves_the_others_their_pools() -> None:
             thread = threading.Thread(target=target)
             thread.start()
             thread.join(DEADLINE_S)
-        assert found == [2, 1, 2]
+        assert found == [2, 1, 2, 2]
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(num_threads)

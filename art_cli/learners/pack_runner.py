@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from art_cli import openmp
 from art_cli.config.schema import BaseLearnerConfig
 from art_cli.decoder.layers import known_layers
 from art_cli.learners.flex_attention import FlexAttention
@@ -23,7 +24,7 @@ from art_cli.learners.packing import Pack, pack_small, reuse
 from art_cli.learners.ranks import Ranks, SingleRank, deal, pack_evenly
 from art_cli.learners.samples import Ints, Sample
 from art_cli.learners.tree_attention import Tree, attend, tree_attention
-from art_cli.model import Weights
+from art_cli.model import Weights, count_parameters
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,9 @@ MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 # Least ratio of the tokens in rows to the tokens in trees at which trees pay, because each shared span costs a second
 # attention. Measured with 1M and 24M parameters: trees are 3 to 12 % slower at 1.01, equal at 1.03, 7 % faster at 1.13.
 WORTH = 1.04
+# Number of parameters below which a CPU trains with one thread. The demo's warm-up (1.2M, two cores) takes 1.1 times as
+# long on an idle machine, and two thirds of the time beside three busy processes (python benchmarks/busy.py).
+SMALL = 2_000_000
 
 
 class PackRunner:
@@ -46,6 +50,7 @@ class PackRunner:
         self.ranks: Ranks = ranks or SingleRank()
         self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS.get(weights.device.type, 1024)
         self.model = weights.model.get_base_model() if weights.has_adapter else weights.model
+        self._is_small = weights.device.type == "cpu" and count_parameters(weights.model).whole < SMALL
         self.can_pack: bool | None = None  # None: not decided yet, see packing_check.py
         self.flex = FlexAttention(self.micro_batch_tokens) if weights.device.type == "cuda" else None
         if config.gradient_checkpointing is not False:
@@ -55,6 +60,8 @@ class PackRunner:
     def running(self) -> Iterator[None]:
         """Holds the weights while inside, and makes the model's layers attend to packs."""
         with self.weights.lock, contextlib.ExitStack() as stack:
+            if self._is_small:
+                stack.enter_context(openmp.single_threaded())
             if self.can_pack:
                 stack.enter_context(_packing(self.model))
             yield

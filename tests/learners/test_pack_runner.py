@@ -11,6 +11,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from art_cli.config.schema import TorchLearnerConfig
+from art_cli.learners import pack_runner
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing import pack_samples
 from art_cli.learners.packing_check import PackingCheck
@@ -214,3 +215,16 @@ def test_all_weights_train_where_there_is_no_adapter() -> None:
     torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 1.0)
     for name, parameter in plain.model.named_parameters():
         torch.testing.assert_close(caught.gradient[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_small_model_trains_with_one_thread_and_a_larger_one_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for limit, expected in ((10**9, 1), (0, 2)):
+            monkeypatch.setattr(pack_runner, "SMALL", limit)
+            with PackRunner(tiny_weights(), TorchLearnerConfig()).running():
+                assert torch.get_num_threads() == expected
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(num_threads)

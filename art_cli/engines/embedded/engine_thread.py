@@ -158,12 +158,10 @@ class EngineThread:
 
     def _run(self) -> None:
         ended = EngineError("the embedded engine is closed")
-        if self._runner.is_small:
-            torch.get_num_threads()  # its first call in a thread sets torch's default, which would undo the next line
-            openmp.single_threaded()
         try:
-            while self._take_commands():
-                self._step()
+            with openmp.single_threaded() if self._runner.is_small else contextlib.nullcontext():
+                while self._take_commands():
+                    self._step()
         except BaseException as error:
             log.exception("the embedded engine failed")
             ended = EngineError(f"the embedded engine failed: {type(error).__name__}: {error}".splitlines()[0])
