@@ -69,39 +69,39 @@ class DataError(ArtError):
 
 
 class RolloutError(ArtError):
-    pass
+    """The user's rollout cannot be loaded or run at all."""
 
 
 class EngineError(ArtError):
-    pass
+    """The engine did not start, died, or did not answer in time."""
 
 
 class JudgeError(ArtError):
-    pass
+    """A group could not be scored; it stays owed."""
 
 
 class JudgeStopped(JudgeError):
-    pass
+    """No group can be scored until the user acts, because a key is refused or a budget is spent."""
 
 
 class LearnerError(ArtError):
-    pass
+    """A step cannot be computed: out of memory, or a loss that is not finite."""
 
 
 class DriftError(ArtError):
-    pass
+    """Engine and learner do not hold the same weights."""
 
 
 class CheckpointError(ArtError):
-    pass
+    """No checkpoint verifies, or one does not fit the model."""
 
 
 class RunError(ArtError):
-    pass
+    """The run directory refuses: it is locked, finished, or another configuration made it."""
 
 
 class GateError(ArtError):
-    pass
+    """A measured value is below its gate."""
 
 
 class Interrupted(ArtError):

@@ -53,31 +53,24 @@ class Engine(Protocol):
 
     async def start(self) -> None:
         """Ready to answer when it returns."""
-        ...
 
     async def load(self, checkpoint: Path, step: int) -> None:
         """Samples from `step` when it returns: cached prefixes of other weights are gone, `endpoint.step` is `step`."""
-        ...
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """[L - 1] logprobs in nats of each token after the first, at temperature 1; compared with the learner's."""
-        ...
 
     def longest_prompt(self) -> int | None:
         """The number of characters that no prompt within the context exceeds; None: unknown. Only `art serve` asks."""
-        ...
 
     async def sleep(self) -> None:
         """Frees the memory that a learner on the same device needs; nothing is sampled until `wake`."""
-        ...
 
     async def wake(self) -> None:
         """Samples again."""
-        ...
 
     async def watch(self) -> NoReturn:
         """Never returns; raises EngineError once the engine can answer no more, so that no caller waits in vain."""
-        ...
 
     async def close(self) -> None: ...
 

@@ -66,46 +66,36 @@ class Learner(Protocol):
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
         """One policy update on the scored trajectories of whole groups. Groups without signal change no weight."""
-        ...
 
     def sft(self, demos: Sequence[dict[str, Any]], *, progress: Progress | None = None) -> dict[str, float]:
         """Supervised warm-up on chat transcripts `{"messages": [...], "tools": [...]}`, assistant tokens only.
 
         The next three in one go: with an optimizer of its own; `loss` is the last epoch's.
         """
-        ...
 
     def begin_sft(self, demos: Sequence[dict[str, Any]]) -> int:
         """Prepares a supervised warm-up; how many optimizer steps it has. `save` and `load` take its state too."""
-        ...
 
     def take_sft(self, num_updates: int, *, progress: Progress | None = None) -> dict[str, float]:
         """At most so many of the optimizer steps that are left; the numbers of all until now."""
-        ...
 
     def end_sft(self) -> None:
         """Lets go of what the warm-up needed; the weights stay as they are."""
-        ...
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         """[L - 1] logprobs in nats of each token after the first."""
-        ...
 
     def save(self, directory: Path) -> None:
         """Fills a checkpoint directory: adapter, tokenizer, optimizer, RNG. The manifest is not its business."""
-        ...
 
     def load(self, directory: Path) -> None:
         """Continues from what `save` wrote: the next step is bit-identical to an undisturbed one."""
-        ...
 
     def check(self) -> None:
         """Raises LearnerError once a process that it needs is dead. Does not block; any thread may call it."""
-        ...
 
     def close(self) -> None:
         """Lets go of processes of its own. No method may be called after it."""
-        ...
 
 
 def load_policy(config: "RunConfig", base: str) -> "Weights":

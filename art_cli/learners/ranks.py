@@ -27,19 +27,15 @@ class Ranks(Protocol):
 
     def gather(self, value: Value) -> list[Value]:
         """Every process's value, in the order of their ranks."""
-        ...
 
     def forward(self, model: Any, run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
         """`run(pack)`, which calls parts of the model, as one forward pass of the model."""
-        ...
 
     def whole(self, tensor: Tensor) -> Tensor:
         """The whole tensor of which this process holds a part."""
-        ...
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
         """This process's part of a whole tensor, on the device of `like` and divided as `like` is."""
-        ...
 
 
 class SingleRank:

@@ -35,10 +35,8 @@ class Rollout(Protocol):
 
         With `is_alone` no other attempt shares its process, because the last process died during this attempt.
         """
-        ...
 
     async def explain_timeout(self) -> str:
         """The probable cause of a timeout, as the end of its message; empty if unknown."""
-        ...
 
     async def close(self) -> None: ...

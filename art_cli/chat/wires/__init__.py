@@ -26,15 +26,12 @@ class Events(Protocol):
 
     def render(self, chunk: Chunk) -> bytes:
         """The events of one chunk; empty when the chunk holds nothing that the client asked for."""
-        ...
 
     def finish(self) -> bytes:
         """The last events of a stream that ended well."""
-        ...
 
     def fail(self, error: ChatError) -> bytes:
         """The last events of a stream that broke after it had begun."""
-        ...
 
 
 class Wire(Protocol):
@@ -47,30 +44,24 @@ class Wire(Protocol):
     @property
     def path(self) -> str:
         """The path that clients send POST requests to: "/v1/chat/completions"."""
-        ...
 
     def key(self, headers: Headers) -> str | None:
         """The API key that the client sent; None when it sent none."""
-        ...
 
     def parse(self, body: bytes, defaults: Sampling) -> Request:
         """The request in a body; `defaults` fill the sampling parameters that the client left out.
 
         Raises ChatError with status 400 when the body is not a request that this endpoint understands.
         """
-        ...
 
     def render(self, request: Request, reply: Reply) -> bytes:
         """The JSON body of a whole reply."""
-        ...
 
     def stream(self, request: Request) -> Events:
         """The renderer of one streamed reply."""
-        ...
 
     def error(self, error: ChatError) -> bytes:
         """The JSON body of a refusal or failure."""
-        ...
 
 
 class Wires:

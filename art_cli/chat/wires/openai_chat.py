@@ -78,11 +78,11 @@ class _NamedTool(msgspec.Struct):
 
 
 class _PlainFormat(msgspec.Struct, tag="text"):
-    pass
+    """Any text."""
 
 
 class _ObjectFormat(msgspec.Struct, tag="json_object"):
-    pass
+    """Any JSON object."""
 
 
 class _NamedSchema(msgspec.Struct):
