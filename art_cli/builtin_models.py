@@ -11,59 +11,8 @@ from typing import Any
 
 BUILTIN_MODELS = ("tiny",)
 
-# The commonest words of English text, for the tokenizer's merges: a word is one token, anything else its bytes.
-WORDS = """
-the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not what
-all were we when your can said there use an each which she do how their if will up other about out many then them these
-so some her would make like him into time has look two more write go see number no way could people my than first water
-been call who oil its now find long down day did get come made may part over new sound take only little work know place
-year live me back give most very after thing our just name good sentence man think say great where help through much
-before line right too mean old any same tell boy follow came want show also around form three small set put end does
-another well large must big even such because turn here why ask went men read need land different home us move try kind
-hand picture again change off play spell air away animal house point page letter mother answer found study still learn
-should America world high every near add food between own below country plant last school father keep tree never start
-city earth eye light thought head under story saw left don't few while along might close something seem next hard open
-example begin life always those both paper together got group often run system user assistant tool tools question score
-email message search result date file list yes no true false null name arguments content subject sender board cell row
-"""
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKERS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>"]
-
-# ChatML with tools as Qwen 2.5 and Hermes write them: definitions in the system message, calls as tagged JSON.
-CHAT_TEMPLATE = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}
-        {{- messages[0].content + '\\n\\n' }}
-    {%- endif %}
-    {{- '# Tools\\n\\n<tools>' }}
-    {%- for tool in tools %}
-        {{- '\\n' + (tool | tojson) }}
-    {%- endfor %}
-    {{- '\\n</tools>\\n\\nA call is one JSON object inside <tool_call></tool_call>.<|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- elif message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\\n' + (message.content or '') }}
-        {%- for call in message.tool_calls or [] %}
-            {%- if call.function %}{% set call = call.function %}{% endif %}
-            {{- '\\n' if message.content or not loop.first }}
-            {{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
-            {{- call.arguments if call.arguments is string else (call.arguments | tojson) }}
-            {{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{% endif %}
-        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{% endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
 def tiny(directory: Path) -> None:
@@ -78,6 +27,20 @@ def tiny(directory: Path) -> None:
         torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.3)  # the head is tied to it: logits of some size
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+def words() -> list[str]:
+    """The commonest words of English text. The tokenizer makes each of them one token, and any other text bytes."""
+    return _read("builtin_words.txt").split()
+
+
+def chat_template() -> str:
+    """ChatML with tools as Qwen 2.5 and Hermes write them: definitions in the system message, calls as tagged JSON."""
+    return _read("builtin_chat_template.jinja").removesuffix("\n")
+
+
+def _read(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
 def make_tokenizer() -> Any:
@@ -96,14 +59,14 @@ def make_tokenizer() -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([f"{word} {word}" for word in WORDS.split() for _ in range(2)], trainer)
+    tokenizer.train_from_iterator([f"{word} {word}" for word in words() for _ in range(2)], trainer)
     tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in MARKERS])
     made: Any = PreTrainedTokenizerFast
     return made(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template(),
         clean_up_tokenization_spaces=False,
     )
 

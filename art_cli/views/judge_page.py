@@ -5,28 +5,20 @@ Takes the report as plain data (what `art judge --report --json` prints) and the
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from art_cli.views.plots import Point, axis, histogram, scatter
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 920px; margin: 2em auto; padding: 0 1em; color: #1c2330; }
-table { border-collapse: collapse; margin: .5em 0 1.5em; }
-td, th { text-align: left; padding: .2em 1.2em .2em 0; border-bottom: 1px solid #e3e6ec; }
-td { font-variant-numeric: tabular-nums; }
-th { font-weight: 600; } svg { margin: 0 1em 1em 0; } svg text { font-size: 11px; fill: #4a5365; }
-svg .title { font-size: 12px; font-weight: 600; fill: #1c2330; } .axes { fill: none; stroke: #8b93a5; }
-.dots { fill: #2f6fdb; fill-opacity: .35; } .bars { fill: #2f6fdb; } .fit { stroke: #d1472f; stroke-width: 2; }
-"""
 
 
 def judge_page(report: Mapping[str, Any], sample: Mapping[str, Any], lines: Sequence[tuple[str, str]]) -> str:
     """The page. `lines` are the report's (name, value) lines, as the terminal shows them."""
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in lines)
     title = f"Judge report: {report['path']}"
+    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>"
+        f"<style>\n{style}</style></head><body><h1>{escape(title)}</h1>"
         f"<table>{rows}</table>{''.join(_plots(report, sample))}</body></html>\n"
     )
 
