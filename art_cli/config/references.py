@@ -93,7 +93,7 @@ def _model(loaded: LoadedConfig) -> Iterator[Wrong]:
         yield from _text("model.chat_template", model.chat_template)
     if model.lora is not None:
         yield from _pattern(model.lora)
-        if _is_directory(loaded.directory / model.base):
+        if os.path.isdir(loaded.directory / model.base):
             yield from missing_targets(model, loaded.directory / model.base)
 
 
@@ -172,7 +172,7 @@ def _judge_file(key: str, path: Path, directory: Path) -> Iterator[Wrong]:
         return
     if not key.endswith(".cache"):
         yield from _text(key, place)
-    elif _is_directory(place):
+    elif os.path.isdir(place):
         yield Wrong(key, f"{show(place)}: a directory, and a file is wanted")
 
 
@@ -218,7 +218,7 @@ LOOKUPS = {
 def _data(key: str, spec: str, directory: Path) -> Iterator[Wrong]:
     """A JSON-lines file, or "file.py:function"."""
     path = directory / spec
-    if _is_file(path):
+    if os.path.isfile(path):
         return
     if ":" in spec:
         yield from _entry(key, spec, directory)
@@ -228,7 +228,7 @@ def _data(key: str, spec: str, directory: Path) -> Iterator[Wrong]:
 
 def _python(key: str, program: Path) -> Iterator[Wrong]:
     """A Python of the user's. Its version is known only when it is started."""
-    if not _is_file(program):
+    if not os.path.isfile(program):
         yield Wrong(key, f"{_absence(program)}; it names a Python, or the directory of an environment that has one")
     elif not os.access(program, os.X_OK):
         yield Wrong(key, f"{show(program)}: no permission to run it")
@@ -244,7 +244,7 @@ def _entry(key: str, spec: str, directory: Path, *, is_ours: bool = True) -> Ite
         yield Wrong(key, f"{spec!r}: expected 'file.py:function' or 'package.module:function'")
     elif module.endswith(".py"):
         path = directory / module
-        if not _is_file(path):
+        if not os.path.isfile(path):
             yield Wrong(key, _absence(path))
         elif is_ours and (message := _missing_attribute(path, attribute)):
             yield Wrong(key, message)
@@ -283,7 +283,7 @@ def _imports(tree: ast.Module) -> Iterator[str]:
 
 def _text(key: str, path: Path) -> Iterator[Wrong]:
     try:
-        if not _is_file(path):
+        if not os.path.isfile(path):
             yield Wrong(key, _absence(path))
         elif not path.read_text(encoding="utf-8").strip():
             yield Wrong(key, f"{show(path)}: an empty file")
@@ -312,18 +312,6 @@ def _is_there(path: Path) -> bool:
     return True
 
 
-def _is_file(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return path.is_file()
-    return False
-
-
-def _is_directory(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return path.is_dir()
-    return False
-
-
 def _is_program(name: str, directory: Path) -> bool:
     return shutil.which(directory / name if "/" in name else name) is not None
 
@@ -334,7 +322,7 @@ def _is_module(name: str, directory: Path) -> bool:
     with contextlib.suppress(ImportError, ValueError):
         if importlib.util.find_spec(name) is not None:
             return True
-    return _is_file(directory / f"{name}.py") or _is_directory(directory / name)
+    return os.path.isfile(directory / f"{name}.py") or os.path.isdir(directory / name)
 
 
 # --- addresses --------------------------------------------------------------------------------------------------------
@@ -388,8 +376,8 @@ def _bind(host: str, port: int) -> OSError | None:
 
 def _base(key: str, base: str, directory: Path, *, is_buildable: bool = True) -> Iterator[Wrong]:
     path = directory / base
-    if _is_directory(path):
-        if not _is_file(path / "config.json"):
+    if os.path.isdir(path):
+        if not os.path.isfile(path / "config.json"):
             yield Wrong(key, f"{show(path)}: a directory without config.json, so there is no model in it")
     elif ":" in base and is_buildable:
         yield from _entry(key, base, directory)
