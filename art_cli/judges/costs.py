@@ -9,9 +9,8 @@ import importlib.util
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -21,7 +20,15 @@ from art_cli.errors import JudgeStopped
 _TABLE = "model_prices_and_context_window_backup.json"
 
 
-class Usage(msgspec.Struct, frozen=True):
+class _Sum(msgspec.Struct, frozen=True):
+    """Numbers that are added field by field. A sum of which one part is unknown (None) is unknown."""
+
+    def __add__(self, other: Self) -> Self:
+        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
+        return type(self)(*(None if one is None or more is None else one + more for one, more in pairs))
+
+
+class Usage(_Sum, frozen=True):
     """What calls took. `cost_usd` is None when the price of at least one call is unknown."""
 
     calls: int = 0
@@ -30,22 +37,12 @@ class Usage(msgspec.Struct, frozen=True):
     cost_usd: float | None = 0.0
     latency_s: float = 0.0  # sum over the calls, as if they had been made one after the other
 
-    def __add__(self, other: "Usage") -> "Usage":
-        return Usage(
-            self.calls + other.calls,
-            self.prompt_tokens + other.prompt_tokens,
-            self.completion_tokens + other.completion_tokens,
-            _sum(self.cost_usd, other.cost_usd),
-            self.latency_s + other.latency_s,
-        )
-
     @property
     def tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
 
 
-@dataclass(frozen=True)
-class CostEstimate:
+class CostEstimate(_Sum, frozen=True):
     """Calls still to make and what they would take; `cached` votes cost nothing. `usd` None: a price is unknown.
 
     Completion tokens are those of the verdict alone. What a model thinks before it answers comes on top.
@@ -56,19 +53,6 @@ class CostEstimate:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     usd: float | None = 0.0
-
-    def __add__(self, other: "CostEstimate") -> "CostEstimate":
-        return CostEstimate(
-            self.calls + other.calls,
-            self.cached + other.cached,
-            self.prompt_tokens + other.prompt_tokens,
-            self.completion_tokens + other.completion_tokens,
-            _sum(self.usd, other.usd),
-        )
-
-
-def _sum(one: float | None, other: float | None) -> float | None:
-    return None if one is None or other is None else one + other
 
 
 # --- prices -----------------------------------------------------------------------------------------------------------
