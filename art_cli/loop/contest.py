@@ -7,8 +7,10 @@ one group counts, so a judge that is harsher in one call than in another changes
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import product
+from statistics import fmean
 
 import msgspec
 
@@ -74,16 +76,7 @@ def _mix(name: str, attempts: Sequence[Trajectory], references: Sequence[Traject
 
 
 def _share_won(scored: Sequence[ScoredTrajectory]) -> float:
-    pairs = list(_pairs(scored))
-    return sum(1.0 if ours > theirs else 0.5 if ours == theirs else 0.0 for ours, theirs in pairs) / len(pairs)
-
-
-def _pairs(scored: Sequence[ScoredTrajectory]) -> Iterator[tuple[float, float]]:
-    worst = float("-inf")  # a failed attempt has no reward
-    for ours in scored:
-        for theirs in scored:
-            if not ours.id.startswith(REFERENCE) and theirs.id.startswith(REFERENCE):
-                yield (
-                    worst if ours.reward is None else ours.reward,
-                    worst if theirs.reward is None else theirs.reward,
-                )
+    rewards: tuple[list[float], list[float]] = [], []  # those of the attempts, and those of the references
+    for each in scored:  # a failed attempt has no reward
+        rewards[each.id.startswith(REFERENCE)].append(float("-inf") if each.reward is None else each.reward)
+    return fmean((ours > theirs) + (ours == theirs) / 2 for ours, theirs in product(*rewards))
