@@ -12,6 +12,7 @@ import hashlib
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -88,30 +89,22 @@ def build_app(
     return app
 
 
+@dataclass
 class _Routes:
     """One method per path."""
 
-    def __init__(
-        self,
-        backend_for: BackendFor,
-        wires: Wires,
-        refuse_key: RefuseKey,
-        defaults: Sampling,
-        body_limit: Callable[[], BodyLimit],
-        body_timeout_s: float,
-    ) -> None:
-        self._backend_for = backend_for
-        self._wires = wires
-        self._refuse_key = refuse_key
-        self._defaults = defaults
-        self._body_limit = body_limit
-        self._body_timeout_s = body_timeout_s
-        self._reader = RequestReader()
+    backend_for: BackendFor
+    wires: Wires
+    refuse_key: RefuseKey
+    defaults: Sampling
+    body_limit: Callable[[], BodyLimit]
+    body_timeout_s: float
+    reader: RequestReader = field(default_factory=RequestReader)
 
     async def answer(self, wire: Wire, http: HttpRequest) -> Response:
         """The reply to a request of this wire."""
         backend = self._authenticate(http)
-        body = await _read_body(http, self._body_limit(), self._body_timeout_s)
+        body = await _read_body(http, self.body_limit(), self.body_timeout_s)
         request = await self._parse(body, wire)
         if num_retries := _num_retries(http.headers):
             request = msgspec.structs.replace(request, num_retries=num_retries)
@@ -132,14 +125,14 @@ class _Routes:
 
     async def _parse(self, body: bytes, wire: Wire) -> Request:
         if len(body) <= READ_HERE_BYTES:
-            return _parse(wire, body, self._defaults)
-        return await self._reader.read(_parse, wire, body, self._defaults)
+            return _parse(wire, body, self.defaults)
+        return await self.reader.read(_parse, wire, body, self.defaults)
 
     def _authenticate(self, http: HttpRequest) -> Backend:
-        key = self._wires.key(http.scope["path"], http.headers)
-        backend = self._backend_for(key)
+        key = self.wires.key(http.scope["path"], http.headers)
+        backend = self.backend_for(key)
         if backend is None:
-            raise self._refuse_key(key)
+            raise self.refuse_key(key)
         return backend
 
 
