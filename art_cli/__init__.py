@@ -23,26 +23,21 @@ if TYPE_CHECKING:
     from art_cli.trajectory import Score, ScoredTrajectory, Trajectory, Turn
 
 _HOMES = {
-    "ArtError": "errors",
-    "Judge": "judges",
-    "LoadedConfig": "config.compose",
-    "Outcome": "outcome",
-    "Policy": "rollouts.policy",
-    "RunConfig": "config.schema",
-    "Score": "trajectory",
-    "ScoredTrajectory": "trajectory",
-    "StepTaken": "loop.stages",
-    "TrainResult": "loop.train",
-    "Trajectory": "trajectory",
-    "Turn": "trajectory",
-    "Verdict": "judges",
-    "generate": "notebook",
-    "judge": "notebook",
-    "load": "notebook",
-    "load_config": "config.compose",
-    "ruler_score_group": "judges.ruler.call",
-    "step": "notebook",
-    "train": "notebook",
+    name: home
+    for home, names in {
+        "config.compose": ("LoadedConfig", "load_config"),
+        "config.schema": ("RunConfig",),
+        "errors": ("ArtError",),
+        "judges": ("Judge", "Verdict"),
+        "judges.ruler.call": ("ruler_score_group",),
+        "loop.stages": ("StepTaken",),
+        "loop.train": ("TrainResult",),
+        "notebook": ("generate", "judge", "load", "step", "train"),
+        "outcome": ("Outcome",),
+        "rollouts.policy": ("Policy",),
+        "trajectory": ("Score", "ScoredTrajectory", "Trajectory", "Turn"),
+    }.items()
+    for name in names
 }
 
 __all__ = [
