@@ -60,12 +60,16 @@ def _with_adapter(model: Any) -> Any:
 
 
 class Unused:
-    """In place of a tokenizer: prompts are token ids here, and nobody reads the text."""
+    """Stands in for a tokenizer. Prompts are token ids here, and no benchmark reads the text."""
 
     eos_token_id = None
+    unk_token_id = None
     all_special_ids: list[int] = []
     added_tokens_decoder: dict[int, object] = {}
     chat_template = ""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"x": max(size.vocabulary for size in SIZES.values()) - 1}
 
     def convert_tokens_to_ids(self, token: str) -> int:
         return -1

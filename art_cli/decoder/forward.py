@@ -91,11 +91,16 @@ class Decoder:
         last = self._layers[-1]
         for layer in self._layers:
             query, key, value, *_ = attention_inputs(layer, hidden, cos, sin)
-            out = tokens.attend(layer.number, query, key, value, scaling=layer.scaling, window=layer.window).flatten(1)
+            out = attend(tokens, layer, query, key, value)
             if layer is last:  # only `rows` of its result are read
                 out, hidden = out[rows], hidden[rows]
             hidden = layer_outputs(layer, out, hidden).result
         return self._head.apply(self._norm.apply(hidden))[0]
+
+
+def attend(tokens: TokenRow, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[T, heads * D]"""
+    return tokens.attend(layer.number, query, key, value, scaling=layer.scaling, window=layer.window).flatten(1)
 
 
 def embedding(model: Any) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from art_cli.decoder.forward import TokenRow, embedding, rotary
+from art_cli.decoder.forward import TokenRow, attend, embedding, rotary
 from art_cli.decoder.known import Layer, Unknown, check_model, read_layer, read_norm, read_projection
 from art_cli.decoder.maths import Norm, Projection, rotate
 
@@ -59,19 +59,15 @@ def _check_machine(model: Any) -> None:
 
 class _MergedLayer:
     def __init__(self, layer: Layer) -> None:
-        self._epsilon, self._mlp_epsilon = layer.attention_norm.epsilon, layer.mlp_norm.epsilon
+        self._layer = layer
         self._inputs = _Product([layer.query, layer.key, layer.value], layer.attention_norm)
         self._out, self._down = _Product([layer.out]), _Product([layer.down])
         self._gate, self._up = _Product([layer.gate], layer.mlp_norm), _Product([layer.up], layer.mlp_norm)
-        self._head_dim, self._number, self._scaling, self._window = (
-            layer.head_dim, layer.number, layer.scaling, layer.window)  # fmt: skip
         self._heads, heads_kv = (len(one.weight) // layer.head_dim for one in (layer.query, layer.key))
         self._heads_rotated = self._heads + heads_kv  # queries and keys
-        self._head_norm: Norm | None = None
         if layer.head_norms is not None:
             of_query, of_key = (norm.weight.detach() for norm in layer.head_norms)
-            weight = torch.cat([of_query.expand(self._heads, -1), of_key.expand(heads_kv, -1)])
-            self._head_norm = Norm(weight, layer.head_norms[0].epsilon)
+            self._head_weight = torch.cat([of_query.expand(self._heads, -1), of_key.expand(heads_kv, -1)])
 
     def __call__(
         self, blocks: Blocks, tokens: TokenRow, turns: list[tuple[Tensor, ...]], rows: Tensor | None = None
@@ -84,23 +80,25 @@ class _MergedLayer:
         parts = [self._states(block, cos, sin) for block, (cos, sin) in zip(blocks, turns, strict=True)]
         rotated, value = (_whole(list(part)) for part in zip(*parts, strict=True))
         query, key = rotated[:, : self._heads], rotated[:, self._heads :]
-        out = tokens.attend(self._number, query, key, value, scaling=self._scaling, window=self._window).flatten(1)
+        out = attend(tokens, self._layer, query, key, value)
         if rows is not None:
             out, blocks = out[rows], [_padded(block) for block in torch.split(_whole(blocks)[rows], BLOCK)]
         return [self._after(part, block) for part, block in zip(torch.split(out, BLOCK), blocks, strict=True)]
 
     def _states(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """[rows, heads + heads_kv, head_dim] queries and keys, rotated; [rows, heads_kv, head_dim] values."""
-        states = self._inputs(_scaled(hidden, self._epsilon))[: len(cos)].view(len(cos), -1, self._head_dim)
+        layer = self._layer
+        states = self._inputs(_scaled(hidden, layer.attention_norm.epsilon))[: len(cos)]
+        states = states.view(len(cos), -1, layer.head_dim)
         rotated, value = states[:, : self._heads_rotated], states[:, self._heads_rotated :]
-        if self._head_norm is not None:
-            rotated = _scaled(rotated, self._head_norm.epsilon).mul_(self._head_norm.weight)
+        if layer.head_norms is not None:
+            rotated = _scaled(rotated, layer.head_norms[0].epsilon).mul_(self._head_weight)
         return rotate(rotated, cos, sin), value
 
     def _after(self, out: Tensor, hidden: Tensor) -> Tensor:
         """What follows the attention's output."""
         hidden = self._out.plus(_padded(out), hidden)
-        normed = _scaled(hidden, self._mlp_epsilon)
+        normed = _scaled(hidden, self._layer.mlp_norm.epsilon)
         return self._down.plus(self._up.times(normed, self._gate.silu(normed)), hidden)
 
 
