@@ -21,33 +21,33 @@ if TYPE_CHECKING:
     from art_cli.model import Weights
     from art_cli.policy_spec import PolicySpec
 
-# Unsloth's is the same step on weights that it loads itself (unsloth.py)
+# `unsloth` takes the same step on weights that Unsloth loads (unsloth.py)
 BUILT_INS = dict.fromkeys(("torch", "unsloth"), "art_cli.learners.torch_learner:TorchLearner")
 
-Progress = Callable[[int, int], None]  # (done, of): packs of the step, or optimizer steps of an sft
+Progress = Callable[[int, int], None]  # (number done, total), counted in packs of a step or optimizer steps of an sft
 
 
 class StepMetrics(msgspec.Struct, kw_only=True):
     """What one step did. Counts are of the whole step; shares are in [0, 1]; logprobs and entropy in nats per token.
 
-    A step without signal has num_updates 0 and no number that would need a forward pass (those are NaN, left out of
-    metrics.jsonl).
+    In a step without signal, num_updates is 0 and every number that needs a forward pass is NaN. `known` leaves NaN
+    out.
     """
 
     reward_mean: float
     reward_std: float
-    no_signal_share: float  # groups whose rewards are equal to 1e-8, of all complete groups
+    no_signal_share: float  # share of groups that say nothing about which attempt is better (rewards equal to 1e-8)
     num_groups: int
     num_samples: int
     num_trajectories: int
-    num_failed: int  # trajectories with an error: counted, not trained on
+    num_failed: int  # trajectories with an error, which are not trained on
     num_updates: int  # optimizer steps taken
-    tokens_trained: int  # sampled tokens that carry a loss term
-    tokens_flat: int  # what one row per sample would compute
-    tokens_computed: int  # what the packs compute: every shared token once
+    tokens_trained: int  # tokens with a weight in the loss
+    tokens_flat: int  # number of tokens in one row per sample
+    tokens_computed: int  # number of tokens in the packs, which hold every shared token once
     packed: float = float("nan")  # 1: samples ran as packs; 0: packs did not hold, so one sample ran at a time
     loss: float = float("nan")
-    kl: float = float("nan")  # k3 estimate against the reference policy; NaN where it is not computed
+    kl: float = float("nan")  # k3 estimate against the reference policy; NaN: not computed
     entropy: float = float("nan")
     clip_fraction: float = float("nan")
     grad_norm: float = float("nan")  # before clipping, mean over updates
@@ -65,41 +65,42 @@ class Learner(Protocol):
     """Updates the policy. Failures raise LearnerError, CheckpointError or DriftError."""
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
-        """One policy update on the scored trajectories of whole groups. Groups without signal change no weight."""
+        """Takes one policy step on the scored trajectories of whole groups. Groups without signal change no weight."""
 
     def sft(self, demos: Sequence[dict[str, Any]], *, progress: Progress | None = None) -> dict[str, float]:
-        """Supervised warm-up on chat transcripts `{"messages": [...], "tools": [...]}`, assistant tokens only.
+        """The numbers of a supervised warm-up on chat transcripts `{"messages": [...], "tools": [...]}`.
 
-        The next three in one go: with an optimizer of its own; `loss` is the last epoch's.
+        Only assistant tokens are trained, with a separate optimizer. `loss` is the last epoch's. The same as begin_sft,
+        take_sft with all steps, and end_sft.
         """
 
     def begin_sft(self, demos: Sequence[dict[str, Any]]) -> int:
-        """Prepares a supervised warm-up; how many optimizer steps it has. `save` and `load` take its state too."""
+        """The number of optimizer steps of a warm-up, which this call prepares. `save` and `load` include its state."""
 
     def take_sft(self, num_updates: int, *, progress: Progress | None = None) -> dict[str, float]:
-        """At most so many of the optimizer steps that are left; the numbers of all until now."""
+        """Takes at most `num_updates` more optimizer steps. Returns the numbers of all steps so far."""
 
     def end_sft(self) -> None:
-        """Lets go of what the warm-up needed; the weights stay as they are."""
+        """Frees what the warm-up needed. The weights stay as they are."""
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         """[L - 1] logprobs in nats of each token after the first."""
 
     def save(self, directory: Path) -> None:
-        """Fills a checkpoint directory: adapter, tokenizer, optimizer, RNG. The manifest is not its business."""
+        """Writes adapter, tokenizer, optimizer and RNG into a checkpoint directory. The caller writes the manifest."""
 
     def load(self, directory: Path) -> None:
-        """Continues from what `save` wrote: the next step is bit-identical to an undisturbed one."""
+        """Continues from what `save` wrote. The next step is bit-identical to one without the interruption."""
 
     def check(self) -> None:
-        """Raises LearnerError once a process that it needs is dead. Does not block; any thread may call it."""
+        """Raises LearnerError if a process of the learner is dead. Does not block; any thread may call it."""
 
     def close(self) -> None:
-        """Lets go of processes of its own. No method may be called after it."""
+        """Ends the learner's own processes. No method may be called after it."""
 
 
 def load_policy(config: "RunConfig", base: str) -> "Weights":
-    """The starting policy as the configured learner needs it; `base` is a hub id or directory.
+    """The starting policy, loaded in the way that the configured learner needs. `base` is a hub id or a directory.
 
     Raises LearnerError: `learner: auto`, not resolved.
     """
@@ -115,10 +116,10 @@ def load_policy(config: "RunConfig", base: str) -> "Weights":
 def make_learner(
     config: "RunConfig", policy: "Weights | PolicySpec", *, directory: Path = Path(), logs: Path | None = None
 ) -> Learner:
-    """The learner a configuration names, on the policy's weights; with processes of its own, on their base.
+    """The learner that a configuration names, on the policy's weights. One with own processes loads the base in them.
 
-    A user's algorithm is relative to `directory`. Processes of its own write their logs to `logs`; None: nowhere that
-    stays. Raises LearnerError: `learner: auto`, not resolved.
+    A user's algorithm is relative to `directory`. Own processes write their logs to `logs`; None: to a directory that
+    is removed. Raises LearnerError: `learner: auto`, not resolved.
     """
     from art_cli.policy_spec import PolicySpec, spec_of
 
@@ -149,5 +150,5 @@ def _check_resolved(config: "RunConfig") -> None:
 
 
 def has_own_weights(config: "RunConfig") -> bool:
-    """Whether the learner keeps its weights in processes of its own, so that those here stay as they were loaded."""
+    """Whether the learner keeps its weights in its own processes, so that weights loaded here never change."""
     return getattr(config.learner, "processes", 1) > 1

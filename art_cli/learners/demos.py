@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 
 class Demo(msgspec.Struct, frozen=True, kw_only=True):
-    """One transcript, in OpenAI's words; other keys are let be.
+    """One transcript in OpenAI's format; other keys are ignored.
 
     Example: Demo(messages=[{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}])
     """
@@ -32,10 +32,10 @@ class Demo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_demos(spec: str, directory: Path) -> list[Json]:
-    """The transcripts of a JSON-lines file, or of what "file.py:function" returns, in its order.
+    """The transcripts of a JSON-lines file, or those that "file.py:function" returns, in order.
 
-    Paths are relative to `directory`. Raises DataError: no such file, a line or item that is not a transcript, none at
-    all; UsageError where the function cannot be loaded.
+    Paths are relative to `directory`. Raises DataError: no such file, a line or item that is not a transcript, or no
+    transcripts; UsageError: the function cannot be loaded.
     """
     path = directory / spec
     if path.is_file():
@@ -72,12 +72,12 @@ def _convert(item: object, source: str) -> Demo:
 def demo_samples(demo: Json, tokenizer: Any, *, name: str, max_length: int) -> list[Sample]:
     """The samples of a transcript `{"messages": [...], "tools": [...]}`: each assistant message is trained once.
 
-    A message is rendered as it will be sampled: the prompt is the conversation before it with the template's generation
-    prompt, the reply is what the template then adds for it, up to its stop token. A message that goes on from the last
-    one's tokens joins its sample; one whose conversation renders differently (a template that drops old reasoning)
-    starts another.
+    A message is rendered as it will be sampled. The prompt is the conversation before it with the template's generation
+    prompt. The reply is what the template then adds for the message, up to its stop token. A message whose prompt
+    continues the previous sample joins that sample. A template may render old messages differently (some drop old
+    reasoning); the message then starts another sample.
 
-    Raises LearnerError: no assistant message, too long, or a template whose reply does not go on from its prompt.
+    Raises LearnerError: no assistant message, too many tokens, or a template whose reply does not continue its prompt.
     """
     messages, tools = demo["messages"], demo.get("tools") or None
     samples: list[Sample] = []
@@ -99,11 +99,11 @@ def demo_samples(demo: Json, tokenizer: Any, *, name: str, max_length: int) -> l
 
 
 def _render_turn(messages: list[Json], tools: list[Json] | None, tokenizer: Any, where: str) -> tuple[Ints, int]:
-    """The tokens of the conversation up to the stop token of its last message, and where that message begins."""
+    """The tokens of the conversation up to the stop token of its last message, and the place where it begins."""
     try:
         prompt = tokenizer.apply_chat_template(messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True)
         whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
-    except Exception as error:  # the boundary to the model's own template, which raises what it likes
+    except Exception as error:  # the boundary to the model's own template
         raise LearnerError(f"{where}: the chat template refuses the conversation: {describe(error)}") from error
     if not whole.startswith(prompt) or whole == prompt:
         raise LearnerError(
@@ -113,6 +113,6 @@ def _render_turn(messages: list[Json], tools: list[Json] | None, tokenizer: Any,
     prompt_ids = tokenizer(prompt, add_special_tokens=False).input_ids
     reply_ids = tokenizer(whole[len(prompt) :], add_special_tokens=False).input_ids
     stop = tokenizer.eos_token_id
-    if stop in reply_ids:  # what the template puts behind it is never sampled
+    if stop in reply_ids:  # the engine stops there, so it never samples what the template adds behind it
         reply_ids = reply_ids[: reply_ids.index(stop) + 1]
     return np.asarray(prompt_ids + reply_ids, dtype=np.int64), len(prompt_ids)

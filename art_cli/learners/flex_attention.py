@@ -1,13 +1,13 @@
 """Attention over a pack on a GPU: FlexAttention with the tree as its mask. Not the tree itself: see tree_attention.py.
 
-The kernel (Dong et al. 2024, arXiv:2412.05496) skips every block of 128 x 128 pairs none of which is visible and asks
-for single pairs only in blocks that are visible in part. It is compiled for one shape and serves every tree in it:
-packs are padded to the length of the budget, a longer one to that length doubled until it fits, and what tells trees
-apart are tensors. A padding token sees itself, and nobody sees it.
+The kernel (Dong et al. 2024, arXiv:2412.05496) skips every block of 128 x 128 pairs in which no pair is visible. It
+checks single pairs only in blocks that are partly visible. It is compiled once for each shape and serves every tree of
+that shape, because trees differ only in the values of tensors. Packs are padded to the length of the budget; a longer
+one is padded to that length doubled until it fits. A padding token sees itself, and no other token sees it.
 
-Whether compiler and kernel work here is found out on the first pack, forward and backward; where they do not, that is
-said once and the dense mask serves from then on. That a mask which is wrong trains nothing does not rest on this file:
-a run's first batch is held against plain rows, logprobs and gradient (packing_check.py), and rows win.
+The first pack shows whether compiler and kernel work on this machine, forward and backward. If they fail, a warning
+says so once and the dense mask is used from then on. A wrong mask is caught elsewhere: packing_check.py compares the
+logprobs and the gradient of a run's first packs with plain rows.
 """
 
 import logging
@@ -20,23 +20,26 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 log = logging.getLogger(__name__)
 
-BLOCK = 128  # create_block_mask's own; the tiles of every kernel divide it
-REASON = 300  # characters of a compiler's error that tell what failed; more is the way it came
-ENDLESS = torch.iinfo(torch.int32).max
+BLOCK = 128  # tokens on each side of a block, the default of create_block_mask; every kernel's tiles divide it
+REASON = 300  # characters of a compiler's error to show; the rest is a traceback
+ENDLESS = torch.iinfo(torch.int32).max  # horizon of a token that no window hides
 
 Kernel = Callable[..., Tensor]  # called as `flex_attention` is
 
 
 class FlexAttention:
-    """A learner's attention over padded packs; `settle` comes first, and `attend` where it `works`."""
+    """A learner's attention over padded packs. Call `probe` first, and `attend` only if it `works`."""
 
     def __init__(self, budget: int, kernel: Kernel | None = None) -> None:
-        """`budget`: tokens of the packs that are common. `kernel`: None for torch's, compiled."""
+        """`budget` is the length of common packs in tokens. `kernel` None: torch's, compiled."""
         self.budget, self.kernel = budget, kernel
-        self.works: bool | None = None  # None: not yet known
+        self.works: bool | None = None  # None: not probed yet
 
     def mask(self, reaches: Tensor, depths: Tensor, window: int | None = None) -> BlockMask:
-        """The padded pack's mask, from [T] where the descendants of each token's segment end, and [T] depths."""
+        """The padded pack's mask.
+
+        `reaches` [T] are the positions where the descendants of each token's segment end, `depths` [T] its depth.
+        """
         length = padded_length(len(depths), self.budget)
         index = torch.arange(length, dtype=torch.int32, device=depths.device)
         reach, depth = index + 1, torch.zeros_like(index)
@@ -48,8 +51,8 @@ class FlexAttention:
 
         return create_block_mask(is_visible, None, None, length, length, device=depths.device, BLOCK_SIZE=BLOCK)
 
-    def settle(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> None:
-        """Finds out, once, whether it works: on copies of these, forward and backward. Raises only OutOfMemoryError."""
+    def probe(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> None:
+        """Sets `works` after a forward and a backward pass on copies of these. Raises only OutOfMemoryError."""
         try:
             _check_widths(query, value)
             self.kernel = self.kernel or torch.compile(flex_attention, dynamic=False, fullgraph=True)
@@ -58,21 +61,22 @@ class FlexAttention:
                 out = self.attend(query, key, value, mask, scale)
             torch.autograd.grad(out, (query, key, value), torch.ones_like(out))
             if out.is_cuda:
-                torch.cuda.synchronize()  # a kernel's failure shows when it has run
+                torch.cuda.synchronize()  # a kernel's failure is raised only after it has run
             self.works = True
         except torch.OutOfMemoryError:
-            raise  # a dense mask would need more
-        except Exception as error:  # the compiler, its toolchain and the kernel each have errors of their own
+            raise  # a dense mask would need more memory memory
+        except Exception as error:  # the boundary to the compiler, its toolchain and the kernel
             self.works = False
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:REASON]
             log.warning("no FlexAttention (%s); attending by a dense mask, slower", reason)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
         """[1, heads, T, D] from query [1, heads, T, D] and key, value [1, kv heads, T, D], T before padding."""
-        assert self.kernel is not None, "settle() comes first"
+        assert self.kernel is not None, "probe() comes first"
         inputs = (query, key, value)
         needs_gradient = torch.is_grad_enabled() and any(states.requires_grad for states in inputs)
-        with torch.enable_grad():  # which inputs need one is part of what is compiled for: always all
+        # all inputs need a gradient in every call, because the kernel is compiled anew for each other combination
+        with torch.enable_grad():
             padded = [_pad(states, mask.shape[-1]) for states in inputs]
             out = self.kernel(*padded, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
         out = out[:, :, : query.shape[2]]
@@ -80,7 +84,7 @@ class FlexAttention:
 
 
 def padded_length(num_tokens: int, budget: int) -> int:
-    """The budget in whole blocks, doubled until the tokens fit: few lengths, each of which is compiled once."""
+    """The budget in whole blocks, doubled until the tokens fit. Each length is compiled once, so there are few."""
     length = -(-budget // BLOCK) * BLOCK
     while length < num_tokens:
         length *= 2
@@ -88,7 +92,7 @@ def padded_length(num_tokens: int, budget: int) -> int:
 
 
 def _pad(states: Tensor, length: int) -> Tensor:
-    """[1, heads, length, D], contiguous and in need of a gradient."""
+    """[1, heads, length, D], contiguous, with a gradient required."""
     if not states.requires_grad:
         states = states.detach().requires_grad_()
     return F.pad(states, (0, 0, 0, length - states.shape[2])).contiguous()

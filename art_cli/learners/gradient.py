@@ -26,12 +26,12 @@ from art_cli.learners.token_weights import NUM_COMPONENTS, REFERENCE_KL, Floats
 
 
 class Update(NamedTuple):
-    """One optimizer step to come: its packs, its counts, and what the weights before the step say of each pack."""
+    """One optimizer step to come: its packs, its counts, and the packs' logprobs at the weights that sampled."""
 
-    packs: list[Pack]  # those that this process runs
-    counts: list[UpdateCounts]  # of each component of the loss
-    before: list[Tensor | None]  # [N] logprobs of each pack's terms at the step's first weights; None: at its own pass
-    has_unknown: bool  # the engine's logprobs of some policy tokens are not comparable
+    packs: list[Pack]  # packs that this process runs
+    counts: list[UpdateCounts]  # counts of each component of the loss
+    before: list[Tensor | None]  # [N] logprobs of each pack's terms at the weights that sampled; None: the present ones
+    has_unknown: bool  # whether the engine's logprobs of some policy tokens are not comparable
 
 
 class LossGradient:
@@ -49,7 +49,7 @@ class LossGradient:
         return Update(packs, count(samples), [None] * len(packs), has_unknown)
 
     def look_ahead(self, update: Update, statistics: StepStatistics) -> Update:
-        """The update with its packs' logprobs at the current weights, where its loss will need them once they moved."""
+        """The update with its packs' logprobs at the current weights, if its loss will need them after an update."""
         if self.importance_cap is None and not update.has_unknown:
             return update
         before: list[Tensor | None] = []
@@ -63,9 +63,10 @@ class LossGradient:
     def accumulate(
         self, update: Update, statistics: StepStatistics, *, is_first: bool, done: Callable[[], None] = lambda: None
     ) -> None:
-        """Adds the update's gradient to the parameters' `.grad`; `is_first`: of its step, at the weights that sampled.
+        """Adds the update's gradient to the parameters' `.grad`.
 
-        Raises LearnerError with the trajectory whose loss is not finite, once all processes have run their packs.
+        `is_first` says that no update of the step came before, so that the weights are those that sampled. Raises
+        LearnerError with the trajectory whose loss is not finite, after all processes have run their packs.
         """
         statistics.losses.append(0.0)
         faults: list[str] = []
@@ -86,7 +87,7 @@ class LossGradient:
             raise LearnerError(faults[0])
 
     def blame(self, update: Update, optimizer: Optimizer) -> str:
-        """Which sample's gradient is not finite, found by taking each alone."""
+        """A message that names the sample whose gradient is not finite. It computes the gradient of each alone."""
         if self.runner.ranks.size > 1:
             return "the gradient of the step is not finite; no weight was changed. learner.processes=1 names the sample"
         for pack, before in zip(update.packs, update.before, strict=True):

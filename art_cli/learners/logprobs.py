@@ -1,8 +1,8 @@
 """Logprobs and entropies of chosen tokens, without ever holding logits for all of them. float32 whatever the model is.
 
-E rows, H hidden, V vocabulary: the [E, V] logits exist in chunks only. Where the head is frozen, what the backward pass
-needs of a chunk is [n, H] and computed with it, since a row's gradient is one number times a known vector; where it is
-trained, the chunk's logits are computed again in the backward pass.
+E rows, H hidden, V vocabulary. The [E, V] logits exist in chunks of n rows only. With a frozen head, a row's gradient
+is one number times a known vector, so the forward pass keeps that vector, [n, H] for a chunk. With a trained head, the
+backward pass computes the chunk's logits again.
 """
 
 from collections.abc import Callable
@@ -11,20 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Logits held at once, about three times (themselves, their exponentials, the slope); at least so many rows, or a matmul
-# reads the whole head for too few of them. 16 MiB stays in the caches of a CPU.
+# Number of logits in a chunk, 16 MiB, which stays in the caches of a CPU. Memory holds about three times as much: the
+# logits, their exponentials and the slope.
 CHUNK_LOGITS = 1 << 22
-CHUNK_ROWS = 128
+CHUNK_ROWS = 128  # smallest number of rows in a chunk; with fewer, a matmul reads the whole head for too little work
 
-Head = Callable[
-    [Tensor], Tensor
-]  # [n, H] -> [n, V] logits, a module: linear, tied, with a bias or an adapter of its own
+Head = Callable[[Tensor], Tensor]  # [n, H] -> [n, V] logits; any module: linear, tied, with a bias or an adapter
 
 
 class TokenScores(NamedTuple):
-    logprobs: Tensor  # [E] of the targets under softmax(logits / temperature), nats; carries the gradient
-    entropies: Tensor  # [E] of that distribution, nats; detached
-    raw_logprobs: Tensor  # [E] of the targets under softmax(logits), nats; detached
+    logprobs: Tensor  # [E] nats, log p of the targets under softmax(logits / temperature); carries the gradient
+    entropies: Tensor  # [E] nats, entropy of that distribution; detached
+    raw_logprobs: Tensor  # [E] nats, log p of the targets under softmax(logits); detached
 
 
 def token_scores(
@@ -32,8 +30,8 @@ def token_scores(
 ) -> TokenScores:
     """Scores of `targets` [E] given `hidden` [E, H]; `temperatures` [E] positive. No rows give empty tensors.
 
-    log p(x) = z_x / t - log sum_v exp(z_v / t), its gradient by z_v: (1[v = x] - p_v) / t. The head's own parameters
-    get their gradients too. logits 0 and log 3, target 1, t = 1: log 3/4.
+    log p(x) = z_x / t - log sum_v exp(z_v / t); its gradient by z_v is (1[v = x] - p_v) / t. The head's own parameters
+    get their gradients too. Example: logits 0 and log 3, target 1, t = 1 give log 3/4.
     """
     wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
     is_frozen = isinstance(head, torch.nn.Module) and not any(p.requires_grad for p in head.parameters())
@@ -43,7 +41,7 @@ def token_scores(
 
 
 class _TrainedHead(torch.autograd.Function):
-    """The chunk's logits once more in the backward pass; also for scores without a gradient."""
+    """Computes a chunk's logits again in the backward pass. Serves scores without a gradient as well."""
 
     @staticmethod
     def forward(
@@ -68,7 +66,7 @@ class _TrainedHead(torch.autograd.Function):
             with torch.enable_grad():
                 leaf = hidden[chunk].detach().requires_grad_()
                 logits = ctx.head(leaf)
-            # in place: -p, then + 1 at the target, both times grad / temperature
+            # slope = (1[v = target] - p) * grad / temperature, computed in place
             slope = logits.detach().float()
             if ctx.is_tempered:
                 slope.div_(temperatures[chunk, None])
@@ -80,7 +78,7 @@ class _TrainedHead(torch.autograd.Function):
 
 
 class _FrozenHead(torch.autograd.Function):
-    """The gradient of each row's logprob, taken with the chunk's logits at hand; the backward pass only scales it."""
+    """Computes the gradient of each row's logprob in the forward pass; the backward pass only scales it."""
 
     @staticmethod
     def forward(
@@ -93,7 +91,7 @@ class _FrozenHead(torch.autograd.Function):
             with torch.enable_grad():
                 leaf = hidden[chunk].detach().requires_grad_()
                 logits = head(leaf)
-            # the head's backward has no use for its output: in float32 it is worked on in place
+            # float32 logits are changed in place, because the head's backward does not need its output
             exponentials, sums = scores.fill(chunk, logits.detach().float(), targets[chunk])
             inverse = temperatures[chunk, None].reciprocal()
             slope = exponentials.mul_(-inverse / sums[:, None]).scatter_add_(1, targets[chunk, None], inverse)
@@ -109,7 +107,7 @@ class _FrozenHead(torch.autograd.Function):
 
 
 class _Scores:
-    """[E] of each kind, filled chunk by chunk."""
+    """The scores of E rows, filled chunk by chunk."""
 
     def __init__(self, hidden: Tensor, temperatures: Tensor) -> None:
         self.logprobs, self.entropies, self.raw_logprobs, self.log_sums = torch.empty(
@@ -123,7 +121,7 @@ class _Scores:
             self.raw_logprobs[chunk] = _pick(logits, targets) - logits.logsumexp(-1)
             logits.div_(self.temperatures[chunk, None])
         largest = logits.amax(-1)
-        logits.sub_(largest[:, None])  # shifted: the largest is 0
+        logits.sub_(largest[:, None])  # the largest is 0 now
         chosen = _pick(logits, targets)
         exponentials = logits.exp()
         sums = exponentials.sum(-1)
@@ -141,11 +139,11 @@ def _pick(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _row_dots(left: Tensor, right: Tensor) -> Tensor:
-    """[n] the dot product of each row with its counterpart, without a product matrix of their size."""
+    """[n] the dot product of each row with its counterpart, without an [n, V] product in memory."""
     return torch.bmm(left[:, None, :], right[:, :, None])[:, 0, 0]
 
 
 def _rows_per_chunk(hidden: Tensor, head: Head, chunk_logits: int | None) -> int:
-    """How many rows' logits may be held at once; the head says how wide they are."""
+    """The number of rows whose logits may be in memory at once; the head's output gives their width."""
     width = int(getattr(head, "out_features", None) or head(hidden[:1]).shape[-1])
     return max(CHUNK_ROWS, CHUNK_LOGITS // width) if chunk_logits is None else max(1, chunk_logits // width)

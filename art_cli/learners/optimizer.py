@@ -1,8 +1,8 @@
 """AdamW with warm-up and gradient clipping, whose state is written as tensors and numbers, never pickled.
 
-A parameter is updated in place, unless its update is computed on a copy: in float32 where the parameter is below that
-(bfloat16 has 8 bits: most steps of 1e-5 on a weight of 0.02 would be rounded away), and on another device where the
-state is to live there (CPU offload: 8 bytes a trained weight that the GPU does not hold).
+A parameter is updated in place, with two exceptions, in which the update is computed on a copy. A parameter below
+float32 has a copy in float32, because bfloat16 has 8 bits and would round most steps of 1e-5 on a weight of 0.02 away.
+With CPU offload the copy and the state live on the CPU, which saves the GPU 8 bytes for each trained weight.
 """
 
 from collections.abc import Mapping
@@ -24,15 +24,15 @@ COUNTS_FILE = "optimizer.json"
 class Counts(msgspec.Struct, kw_only=True):
     """optimizer.json. Example: Counts(num_steps=3, num_updates=6)"""
 
-    num_steps: int = 0  # steps that changed weights: what warm-up counts
+    num_steps: int = 0  # policy steps that changed weights; warm-up counts these
     num_updates: int = 0  # optimizer steps
 
 
 class Optimizer:
     """AdamW, Loshchilov and Hutter 2019 (arXiv:1711.05101), over named parameters.
 
-    `device`: where state lives and updates are computed, on copies of the parameters. None: with each parameter.
-    `ranks`: the processes that hold the parameters' parts. None: this one holds them whole.
+    State lives on `device` and updates are computed there, on copies of the parameters; None: beside each parameter.
+    `ranks` are the processes that hold the parameters' parts; None: this process holds them whole.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Optimizer:
             for name, parameter in self.parameters.items()
             if device is not None or _is_low(parameter)
         }
-        self._updated = {**self.parameters, **self._copies}  # what AdamW works on
+        self._updated = {**self.parameters, **self._copies}  # the tensors that AdamW updates, by parameter
         self._adamw = torch.optim.AdamW(self._updated.values(), lr=learning_rate, weight_decay=weight_decay)
 
     @classmethod
@@ -67,7 +67,7 @@ class Optimizer:
         device: torch.device | None = None,
         ranks: Ranks | None = None,
     ) -> "Optimizer":
-        """A new one with the knobs of that section."""
+        """A new optimizer with the knobs of that section."""
         return cls(
             parameters,
             learning_rate=config.learning_rate,
@@ -79,13 +79,13 @@ class Optimizer:
         )
 
     def current_rate(self) -> float:
-        """The learning rate of the current step: it grows evenly over `warmup_steps`, the first step's is not zero."""
+        """The learning rate of the current step. It grows evenly over `warmup_steps`; the first step's is not zero."""
         if self.counts.num_steps >= self.warmup_steps:
             return self.learning_rate
         return self.learning_rate * (self.counts.num_steps + 1) / self.warmup_steps
 
     def clip(self) -> float:
-        """The norm of all gradients, which are then scaled down to `max_grad_norm` where it is above."""
+        """The norm of all gradients before this call, which scales them down to `max_grad_norm` if it is larger."""
         return float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)))
 
     def update(self) -> None:
@@ -107,9 +107,9 @@ class Optimizer:
     # --- state --------------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """The moments of each parameter, `<name>:<which>`; empty before the first update.
+        """The moments of each parameter as `<name>:<which>`; empty before the first update.
 
-        Of a parameter below float32 also what its copy knows beyond it, `<name>:copy`.
+        The float32 copy of a parameter below float32 is there as `<name>:copy`.
         """
         tensors = {
             f"{name}:{which}": tensor
@@ -121,7 +121,7 @@ class Optimizer:
         return tensors
 
     def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continues from what `tensors` gave. Raises ValueError: not of these parameters, or not of their shape."""
+        """Continues from what `tensors` gave. Raises ValueError: an unknown parameter, or another shape."""
         self._forget()
         for key, tensor in tensors.items():
             name, _, which = key.rpartition(":")
@@ -142,13 +142,13 @@ class Optimizer:
 
     @torch.no_grad()
     def _forget(self) -> None:
-        """No moments, and copies that are their parameters as these are now."""
+        """Drops all moments, and sets each copy to its parameter's present value."""
         self._adamw.state.clear()
         for name, copy in self._copies.items():
             copy.copy_(self.parameters[name])
 
     def snapshot(self) -> "Snapshot":
-        """Everything an update changes, copied."""
+        """A copy of everything that an update changes."""
         return Snapshot(
             {name: parameter.detach().clone() for name, parameter in self.parameters.items()},
             {name: tensor.clone() for name, tensor in self.tensors().items()},
@@ -163,7 +163,7 @@ class Optimizer:
         self.counts = snapshot.counts
 
     def save(self, directory: Path) -> None:
-        """Of all processes; the first one writes."""
+        """Writes state and counts. All processes must call it; the first one writes."""
         tensors = {name: self.ranks.whole(tensor).contiguous() for name, tensor in self.tensors().items()}
         if self.ranks.rank > 0:
             return
@@ -171,7 +171,7 @@ class Optimizer:
         (directory / COUNTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self.counts)))
 
     def load(self, directory: Path) -> None:
-        """Raises CheckpointError: written for another model, or unreadable."""
+        """Continues from what `save` wrote. Raises CheckpointError: written for another model, or unreadable."""
         try:
             self.set_tensors(load_file(directory / STATE_FILE))
             self.counts = msgspec.json.decode((directory / COUNTS_FILE).read_bytes(), type=Counts)
@@ -184,15 +184,15 @@ def _is_low(parameter: Tensor) -> bool:
 
 
 def _dtype(parameter: Tensor) -> torch.dtype:
-    """Of its update."""
+    """The dtype that its update is computed in."""
     return torch.float32 if _is_low(parameter) else parameter.dtype
 
 
 @torch.no_grad()
 def _refresh(copy: torch.nn.Parameter, parameter: torch.nn.Parameter) -> None:
-    """Gives the copy the parameter's gradient, and its value wherever that is not the copy's own, rounded.
+    """Gives the copy the parameter's gradient, and the parameter's value wherever it is not the rounded copy.
 
-    So weights that were loaded or put back meanwhile count, and what the copy knows beyond them is kept.
+    So weights that were loaded or restored since the last update take effect, and the copy keeps its extra precision.
     """
     value = parameter.detach().to(copy.device)
     copy.copy_(torch.where(copy.to(value.dtype) == value, copy, value.to(copy.dtype)))

@@ -8,8 +8,8 @@ suffixes, one after the other, are the pack:
     1 2 3 6 7                         [4 5]   3 5 5
     1 2 3 6 8                         [6]     5 6 8     [7] 6 7 7   [8] 7 8 8
 
-The tree is laid out depth first, so the descendants of a segment are the stretch of tokens from its end to its reach.
-That is the whole attention mask.
+The tree is laid out depth first, so the descendants of a segment are the tokens from its end to its reach. That is the
+whole attention mask.
 
 A trained token is an edge of the tree, from the position that predicts it to its own. Samples may share an edge with
 different weights: its logprob is computed once and enters the loss in several terms.
@@ -24,36 +24,36 @@ import numpy as np
 from art_cli.learners.samples import Ints, Sample
 from art_cli.learners.token_weights import Floats
 
-PACK_COST = 256  # tokens' worth of time that one more forward and backward pass takes besides its tokens
+PACK_COST = 256  # time of one more forward and backward pass besides its tokens, counted in tokens
 
-SLACK = 1.1  # how many times the fewest tokens may be computed for the sake of smaller packs
+SLACK = 1.1  # largest ratio of computed tokens to the fewest possible that smaller packs may cost
 
 
 class Segments(NamedTuple):
-    """The pack's tree: S stretches of tokens that are always seen together, in depth-first order."""
+    """The pack's tree: S runs of tokens that are always seen together, in depth-first order."""
 
     starts: list[int]  # [S]
     ends: list[int]  # [S]
-    reaches: list[int]  # [S] where the last descendant ends; equal to `ends` for a leaf
-    parents: list[int]  # [S] -1: a root
+    reaches: list[int]  # [S] end of the last descendant; equal to `ends` for a leaf
+    parents: list[int]  # [S] index of the parent segment; -1: a root
 
 
 class Edges(NamedTuple):
-    """The distinct logprobs to compute. E edges."""
+    """The E distinct logprobs to compute."""
 
-    positions: Ints  # [E] of the pack, whose hidden state predicts
+    positions: Ints  # [E] positions in the pack whose hidden state predicts the target
     targets: Ints  # [E] the predicted token's id
     temperatures: Floats  # [E]
 
 
 class Terms(NamedTuple):
-    """The trained tokens of the pack's samples, sample after sample. N terms."""
+    """The N trained tokens of the pack's samples, sample after sample."""
 
-    edges: Ints  # [N] which edge
-    samples: Ints  # [N] which sample of the pack
+    edges: Ints  # [N] index of the term's edge
+    samples: Ints  # [N] index of the term's sample in the pack
     weights: Floats  # [3, N] in each component of the loss (token_weights.py); NaN: not in it
-    logprobs: Floats  # [N] the engine's; NaN where it sampled from a cut distribution
-    raw_logprobs: Floats  # [N] the engine's, under softmax(logits); NaN where it did not say
+    logprobs: Floats  # [N] the engine's; NaN: it sampled from a cut distribution, or not at all
+    raw_logprobs: Floats  # [N] the engine's under softmax(logits); NaN: it did not report them
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -61,7 +61,7 @@ class Pack:
     """One row of T tokens for the model, and what is trained in it."""
 
     token_ids: Ints  # [T]
-    depths: Ints  # [T] how many tokens come before it in its sample: the position id
+    depths: Ints  # [T] number of tokens before it in its sample, which is its position id
     segments: Segments
     edges: Edges
     terms: Terms
@@ -71,9 +71,9 @@ class Pack:
 def pack_samples(samples: Sequence[Sample], *, budget: int, share: bool = True) -> list[Pack]:
     """Packs of at most `budget` tokens that hold every sample once; a longer sample gets a pack of its own.
 
-    With `share`, what samples have in common is laid out once, across turns, trajectories and groups; where a tree does
-    not fit one pack, it is cut where that repeats least. Without it, every sample is a tree of its own. The order of
-    `samples` does not matter. No samples give no packs.
+    With `share`, tokens that samples have in common are laid out once, across turns, trajectories and groups. A tree
+    that does not fit one pack is cut where the cut repeats the fewest tokens. Without `share`, every sample is a tree
+    of its own. The order of `samples` does not matter. No samples give no packs.
     """
     if share:
         ordered, shared = _sorted(samples)
@@ -88,7 +88,7 @@ def pack_samples(samples: Sequence[Sample], *, budget: int, share: bool = True) 
 
 
 def reuse(samples: Sequence[Sample]) -> float:
-    """How many tokens rows compute for each one that a tree of all samples does: 1 where they share nothing."""
+    """The ratio of tokens in one row per sample to tokens in one tree of all samples; 1 where they share nothing."""
     flat = sum(len(sample.token_ids) for sample in samples)
     return flat / max(1, flat - sum(_sorted(samples)[1]))
 
@@ -96,7 +96,8 @@ def reuse(samples: Sequence[Sample]) -> float:
 def pack_small(samples: Sequence[Sample], *, budgets: Sequence[int], share: bool = True) -> list[Pack]:
     """The packs of the smallest of ascending `budgets` that computes at most SLACK times the tokens of the largest.
 
-    A small pack takes less memory and stays in caches; one that is too small for its trees computes stems again.
+    A small pack takes less memory and stays in caches. One that is too small for its trees computes shared tokens
+    again.
     """
     if not share:
         return pack_samples(samples, budget=budgets[0], share=False)
@@ -106,13 +107,13 @@ def pack_small(samples: Sequence[Sample], *, budgets: Sequence[int], share: bool
 
 
 def _sorted(samples: Sequence[Sample]) -> tuple[list[Sample], list[int]]:
-    """The samples side by side with those they share most with, and how many leading tokens each has of the last."""
+    """The samples sorted by their tokens, and the number of leading tokens that each shares with the one before it."""
     ordered = sorted(samples, key=lambda sample: sample.token_ids.tobytes())
     return ordered, [0, *map(_common_prefix, ordered[:-1], ordered[1:])]
 
 
 def _common_prefix(left: Sample, right: Sample) -> int:
-    """How many leading tokens the two have in common."""
+    """The number of leading tokens that the two have in common."""
     length = min(len(left.token_ids), len(right.token_ids))
     differs = left.token_ids[:length] != right.token_ids[:length]
     first = int(differs.argmax()) if length else 0
@@ -120,18 +121,19 @@ def _common_prefix(left: Sample, right: Sample) -> int:
 
 
 def _cut(lengths: Ints, shared: Ints, budget: int) -> list[int]:
-    """The bounds [0, ..., number of samples] of the runs that become packs, of least cost.
+    """The bounds [0, ..., number of samples] of the cheapest division of the samples into packs.
 
-    A run costs its distinct tokens and PACK_COST; its first sample shares nothing. Shortest path over the samples.
+    A pack costs its distinct tokens and PACK_COST; its first sample shares nothing. This is a shortest path over the
+    samples.
     """
     num_samples = len(lengths)
-    total = np.concatenate([[0], np.cumsum(lengths - shared)])  # distinct tokens of the samples before each
+    total = np.concatenate([[0], np.cumsum(lengths - shared)])  # number of distinct tokens in the samples before each
     if total[-1] <= budget:
         return [0, num_samples] if num_samples else [0]
-    floor = total[:-1] - shared  # a run from a sample up to `end` has total[end] - floor tokens
-    firsts = np.searchsorted(total, total - budget)  # no run up to `end` may start before
-    entry = np.zeros(num_samples)  # the least cost of all runs before a sample, and of starting another there
-    best = np.zeros(num_samples + 1, dtype=np.int64)  # where the run that ends there starts
+    floor = total[:-1] - shared  # a pack from a sample up to `end` has total[end] - floor tokens
+    firsts = np.searchsorted(total, total - budget)  # earliest sample at which a pack up to `end` may start
+    entry = np.zeros(num_samples)  # least cost of all packs before a sample, plus that of starting another there
+    best = np.zeros(num_samples + 1, dtype=np.int64)  # start of the pack that ends at each bound
     for end in range(1, num_samples + 1):
         first = min(int(firsts[end]), end - 1)
         fits = floor[first:end] >= total[end] - budget
@@ -147,7 +149,7 @@ def _cut(lengths: Ints, shared: Ints, budget: int) -> list[int]:
 
 
 class _Run(NamedTuple):
-    """The suffix that one sample adds: its tokens from `depth` on stand at position depth + shift."""
+    """The suffix that one sample adds: its token at depth d >= `depth` has position d + shift in the pack."""
 
     depth: int
     shift: int
@@ -155,8 +157,8 @@ class _Run(NamedTuple):
 
 def _lay_out(samples: list[Sample], shared: list[int]) -> Pack:
     """The pack of sorted samples, each of which has `shared` leading tokens in common with the one before it."""
-    path: list[_Run] = []  # from the root to the current sample's end
-    starts, parents = [], []  # of each run: its first position, the position it grows from (-1: none)
+    path: list[_Run] = []  # the runs that the current sample consists of, root first
+    starts, parents = [], []  # each run's first position, and the position that it continues (-1: none)
     ids, depths, predicted = [], [], []
     size = 0
     for sample, depth in zip(samples, shared, strict=True):
@@ -172,7 +174,7 @@ def _lay_out(samples: list[Sample], shared: list[int]) -> Pack:
             size += length - depth
         predicted.append(_positions(path, sample.targets))
     token_ids = np.concatenate(ids)
-    before = np.arange(-1, size - 1)  # the position that predicts each
+    before = np.arange(-1, size - 1)  # the position that predicts each position
     before[starts] = parents
     terms_of = [len(sample.targets) for sample in samples]
     edges, edge_of = _merge_edges(
@@ -198,8 +200,8 @@ def _lay_out(samples: list[Sample], shared: list[int]) -> Pack:
 
 
 def _positions(path: list[_Run], depths: Ints) -> Ints:
-    """Where the tokens at `depths` of the sample that ends `path` stand in the pack."""
-    if not len(depths) or depths[0] >= path[-1].depth:  # all in the sample's own suffix
+    """The positions in the pack of the tokens at `depths` of the sample that `path` leads to."""
+    if not len(depths) or depths[0] >= path[-1].depth:  # all are in the sample's own suffix
         return depths + path[-1].shift
     runs = np.searchsorted([run.depth for run in path], depths, side="right") - 1
     shifts: Ints = np.array([run.shift for run in path])[runs]
@@ -207,7 +209,7 @@ def _positions(path: list[_Run], depths: Ints) -> Ints:
 
 
 def _segments(starts: list[int], parents: list[int], size: int) -> Segments:
-    """The runs, cut wherever another run grows out of their middle."""
+    """The runs as segments, cut wherever another run continues one from its middle."""
     grows_from = dict(zip(starts, parents, strict=True))
     cuts = {parent + 1 for parent in parents if parent >= 0}
     bounds = sorted(grows_from.keys() | cuts)
@@ -215,7 +217,7 @@ def _segments(starts: list[int], parents: list[int], size: int) -> Segments:
     owner = dict(zip(ends, range(len(ends)), strict=True))  # a parent position is always the last of its segment
     segment_parents = []
     for start in bounds:
-        parent = grows_from.get(start, start - 1)  # what starts at a cut goes on from the token before it
+        parent = grows_from.get(start, start - 1)  # a segment that starts at a cut continues the token before it
         segment_parents.append(owner[parent + 1] if parent >= 0 else -1)
     reaches = list(ends)
     for index in range(len(bounds) - 1, -1, -1):
@@ -226,7 +228,7 @@ def _segments(starts: list[int], parents: list[int], size: int) -> Segments:
 
 
 def _merge_edges(token_ids: Ints, before: Ints, predicted: Ints, temperatures: Floats) -> tuple[Edges, Ints]:
-    """The distinct edges, and which of them each term is. An edge is known by where it ends and its temperature."""
+    """The distinct edges, and each term's index among them. An edge is identified by its end and its temperature."""
     kinds, kind_of = np.unique(temperatures, return_inverse=True)
     _, first, edge_of = np.unique(predicted * len(kinds) + kind_of, return_index=True, return_inverse=True)
     ends = predicted[first]

@@ -1,14 +1,14 @@
 """Samples: the token sequences to train on, cut out of a trajectory's prefix tree of turns. Numpy only.
 
-turn 0   1 2 3 [4 5]              a leaf is a turn that no other turn carries on whole;
+turn 0   1 2 3 [4 5]              a leaf is a turn that no other turn continues whole;
 turn 1   1 2 3 [4 5] 6 [7]        each leaf is one sample, from the root of the tree to its last sampled token
 turn 2   1 2 3  4  8 [9]
                                   sample of turn 1: 1 2 3 4 5 6 7, trained on 4 5 7
                                   sample of turn 2: 1 2 3 4 8 9,   trained on 9; the 4 is trained on once already
 
-Usually the sampled tokens are trained. Which tokens are, and how much each counts, is said by their weights.
+The weights of tokens say which are trained and how much each counts. Usually the sampled ones have a weight.
 
-What an abandoned turn sampled was never seen by the rollout, and is not trained on unless a later turn carries it on.
+The rollout never saw what an abandoned turn sampled. It is not trained on, unless a later turn continues it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,13 +33,13 @@ class Sample:
     """
 
     token_ids: Ints  # [L]
-    targets: Ints  # [N] which of them are trained, ascending; never 0, which nothing predicts
-    logprobs: Floats  # [N] the engine's, under softmax(logits / temperature); NaN: sampled from a cut distribution
-    raw_logprobs: Floats  # [N] the engine's, under softmax(logits); NaN: the engine did not say
-    temperatures: Floats  # [N] what the logits are divided by
+    targets: Ints  # [N] places of the trained tokens, ascending; never 0, which nothing predicts
+    logprobs: Floats  # [N] the engine's under softmax(logits / temperature); NaN: from a cut distribution, or a prompt
+    raw_logprobs: Floats  # [N] the engine's under softmax(logits); NaN: the engine did not report them
+    temperatures: Floats  # [N] divisors of the logits
     weights: Floats  # [3, N] in each component of the loss (token_weights.py); NaN: not in it
     trajectory_id: str
-    turn: int  # the leaf
+    turn: int  # index of the leaf
 
     @property
     def advantages(self) -> Floats:
@@ -116,7 +116,7 @@ def _check(turn: Turn, where: str) -> None:
 
 
 class _Tokens:
-    """What is known of each token of a trajectory, in flat arrays of [M]. Of a prompt's tokens, no logprob is known."""
+    """What the engine reported of a trajectory's tokens, in flat arrays of [M]; NaN for the tokens of prompts."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         logprobs, raw_logprobs, temperatures = [], [], []
@@ -124,7 +124,7 @@ class _Tokens:
             prompt, sampled = np.full(len(turn.prompt_ids), np.nan), np.full(len(turn.sampled_ids), np.nan)
             logprobs += [prompt, sampled if turn.is_truncated_sampling else np.asarray(turn.logprobs)]
             raw_logprobs += [prompt, sampled if turn.raw_logprobs is None else np.asarray(turn.raw_logprobs)]
-            # a greedy turn has no temperature to divide by: it is trained as softmax(logits)
+            # a greedy turn is trained as softmax(logits), because its temperature of 0 cannot divide
             temperatures += [np.ones(len(prompt)), np.full(len(sampled), turn.temperature or 1.0)]
         self.logprobs: Floats = np.concatenate(logprobs)
         self.raw_logprobs: Floats = np.concatenate(raw_logprobs)
@@ -132,7 +132,7 @@ class _Tokens:
 
 
 def _leaves(turns: Sequence[Turn]) -> Iterator[tuple[int, Ints, Ints]]:
-    """(turn, its token ids [L], which of the trajectory's M tokens each of them is [L]) per leaf.
+    """For each leaf: its turn, its token ids [L], and the index of each among the trajectory's M tokens [L].
 
     The abandoned leaves come last, each without what it sampled.
     """

@@ -1,11 +1,12 @@
 """Short segments of a pack's tree, laid side by side, so that one call attends for many of them. On a CPU only.
 
-A call of torch's flash kernel costs as much as some ten thousand pairs of tokens; a tree of short turns has hundreds of
-segments. Each short segment becomes one row: its own tokens as queries; as keys, gathered from the pack, the short
-ancestors that lead to it and itself. Rows of about the same size are padded to one and are one call under a mask.
+A call of torch's flash kernel costs as much as about ten thousand pairs of tokens, and a tree of short turns has
+hundreds of segments. Each short segment becomes one row. Its queries are its own tokens; its keys, gathered from the
+pack, are its short ancestors and itself. Rows of about the same size are padded to one size and computed in one call
+under a mask.
 
-A segment stays a block of its own (tree_attention.py) where it is long, and above such a one: gathered for each of its
-descendants it would take more memory than it saves time.
+A long segment, and every ancestor of a long one, stays a block of its own (tree_attention.py). Gathered for each of its
+descendants, it would cost more memory than it saves time.
 """
 
 from collections.abc import Sequence
@@ -18,23 +19,23 @@ from torch import Tensor
 from art_cli.decoder.calls import join_calls
 from art_cli.learners.packing import Segments
 
-LONG = 128  # tokens of a segment from which a call of its own is well used
+LONG = 128  # smallest number of tokens of a segment that fills a call of its own
 
 
 class SegmentBatch(NamedTuple):
     """N rows of at most Q queries and K keys each."""
 
-    queries: Tensor  # [N * Q] positions in the pack; past a row's end its last one again
-    keys: Tensor  # [N * K] likewise
-    is_query: Tensor  # [N * Q] bool: no padding
-    own: Tensor  # [tokens] where `is_query`: the tokens' positions in the pack
+    queries: Tensor  # [N * Q] positions in the pack; a row is padded with its last one
+    keys: Tensor  # [N * K] positions in the pack, padded likewise
+    is_query: Tensor  # [N * Q] bool: not padding
+    own: Tensor  # [tokens] positions in the pack of the queries that are not padding
     mask: Tensor  # [N, 1, Q, K] float32: 0 where the query sees the key, else -inf; padding sees what its copy sees
 
 
 class _Row(NamedTuple):
     start: int
     end: int
-    above: list[int]  # the gathered ancestors' positions
+    above: list[int]  # positions of the gathered ancestors
 
     @property
     def num_queries(self) -> int:
@@ -46,14 +47,14 @@ class _Row(NamedTuple):
 
 
 class Division(NamedTuple):
-    """What of a tree is computed by blocks and what in batches."""
+    """The segments of a tree that are computed as blocks, and those that are computed in batches."""
 
     blocks: list[tuple[int, int, int]]  # (start, end, reach)
     batches: list[SegmentBatch]
 
 
 def divide(segments: Segments) -> Division:
-    """Every segment is in exactly one of the two."""
+    """The tree's division; every segment is in exactly one of the two."""
     is_block = [end - start >= LONG for start, end in zip(segments.starts, segments.ends, strict=True)]
     for index in range(len(is_block) - 1, -1, -1):
         parent = segments.parents[index]
@@ -78,7 +79,7 @@ def _span(segments: Segments, index: int) -> range:
 
 
 def _num_pairs(rows: Sequence[_Row]) -> int:
-    """The pairs of the rows, padded to the largest."""
+    """The number of pairs in the rows, each padded to the largest."""
     return len(rows) * max(row.num_queries for row in rows) * max(row.num_keys for row in rows)
 
 
@@ -88,9 +89,8 @@ def _batch(rows: list[_Row]) -> SegmentBatch:
     queries = [row.start + np.minimum(place, row.num_queries - 1) for row in rows]
     keys = [_padded_keys(row, num_keys) for row in rows]
     is_query = [place < row.num_queries for row in rows]
-    sees = [
-        column[None, :] <= len(row.above) + np.minimum(place, row.num_queries - 1)[:, None] for row in rows
-    ]  # of each row [Q, K]
+    # [Q, K] for each row: whether the query sees the key
+    sees = [column[None, :] <= len(row.above) + np.minimum(place, row.num_queries - 1)[:, None] for row in rows]
     mask = np.where(np.stack(sees)[:, None], np.float32(0), np.float32(-np.inf))
     positions, is_real = np.concatenate(queries), np.concatenate(is_query)
     arrays = (positions, np.concatenate(keys), is_real, positions[is_real], mask)

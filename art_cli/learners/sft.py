@@ -1,4 +1,8 @@
-"""Supervised training on demos: assistant tokens, mean cross entropy, an optimizer of its own; it can be resumed."""
+"""Supervised training on demos: assistant tokens, mean cross entropy, an optimizer of its own. It can be resumed.
+
+It reads samples with weight 1 in the component cross_entropy (token_weights.py). It reads and writes `sft/` in a
+checkpoint directory.
+"""
 
 import math
 import time
@@ -20,10 +24,10 @@ STATE_DIRECTORY, SUMS_FILE = "sft", "sums.json"
 
 
 class Sums(msgspec.Struct, kw_only=True):
-    """sft/sums.json: what was done so far, of which the numbers of an sft are made."""
+    """sft/sums.json: what was done so far. The reported numbers are computed from these."""
 
     num_updates: int = 0  # optimizer steps taken
-    loss_first: float = 0.0  # that of the first optimizer step, nats per token
+    loss_first: float = 0.0  # loss of the first optimizer step, nats per token
     loss_epoch: float = 0.0  # sum of the losses of the current epoch's optimizer steps
     grad_norm: float = 0.0  # sum over optimizer steps, before clipping
     tokens_trained: int = 0
@@ -34,7 +38,7 @@ class Sums(msgspec.Struct, kw_only=True):
 class Sft:
     """One supervised warm-up, from its first optimizer step to its last, over transcripts made into samples.
 
-    Each epoch has an order of its own, drawn from `seed`, so that what is left to do follows from how much was done.
+    Each epoch has its own order, drawn from `seed`. So the number of steps done determines those that are left.
     """
 
     def __init__(
@@ -42,20 +46,20 @@ class Sft:
     ) -> None:
         self.transcripts, self.config, self.optimizer, self.seed = transcripts, config, optimizer, seed
         self.epoch_updates = -(-len(transcripts) // config.batch_size)
-        self.num_updates = config.epochs * self.epoch_updates  # in all
+        self.num_updates = config.epochs * self.epoch_updates  # optimizer steps in all epochs
         self.sums = Sums()
 
     def batch(self, index: int) -> list[Sample]:
-        """The samples of that optimizer step."""
+        """The samples of the optimizer step with that index."""
         epoch, place = divmod(index, self.epoch_updates)
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.transcripts))
         chosen = order[place * self.config.batch_size :][: self.config.batch_size]
         return [sample for index in chosen for sample in self.transcripts[index]]
 
     def take(self, gradient: LossGradient, num_updates: int, progress: Progress | None = None) -> None:
-        """The next optimizer steps, as many as are left at most.
+        """Takes the next `num_updates` optimizer steps, or as many as are left.
 
-        Raises LearnerError: a gradient that is not finite; weights are as before it.
+        Raises LearnerError: a gradient that is not finite; the step that had it changed no weight.
         """
         for index in range(self.sums.num_updates, min(self.sums.num_updates + num_updates, self.num_updates)):
             begin = time.perf_counter()
@@ -65,7 +69,7 @@ class Sft:
                 progress(index + 1, self.num_updates)
 
     def numbers(self) -> dict[str, float]:
-        """The numbers so far; `loss` is the mean over the current epoch, `loss_first` that of the first update."""
+        """The numbers so far. `loss` is the mean over the current epoch, `loss_first` the loss of the first update."""
         sums, num = self.sums, self.sums.num_updates
         if num == 0:
             return {"num_updates": 0.0}
@@ -80,7 +84,7 @@ class Sft:
         }
 
     def save(self, directory: Path) -> None:
-        """Writes what `load` goes on from; of all processes, the first one writes."""
+        """Writes what `load` continues from. All processes must call it; the first one writes."""
         place = directory / STATE_DIRECTORY
         place.mkdir(exist_ok=True)
         self.optimizer.save(place)
@@ -88,7 +92,7 @@ class Sft:
             (place / SUMS_FILE).write_bytes(msgspec.json.encode(self.sums))
 
     def load(self, directory: Path) -> None:
-        """Goes on bit for bit from what `save` wrote, on the weights of then. Raises CheckpointError: unreadable."""
+        """Continues bit for bit from what `save` wrote, given the same weights. Raises CheckpointError: unreadable."""
         place = directory / STATE_DIRECTORY
         self.optimizer.load(place)
         try:
@@ -97,7 +101,7 @@ class Sft:
             raise CheckpointError(f"{place / SUMS_FILE}: {one_line(error)}") from error
 
     def _update(self, gradient: LossGradient, samples: Sequence[Sample], *, is_first: bool) -> None:
-        """One optimizer step; `is_first`: of its epoch."""
+        """Takes one optimizer step; `is_first` if it is the first of its epoch."""
         statistics = StepStatistics()
         gradient.accumulate(gradient.plan(samples), statistics, is_first=False)
         norm = self.optimizer.clip()

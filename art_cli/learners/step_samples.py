@@ -1,4 +1,4 @@
-"""A batch: scored groups made into samples, with what has to be said about the rewards."""
+"""Scored groups made into samples, as an algorithm credits them, with the statistics of their rewards."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from art_cli.trajectory import ScoredTrajectory
 
 
 class StepSamples(NamedTuple):
-    """What a step trains on, group by group, and the rewards it comes from."""
+    """The samples of a policy step, group by group, and the statistics of the rewards."""
 
     groups: list[list[Sample]]  # the samples of each group that has some
     num_with_signal: int  # groups whose rewards say which attempts are better
@@ -56,7 +56,7 @@ def make_step_samples(
 
 
 def split_by_update(groups: Sequence[list[Sample]], parts: int) -> list[list[Sample]]:
-    """The samples of each optimizer step: the groups in order, dealt out as evenly as they go; none is empty."""
+    """The samples of each optimizer step: the groups in order, divided as evenly as possible. No step is empty."""
     parts = min(parts, len(groups))
     bounds = [len(groups) * part // parts for part in range(parts + 1)] if parts else [0]
     return [
@@ -66,7 +66,7 @@ def split_by_update(groups: Sequence[list[Sample]], parts: int) -> list[list[Sam
 
 
 def count(samples: Sequence[Sample]) -> list[UpdateCounts]:
-    """What the samples of an optimizer step hold of each component of the loss."""
+    """The counts of each component of the loss over the samples of an optimizer step."""
     return [_count([sample for sample in samples if sample.num_in(index)], index) for index in range(NUM_COMPONENTS)]
 
 

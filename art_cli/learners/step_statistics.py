@@ -29,7 +29,7 @@ class _Mean:
             self.max = largest if math.isnan(self.max) else max(self.max, largest)
 
     def join(self, other: "_Mean") -> None:
-        """Takes in what was added to another one."""
+        """Adds what was added to `other`."""
         if other.count:
             self.sum += other.sum
             self.max = max(self.max, other.max) if self.count else other.max
@@ -45,16 +45,16 @@ class StepStatistics:
 
     def __init__(self) -> None:
         self.num_samples = self.tokens_trained = self.tokens_flat = self.tokens_computed = 0
-        self.losses: list[float] = []  # of each optimizer step, its packs' parts added up
+        self.losses: list[float] = []  # loss of each optimizer step, the sum over its packs
         self.grad_norms: list[float] = []
         self.kl, self.entropy, self.clipped, self.gap = _Mean(), _Mean(), _Mean(), _Mean()
 
     @classmethod
     def total(cls, parts: Sequence["StepStatistics"]) -> "StepStatistics":
-        """What processes that shared the packs of the same steps have added up between them."""
+        """The statistics of all processes that shared the packs of the same optimizer steps."""
         total = cls()
         total.losses = [sum(losses) for losses in zip(*(part.losses for part in parts), strict=True)]
-        total.grad_norms = parts[0].grad_norms  # of the summed gradients: the same everywhere
+        total.grad_norms = parts[0].grad_norms  # the same in all processes, because they share the summed gradients
         for part in parts:
             for name in ("num_samples", "tokens_trained", "tokens_flat", "tokens_computed"):
                 setattr(total, name, getattr(total, name) + getattr(part, name))
@@ -63,7 +63,7 @@ class StepStatistics:
         return total
 
     def add_gap(self, scores: TokenScores, terms: Terms) -> None:
-        """How far the learner's logprobs are from the engine's; call it at the weights that sampled."""
+        """Adds the distances between the learner's logprobs and the engine's. Call it at the weights that sampled."""
         self.gap.add(logprob_gaps(scores, terms))
 
     def add_pack(self, pack: Pack, scores: TokenScores, loss: PackLoss) -> None:
@@ -108,8 +108,9 @@ class StepStatistics:
 
 
 def logprob_gaps(scores: TokenScores, terms: Terms) -> Tensor:
-    """|engine - learner| in nats of each term that can be compared: where the engine sampled from a cut distribution,
-    by the raw logprobs, and not at all where it did not say those.
+    """|engine - learner| in nats of each term that can be compared.
+
+    Where the engine sampled from a cut distribution, the raw logprobs are compared. A term without those is left out.
     """
     device = scores.logprobs.device
     edges = torch.from_numpy(terms.edges).to(device)

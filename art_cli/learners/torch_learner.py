@@ -3,7 +3,7 @@
     groups -> batch -> per optimizer step: gradient -> clip -> AdamW -> a checkpoint directory
 
 It decides nothing about rewards (judges) or when to step (the loop). It reads and writes a checkpoint directory: the
-adapter and tokenizer as PEFT has them, the optimizer's state and the RNG's as safetensors and JSON.
+adapter and tokenizer in PEFT's format, the states of the optimizer and the RNG as safetensors and JSON.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ RNG_FILE = "rng.safetensors"
 
 
 class TorchLearner:
-    """The Learner of `learner: torch` and `learner: unsloth`; see the protocol for what its methods promise."""
+    """The Learner of `learner: torch` and `learner: unsloth`. The protocol says what its methods promise."""
 
     def __init__(
         self,
@@ -70,16 +70,17 @@ class TorchLearner:
         self.ranks: Ranks = ranks or SingleRank()
         self.runner = PackRunner(weights, learner, self.ranks)
         self.gradient = LossGradient(self.runner, self.algorithm, importance_cap=loss.importance_cap)
-        self.warm_up: Sft | None = None  # between begin_sft and end_sft
+        self.warm_up: Sft | None = None  # set between begin_sft and end_sft
         self.packing = PackingCheck(self.runner)
         self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
         self.optimizer_device = torch.device("cpu") if learner.offload_optimizer else None
         self.optimizer = Optimizer.of(self.parameters, train, device=self.optimizer_device, ranks=self.ranks)
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
-        """One policy update. On any failure every weight is what it was.
+        """Takes one policy step. After any failure every weight is what it was before.
 
-        Raises LearnerError (a loss that is not finite, memory that does not suffice) and DriftError (contract 2).
+        Raises LearnerError: a loss that is not finite, or out of memory; DriftError: engine and learner hold different
+        weights (contract 2).
         """
         begin = time.perf_counter()
         batch = make_step_samples(groups, self.algorithm, kl=self.kl)
@@ -101,7 +102,7 @@ class TorchLearner:
             self.end_sft()
 
     def begin_sft(self, demos: Sequence[dict[str, Any]]) -> int:
-        """Raises LearnerError: no demos, or one that cannot be trained on."""
+        """The number of optimizer steps to come. Raises LearnerError: no demos, or one that cannot be trained on."""
         config = self.sft_config
         assert config is not None, "sft needs an sft section"
         transcripts = [
@@ -124,7 +125,7 @@ class TorchLearner:
         self.warm_up = None
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        """[L - 1] logprobs in nats of each token after the first; temperature 0 is taken as 1."""
+        """[L - 1] logprobs in nats of each token after the first. Temperature 0 counts as 1."""
         ids = np.asarray(token_ids, dtype=np.int64)
         if len(ids) < 2:
             return []
@@ -145,7 +146,10 @@ class TorchLearner:
                 self.warm_up.save(directory)
 
     def load(self, directory: Path) -> None:
-        """Raises CheckpointError: no weights there, or of another model. Weights alone start a new optimizer."""
+        """Continues from a checkpoint directory; one with weights alone starts a new optimizer.
+
+        Raises CheckpointError: no weights there, or another model's.
+        """
         with self.weights.lock:
             load_checkpoint(self.weights, directory, part=self.ranks.part)
             if (directory / RNG_FILE).is_file():
@@ -158,15 +162,15 @@ class TorchLearner:
                 self.warm_up.load(directory)
 
     def check(self) -> None:
-        """It needs no other process."""
+        """Nothing to check, because no other process is needed."""
 
     def close(self) -> None:
-        """It has no other process."""
+        """Nothing to close, because there is no other process."""
 
     # --- the updates of a step ----------------------------------------------------------------------------------------
 
     def _take_updates(self, updates: list[Update], statistics: StepStatistics, progress: Progress | None) -> None:
-        """Takes all optimizer steps, or none: where a later one fails, the earlier ones are taken back."""
+        """Takes all optimizer steps, or none. If a later one fails, the earlier ones are undone."""
         snapshot = self.optimizer.snapshot() if len(updates) > 1 else None
         done = _Counter(progress, total=sum(len(update.packs) for update in updates))
         try:
@@ -184,7 +188,7 @@ class TorchLearner:
 
     def _check_drift(self, statistics: StepStatistics) -> None:
         if self.train_config.max_staleness > 0:
-            return  # tokens of older policies differ by what was learned since; the probe of each load is the guard
+            return  # older policies sampled these tokens, so they may differ; the probe after each load is the guard
         bound, gap = self.train_config.max_logprob_gap, StepStatistics.total(self.ranks.gather(statistics)).gap
         if gap.mean > bound:
             raise DriftError(
@@ -204,7 +208,7 @@ class TorchLearner:
 
     @contextlib.contextmanager
     def _running(self, sample: Sample, *, batch: Sequence[Sample] = ()) -> Iterator[None]:
-        """Holds the weights and runs packs; running out of memory becomes a LearnerError that says what to do."""
+        """Holds the weights inside the block. Running out of memory becomes a LearnerError that says what to do."""
         try:
             with self.weights.lock:
                 self.packing.probe(sample)
@@ -222,7 +226,7 @@ class TorchLearner:
 
     @contextlib.contextmanager
     def _changing_weights(self, sample: Sample, *, batch: Sequence[Sample] = ()) -> Iterator[None]:
-        """As `_running`; whoever caches what the weights computed learns that they moved, gradients are gone after."""
+        """As `_running`. Afterwards there are no gradients, and a new version of the weights invalidates caches."""
         with self._running(sample, batch=batch):
             try:
                 yield
@@ -230,11 +234,11 @@ class TorchLearner:
                 self.optimizer.clear()
                 self.weights.version += 1
                 if self.weights.device.type == "cuda":
-                    torch.cuda.empty_cache()  # torch keeps what it freed; an engine that wakes on this GPU needs it
+                    torch.cuda.empty_cache()  # torch keeps freed memory, and an engine that wakes on this GPU needs it
 
 
 class _Counter:
-    """Tells `progress` of each pack that is done."""
+    """Calls `progress` with the number of packs done; call it after each pack."""
 
     def __init__(self, progress: Progress | None, *, total: int) -> None:
         self.progress, self.total, self.num_done = progress, total, 0

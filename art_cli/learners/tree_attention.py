@@ -1,13 +1,15 @@
 """Attention over a pack: every token sees its ancestors in the prefix tree, and itself. A function for transformers.
 
-Registered under NAME with transformers' attention interface, so that it serves any causal model that uses it. The
-tree comes as the keyword argument `tree` of the model's forward, through the layers, to `attend`.
+It is registered under NAME with transformers' attention interface, so it serves any causal model that uses that
+interface. The model's forward takes the tree as the keyword argument `tree` and its layers pass it on to `attend`.
 
-On a CPU no masked block is computed: a segment attends to itself causally, and all its descendants, which lie in one
-stretch behind it, attend to it without a mask. Each of these blocks is one call of torch's flash kernel; their partial
-results are merged by their log-sum-exp (as in ring attention, Liu et al. 2023, arXiv:2310.01889), and in the backward
-pass each block, given the merged result, yields its exact part of the gradient. On a GPU the same pairs are the block
-mask of FlexAttention (flex_attention.py). Elsewhere, and for a sliding window on a CPU, they are a dense mask.
+A CPU computes no masked block. A segment attends to itself causally. All its descendants lie in one stretch behind it
+and attend to it without a mask. Each of these blocks is one call of torch's flash kernel. The partial results are
+merged by their log-sum-exp, as in ring attention (Liu et al. 2023, arXiv:2310.01889). In the backward pass each block
+yields its exact part of the gradient, because it is given the merged result.
+
+On a GPU the same pairs are the block mask of FlexAttention (flex_attention.py). Other devices, and sliding windows on a
+CPU, use a dense mask.
 """
 
 import contextlib
@@ -38,10 +40,10 @@ class Tree:
     segments: Segments
     depths: Tensor  # [T]
     max_depth: int
-    rows: Tensor  # the tokens that predict something, ascending; who computes for these only may give these only
-    flex: FlexAttention | None = None  # what attends where it works
-    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window, made once for all layers
-    block_masks: dict[int | None, BlockMask] = field(default_factory=dict)  # likewise
+    rows: Tensor  # positions that predict something, ascending; a layer may compute its output for these only
+    flex: FlexAttention | None = None  # the GPU's attention; None: there is none on this device
+    masks: dict[int | None, Tensor] = field(default_factory=dict)  # dense masks by window, shared by all layers
+    block_masks: dict[int | None, BlockMask] = field(default_factory=dict)  # block masks by window, shared likewise
 
     @classmethod
     def of(cls, pack: Pack, device: torch.device, flex: FlexAttention | None = None) -> "Tree":
@@ -51,17 +53,17 @@ class Tree:
 
     @cached_property
     def division(self) -> Division:
-        """Made once for all layers."""
+        """The segments as blocks and batches, computed once for all layers."""
         return divide(self.segments)
 
     def mask(self, window: int | None = None) -> Tensor:
-        """[T, T] bool: whether the row's token sees the column's; with `window`, only the nearest so many."""
+        """[T, T] bool: whether the row's token sees the column's; with `window`, only the nearest `window` tokens."""
         if window not in self.masks:
             self.masks[window] = self._make_mask(window)
         return self.masks[window]
 
     def block_mask(self, flex: FlexAttention, window: int | None = None) -> BlockMask:
-        """The same for `flex`, padded."""
+        """The same mask for `flex`, padded."""
         if window not in self.block_masks:
             self.block_masks[window] = flex.mask(self._reaches(), self.depths, window)
         return self.block_masks[window]
@@ -83,7 +85,7 @@ class Tree:
 
 @contextlib.contextmanager
 def tree_attention(model: Any) -> Iterator[None]:
-    """While inside, the model's layers attend by the `tree` given to its forward, which then takes packs only."""
+    """Inside the block, the model's layers attend by the `tree` given to its forward, which then takes packs only."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
@@ -122,10 +124,10 @@ def attend(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, window: int | None, scale: float) -> Tensor:
-    """[1, heads, T, D], by the way that computes the fewest masked pairs here."""
+    """[1, heads, T, D], computed in the way that wastes the fewest masked pairs on this device."""
     flex = tree.flex
     if flex is not None and flex.works is None:
-        flex.settle(query, key, value, tree.block_mask(flex, window), scale)
+        flex.probe(query, key, value, tree.block_mask(flex, window), scale)
     if flex is not None and flex.works:
         return flex.attend(query, key, value, tree.block_mask(flex, window), scale)
     if window is None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
@@ -135,16 +137,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, window: int |
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """[1, heads, T, D]: the plain form, all pairs computed, those outside `mask` [T, T] thrown away."""
+    """[1, heads, T, D]: the plain form. It computes all pairs and discards those outside `mask` [T, T]."""
     groups = query.shape[1] // key.shape[1]
-    if groups > 1:  # no kernel takes a mask and grouped heads both, but the one that holds all scores at once
+    if groups > 1:  # the only kernel that takes both a mask and grouped heads holds all scores at once
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Exact attention of a prefix tree by blocks none of which holds a masked pair but the causal ones, and batches of
-    short segments."""
+    """Exact attention of a prefix tree, by unmasked or causal blocks and by batches of short segments."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, division: Division, scale: float) -> Tensor:
@@ -177,12 +178,14 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """P = exp(scores - the whole row's log-sum-exp) and D = sum(grad * the whole row's out) make each block's
-        gradient its exact part of the whole."""
+        """Each block's gradient is its exact part of the whole.
+
+        It is computed with P = exp(scores - the whole row's log-sum-exp) and D = sum(grad * the whole row's out).
+        """
         query, key, value, out, lse = ctx.saved_tensors
         grads = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (query, key, value)]
         for batch in ctx.division.batches:
-            whole_lse = lse[0].index_select(1, batch.queries).masked_fill_(~batch.is_query, torch.inf)  # no gradient
+            whole_lse = lse[0].index_select(1, batch.queries).masked_fill_(~batch.is_query, torch.inf)  # padding: P = 0
             num = len(batch.mask)
             parts = _flash_backward(
                 *(_rows(tensor, batch.queries, batch) for tensor in (grad, query)),
@@ -223,13 +226,14 @@ def _tokens(states: Tensor) -> Tensor:
 
 
 def _rows(states: Tensor, positions: Tensor, batch: SegmentBatch) -> Tensor:
-    """[N, heads, Q or K, D] the batch's rows, of [1, heads, T, D]."""
-    rows = _tokens(states).flatten(1).index_select(0, positions)  # a model's layers make [T, heads, D]: no copy before
+    """[N, heads, Q or K, D] the batch's rows, taken from [1, heads, T, D]."""
+    # `flatten` copies nothing, because the model's layers make [T, heads, D]
+    rows = _tokens(states).flatten(1).index_select(0, positions)
     return rows.view(len(batch.mask), -1, states.shape[1], states.shape[3]).transpose(1, 2)
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Takes the keys of one more block into `out` and `lse`, in place: a softmax over the union of both."""
+    """Merges the result for one more block of keys into `out` and `lse`, in place: the softmax over all keys so far."""
     union = torch.logaddexp(lse, part_lse)
     out.mul_((lse - union).exp_().unsqueeze(-1)).add_(part * (part_lse - union).exp_().unsqueeze(-1))
     lse.copy_(union)

@@ -2,10 +2,10 @@
 
     obstacle() -> None: it can be done               load_model, for `art_cli.model.load_weights`
 
-The step itself is TorchLearner's. Unsloth puts its own forward passes in the place of transformers' and peft's when it
-is imported, so it has to come before them: the import stands where weights are loaded, and nowhere else. On a GPU its
-attention ignores the tree of a pack; the learner finds that out by comparing, and trains on plain rows. From 2026.10.9
-on it also runs without a GPU, with transformers' own attention.
+The step itself is TorchLearner's. When Unsloth is imported, it replaces forward passes of transformers and peft. So it
+must be imported before them, and the only import is where weights are loaded. On a GPU its attention ignores the tree
+of a pack; the learner notices that by comparing, and trains on plain rows. From version 2026.10.9 on it also runs
+without a GPU, with transformers' own attention.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ from art_cli import quantization
 from art_cli.config.schema import ModelConfig
 from art_cli.errors import LearnerError, UsageError
 
-FLOOR = "2026.10"  # pyproject.toml's
-CPU_FLOOR = "2026.10.9"  # the first with a mode without a GPU; those before raise NotImplementedError at import
-NEEDED = ("torch", "transformers", "peft", "trl", "unsloth_zoo")  # whose versions decide whether it can be imported
-DEFAULT_LENGTH = 4096  # tokens, for a model that does not say
+FLOOR = "2026.10"  # the oldest version that pyproject.toml allows
+CPU_FLOOR = "2026.10.9"  # the first version that runs without a GPU; older ones raise NotImplementedError at import
+NEEDED = ("torch", "transformers", "peft", "trl", "unsloth_zoo")  # packages whose versions its import checks
+DEFAULT_LENGTH = 4096  # context in tokens of a model whose config does not give one
 
 
 def obstacle() -> str | None:
-    """Why Unsloth cannot run in this Python, in one line with what to do; None: nothing known is against it.
+    """Why Unsloth cannot run in this Python, in one line with what to do; None: no obstacle is known.
 
-    Found out from what is installed and from torch; Unsloth is not imported.
+    It reads the installed versions and asks torch for a GPU. It does not import Unsloth.
     """
     try:
         installed = version("unsloth")
@@ -51,7 +51,7 @@ def obstacle() -> str | None:
 
 
 def _unmet_requirement() -> tuple[str, str] | None:
-    """("transformers<=5.17", "5.23.0 is installed") for the first of its requirements that does not hold."""
+    """The first requirement of Unsloth that does not hold. Example: ("transformers<=5.17", "5.23.0 is installed")"""
     from packaging.requirements import Requirement
 
     for text in requires("unsloth") or []:
@@ -84,8 +84,8 @@ def load_model(config: ModelConfig, base: str, place: torch.device, dtype: torch
             max_seq_length=config.max_length or _own_length(base),
             dtype=dtype,
             load_in_4bit=config.quantize == "4bit",
-            use_exact_model_name=True,  # not a copy quantised otherwise, which the engine would not have
-            use_gradient_checkpointing=False,  # ours, by learner.gradient_checkpointing
+            use_exact_model_name=True,  # otherwise it may load a copy in another quantisation, which the engine lacks
+            use_gradient_checkpointing=False,  # PackRunner does it, as learner.gradient_checkpointing says
             random_state=seed,
         )
         try:
@@ -110,7 +110,7 @@ def load_model(config: ModelConfig, base: str, place: torch.device, dtype: torch
 
 
 def _check(model: Any, config: ModelConfig, place: torch.device) -> None:
-    """Unsloth does something else, and prints so, where it cannot do what it was asked for."""
+    """Raises LearnerError where the model is not as asked. Unsloth itself only prints that it did something else."""
     if config.quantize is not None and not quantization.is_quantized(model.get_base_model()):
         raise LearnerError(
             f"Unsloth {version('unsloth')} did not load {config.base} in {config.quantize}: set model.quantize=null"
@@ -125,7 +125,7 @@ def _check(model: Any, config: ModelConfig, place: torch.device) -> None:
 
 def _import() -> ModuleType:
     """Unsloth. Raises LearnerError: its import fails."""
-    # it counts its users by a download at each load, and writes code it compiles to the working directory
+    # Unsloth counts its users by a download at each load, and writes compiled code to the working directory
     os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache / "art" / "unsloth"))
@@ -144,13 +144,13 @@ def _import() -> ModuleType:
 
 @contextlib.contextmanager
 def _kept_apart() -> Iterator[None]:
-    """It prints, and seeds torch's generator: results go to stdout, and the generator is the run's."""
+    """Keeps what Unsloth prints out of stdout, which holds results, and restores torch's generator, which it seeds."""
     with contextlib.redirect_stdout(sys.stderr), torch.random.fork_rng():
         yield
 
 
 def _own_length(base: str) -> int:
-    """Tokens the model was made for."""
+    """The context in tokens that the model was made for."""
     import transformers
 
     config: Any = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)

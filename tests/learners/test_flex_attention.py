@@ -238,7 +238,7 @@ def test_heads_of_odd_width_keep_the_dense_mask(caplog: pytest.LogCaptureFixture
 
 
 def test_a_failure_after_it_worked_is_raised() -> None:
-    """Call 1 settles, 2 and 3 are the first two packs'."""
+    """Call 1 probes, 2 and 3 are the first two packs'."""
     flex = FlexAttention(40, Dense(broken=3))
     tree = tree_of([[1, 2, 3], [1, 4]], flex)
     attend(torch.nn.Module(), *states(4), None, tree=tree, scaling=SCALE)
