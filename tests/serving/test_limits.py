@@ -209,7 +209,7 @@ async def test_a_client_that_goes_away_frees_its_slot(run: RunDir) -> None:
     async with serving(find_source(str(run.root)), loader=loader, concurrency=2) as (service, root), client(root) as ai:
         generation = service.policies.served["mine"]._generation
         assert generation is not None
-        scheduler = generation.engine._worker._scheduler  # type: ignore[attr-defined]
+        scheduler = generation.engine._thread._scheduler  # type: ignore[attr-defined]
         for is_stream in (True, False):
             call = ai.completions.create(model="mine", prompt="abc", max_tokens=900, seed=5, stream=is_stream)
             task = asyncio.create_task(call)
