@@ -35,8 +35,8 @@ async def serve(connection: socket.socket, target: object, *, heartbeat_s: float
     """Answers calls with the public methods of `target` until the other end is gone.
 
     Coroutine methods run in this event loop, many at once. Plain ones run one after the other in one thread. A method
-    with a parameter `progress` gets a function of (done, total) there. An ArtError is the answer to its call; any other
-    exception is a defect, and is raised here. Every `heartbeat_s` the other end hears that work goes on.
+    with a parameter `progress` gets a function of (done, total). An ArtError is the answer to its call. Any other
+    exception is a defect, and is raised here. While a call is worked on, a heartbeat is sent every `heartbeat_s`.
     """
     reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
     await _AnsweringEnd(writer, target).answer(reader, heartbeat_s)

@@ -43,16 +43,15 @@ class Failed:
 def report(ending: Outcome | AttemptError) -> Json:
     """Example: {"done": {"reward": 1.0, "metrics": {}, "metadata": {}}}"""
     if isinstance(ending, Outcome):
-        return {"done": {"reward": ending.reward, "metrics": ending.metrics, "metadata": ending.metadata}}
+        return {"done": vars(ending)}
     return {"failed": {"kind": ending.kind, "message": ending.message, "is_transport": ending.is_transport}}
 
 
 def read_report(value: object) -> Outcome | AttemptError:
-    """The ending that a report tells of. Raises ValueError: it is no report."""
+    """The ending that `report` wrote. Raises ValueError: it is no report."""
     match value:
         case {"done": fields, **more} if not more:
-            done: Done = checked(Done, fields)
-            return Outcome(reward=done.reward, metrics=done.metrics, metadata=done.metadata)
+            return Outcome(**vars(checked(Done, fields)))
         case {"failed": fields, **more} if not more:
             failed: Failed = checked(Failed, fields)
             return AttemptError(failed.kind, failed.message, is_transport=failed.is_transport)
