@@ -1,8 +1,8 @@
-"""Whether the files of a base model's directory are whole, before any library reads them. No torch, no transformers.
+"""Checks that the files of a base model's directory are whole before any library reads them; no torch.
 
-A base that `art` built has hashes.json: every file is hashed, each time it is loaded. A directory of the user's own has
-none: its JSON files, the headers of its weights and its chat template are read, so that damage is told with the file's
-name. Pickles are never read.
+A base that `art` built has hashes.json, so every file is hashed each time the base is loaded. A user's own directory
+has none. There the JSON files, the headers of the weights and the chat template are read, so that an error names the
+damaged file. Pickles are never read.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ TEMPLATE = "chat_template.jinja"
 
 
 def check_base(directory: Path, named: str | None = None) -> None:
-    """Raises CheckpointError (a base that was built) or UsageError (any other): a damaged file, with its name.
+    """Raises CheckpointError for a damaged file of a base that was built, UsageError for one of any other base.
 
-    `named`: what the user calls the base, as in "--base 'x'".
+    `named` is what the user calls the base, as in "--base 'x'".
     """
     if os.path.lexists(directory / HASHES):
         try:
@@ -49,7 +49,7 @@ def check_files(directory: Path) -> None:
 
 
 def read_template(path: Path) -> str:
-    """A Jinja chat template that can be compiled. Raises DataError: it is none."""
+    """The text of a Jinja chat template, which compiles. Raises DataError: it does not."""
     import jinja2
 
     try:
@@ -65,7 +65,7 @@ def read_template(path: Path) -> str:
 
 
 def _without_markers(text: str) -> str:
-    """Without the tag that transformers adds to Jinja: {% generation %} around what the assistant says."""
+    """The template without {% generation %}, the tag that transformers adds to Jinja around an assistant's text."""
     for marker in ("generation", "endgeneration"):
         for left in ("{%-", "{%"):
             for right in ("-%}", "%}"):
@@ -74,7 +74,7 @@ def _without_markers(text: str) -> str:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that hold the model. Raises DataError: there are none, or one of the index is missing."""
+    """The safetensors files that hold the model. Raises DataError: there are none, or the index is damaged."""
     if os.path.lexists(directory / SINGLE):
         return [directory / SINGLE]
     if os.path.lexists(directory / INDEX):
@@ -94,7 +94,7 @@ def refuse_pickles(directory: Path) -> None:
 
 
 def _tensor_names(path: Path) -> list[str]:
-    """The names in a safetensors file's header. Raises DataError: no such file, or the header does not fit the file."""
+    """The tensors' names in a safetensors file. Raises DataError: no such file, or its header does not fit it."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -107,7 +107,7 @@ def _tensor_names(path: Path) -> list[str]:
 
 
 def _check_depth(directory: Path, config: dict[str, Any], tensors: list[str]) -> None:
-    """Raises DataError: more layers than tensors, which a library would make one after the other for hours."""
+    """Raises DataError: more layers than tensors. A library would make those layers one after the other for hours."""
     num_layers = config.get("num_hidden_layers", 0)
     if isinstance(num_layers, int) and num_layers > len(tensors):
         shown = json.dumps(num_layers) if num_layers < 2**63 else "far too many"
@@ -117,7 +117,7 @@ def _check_depth(directory: Path, config: dict[str, Any], tensors: list[str]) ->
 
 
 def base_digest(base: str) -> str:
-    """What tells a base model from any other: the hashes of its files, or for a hub id the commit in the cache."""
+    """A text that differs between base models: a hash over the files, or the cached commit of a hub id."""
     if Path(base).is_dir():
         is_built = (Path(base) / HASHES).is_file()
         hashes = read_object(Path(base) / HASHES)["files"] if is_built else hash_files(Path(base))

@@ -2,8 +2,8 @@
 
     tiny    a Qwen3 of a million parameters with seeded random weights, for trying an agent, a judge or a machine
 
-It speaks ChatML with tools in the Hermes format and thinks nothing yet: what it samples is noise until `art sft` or
-training has taught it. Each function writes a transformers directory, the same bytes each time.
+It uses ChatML with tools in the Hermes format. What it samples is noise until `art sft` or training has taught it.
+Each function writes a transformers directory, the same bytes each time.
 """
 
 from pathlib import Path
@@ -24,7 +24,9 @@ def tiny(directory: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(_tiny_config(tokenizer))
-        torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.3)  # the head is tied to it: logits of some size
+        torch.nn.init.normal_(
+            model.model.embed_tokens.weight, std=0.3
+        )  # the head is tied to it, so that logits are not all near 0
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

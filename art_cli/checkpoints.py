@@ -1,12 +1,12 @@
-"""The checkpoints of a run as things to find, list, prune, fork and bring in. Files only: no model is loaded.
+"""The checkpoints of a run: finding, listing, pruning, forking and importing them. Files only; no model is loaded.
 
-find              what a user means by a path: a checkpoint, a run's newest or best, a plain adapter, a base model
-listed, prune     a run's checkpoints with what is known of each; removing those that training would not keep
-fork              a new run that begins where one checkpoint stands
-import_adapter    a new run that begins with somebody's PEFT adapter
+find              resolves a user's path: a checkpoint, a run's newest or best one, a plain adapter, a base model
+listed, prune     lists a run's checkpoints with their metrics; removes those that training would not keep
+fork              makes a new run that begins at one checkpoint
+import_adapter    makes a new run that begins with a foreign PEFT adapter
 
-A checkpoint is what `run_dir` wrote: a manifest with a hash for every file. A plain adapter is a PEFT directory without
-one; it becomes step 0 of a run when it is imported, and is taken as it is where it is served.
+A checkpoint has a manifest with a hash of every file, written by `run_dir`. A plain adapter is a PEFT directory without
+a manifest. Importing makes it step 0 of a run; serving uses it as it is.
 """
 
 import logging
@@ -33,11 +33,14 @@ from art_cli.run_dir import (
 log = logging.getLogger(__name__)
 
 ADAPTER_CONFIG, ADAPTER_FILE, TEMPLATE_FILE = "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"
-KEEP = 3  # newest ones, for a run that does not say
+KEEP = 3  # number of newest checkpoints kept by a run whose configuration does not say
 
 
 class Found(NamedTuple):
-    """What a path means. Example: Found(Path("runs/ttt/checkpoints/step_0040"), Manifest(step=40, ...), RunDir(...))"""
+    """What a user's path resolves to.
+
+    Example: Found(Path("runs/ttt/checkpoints/step_0040"), Manifest(step=40, ...), RunDir(...), True)
+    """
 
     path: Path
     manifest: Manifest | None  # None: a plain adapter, or a base model
@@ -72,7 +75,7 @@ class _Train(msgspec.Struct):
 
 
 class _Settings(msgspec.Struct):
-    """What is read of a run's config.json apart from training. Other keys may be those of another version."""
+    """The part of a run's config.json that is read outside training. Other keys may be another version's."""
 
     model: _Model = msgspec.field(default_factory=_Model)
     rollout: _Rollout = msgspec.field(default_factory=_Rollout)
@@ -87,16 +90,16 @@ class Listed(NamedTuple):
     path: Path
     problem: str | None  # why it cannot be used; None: it verifies
     evaluation: dict[str, float]  # the means of the evaluation at this step; empty: not evaluated
-    metrics: dict[str, float]  # of the step that made it
+    metrics: dict[str, float]  # metrics of the step that made it
     num_bytes: int
     is_best: bool = False
 
 
 def find(path: Path, *, best: bool = False) -> Found | None:
-    """What `path` means; None: there is no such directory (it may be a hub id).
+    """What `path` resolves to; None: there is no such directory (it may be a hub id).
 
-    `best` picks a run's best evaluated checkpoint instead of its newest. Raises CheckpointError: nothing there that can
-    be used, or a checkpoint that does not verify; UsageError: `best` of something that is no run.
+    `best` picks a run's best evaluated checkpoint instead of its newest. Raises CheckpointError: nothing usable there,
+    or a checkpoint that does not verify; UsageError: `best`, and the path is no run.
     """
     if not path.is_dir():
         return None
@@ -124,9 +127,9 @@ def run_of(checkpoint: Path) -> RunDir | None:
 
 
 def newest(run: RunDir, *, best: bool) -> Found:
-    """The newest checkpoint of a run, or the best evaluated one; those that do not verify are passed over.
+    """The newest checkpoint of a run, or the best evaluated one; those that do not verify are skipped.
 
-    Raises CheckpointError: there is none; UsageError: evaluations without a reward say of none that it is the best.
+    Raises CheckpointError: there is none; UsageError: no evaluation has a reward, so that none is the best.
     """
     there = run.checkpoint_steps()
     for step in _by_reward(run) if best else reversed(there):
@@ -147,14 +150,14 @@ def newest(run: RunDir, *, best: bool) -> Found:
 
 
 def _found(path: Path, run: RunDir | None) -> Found:
-    """Raises CheckpointError: it does not verify."""
+    """The verified checkpoint at `path`. Raises CheckpointError: it does not verify."""
     return Found(path, verify_checkpoint(path), run, (path / ADAPTER_CONFIG).exists())
 
 
 def base_of(found: Found) -> str:
     """The hub id or directory of the base model that a checkpoint or adapter belongs to.
 
-    Raises CheckpointError: it does not say, or what it names is not there.
+    Raises CheckpointError: it names none, or one that is not there.
     """
     name: str = found.manifest.base if found.manifest is not None else ""
     name = name or str(_read_json(found.path / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
@@ -176,10 +179,10 @@ def is_base(path: Path) -> bool:
 
 
 def base_of_run(run: RunDir) -> str:
-    """The hub id or directory of the base model that a run's policy stands on, step 0 and all later ones.
+    """The hub id or directory of the base model of a run's policy, at every step.
 
     It is the one that the run built, else the one that its newest checkpoint names. Raises CheckpointError: there is
-    neither, or what is named is not there.
+    neither, or the named one is not there.
     """
     if run.base.is_dir():
         return str(run.base)
@@ -187,9 +190,9 @@ def base_of_run(run: RunDir) -> str:
 
 
 def run_config(run: RunDir | None) -> dict[str, Any]:
-    """A run's resolved configuration; empty where it has none.
+    """A run's resolved configuration; empty if it has none.
 
-    Raises DataError: not a JSON object, or one whose values cannot be those of a configuration.
+    Raises DataError: config.json is not a JSON object, or its values cannot be a configuration's.
     """
     if run is None or not os.path.lexists(run.config_path):
         return {}
@@ -226,7 +229,7 @@ def _entry(run: RunDir, step: int, evaluation: dict[str, float]) -> Listed:
 
 
 def _best(entries: list[Listed]) -> Listed | None:
-    """The valid one with the highest evaluated reward, the latest of equals; None where none was evaluated."""
+    """The valid checkpoint with the highest evaluated reward, the latest of equals; None: none was evaluated."""
     evaluated = [entry for entry in entries if entry.problem is None and "reward" in entry.evaluation]
     return max(evaluated, key=lambda entry: (entry.evaluation["reward"], entry.step), default=None)
 
@@ -234,12 +237,12 @@ def _best(entries: list[Listed]) -> Listed | None:
 def prune(run: RunDir, *, keep: int | None) -> list[Listed]:
     """Removes, and returns, every checkpoint that is not valid or that `to_remove` names.
 
-    `keep` None: as many as the run's own configuration keeps. Raises RunError: a training process holds the run, or no
-    checkpoint of it is valid (then nothing is removed).
+    `keep` None: the number that the run's configuration says. Raises RunError: a training process holds the run, or
+    none of its checkpoints is valid, and then nothing is removed.
     """
     if keep is None:
         keep = int(run_config(run).get("train", {}).get("keep_checkpoints", KEEP))
-    listed(run)  # it is a run: nothing is made by locking
+    listed(run)  # raises if this is no run, because locking would make one
     with run.lock():
         entries = listed(run)
         valid = {entry.step for entry in entries if entry.problem is None}
@@ -259,10 +262,10 @@ def prune_trained(run: RunDir, *, keep: int) -> None:
 
 
 def to_remove(steps: Iterable[int], rewards: Mapping[int, float], *, keep: int) -> set[int]:
-    """The rule of pruning: what is neither among the `keep` newest steps, nor the best evaluated one, nor step 0.
+    """The steps to remove: all but the `keep` newest, the best evaluated one, and step 0.
 
-    Step 0 is the starting policy, which every later one is compared with. `rewards` are those of evaluated steps; of
-    equal ones the latest is the best.
+    Step 0 is the starting policy, with which every later one is compared. `rewards` has the reward of each evaluated
+    step; of equal ones the latest is the best.
 
     Example: to_remove([0, 1, 2, 3, 4], {1: 0.5, 4: 0.2}, keep=2) is {2}.
     """
@@ -279,7 +282,7 @@ def best_step(run: RunDir) -> int | None:
 
 def _by_reward(run: RunDir) -> Iterator[int]:
     """The steps whose evaluation has a reward, highest first, the latest of equals first."""
-    rewards = {step: metrics["reward"] for step, metrics in run.evaluations().items() if "reward" in metrics}
+    rewards = _rewards(run)
     yield from sorted(rewards, key=lambda step: (rewards[step], step), reverse=True)
 
 
@@ -292,10 +295,11 @@ def _rewards(run: RunDir) -> dict[int, float]:
 
 
 def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
-    """A new run at `root` whose only checkpoint is that of `step` (None: the newest valid one), optimizer and all.
+    """A new run at `root` whose only checkpoint is that of `step` (None: the newest valid one), optimizer included.
 
-    The metrics up to there and a built base model come along; the configuration does not: the new run takes that of its
-    first `art train`. Raises RunError: something is at `root`, or no such step; CheckpointError: it does not verify.
+    The metrics up to that step and a built base model are copied. The configuration is not, because the new run takes
+    that of its first `art train`. Raises RunError: something is at `root`, or there is no such step; CheckpointError:
+    the checkpoint does not verify.
     """
     if root.exists():
         raise RunError(f"{root}: there is something already; choose another name")
@@ -309,7 +313,7 @@ def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
         shutil.copytree(found.path, new.checkpoint_path(found.step))
         if run.base.is_dir():
             shutil.copytree(run.base, new.base)
-        if (first := run.first_eval_path()) is not None:  # a judge goes on comparing with the same attempts
+        if (first := run.first_eval_path()) is not None:  # so that a judge keeps comparing with the same attempts
             (directory / first.parent.name).mkdir()
             shutil.copy(first, directory / first.parent.name / first.name)
         write_lines(new.metrics_path, lines)
@@ -317,7 +321,7 @@ def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
 
 
 def import_adapter(adapter: Path, root: Path) -> Found:
-    """A new run at `root` whose step 0 is a plain PEFT adapter; training goes on from it with a new optimizer.
+    """A new run at `root` whose step 0 is a plain PEFT adapter; training continues it with a new optimizer.
 
     Raises RunError: there are checkpoints at `root`; CheckpointError: no LoRA adapter with safetensors there.
     """
@@ -345,7 +349,7 @@ def check_adapter(adapter: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file. Raises DataError: it is none."""
+    """The file's JSON object; empty if there is no such file. Raises DataError: it holds something else."""
     return read_object(path) if os.path.lexists(path) else {}
 
 

@@ -1,13 +1,13 @@
 """What can go wrong, as a tree of exceptions.
 
-* ArtError ................ anything a user can mend; the command line prints its one line and exits with `exit_code`
-  - UsageError ............ the command line or the configuration is off (exit code 2)
+* ArtError ................ anything that a user can mend; the command line prints its line and exits with `exit_code`
+  - UsageError ............ the command line or the configuration is wrong (exit code 2)
     . ConfigError ......... one or more mistakes in a configuration, each with its place
   - DataError ............. a file's content is not what it must be; names `file:line`
   - RolloutError .......... the user's rollout cannot be loaded or run at all
   - EngineError ........... the engine did not start, died, or did not answer in time
   - JudgeError ............ a group could not be scored; it stays owed
-    . JudgeStopped ........ no group can be until the user acts: a refused key, a spent budget
+    . JudgeStopped ........ no group can be scored until the user acts: a refused key, a spent budget
   - LearnerError .......... a step cannot be computed (out of memory, a loss that is not finite)
   - DriftError ............ engine and learner do not hold the same weights (contracts 2 and 5 of the design)
   - CheckpointError ....... no checkpoint that verifies, or one that does not fit the model
@@ -116,7 +116,7 @@ _UNPRINTABLE_IN_LINES = re.compile(_UNPRINTABLE.pattern.replace("\x00-\x1f", "\x
 
 
 def printable(text: object, *, limit: int | None = None) -> str:
-    """The text on one line, each character that a terminal would act on as its escape: "\\x1b", "\\n", "\\u202e".
+    """The text on one line. Characters that control a terminal are escaped: "\\x1b", "\\n", "\\u202e".
 
     A text of more than `limit` characters is cut there.
     """
@@ -125,7 +125,7 @@ def printable(text: object, *, limit: int | None = None) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The same of a text whose newlines and tabs are ours."""
+    """The text as `printable` shows it, but with its newlines and tabs, which are ours."""
     return _UNPRINTABLE_IN_LINES.sub(_escape, text)
 
 
@@ -134,9 +134,9 @@ def _escape(found: "re.Match[str]") -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """What an exception says, its first MAX_MESSAGE characters, as text that can be written anywhere.
+    """The first MAX_MESSAGE characters of an exception's message, as text that can be written anywhere.
 
-    An exception may be the user's or a library's code as well: where its `__str__` raises, the text says so.
+    The exception may come from a user's or a library's code. If its `__str__` raises, the text says so.
     """
     try:
         text = str(error)[:MAX_MESSAGE]
@@ -146,19 +146,19 @@ def message_of(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """What other people's code raised, as one printable line. Example: KeyError("x") -> "KeyError: 'x'"."""
+    """A foreign exception as one printable line. Example: KeyError("x") -> "KeyError: 'x'"."""
     return printable(f"{type(error).__name__}: {' '.join(message_of(error).split())}", limit=1000)
 
 
 def one_line(error: BaseException, *, limit: int = 200) -> str:
-    """The first line of what a foreign error says, printable, at most `limit` letters; its type where it is silent."""
+    """The first line of a foreign exception's message, at most `limit` characters; its type if it has no message."""
     lines = message_of(error).strip().splitlines()
     return printable(lines[0] if lines else type(error).__name__, limit=limit)
 
 
 @contextlib.contextmanager
 def first_of_group() -> Iterator[None]:
-    """Raises the first error of an ExceptionGroup in place of the group: tasks of one group fail for one reason."""
+    """Raises the first error of an ExceptionGroup in place of the group, since its tasks fail for one reason."""
     try:
         yield
     except BaseExceptionGroup as errors:

@@ -1,8 +1,9 @@
-"""Reads JSON lines that any program may have written: what Python's json writes is read, the rest is refused in words.
+"""Reads JSON lines that any program may have written: everything that Python's json writes, and nothing else.
 
-Python writes NaN, Infinity and half surrogate pairs, which are not JSON, and Windows programs put a byte order mark in
-front. Such a line is mended: a number that is not finite is read as null (and left out of a record's `metrics`), half a
-pair as U+FFFD. Every ValueError from here is one printable line that says what is wrong; the caller adds the place.
+Python writes NaN, Infinity and half surrogate pairs, which are not JSON. Windows programs put a byte order mark in
+front. Such a line is mended: a number that is not finite becomes null (and is left out of a record's `metrics`), half
+a pair becomes U+FFFD. Every ValueError from here is one printable line that says what is wrong. The caller adds the
+file and line.
 """
 
 import json
@@ -26,13 +27,13 @@ _HALF_PAIRS = re.compile("[\ud800-\udfff]")
 class Line(NamedTuple):
     """One line of a file. Example: Line(number=2, offset=812, data=b'{"id": "a"}\\n')."""
 
-    number: int  # from 1
-    offset: int  # of its first byte
-    data: bytes  # with its newline; without one only at the end of the file
+    number: int  # line number, the first is 1
+    offset: int  # position of the first byte in the file
+    data: bytes  # the line, newline included; only the last line of a file may lack one
 
 
 def lines(path: Path) -> Iterator[Line]:
-    """The lines of a file that are not blank. Raises DataError: the file is UTF-16 or UTF-32, or a line has no end."""
+    """The lines that are not blank. Raises DataError: the file is UTF-16 or UTF-32, or a line exceeds the limit."""
     offset = number = 0
     with path.open("rb") as file:
         while data := file.readline(MAX_LINE_BYTES + 1):
@@ -47,7 +48,7 @@ def lines(path: Path) -> Iterator[Line]:
 
 
 def decode(line: bytes, decoder: "msgspec.json.Decoder[Record]") -> Record:
-    """The record of one line, mended where it needs it. Raises ValueError with what is wrong, as one line."""
+    """The record of one line, mended if it must be. Raises ValueError: one line that says what is wrong."""
     try:
         return decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -59,7 +60,7 @@ def decode(line: bytes, decoder: "msgspec.json.Decoder[Record]") -> Record:
 
 
 def is_torn(line: bytes) -> bool:
-    """Whether a line is the beginning of a record whose writer was killed: a last line, no whole JSON value."""
+    """Whether a line is the start of a record whose writer was killed: the last line, and no whole JSON value."""
     if line.endswith(b"\n") or not line.removeprefix(_MARK).lstrip().startswith(b"{"):
         return False
     try:
@@ -72,7 +73,7 @@ def is_torn(line: bytes) -> bool:
 
 
 def _foreign_encoding(start: bytes) -> str | None:
-    """The encoding of a text that is not UTF-8, by its first bytes; None: it may be UTF-8."""
+    """The encoding that the first bytes show; None: it may be UTF-8."""
     if not any(start[:4]):
         return None
     encoding = json.detect_encoding(start[:4]).upper()
@@ -80,7 +81,7 @@ def _foreign_encoding(start: bytes) -> str | None:
 
 
 def _mend(line: bytes) -> bytes:
-    """The line as strict JSON. Raises ValueError: not what any JSON writer writes."""
+    """The line as strict JSON. Raises ValueError: no JSON writer writes this."""
     try:
         record = json.loads(
             line.removeprefix(_MARK).decode(), parse_constant=lambda _: None, parse_float=_finite, parse_int=_whole
@@ -94,13 +95,13 @@ def _mend(line: bytes) -> bytes:
 
 
 def _finite(digits: str) -> float | None:
-    """The number; None where it is beyond all floats ("1e999")."""
+    """The number; None if it is larger than any float ("1e999")."""
     value = float(digits)
     return value if math.isfinite(value) else None
 
 
 def _whole(digits: str) -> int | None:
-    """The number; None where it is beyond all floats, which no count and no id is."""
+    """The number; None if it is larger than any float, as no count and no id is."""
     return int(digits) if len(digits) <= 308 else None
 
 

@@ -1,8 +1,8 @@
-"""Logging, set up once by the command line: to stderr, one line a record, no secrets.
+"""Logging to stderr, one line a record; the command line sets it up once.
 
-Modules log with `logging.getLogger(__name__)`; results go to stdout elsewhere, numbers to metrics.jsonl. What is shown
-may hold texts of models, providers and files, which must not steer the terminal nor look like a line of ours: records
-go through `printable` (errors.py) here, other text where it is written.
+Modules log with `logging.getLogger(__name__)`. Results go to stdout and numbers to metrics.jsonl, elsewhere. A record
+may quote models, providers and files. Such text must not control the terminal or look like a line of ours, so every
+record goes through `printable` (errors.py) here.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def set_up(*, verbose: bool = False) -> None:
     handler.setFormatter(_Formatter("%(levelname).1s %(name)s: %(message)s" if verbose else "%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("art_cli").setLevel(logging.DEBUG if verbose else logging.INFO)
-    # imported with peft where it is installed, it warns each time that a CPU kernel it could download is not there
+    # peft imports bitsandbytes where it is installed, and that warns each time about a CPU kernel it could download
     logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
 
 
@@ -48,23 +48,23 @@ class _Redacted(logging.Formatter):
 
 class _Kept(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """A line that a full disk does not take is left out; it was on stderr."""
+        """Drops a line that a full disk refuses, because it was on stderr."""
 
 
 @contextlib.contextmanager
 def kept(path: Path, redact: Callable[[str], str]) -> Iterator[None]:
-    """What is logged inside goes to the end of the file `path` as well; so does the failure that ends it.
+    """Appends what is logged inside to the file `path` as well, and the failure that ends it.
 
-    `redact` takes the secrets out of a line. Records below INFO are there where they are on stderr, too.
+    `redact` removes the secrets from a line. Records below INFO are kept if stderr shows them too.
     """
     make_directory(path.parent)
-    with open(path, "a", opener=owner_only):  # it is made for its owner alone, before the handler opens it
+    with open(path, "a", opener=owner_only):  # the file is made readable by its owner only, before the handler opens it
         pass
     handler = _Kept(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(_Redacted(redact))
     root, ours = logging.getLogger(), logging.getLogger("art_cli")
     level = ours.level
-    if ours.getEffectiveLevel() > logging.INFO:  # nobody has set logging up: a notebook
+    if ours.getEffectiveLevel() > logging.INFO:  # logging is not set up, as in a notebook
         ours.setLevel(logging.INFO)
     root.addHandler(handler)
     try:

@@ -1,8 +1,8 @@
 """Loads or builds a base model, its tokenizer and its adapter: the one place where weights come from.
 
 It neither samples (engines) nor trains (learners); both may hold the same `Weights`. A base is a hub id, a directory,
-or a function that writes such a directory: from there on all three take the same path. torch, transformers and peft are
-imported inside functions only, so that importing this module costs nothing.
+or a function that writes such a directory, after which all three are loaded in the same way. torch, transformers and
+peft are imported inside functions only, so that importing this module costs nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HUB_TIMEOUT_S = 10.0
-DEFAULT_LENGTH = 4096  # tokens, for a model that does not say
+DEFAULT_LENGTH = 4096  # context in tokens of a model whose configuration names none
 ADAPTER_FILE, MODEL_FILE = "adapter_model.safetensors", "model.safetensors"
 
 
@@ -40,29 +40,29 @@ ADAPTER_FILE, MODEL_FILE = "adapter_model.safetensors", "model.safetensors"
 class Weights:
     """A policy's weights in this process, shared by engine and learner.
 
-    Whoever runs the model, forward or update, holds `lock`; whoever changes weights raises `version` inside it, and
-    whoever caches what they computed (keys and values) drops it when `version` has moved.
+    Code that runs the model, forward or update, holds `lock`. Code that changes weights increments `version` while it
+    holds the lock. A cache of keys and values is dropped once `version` differs from the one it was computed with.
     """
 
     model: Any  # PeftModel, or a transformers causal LM where lora is None; in eval mode unless a learner is inside
     tokenizer: Any  # transformers tokenizer with a chat template
     device: torch.device
-    dtype: torch.dtype  # of the base; adapters are float32
+    dtype: torch.dtype  # dtype of the base weights; adapters are float32
     max_length: int  # tokens of prompt and reply together
     base: str  # hub id or directory it was loaded from
     has_adapter: bool
-    quantize: str | None = None  # "4bit": how the base was made smaller as it was loaded; None: it was not
+    quantize: str | None = None  # "4bit": the base was quantized as it was loaded; None: it was not
     version: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
     def dtype_name(self) -> str:
-        """As a configuration says it: "bfloat16"."""
+        """The dtype's name in a configuration. Example: "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
 
     @contextlib.contextmanager
     def adapter_off(self) -> Iterator[None]:
-        """The reference policy: the same model without its adapter."""
+        """Inside, the model is the reference policy: the same model without its adapter."""
         assert self.has_adapter, "a model without an adapter has no reference"
         with self.model.disable_adapter():
             yield
@@ -76,9 +76,9 @@ class Size(NamedTuple):
 
 
 def find_base(base: str, *, directory: Path, built: Path, named: str = "model.base") -> str:
-    """The hub id or directory to load `base` from; a builder is run once, into the directory `built`.
+    """The hub id or directory to load `base` from. A builder runs once and writes the directory `built`.
 
-    Raises UsageError: the builder cannot be found or fails.
+    Raises UsageError: the builder cannot be found, or it fails.
     """
     if (directory / base).is_dir():
         return str((directory / base).resolve())
@@ -98,7 +98,7 @@ def find_base(base: str, *, directory: Path, built: Path, named: str = "model.ba
     return str(built)
 
 
-# What loads a model with its fresh adapter: (config, base, device, dtype, seed) -> PeftModel or transformers causal LM
+# A function that loads a model with a fresh adapter: (config, base, device, dtype, seed) -> PeftModel or causal LM
 ModelLoader = Callable[["ModelConfig", str, "torch.device", "torch.dtype", int], Any]
 
 
@@ -113,9 +113,9 @@ def load_weights(
 ) -> Weights:
     """The model and tokenizer at `base` (a hub id or directory), with a fresh adapter where the config has one.
 
-    The adapter starts as no change at all (B = 0), its A drawn from `seed`. `load`: in place of transformers and peft.
-    `named`: what errors call the base where no configuration names it, as in "--base 'x'".
-    Raises UsageError: nothing loadable there, no chat template, a module to adapt that the model does not have.
+    The adapter starts as no change at all (B = 0), its A is drawn from `seed`. `load` takes the place of transformers
+    and peft. `named` is what errors call a base that no configuration names, as in "--base 'x'".
+    Raises UsageError: nothing loadable there, no chat template, or the model lacks a module to adapt.
     """
     import torch
 
@@ -151,8 +151,8 @@ def load_checkpoint(
 ) -> None:
     """Puts a checkpoint's adapter (or whole model, where there is no adapter) into `weights`.
 
-    `part(tensor, own)` is what a model that holds parts of its tensors takes of a whole one for its `own`.
-    Raises CheckpointError: no weights there, or not of this model's shape.
+    For a model that is divided between processes, `part(tensor, own)` is the part of a whole tensor that belongs in
+    `own`. Raises CheckpointError: no weights there, or weights of another shape.
     """
     from safetensors.torch import load_file
 
@@ -168,10 +168,10 @@ def load_checkpoint(
 
 
 def on_base(base: Weights, adapter: Path | None) -> Weights:
-    """A policy made of a bare base model and a saved adapter (None: none); the base's tensors are shared, not copied.
+    """A policy made of a bare base model and a saved adapter, or of the base alone; the base's tensors are shared.
 
-    The adapter says itself what it is (adapter_config.json); its tokenizer wins over the base's. Any number of policies
-    may stand on one base, and none sees the others. Raises CheckpointError: no LoRA adapter there, or of another model.
+    adapter_config.json says what the adapter is, and the adapter's tokenizer replaces the base's. Any number of
+    policies may share one base without seeing each other. Raises CheckpointError: no LoRA adapter, or another model's.
     """
     assert not base.has_adapter, "adapters are put on a bare base model"
     memo = {id(tensor): tensor for tensor in [*base.model.parameters(), *base.model.buffers()]}
@@ -200,16 +200,16 @@ def clone_trainable(weights: Weights) -> Weights:
 def save_weights(weights: Weights, directory: Path, *, tensors: dict[str, torch.Tensor] | None = None) -> None:
     """Writes a plain PEFT directory (or a transformers one, where there is no adapter), tokenizer included.
 
-    `tensors`: those trained, by their names in the model; None: as the model holds them.
+    `tensors` are the trained ones by their names in the model; None: they are taken from the model.
     """
     with weights.lock:
         weights.model.save_pretrained(directory, state_dict=tensors)
         weights.tokenizer.save_pretrained(directory)
-    (directory / "README.md").unlink(missing_ok=True)  # peft's model card template, filled with nothing
+    (directory / "README.md").unlink(missing_ok=True)  # peft's empty model card
 
 
 def merge(weights: Weights) -> Weights:
-    """The same policy without an adapter: W + alpha / rank * B A takes the place of W. Consumes `weights`."""
+    """The same policy without an adapter: W + alpha / rank * B A replaces W. `weights` cannot be used afterwards."""
     if not weights.has_adapter:
         return weights
     with weights.lock:
@@ -217,7 +217,7 @@ def merge(weights: Weights) -> Weights:
 
 
 def save_merged(weights: Weights, directory: Path, dtype: str) -> None:
-    """Writes a transformers directory in that dtype, which transformers, vLLM and `art` load. Changes `weights`."""
+    """Writes a directory in that dtype, which transformers, vLLM and `art` load. Converts `weights` too."""
     import torch
 
     assert not weights.has_adapter, "an adapter is merged first"
@@ -229,7 +229,7 @@ def save_merged(weights: Weights, directory: Path, dtype: str) -> None:
 
 
 def count_parameters(model: Any) -> Size:
-    """Of a weight in 4 bits what it stands for, not the bytes that it is packed in."""
+    """The model's size. A weight kept in 4 bits counts with its unpacked shape."""
     parameters = list(model.parameters())
     shapes = [getattr(getattr(p, "quant_state", None), "shape", p.shape) for p in parameters]
     sizes = [math.prod(shape) for shape in shapes]
@@ -283,21 +283,21 @@ def _load_model(config: ModelConfig, base: str, device: torch.device, dtype: tor
 
 
 def _spare_collector(*, has_transformers: bool) -> None:
-    """Takes the 460,000 objects of the imported libraries out of the garbage collector's rounds.
+    """Excludes the 460,000 objects of the imported libraries from garbage collection.
 
-    A full round holds every thread, event loops too: 0.35 s with them, 0.02 s without.
+    A full collection stops every thread, event loops too. It takes 0.35 s with these objects and 0.02 s without.
     """
     if has_transformers:
         import peft  # noqa: F401
         import transformers  # noqa: F401
-    if gc.get_freeze_count() == 0:  # once: what comes later may have to be collected
+    if gc.get_freeze_count() == 0:  # only once, because later objects may have to be collected
         gc.freeze()
 
 
 def _check_complete(found: dict[str, Any]) -> None:
-    """Raises ValueError: tensors that the files lack, which transformers makes at random with no more than a warning.
+    """Raises ValueError: the files lack tensors. transformers would draw those at random, with only a warning.
 
-    `found` is what transformers tells of loading. Files may hold more than the model: a head for another task.
+    `found` is transformers' report of the loading. Files may hold more than the model needs: a head for another task.
     """
     if missing := sorted(found.get("missing_keys") or ()):
         raise ValueError(
@@ -349,14 +349,14 @@ def fitting(place: Path) -> Iterator[None]:
 
 
 def _find_on_hub(base: str, named: str | None) -> None:
-    """Asks once whether the hub has it, unless it is in the cache: loading asks for minutes before it gives up."""
+    """Asks the hub once, unless the base is in the cache, because loading would retry for minutes."""
     import huggingface_hub
 
     try:
         if isinstance(huggingface_hub.try_to_load_from_cache(base, "config.json"), str):
             return
         huggingface_hub.HfApi().model_info(base, timeout=HUB_TIMEOUT_S)
-    except Exception as error:  # the boundary to the hub's client: a bad id, no such model, no network, no permission
+    except Exception as error:  # the boundary to the hub's client: a bad id, no such model, no network
         summary = " ".join(str(error).split())[:200]
         raise UsageError(
             f"{named} is no directory here, and not on the hub: {summary}"
@@ -366,7 +366,7 @@ def _find_on_hub(base: str, named: str | None) -> None:
 
 
 def _hide_progress_bars() -> None:
-    """Those of transformers, which draw over ours."""
+    """Hides transformers' progress bars, which draw over ours."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -389,15 +389,15 @@ def add_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
 
 
 def _wrap(model: Any, adapter: Path) -> Any:
-    """The model with an adapter of the saved one's shape; its tensors are still to be loaded."""
+    """The model with an adapter of the saved one's shape, whose tensors are not loaded yet."""
     import peft
     import torch
 
     with fitting(adapter / "adapter_config.json"), torch.random.fork_rng(devices=[]), _deprecations_hidden():
         config: Any = peft.PeftConfig.from_pretrained(str(adapter))
-        config.base_model_name_or_path = None  # where the base lay when it was trained
+        config.base_model_name_or_path = None  # the path of the base in training, which may be gone
         config.inference_mode = True
-        # The tensors are set afterwards. These would compute others first, change the base, or import what they name.
+        # The tensors are set afterwards. These settings would compute others first, change the base, or import code.
         config.init_lora_weights, config.loftq_config, config.eva_config, config.corda_config = True, {}, None, None
         config.megatron_config, config.auto_mapping = None, None
         return peft.get_peft_model(model, config).eval()
@@ -405,7 +405,7 @@ def _wrap(model: Any, adapter: Path) -> Any:
 
 @contextlib.contextmanager
 def _deprecations_hidden() -> Iterator[None]:
-    """peft 0.21 asks for a property by the name that transformers 5.23 deprecates; to be removed when it does not."""
+    """Hides a warning: peft 0.21 uses a name that transformers 5.23 deprecates. Remove this when it does not."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         yield
@@ -416,7 +416,7 @@ def _parts(
     tensors: dict[str, torch.Tensor],
     part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """What `weights` takes of each whole tensor; one that it has not, or of another shape, stays as it is."""
+    """The part of each whole tensor that belongs in `weights`; a tensor that does not fit is left unchanged."""
     import peft
 
     model = weights.model

@@ -6,9 +6,9 @@
     scored = judge(config, played)                         art judge
     taken = step(config, scored, "step_0004")              art step
 
-Each call returns when its work is done and raises ArtError where the command would print its line. Where an event loop
-runs already (Jupyter), the work has a thread and a loop of its own; an interrupt of the notebook ends it as Ctrl-C does
-on a terminal: what is complete is on disk.
+Each call returns when its work is done, and raises the ArtError whose line the command would print. If an event loop
+is running already (Jupyter), the work gets a thread and a loop of its own. Interrupting the notebook ends the work as
+Ctrl-C does on a terminal: what is complete is on disk.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ def load(path: Path | str, *overrides: str) -> LoadedConfig:
 
 
 def train(config: LoadedConfig, *, fresh: bool = False) -> TrainResult:
-    """Trains until `train.steps` are done, or goes on with the run that is there; `fresh` starts anew beside it."""
+    """Trains until `train.steps` are done. An existing run is resumed; `fresh` starts a new one beside it."""
     return _wait(lambda: loop.train(config, is_fresh=fresh))
 
 
@@ -47,9 +47,10 @@ def generate(
     step: int | None = None,
     output: Path | str | None = None,
 ) -> list[Trajectory]:
-    """One step's scenarios, played with a checkpoint, a run, or "base"; None: the newest of the configuration's run.
+    """The trajectories of one step's scenarios, played with a checkpoint, a run, or "base".
 
-    `output`: a file that keeps the trajectories; those that it has already are not played again.
+    `checkpoint` None is the newest one of the configuration's run. The file `output` keeps the trajectories; those in
+    it already are not played again.
     """
     wanted = None if checkpoint is None else Path(checkpoint)
     with tempfile.TemporaryDirectory(prefix="art-generate-") as scratch:
@@ -69,7 +70,7 @@ def step(
     *,
     checkpoint: Path | str | None = None,
 ) -> StepTaken:
-    """One policy update from scored trajectories; `output` is the checkpoint it writes."""
+    """The policy after one update on scored trajectories; its checkpoint is written to `output`."""
     wanted = None if checkpoint is None else Path(checkpoint)
     return _apart(lambda: stages.take_step(config, scored, Path(output), checkpoint=wanted))
 
@@ -78,7 +79,7 @@ def step(
 
 
 def _wait(make: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-    """The coroutine's result, in this thread where no event loop runs in it, otherwise in another one."""
+    """The coroutine's result. It runs in this thread, or in another one if this thread has a running event loop."""
     if not _has_loop():
         return threads.run(make())
     started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
@@ -97,12 +98,12 @@ def _wait(make: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
 
 
 def _apart(function: Callable[[], Result]) -> Result:
-    """What the function returns; it runs event loops of its own, so it has another thread where one runs already."""
+    """The result of a function that runs event loops itself; in another thread if one is running in this one."""
     return _in_thread(function, lambda: None) if _has_loop() else function()
 
 
 def _in_thread(function: Callable[[], Result], cancel: Callable[[], None]) -> Result:
-    """The result of the function in a thread. An interrupt here cancels the work and waits until it has let go."""
+    """The result of the function, which runs in a thread. An interrupt here cancels it and waits until it has ended."""
     future: Future[Result] = Future()
 
     def work() -> None:

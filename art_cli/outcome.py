@@ -1,17 +1,17 @@
-"""Outcome: what a rollout says of itself, and the bound on its numbers.
+"""Outcome: what a rollout returns, and the bound on its numbers.
 
-Standard library only, since the Python that runs rollouts may have nothing else (rollouts/start.py).
+It uses the standard library only, because the Python that runs rollouts may have nothing else (rollouts/start.py).
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-MAX_NUMBER = 1e30  # largest absolute reward or metric: sums of squares of a million of them are far from overflowing
+MAX_NUMBER = 1e30  # largest absolute reward or metric; the sum of a million squares of it is far from overflowing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a rollout says of itself, when it is more than a number.
+    """What a rollout returns if it has more to say than a reward.
 
     Example: Outcome(reward=1.0, metrics={"moves": 5, "won": 1}, metadata={"final_board": "XOX..."})
     """

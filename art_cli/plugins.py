@@ -1,7 +1,7 @@
 """Resolves plug-in strings: `file.py:attr` beside the config, or `package.module:attr` from the environment.
 
-The one place where a string of a configuration becomes an object. A file is loaded under a name of its own, once per
-call, and its directory is importable while it loads, so that a rollout can import its neighbours.
+This is the one place where a string of a configuration becomes an object. A file is loaded once, as a module of its
+own name, and its directory is importable, so that a rollout can import its neighbours.
 """
 
 import importlib
@@ -43,7 +43,7 @@ def _load_file(path: Path, entry: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader, path
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses and pickling look their module up there
+    sys.modules[name] = module  # before it runs, because dataclasses and pickling look their module up there
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     try:
@@ -65,7 +65,7 @@ def _import(module_name: str, entry: str, base: Path) -> ModuleType:
 
 
 def _where(error: BaseException, path: Path) -> str:
-    """`file:line` of the innermost frame inside the user's own file, or of a syntax error in it."""
+    """`file:line` of the error: the innermost frame inside the user's file, or a syntax error in it."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
@@ -73,7 +73,7 @@ def _where(error: BaseException, path: Path) -> str:
 
 
 def place_of(error: BaseException, root: Path) -> str | None:
-    """`file:line` where a user's code raised: the innermost frame of a file under `root`, relative to it; or None."""
+    """`file:line` of the innermost frame in a user's file under `root`, relative to it; None: there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if path.is_relative_to(root) and "site-packages" not in path.parts:

@@ -1,7 +1,8 @@
-"""Makes files and directories that only their owner can read: runs, verdicts and logs hold what people said.
+"""Makes files and directories that only their owner can read, because runs, verdicts and logs quote people.
 
-Every file with such content is opened through `owner_only`, and every directory for it made by `make_directory`. What
-is there already keeps its mode, so a user's `chmod` lasts. Exported weights are made to be handed on, and stay out.
+Every file with such content is opened through `owner_only`; every directory for it is made by `make_directory`. Files
+and directories that exist keep their mode, so a user's `chmod` lasts. Exported weights are not private, since they are
+made to be handed on.
 """
 
 import os
@@ -16,7 +17,7 @@ def owner_only(path: str, flags: int) -> int:
 
 
 def make_directory(path: Path) -> None:
-    """Makes the directory and those missing above it. Raises OSError: it cannot be made, or a file is in the way."""
+    """Makes the directory and its missing parents. Raises OSError: it cannot be made, or a file is in the way."""
     for place in reversed([path, *path.parents]):
         if place == path or not place.exists():
             place.mkdir(mode=DIRECTORY, exist_ok=True)

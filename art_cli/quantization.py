@@ -1,8 +1,8 @@
-"""The base model in 4 bits, by bitsandbytes: how it is asked for, and what has to be mended after loading it.
+"""The base model in 4 bits, by bitsandbytes: the settings that load it, and one fix after loading.
 
 NF4 with double quantization (Dettmers et al. 2023, arXiv:2305.14314): each linear layer but the head is kept in 4 bits
-and computed in the model's dtype. There is no 8-bit form: it rounds activations as well, so that the order of sums,
-and with it the packing, would show in the gradient; and vLLM does not quantise to it while it loads.
+and computed in the model's dtype. There is no 8-bit form, for two reasons. It rounds activations as well, so that the
+gradient would depend on the order of sums and therefore on the packing. And vLLM does not quantize to it while loading.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +22,7 @@ def require_bitsandbytes() -> None:
 
 
 def settings(dtype: Any) -> Any:
-    """What transformers' `from_pretrained` takes as `quantization_config`; `dtype`: torch's, of the computation."""
+    """The `quantization_config` of transformers' `from_pretrained`; `dtype` is torch's, that of the computation."""
     import transformers
 
     return transformers.BitsAndBytesConfig(  # type: ignore[no-untyped-call]
@@ -34,16 +34,16 @@ def settings(dtype: Any) -> Any:
 
 
 def is_quantized(model: Any) -> bool:
-    """Whether it was loaded in few bits, by us or because it was saved so; it then stays on its device."""
+    """Whether the model was loaded in few bits, by us or because it was saved so. It cannot change its device then."""
     return bool(getattr(model, "is_quantized", False))
 
 
 def keep_layout(model: Any) -> None:
-    """Has the layers leave their weights as they were loaded.
+    """Makes the layers keep their weights in the layout in which they were loaded.
 
-    On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks a layer's weight in place at its first pass without gradients
-    and takes the repacked one for the original in the backward pass: all gradients after a first sample or score
-    would be wrong. To be removed when its backward pass knows the repacked layout.
+    On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks a layer's weight in place at the first pass without gradients,
+    and its backward pass reads the repacked weight as if it were the original. All gradients after a first sample or
+    score would be wrong. Remove this when the backward pass knows the repacked layout.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

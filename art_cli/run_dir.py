@@ -1,4 +1,4 @@
-"""Owns every path and file format of a run: what is written where, and how it is read back.
+"""Owns every path and file format of a run, for writing and for reading.
 
     runs/<name>/
       config.json                     resolved, with nulls
@@ -8,9 +8,9 @@
       checkpoints/step_0004/          a PEFT directory, optimizer and RNG, manifest.json last
       logs/
 
-Appends are flushed line by line; whole files and directories are written beside their place, fsynced and renamed.
-Reading tolerates a torn last line and refuses anything else with `file:line`. There is no state file: what is owed is
-worked out from what is there. It holds no opinion on what the bytes mean to torch: the learner fills a checkpoint.
+Appends are flushed line by line. Whole files and directories are written beside their place, fsynced and renamed.
+Reading tolerates a torn last line and refuses any other damage with `file:line`. There is no state file, because what
+a run still owes follows from the files that exist. The learner fills a checkpoint; this module knows nothing of torch.
 """
 
 import contextlib
@@ -41,29 +41,29 @@ from art_cli.trajectory import SCHEMA_VERSION, ScoredTrajectory, Trajectory
 log = logging.getLogger(__name__)
 Record = TypeVar("Record")
 
-HOLD_TRIES = 20  # times a file is opened anew because it was replaced while it was being locked
-TAIL_BYTES = 2**16  # size of the pieces in which the end of a file is looked for
+HOLD_TRIES = 20  # number of times that a file is opened again because it was replaced while it was being locked
+TAIL_BYTES = 2**16  # bytes read at a time, from the end, in search of the last line
 MANIFEST, HASHES = "manifest.json", "hashes.json"
 DTYPES = ("", "float32", "bfloat16")
 STEP_NAME = re.compile(r"step_([0-9]{4,18})", re.ASCII)
-MAX_OBJECT_BYTES, MAX_OBJECT_DEPTH = 16 * 2**20, 64  # a configuration has some kilobytes and five levels
+MAX_OBJECT_BYTES, MAX_OBJECT_DEPTH = 16 * 2**20, 64  # a configuration has a few kilobytes and five levels
 HASHING_THREADS = 4  # sha256 takes 1.7 GB/s in each thread, so a base model of 4 GB takes 0.6 s
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """What a checkpoint is and the proof that it is whole; written last.
+    """What a checkpoint is, and the proof that it is whole. It is written last.
 
     Example: Manifest(step=4, base="../../base", config_hash="9f3c...", files={"adapter_model.safetensors": "ab12..."})
     """
 
     schema_version: int = SCHEMA_VERSION
     step: int
-    base: str  # hub id, or a directory, relative to the checkpoint where it lies inside the run
+    base: str  # hub id, or a directory; a base inside the run is relative to the checkpoint
     config_hash: str
     dtype: str = ""  # dtype of the base weights that it was trained on; "" in imported and older checkpoints
-    metrics: dict[str, float] = {}  # of the step that made it; backfills metrics.jsonl after a kill
+    metrics: dict[str, float] = {}  # metrics of the step that made it; after a kill they complete metrics.jsonl
     files: dict[str, str] = {}  # path inside the checkpoint -> sha256
-    digest: str = ""  # sha256 of this manifest without its digest; empty in checkpoints that were made before it
+    digest: str = ""  # sha256 of this manifest without its digest; "" in checkpoints of versions that had none
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -71,7 +71,7 @@ class Manifest(msgspec.Struct, kw_only=True):
 
 
 class Hashes(msgspec.Struct, kw_only=True):
-    """hashes.json, in a base model that was built: the proof that the directory is as it was built.
+    """hashes.json in a base model that was built: the proof that the directory is unchanged.
 
     Example: Hashes(files={"config.json": "9f3c...", "model.safetensors": "ab12..."})
     """
@@ -94,10 +94,10 @@ class MetricsLine(msgspec.Struct, kw_only=True):
 
 
 def read_lines(path: Path, kind: type[Record]) -> Iterator[Record]:
-    """The records of a JSON-lines file, one at a time; nothing for a file that does not exist.
+    """The records of a JSON-lines file, one at a time; none if there is no such file.
 
-    A last line without its newline is torn (the writer was killed) and is left out. Raises DataError with the line for
-    anything else that is not a `kind`, and for a `schema_version` newer than this program's.
+    A last line without a newline is torn, because its writer was killed, and is left out. Raises DataError with the
+    line: it is not a `kind`, or its `schema_version` is newer than this program's.
     """
     if not path.exists():
         return
@@ -121,7 +121,7 @@ class _Version(msgspec.Struct):
 
 
 def _explain(error: Exception, line: bytes) -> str:
-    """What is wrong with a line; where a newer program wrote it, that is what is wrong."""
+    """Why a line cannot be read: the error, or that a newer program wrote it."""
     with contextlib.suppress(ValueError):
         version = json_lines.decode(line, msgspec.json.Decoder(_Version)).schema_version
         if version > SCHEMA_VERSION:
@@ -130,17 +130,17 @@ def _explain(error: Exception, line: bytes) -> str:
 
 
 def newer_schema(version: int) -> str:
-    """The refusal of a record of schema `version`."""
+    """The message that refuses a record of schema `version`."""
     return f"written by a newer art (schema {version}, this one reads up to {SCHEMA_VERSION}); upgrade art"
 
 
 class LineWriter:
-    """Appends records to a JSON-lines file, each flushed to the system before `append` returns; one writer at a time.
+    """Appends records to a JSON-lines file; each is flushed to the system before `append` returns.
 
-    Opening holds the file for this process, as long as it lives, and repairs the tail: a torn last line is cut off, so
-    that the next record starts on a line of its own. `is_fresh` empties the file first, once it is held.
+    Opening locks the file for as long as this process lives, and cuts off a torn last line, so that the next record
+    starts on a line of its own. `is_fresh` empties the file once it is locked.
 
-    Raises RunError: another writer holds the file; DataError: what it ends with was not written by this class.
+    Raises RunError: another writer holds the lock; DataError: this class did not write the end of the file.
     """
 
     def __init__(self, path: Path, *, is_fresh: bool = False) -> None:
@@ -154,13 +154,13 @@ class LineWriter:
         except BaseException:
             self._file.close()
             raise
-        self._lock = threading.Lock()  # whole lines, whichever threads write
+        self._lock = threading.Lock()  # keeps lines whole when several threads write
 
     def append(self, record: Any) -> None:
         self.append_all([record])
 
     def append_all(self, records: Iterable[Any]) -> None:
-        """All of them in one write. Raises OSError (a full disk) after taking back what was written of them."""
+        """Appends all of them at once. Raises OSError (a full disk) after removing what was written of them."""
         lines = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
         with self._lock:
             start = os.fstat(self._file.fileno()).st_size
@@ -177,7 +177,7 @@ class LineWriter:
         os.ftruncate(self._file.fileno(), size)
 
     def is_in_place(self) -> bool:
-        """Whether `path` still names the file that is written: false when it was removed or replaced meanwhile."""
+        """Whether `path` still names the file that is written; false after it was removed or replaced."""
         return _is_at(self._file.fileno(), self.path)
 
     def close(self) -> None:
@@ -192,9 +192,9 @@ class LineWriter:
 
 
 def _hold(path: Path) -> io.FileIO:
-    """The file open for appending and locked; it is made where there is none. Raises RunError: another holds it.
+    """The file, opened for appending and locked; it is made if there is none. Raises RunError: another holds the lock.
 
-    The lock is on the file, not on its name: one that was removed or replaced before the lock was there is let go.
+    The lock is on the file, not on its name, so a file that was replaced before it was locked is closed again.
     """
     for _ in range(HOLD_TRIES):
         file = io.FileIO(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "a+")
@@ -203,7 +203,9 @@ def _hold(path: Path) -> io.FileIO:
         except BlockingIOError:
             file.close()
             raise RunError(f"{path}: another process is writing it; wait for it, or name another file") from None
-        except OSError as error:  # a file system without locks: that there is one writer is up to the user
+        except (
+            OSError
+        ) as error:  # a file system without locks, where the user has to see to it that there is one writer
             log.debug("%s: not locked: %s", path, error)
         if _is_at(file.fileno(), path):
             return file
@@ -219,7 +221,10 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def _mend_tail(handle: int, path: Path) -> None:
-    """Ends the file with a newline: completes a whole last line, cuts off a torn one. Raises DataError for others."""
+    """Ends the file with a newline: completes a whole last line, cuts off a torn one.
+
+    Raises DataError: the last line is no record.
+    """
     size = os.fstat(handle).st_size
     start, tail = size, b""
     while start > 0 and b"\n" not in tail:
@@ -244,9 +249,9 @@ def _mend_tail(handle: int, path: Path) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object that a file holds. Raises DataError: no such file, too large, not JSON, too deep, no object."""
+    """The JSON object in a file. Raises DataError: no such file, too large, not JSON, too deep, or no object."""
     try:
-        if not path.is_file():  # opening a pipe would wait for its writer
+        if not path.is_file():  # opening a pipe would block until it has a writer
             raise DataError("not a file" if os.path.lexists(path) else "no such file", path)
         if path.stat().st_size > MAX_OBJECT_BYTES:
             raise DataError(f"{path.stat().st_size} bytes; at most {MAX_OBJECT_BYTES} are read", path)
@@ -265,14 +270,14 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _is_flat(value: Any, depth: int) -> bool:
-    """Whether no value lies more than `depth` levels deep."""
+    """Whether the value has at most `depth` levels."""
     if not isinstance(value, dict | list):
         return True
     return depth > 0 and all(_is_flat(v, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes `path` whole: beside its place, fsynced, renamed. A reader sees the old content or the new."""
+    """Writes `path` beside its place, fsynced, then renamed, so that a reader sees the old content or the new."""
     make_directory(path.parent)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -287,15 +292,15 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def write_lines(path: Path, records: Iterable[Any]) -> None:
-    """A JSON-lines file written whole, as `write_file` does."""
+    """Writes a whole JSON-lines file, as `write_file` does."""
     write_file(path, b"".join(msgspec.json.encode(record) + b"\n" for record in records))
 
 
 @contextlib.contextmanager
 def new_directory(path: Path, *, is_private: bool = True) -> Iterator[Path]:
-    """Yields an empty directory beside `path`; on a clean exit it is fsynced and renamed to `path`, replacing that.
+    """Yields an empty directory beside `path`. On a clean exit it is fsynced and replaces `path` by a rename.
 
-    `is_private`: only its owner can read it, whatever wrote the files in it.
+    `is_private`: only its owner can read it, whichever program wrote its files.
     """
     make_directory(path.parent)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
@@ -317,7 +322,7 @@ def new_directory(path: Path, *, is_private: bool = True) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Removes what is there, if anything: a directory with its content, a file, or a link without what it points to."""
+    """Removes a directory with its content, a file, or a link but not its target; nothing if there is none."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -337,7 +342,7 @@ def _fsync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def new_checkpoint(path: Path, manifest: Manifest) -> Iterator[Path]:
-    """Yields a directory to fill; adds `manifest.json` with every file's hash and puts it at `path` in one move."""
+    """Yields a directory to fill, adds `manifest.json` with every file's hash, and moves it to `path` at once."""
     with new_directory(path) as directory:
         yield directory
         manifest.files = hash_files(directory)
@@ -348,7 +353,7 @@ def new_checkpoint(path: Path, manifest: Manifest) -> Iterator[Path]:
 
 
 def write_hashes(directory: Path) -> None:
-    """Adds `hashes.json` with the hash of every file that is in the directory now."""
+    """Adds `hashes.json` with the hash of every file in the directory."""
     hashes = Hashes(files=hash_files(directory))
     (directory / HASHES).write_bytes(msgspec.json.format(msgspec.json.encode(hashes)))
 
@@ -377,7 +382,7 @@ def manifest_digest(data: bytes) -> str:
 
 
 def verify_checkpoint(directory: Path) -> Manifest:
-    """The manifest of a checkpoint whose every file hashes as it says. Raises CheckpointError with what is wrong."""
+    """The manifest of a checkpoint, after every file was hashed. Raises CheckpointError: the first thing wrong."""
     manifest = _read_hashes(directory, MANIFEST, Manifest)
     if manifest.digest and manifest.digest != manifest_digest((directory / MANIFEST).read_bytes()):
         raise CheckpointError(f"{directory}: {MANIFEST} does not match its own hash")
@@ -389,9 +394,9 @@ def verify_checkpoint(directory: Path) -> Manifest:
 
 
 def verify_built(directory: Path) -> None:
-    """Holds a built base model against its hashes; one without them was built before there were any, and passes.
+    """Compares a built base model with its hashes. One without hashes passes, because older versions wrote none.
 
-    Raises CheckpointError with what is wrong.
+    Raises CheckpointError: the first thing wrong.
     """
     if os.path.lexists(directory / HASHES):
         _verify_files(directory, _read_hashes(directory, HASHES, Hashes).files)
@@ -417,10 +422,10 @@ def _read_hashes(directory: Path, name: str, kind: type[Proof]) -> Proof:
 
 
 def _verify_files(directory: Path, expected: Mapping[str, str]) -> None:
-    """Raises CheckpointError: a file is missing, or not the one that was written, or one too many.
+    """Raises CheckpointError: a file is missing, changed, or was added.
 
-    A file that nobody wrote here could be loaded as well as one that was changed. Hidden files and notes (.md) are let
-    be, since nothing reads them.
+    An added file is as dangerous as a changed one, because a library could load it. Hidden files and notes (.md) are
+    allowed, because nothing reads them.
     """
     try:
         found = hash_files(directory)
@@ -451,7 +456,7 @@ class RunDir:
         self.curve_path = root / "curve.svg"  # drawn from metrics.jsonl, for people
         self.checkpoints = root / "checkpoints"
         self.logs = root / "logs"
-        self.log_path = self.logs / "train.log"  # what `art train` logged, of all its starts
+        self.log_path = self.logs / "train.log"  # log of all starts of `art train`
         self.base = root / "base"  # a base model built by code, when the config names a builder
 
     def trajectories_path(self, step: int) -> Path:
@@ -464,7 +469,7 @@ class RunDir:
         return self.root / f"step_{step:04d}" / "eval.jsonl"
 
     def first_eval_path(self) -> Path | None:
-        """The evaluation of the earliest step, whose attempts a judge compares others with; None: there is none."""
+        """The evaluation of the earliest step; a judge compares later attempts with its. None: there is none."""
         return min(self.root.glob("step_*/eval.jsonl"), key=lambda path: int(path.parent.name[5:]), default=None)
 
     def checkpoint_path(self, step: int) -> Path:
@@ -477,13 +482,13 @@ class RunDir:
         return list(read_lines(self.scored_path(step), ScoredTrajectory))
 
     def checkpoint_steps(self) -> list[int]:
-        """The steps that have a checkpoint directory, valid or not, ascending. What has another name is none."""
+        """The steps that have a checkpoint directory, valid or not, ascending; other names are ignored."""
         named = [(STEP_NAME.fullmatch(path.name), path) for path in self.checkpoints.glob("step_*")]
         steps = {int(match[1]): path for match, path in named if match is not None and path.is_dir()}
         return sorted(step for step, path in steps.items() if path == self.checkpoint_path(step))
 
     def newest_checkpoint(self) -> tuple[Path, Manifest] | None:
-        """The newest checkpoint that verifies; a newer one that does not is passed over with a line that says why."""
+        """The newest checkpoint that verifies; for each newer one that does not, a warning says why."""
         for step in reversed(self.checkpoint_steps()):
             try:
                 return self.checkpoint_path(step), verify_checkpoint(self.checkpoint_path(step))
@@ -492,7 +497,7 @@ class RunDir:
         return None
 
     def metrics(self) -> list[MetricsLine]:
-        """The metrics, the last line of each (step, split), in order of first appearance."""
+        """The last line of each (step, split), in the order of their first lines."""
         newest = {(line.step, line.split): line for line in read_lines(self.metrics_path, MetricsLine)}
         return list(newest.values())
 
@@ -506,9 +511,9 @@ class RunDir:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Holds the run for this process; the system lets go when the process dies, however it dies.
+        """Locks the run for this process. The system releases the lock when the process dies, however it dies.
 
-        Raises RunError: another process holds it.
+        Raises RunError: another process holds the lock.
         """
         make_directory(self.logs)
         with open(self.logs / "lock", "a+", errors="replace", opener=owner_only) as file:
@@ -527,6 +532,6 @@ class RunDir:
             yield
 
     def clean(self) -> None:
-        """Removes what a killed writer left beside its place."""
+        """Removes unfinished files and directories of a killed writer."""
         for path in [*self.root.glob(".*.tmp"), *self.root.glob("*/.*.tmp")]:
             remove(path)

@@ -1,10 +1,10 @@
 """The records that flow through a run: Turn, Trajectory, Score, ScoredTrajectory.
 
-Plain data, without torch, files or network. The gateway makes trajectories, judges make scored ones, the learner makes
-samples of them. Written and read as JSON lines by `run_dir`.
+They are plain data: no torch, no files, no network. The gateway makes trajectories, judges score them, the learner
+makes samples of them. `run_dir` writes and reads them as JSON lines.
 
-Tokens form a prefix tree. A turn stores only what it adds: which earlier turn it goes on from (`parent`), how many
-tokens of that turn's sequence it keeps (`kept`), the prompt tokens after those, and what was sampled:
+Tokens form a prefix tree. A turn stores only what it adds: which earlier turn it continues (`parent`), how many tokens
+of that turn's sequence it keeps (`kept`), the prompt tokens after those, and the sampled tokens:
 
     turn 0   parent None  kept 0   prompt [1 2 3]  sampled [4 5]          sequence  1 2 3 4 5
     turn 1   parent 0     kept 5   prompt [6]      sampled [7]            sequence  1 2 3 4 5 6 7     continues turn 0
@@ -28,27 +28,27 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
                   raw_logprobs=[-0.1, -0.7], step=3, temperature=1.0, finish_reason="stop")
     """
 
-    parent: int | None  # index of the turn this one goes on from; None: starts a tree of its own
-    kept: int  # how many tokens of the parent's sequence the prompt begins with
-    prompt_ids: list[int]  # the prompt after those
-    sampled_ids: list[int]  # [L] as sampled, the stop token included
-    logprobs: list[float]  # [L] nats, under the distribution really sampled from (temperature, top_p, top_k), without
-    # the mask of a grammar that held the reply to a format: the learner knows none, and trains the policy without it
-    raw_logprobs: list[float] | None  # [L] nats, under softmax(logits) untouched; None: the engine did not say
-    step: int  # the policy's step that sampled
+    parent: int | None  # index of the turn that this one continues; None: it starts a tree of its own
+    kept: int  # number of leading tokens of the parent's sequence that the prompt begins with
+    prompt_ids: list[int]  # the rest of the prompt, after the kept tokens
+    sampled_ids: list[int]  # [L] sampled tokens, the stop token included
+    # [L] logprobs in nats under the distribution sampled from (temperature, top_p, top_k), but without the mask of a
+    # grammar, because the learner knows no grammar and trains the policy without it.
+    logprobs: list[float]
+    raw_logprobs: list[float] | None  # [L] logprobs in nats under softmax(logits); None: the engine reports none
+    step: int  # step of the policy that sampled it
     temperature: float
     top_p: float = 1.0
     top_k: int = 0  # 0: off
-    finish_reason: str = (
-        "stop"  # stop, length, tool_calls; cancelled: the rollout left the stream, and saw no more than this
-    )
-    is_masked: bool = False  # the mask is in `logprobs` all the same: vLLM tells no others
-    is_abandoned: bool = False  # the client had given up on the call and sent it again: it never saw this reply
-    asked: dict[str, float | None] | None = None  # what the client asked for and rollout.sampling.force replaced
+    finish_reason: str = "stop"  # stop, length, tool_calls; cancelled: the rollout left the stream after these tokens
+    is_masked: bool = False  # `logprobs` include a grammar's mask, because vLLM reports no others
+    is_abandoned: bool = False  # the client gave up on the call and sent it again, so it never saw this reply
+    asked: dict[str, float | None] | None = None  # sampling values of the client that rollout.sampling.force replaced
 
     @property
     def is_truncated_sampling(self) -> bool:
-        """Sampled from a cut distribution (or greedily): `logprobs` are then not softmax(logits / temperature)."""
+        """Whether it was sampled from a cut distribution or greedily, so that `logprobs` are not those of
+        softmax(logits / temperature)."""
         return self.top_p < 1.0 or self.top_k > 0 or self.temperature == 0.0 or self.is_masked
 
 
@@ -63,8 +63,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     id: str  # unique in the run
     group_id: str
     group_size: int
-    index: int  # its place in the group, 0 .. group_size - 1
-    step: int = 0  # of training; each turn says which step's policy sampled it
+    index: int  # position in the group, 0 to group_size - 1
+    step: int = 0  # training step that it was played for; each turn names the step of the policy that sampled it
     scenario: Json = {}
     messages: list[Json] = []
     branches: list[list[Json]] = []
@@ -72,9 +72,9 @@ class Trajectory(msgspec.Struct, kw_only=True):
     turns: list[Turn] = []
     metrics: dict[str, float] = {}
     metadata: Json = {}
-    returned_reward: float | None = None  # what the rollout itself returned
+    returned_reward: float | None = None  # reward that the rollout itself returned; None: it returned none
     error: str | None = None  # "kind: message"
-    limit: str | None = None  # turn_limit or context_length_exceeded, where the last call was refused for it
+    limit: str | None = None  # turn_limit or context_length_exceeded, the limit for which the last call was refused
     started_at: float = 0.0  # seconds since the epoch
     duration_s: float = 0.0
 
@@ -85,7 +85,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
 
     @property
     def is_silent(self) -> bool:
-        """No model call was recorded."""
+        """Whether no model call was recorded."""
         return not self.turns and not self.messages
 
     @property
@@ -94,7 +94,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """What one judge says of one trajectory.
+    """One judge's score of one trajectory.
 
     Example: Score(judge="ruler", model="openai/o3", score=0.8, explanation="one detour", votes=[0.75, 0.85])
     """
@@ -103,46 +103,45 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     score: float
     model: str | None = None
     explanation: str | None = None
-    votes: list[float] = []  # each single vote, in the order asked; empty: the score is the only vote
+    votes: list[float] = []  # each single vote, in the order of asking; empty: the score is the only vote
     spread: float | None = None  # standard deviation of the votes; None below two votes
-    positions: list[int] = []  # where each vote's prompt showed it, 0 first; empty: the judge has no order
+    positions: list[int] = []  # position in each vote's prompt, the first is 0; empty: the judge shows no order
     cost_usd: float | None = None  # this trajectory's share of the group's cost; None: unknown
-    prompt_tokens: float | None = None  # its share of what the group's calls read
-    completion_tokens: float | None = None  # and of what they wrote
-    latency_s: float | None = None  # mean of the group's votes, waiting for a place left out
-    settings: str | None = None  # digest of what the judge was told (rubric, parameters): one file, one digest
+    prompt_tokens: float | None = None  # this trajectory's share of the tokens that the group's calls read
+    completion_tokens: float | None = None  # this trajectory's share of the tokens that they wrote
+    latency_s: float | None = None  # mean duration of the group's votes, without the time spent in a queue
+    settings: str | None = None  # digest of the judge's rubric and parameters; the same in a whole file
 
 
 class ScoredTrajectory(Trajectory, kw_only=True):
-    """A trajectory, everything of it unchanged, with the final `reward` and the scores it was made of.
+    """A trajectory, unchanged, with its final `reward` and the scores behind it.
 
-    `reward` is None where the trajectory has an error: it is counted and not trained on.
+    `reward` is None if the trajectory has an error; it is then counted and not trained on.
     """
 
     reward: float | None = None
     scores: list[Score] = []
-    judge_settings: str | None = (
-        None  # digest of the judge that gave the reward: model, rubric, function, weights, ...;
-    )
-    # `art judge` writes it, and goes on with a file only under the same one. None: written by a run or an older art
+    # Digest of the judge behind the reward: model, rubric, function, weights. `art judge` writes it, and continues a
+    # file only under the same digest. None: a run or an older art wrote the line.
+    judge_settings: str | None = None
 
 
 def score_trajectory(
     trajectory: Trajectory, reward: float | None, scores: Sequence[Score] = (), *, settings: str | None = None
 ) -> ScoredTrajectory:
-    """The trajectory as a ScoredTrajectory; everything else is carried over as it is."""
+    """The trajectory as a ScoredTrajectory, all other fields unchanged."""
     fields = {name: getattr(trajectory, name) for name in Trajectory.__struct_fields__}
     return ScoredTrajectory(**fields, reward=reward, scores=list(scores), judge_settings=settings)
 
 
 def sequence(turns: Sequence[Turn], index: int) -> list[int]:
-    """All token ids of turn `index`: its whole prompt, then what it sampled."""
+    """All token ids of turn `index`: its whole prompt, then its sampled tokens."""
     turn = turns[index]
     kept = sequence(turns, turn.parent)[: turn.kept] if turn.parent is not None else []
     return [*kept, *turn.prompt_ids, *turn.sampled_ids]
 
 
 def prompt(turns: Sequence[Turn], index: int) -> list[int]:
-    """The token ids the engine was given for turn `index`."""
+    """The token ids of the prompt of turn `index`, as the engine got them."""
     ids = sequence(turns, index)
     return ids[: len(ids) - len(turns[index].sampled_ids)]

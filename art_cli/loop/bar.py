@@ -1,4 +1,4 @@
-"""A progress bar for the learner's work on a terminal; nothing where there is none (the step's own line says it)."""
+"""A progress bar for the learner's work on a terminal; elsewhere the line of the finished step has to do."""
 
 import contextlib
 import sys
@@ -9,7 +9,7 @@ from art_cli.learners import Progress
 
 @contextlib.contextmanager
 def shown_updates(title: str) -> Iterator[Progress | None]:
-    """Yields what the learner calls with (done, of); None where nobody looks."""
+    """Yields the function that the learner calls with (done, total); None if stderr is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -2,9 +2,10 @@
 
     allow(step) -> plays what the step owes, judges meanwhile, writes trajectories.jsonl and scored.jsonl -> take(step)
 
-A batch begins when it is allowed and the one before has handed out all its rollouts: its first groups start in the
-places that the others' long tails leave free. How far ahead is the loop's to say: it never allows a step further than
-`train.max_staleness` from the policy that samples. What is played and not taken stays on disk and is not owed again.
+A batch begins once it is allowed and the batch before has started all its rollouts, so that its first groups fill the
+slots that the long tail of the other leaves free. The loop decides how far ahead: it never allows a step further than
+`train.max_staleness` from the policy that samples. Attempts that were played and not taken stay on disk and are not
+played again.
 """
 
 import asyncio
@@ -25,19 +26,19 @@ from art_cli.rollouts.scenarios import ScenarioOrder
 from art_cli.run_dir import LineWriter, RunDir
 from art_cli.trajectory import Json, ScoredTrajectory, Trajectory
 
-MAX_KINDS = 5  # kinds of failure counted one by one in a step's metrics, the commonest
-CLOSE_TIMEOUT_S = 60.0  # for rollouts and verdicts that are broken off
+MAX_KINDS = 5  # number of commonest kinds of failure that a step's metrics count one by one
+CLOSE_TIMEOUT_S = 60.0  # longest wait for cancelled rollouts and verdicts to finish
 
 
 class Batch(NamedTuple):
-    """What a step trains on: its scored groups in the order of the plan, and what playing and judging them took."""
+    """What a step trains on: its scored groups in the order of the plan, and metrics of playing and judging them."""
 
     groups: list[list[ScoredTrajectory]]
     metrics: dict[str, float]
 
 
 class Batches:
-    """The batches of one run, played by one sampler. Close it: what is being played is broken off and stays owed."""
+    """The batches of one run, played by one sampler. `close` cancels what is being played, which stays owed."""
 
     def __init__(
         self, config: RunConfig, run: RunDir, sampler: Sampler, judge: Judge, scenarios: Sequence[Json]
@@ -49,14 +50,14 @@ class Batches:
         self._progress: dict[int, Progress] = {}
 
     def allow(self, step: int) -> None:
-        """The batch of `step` may be played from now on. Steps are allowed in order, each once; past the last: none."""
+        """Starts the batch of `step`. Steps are allowed in order, each once; a step past the last one is ignored."""
         if step >= self.config.train.steps:
             return
         self._progress[step] = Progress(f"step {step + 1}/{self.config.train.steps}")
         self._tasks[step] = asyncio.create_task(self._make(step))
 
     async def take(self, step: int) -> Batch:
-        """The batch, shown while it is waited for. Raises what playing and judging it raised."""
+        """The batch, with its progress shown until it is complete. Raises what playing and judging it raised."""
         async with shown(self._progress[step]):
             batch = await self._tasks.pop(step)
         del self._progress[step]
@@ -70,7 +71,7 @@ class Batches:
             await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
         for task in tasks:
             if task.done() and not task.cancelled():
-                task.exception()  # seen: the run has ended for another reason
+                task.exception()  # retrieved, because the run has ended for another reason
 
     async def _make(self, step: int) -> Batch:
         if (before := self._progress.get(step - 1)) is not None:
@@ -85,7 +86,7 @@ class Batches:
                 scorer.add(trajectory)
 
             async def keep(trajectory: Trajectory) -> None:
-                await asyncio.to_thread(played.append, trajectory)  # on disk before it is counted
+                await asyncio.to_thread(played.append, trajectory)  # a trajectory is on disk before it is counted
                 done.append(trajectory)
                 scorer.add(trajectory)
 
@@ -104,7 +105,7 @@ class Batches:
 
 
 def _check_scored(scorer: GroupScorer, step: int) -> None:
-    """A step goes on without groups the judge gave up on, but not without most of them. Raises RunError."""
+    """Raises RunError: more groups were left unscored than scored. A step continues without a few of them."""
     if scorer.progress.stopped or len(scorer.progress.owed) > len(scorer.scored):
         reason = scorer.progress.stopped or next(iter(scorer.progress.owed.values()))
         raise RunError(
@@ -116,10 +117,10 @@ def _check_scored(scorer: GroupScorer, step: int) -> None:
 def _numbers(
     trajectories: Sequence[Trajectory], step: int, sample_s: float, judge_s: float, num_unscored: int
 ) -> dict[str, float]:
-    """Counts and means of a step's rollouts; `judge_s` is the part of judging that rollouts did not hide.
+    """Counts and means of a step's rollouts. `judge_s` is the time of judging after the last rollout.
 
-    `num_limited` rollouts ran into a limit on turns or context; `num_without_turns` finished without a model call;
-    `failed.KIND` of them failed in that way.
+    `num_limited` counts rollouts that met a limit on turns or context, `num_without_turns` those that finished without
+    a model call, `failed.KIND` those that failed in that way.
     """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     tokens = sum(trajectory.num_sampled for trajectory in trajectories)
@@ -143,6 +144,6 @@ def _numbers(
 
 
 def _failures(trajectories: Sequence[Trajectory]) -> Counter[str]:
-    """How many failed by each kind of error, in letters that the name of a metric may have."""
+    """How many rollouts failed with each kind of error; the kinds are written as names of metrics."""
     kinds = [trajectory.error.partition(":")[0] for trajectory in trajectories if trajectory.error is not None]
     return Counter(re.sub(r"\W", "_", kind, flags=re.ASCII)[:40] for kind in kinds)

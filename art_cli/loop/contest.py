@@ -1,9 +1,9 @@
 """An evaluation by a judge: attempts against fixed reference attempts.
 
-A judge such as RULER compares what it is shown together, so its scores of two checkpoints cannot be compared unless
-both met the same opponents. Here each scenario's attempts are judged in one group with the reference attempts (those of
-the first policy that was evaluated), and the reward is the share of comparisons won. Only the order of scores within
-one group counts, so a judge that is harsher in one call than in another changes nothing.
+A judge such as RULER compares the attempts of one group, so its scores of two checkpoints are comparable only if both
+met the same opponents. Here each scenario's attempts are judged in one group with the reference attempts, which are
+those of the first policy that was evaluated. The reward is the share of comparisons won. Only the order of scores
+within a group counts, so a judge that is harsher in one call than in another changes nothing.
 """
 
 from collections import defaultdict
@@ -20,12 +20,12 @@ from art_cli.judges import Judge
 from art_cli.judges.groups import judge_groups
 from art_cli.trajectory import ScoredTrajectory, Trajectory
 
-IN_FLIGHT = 32  # scenarios that are judged at once; a judge that makes calls bounds those itself
-REFERENCE = "reference-"  # how the ids of reference attempts begin while they are judged
+IN_FLIGHT = 32  # number of scenarios judged at once; a judge that makes calls bounds those itself
+REFERENCE = "reference-"  # prefix of the ids of reference attempts while they are judged
 
 
 def is_judged(config: RunConfig, trajectories: Sequence[Trajectory]) -> bool:
-    """Whether an evaluation's reward is the judge's to give: the rollouts finished and returned none."""
+    """Whether the judge gives an evaluation's reward, because the rollouts finished and returned none."""
     assert config.eval is not None, "no eval section"
     finished = [trajectory for trajectory in trajectories if trajectory.error is None]
     is_silent = bool(finished) and all(trajectory.returned_reward is None for trajectory in finished)
@@ -35,11 +35,11 @@ def is_judged(config: RunConfig, trajectories: Sequence[Trajectory]) -> bool:
 async def judge_contest(
     judge: Judge, attempts: Sequence[Trajectory], references: Sequence[Trajectory]
 ) -> dict[str, float]:
-    """Scenario id -> the share of comparisons between an attempt and a reference attempt that the attempt wins.
+    """Scenario id -> the share of comparisons with reference attempts that its attempts win.
 
-    A tie is half of one. An attempt that failed loses to one that did not. The references against themselves have 0.5
-    everywhere, and cost nothing. A scenario without references is left out. Raises JudgeError: most scenarios could not
-    be scored, or no further one can be.
+    A tie counts half. A failed attempt loses to one that did not fail. References against themselves get 0.5
+    everywhere, without asking the judge. A scenario without references is left out. Raises JudgeError: most scenarios
+    could not be scored, or no further one can be.
     """
     theirs = _by_scenario(references)
     ours = {name: members for name, members in _by_scenario(attempts).items() if name in theirs}
@@ -66,7 +66,7 @@ def _by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajector
 
 
 def _mix(name: str, attempts: Sequence[Trajectory], references: Sequence[Trajectory]) -> list[Trajectory]:
-    """One group of both, with ids of its own: two policies at the same step have the same ones."""
+    """One group of both, with new ids, because two policies at the same step have the same ids."""
     sides = [("attempt-", attempts), (REFERENCE, references)]
     named = [(f"{side}{number}", t) for side, members in sides for number, t in enumerate(members)]
     return [

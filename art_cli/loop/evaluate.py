@@ -1,7 +1,7 @@
 """Plays the evaluation scenarios and compares policies: means, bootstrap intervals, paired differences.
 
-Pure numbers below, rollouts above. Every attempt at a scenario counts; an attempt that failed has reward 0 for the
-comparison (an agent that crashes has not done its job) and is counted apart.
+Every attempt at a scenario counts. A failed attempt has reward 0 in the comparison, because an agent that crashes has
+not done its job, and is counted separately.
 """
 
 import random
