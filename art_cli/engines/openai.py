@@ -23,7 +23,7 @@ class OpenAIEngine:
     """A foreign model at its own address; its step is always 0."""
 
     def __init__(self, config: OpenAIEngineConfig) -> None:
-        """Raises EngineError: no key in the environment, for an endpoint that is not on this machine."""
+        """Raises EngineError: the endpoint is not on this machine, and the environment has no key for it."""
         key = os.environ.get(config.api_key_env, "")
         if not key and urlsplit(config.url).hostname not in LOCAL:
             raise EngineError(f"engine.api_key_env: the environment variable {config.api_key_env} is not set")
@@ -39,7 +39,7 @@ class OpenAIEngine:
         return self._http
 
     async def start(self) -> None:
-        """Raises EngineError: nothing listens there. Asked only of this machine: others may lie behind a proxy."""
+        """Raises EngineError: nothing listens there. Only this machine is tried; other hosts may need a proxy."""
         url = urlsplit(self.endpoint.base_url or "")
         if url.hostname not in LOCAL:
             return

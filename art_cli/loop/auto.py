@@ -1,13 +1,12 @@
 """What `auto` means here: which engine and which learner fit this machine and this run, and why.
 
-    engine: auto     vLLM where it, a GPU and a model that it can serve are there, else embedded
-    learner: auto    Unsloth where it and a GPU are there, else torch
+    engine: auto     vLLM if it is installed, there is a GPU, and it can serve the model; else embedded
+    learner: auto    Unsloth if it is installed and there is a GPU; else torch
 
     Machine -> engine_facts, learner_facts -> choose -> AutoChoice
 
-One place decides for every command. `choose` is a pure function of facts, and the same facts give the same choice, so
-that a run resumed on the same machine goes on as it was. Nothing heavy is imported: what has to be tried is tried in a
-process of its own.
+One place decides for every command. `choose` is a pure function of facts, so that a run that is resumed on the same
+machine continues as it was. Nothing heavy is imported here; vLLM is tried in a process of its own.
 """
 
 import json
@@ -27,19 +26,22 @@ from art_cli.engines.vllm.probe import VllmFacts, find_vllm
 
 log = logging.getLogger(__name__)
 
-NAMES = {"engine": ("vllm", "embedded"), "learner": ("unsloth", "torch")}  # the faster one, and what runs anywhere
+NAMES = {
+    "engine": ("vllm", "embedded"),
+    "learner": ("unsloth", "torch"),
+}  # (the faster one, the one that runs anywhere)
 HUB_TIMEOUT_S = 10.0
 
 
 class Facts(NamedTuple):
-    """What a choice rests on. Example: Facts(True, found="vLLM 0.32.0"), or Facts(True, problem="no vLLM here")."""
+    """The facts behind a choice. Example: Facts(True, found="vLLM 0.32.0"), or Facts(True, problem="no vLLM here")."""
 
     has_gpu: bool
-    obstacle: str = ""  # why the faster one does not fit this run; "": none known
-    found: str = ""  # what the faster one is, where it works
-    problem: str = ""  # why it does not work here
-    is_installed: bool = False  # what has the problem is there, and does not work
-    cure: str = ""  # of the problem
+    obstacle: str = ""  # why the faster one does not fit this run; "": nothing is known against it
+    found: str = ""  # name and version of the faster one, if it works here
+    problem: str = ""  # why the faster one does not work here
+    is_installed: bool = False  # True: the faster one is installed, and nevertheless has the problem
+    cure: str = ""  # command or advice that solves the problem
 
 
 class AutoChoice(NamedTuple):
@@ -47,11 +49,11 @@ class AutoChoice(NamedTuple):
 
     name: str
     reason: str
-    cure: str = ""  # what to do for the faster one; "": nothing
+    cure: str = ""  # what to do to get the faster one; "": nothing helps, or nothing is needed
 
 
 def choose(group: str, facts: Facts) -> AutoChoice:
-    """The engine or the learner (`group`) that the facts speak for."""
+    """The engine or learner, as `group` says, that follows from the facts."""
     fast, plain = NAMES[group]
     if not facts.has_gpu:
         return AutoChoice(plain, "no GPU here")
@@ -66,7 +68,7 @@ def choose(group: str, facts: Facts) -> AutoChoice:
 
 
 class Machine:
-    """What this machine has, looked up when it is asked for."""
+    """What this machine has; each method looks it up when it is called."""
 
     def has_gpu(self) -> bool:
         return has_gpu(os.environ)
@@ -81,14 +83,14 @@ class Machine:
         return reason or ""
 
     def vllm(self, python: Path | None) -> VllmFacts:
-        """Takes as long as importing vLLM: seconds to a minute."""
+        """The vLLM of that Python. It takes as long as importing vLLM: seconds to a minute."""
         return find_vllm(python)
 
 
 def engine_facts(machine: Machine, *, obstacle: str = "", base: str | None = None, python: Path | None = None) -> Facts:
-    """What speaks for vLLM in `python` (None: this one) and against it, serving `base` (a directory or hub id).
+    """The facts for and against vLLM in `python` (None: this one) as the server of `base` (a directory or hub id).
 
-    vLLM is asked only where nothing else has decided already.
+    vLLM is imported only if nothing else decides.
     """
     if not machine.has_gpu() or obstacle:
         return Facts(machine.has_gpu(), obstacle)
@@ -107,7 +109,7 @@ def engine_facts(machine: Machine, *, obstacle: str = "", base: str | None = Non
 
 
 def vllm_obstacle(model: ModelConfig, directory: Path) -> str:
-    """Why vLLM could not follow the training of this model; "" where nothing is known against it."""
+    """Why vLLM could not follow the training of this model; "": nothing is known against it."""
     if model.lora is None:
         return "model.lora is null, and vLLM swaps LoRA adapters only"
     if model.lora.rank > LORA_RANKS[-1]:
@@ -123,14 +125,14 @@ def is_built(base: str, directory: Path) -> bool:
 
 
 def _architectures(base: str | None) -> list[str]:
-    """What a base says it is: ["Qwen3ForCausalLM"]. Empty: it does not say, or cannot be asked."""
+    """The architectures that the base's config.json names: ["Qwen3ForCausalLM"]. Empty: none, or it cannot be read."""
     found = None if base is None else _base_config(base)
     names = found.get("architectures") if isinstance(found, dict) else None
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def _base_config(base: str) -> Any:
-    """config.json of a directory or hub id; of the latter from the cache, or in one short request."""
+    """config.json of a directory or a hub id, from the hub's cache or by one short request."""
     import huggingface_hub
 
     file = Path(base) / "config.json"
@@ -145,7 +147,7 @@ def _base_config(base: str) -> Any:
 
 
 def learner_facts(machine: Machine, *, obstacle: str = "") -> Facts:
-    """What speaks for Unsloth in this Python, and against it."""
+    """The facts for and against Unsloth in this Python."""
     if not machine.has_gpu() or obstacle:
         return Facts(machine.has_gpu(), obstacle)
     cure = "pip install 'art-cli[unsloth]'"
@@ -157,7 +159,7 @@ def learner_facts(machine: Machine, *, obstacle: str = "") -> Facts:
 
 
 def unsloth_obstacle(config: RunConfig, directory: Path, engine: str) -> str:
-    """Why Unsloth could not train this run beside that engine; "" where nothing is known against it."""
+    """Why Unsloth could not train this run beside that engine; "": nothing is known against it."""
     learner = config.learner
     if engine == "embedded":
         return "engine is embedded, which steers the attention that Unsloth replaces"
@@ -175,9 +177,9 @@ def unsloth_obstacle(config: RunConfig, directory: Path, engine: str) -> str:
 
 
 def resolve_auto(loaded: LoadedConfig, *groups: str, machine: Machine | None = None) -> LoadedConfig:
-    """The configuration with a name in the place of each `auto` of the groups, the reasons beside it and logged.
+    """The configuration with a name in place of each `auto` of the groups; the reasons are kept beside it and logged.
 
-    What has a name keeps it. Example: resolve_auto(load_config("config.yaml"), "engine", "learner").
+    A group that has a name keeps it. Example: resolve_auto(load_config("config.yaml"), "engine", "learner").
     """
     config, machine = loaded.config, machine or Machine()
     choices: dict[str, AutoChoice] = {}
@@ -214,7 +216,7 @@ def describe(resolved: LoadedConfig, *groups: str) -> str:
 
 
 def _section(group: str, name: str, auto: Section) -> Section:
-    """The section of that name, with what was set for `auto`."""
+    """The section of that name, with the values that were set for `auto`."""
     return _variant(group, name).model_validate({**auto.model_dump(exclude_unset=True), "name": name})
 
 

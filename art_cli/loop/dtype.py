@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from art_cli.checkpoints import run_config
 from art_cli.config.compose import LoadedConfig
+from art_cli.errors import DataError
 from art_cli.model import resolve_dtype
 from art_cli.run_dir import RunDir
 
@@ -20,13 +21,13 @@ def follow_record(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
     if loaded.config.model.dtype != "auto" or not run.checkpoint_steps():
         return loaded
     newest = run.newest_checkpoint()
-    recorded = (newest[1].dtype if newest is not None else "") or recorded_dtype(run)
-    return _with_dtype(loaded, recorded, _recorded_reason(run)) if recorded else loaded
-
-
-def _recorded_reason(run: RunDir) -> str:
-    reasons = run_config(run).get("auto")
-    return str((reasons if isinstance(reasons, dict) else {}).get("dtype", f"as in {run.root}"))
+    try:
+        recorded = (newest[1].dtype if newest is not None else "") or recorded_dtype(run)
+        reasons = run_config(run).get("auto")
+    except DataError:
+        return loaded  # record.claim_config refuses the damaged config.json, and says what to do
+    reason = reasons.get("dtype") if isinstance(reasons, dict) else None
+    return _with_dtype(loaded, recorded, str(reason or f"as in {run.root}")) if recorded else loaded
 
 
 def recorded_dtype(run: RunDir | None) -> str:

@@ -39,9 +39,9 @@ async def play_evaluation(
     title: str,
     watch: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
-    """The evaluation's trajectories, those already in `path` included; what was owed is appended there.
+    """The evaluation's trajectories. Those in `path` are not played again; new ones are appended there.
 
-    `watch` sees each one after it is written; what it raises ends the evaluation.
+    `watch` is called with each new one after it is written. An exception of it ends the evaluation.
     """
     config = loaded.config.eval
     assert config is not None, "no eval section"
@@ -65,7 +65,7 @@ async def play_evaluation(
 def values_by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
     """metric -> scenario id -> mean over its attempts; "reward" and "failed" besides the rollout's own metrics.
 
-    There is no "reward" where attempts finished and none returned one: failures alone would make it 0.
+    There is no "reward" if attempts finished and none returned one, because failures alone would make it 0.
     """
     finished = [trajectory for trajectory in trajectories if trajectory.error is None]
     has_reward = not finished or any(trajectory.returned_reward is not None for trajectory in finished)
@@ -78,6 +78,10 @@ def values_by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, dict[str
             seen["reward"][scenario].append(0.0 if failed else trajectory.returned_reward or 0.0)
         for name, value in trajectory.metrics.items():
             seen[name][scenario].append(value)
+    return _means(seen)
+
+
+def _means(seen: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, float]]:
     return {
         metric: {scenario: sum(values) / len(values) for scenario, values in rows.items()}
         for metric, rows in seen.items()
@@ -85,9 +89,9 @@ def values_by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, dict[str
 
 
 def spent_by_scenario(trajectories: Sequence[Trajectory], price: Price | None) -> dict[str, dict[str, float]]:
-    """What an attempt took, in the form of `values_by_scenario`: "seconds", "tokens_in", "tokens_out", "cost_usd".
+    """The cost of an attempt, in the form of `values_by_scenario`: "seconds", "tokens_in", "tokens_out", "cost_usd".
 
-    Tokens are those of all calls together, each prompt counted whole. There is no "cost_usd" without a price.
+    Tokens are summed over all calls; each call's prompt counts whole. There is no "cost_usd" without a price.
     """
     seen: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trajectory in trajectories:
@@ -100,14 +104,11 @@ def spent_by_scenario(trajectories: Sequence[Trajectory], price: Price | None) -
             spent["cost_usd"] = price.cost(tokens_in, tokens_out)
         for name, value in spent.items():
             seen[name][scenario].append(value)
-    return {
-        metric: {scenario: sum(values) / len(values) for scenario, values in rows.items()}
-        for metric, rows in seen.items()
-    }
+    return _means(seen)
 
 
 def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
-    """Mean and percentile bootstrap interval (Efron 1979) over scenarios. One value: the interval is that value."""
+    """Mean and percentile bootstrap interval (Efron 1979) over scenarios. A single value is its own interval."""
     assert values, "no values to estimate from"
     draw = random.Random(seed)
     size = len(values)
@@ -117,6 +118,6 @@ def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
 
 
 def paired_difference(values: Mapping[str, float], baseline: Mapping[str, float], *, seed: int = 0) -> Estimate | None:
-    """Mean of value - baseline over the scenarios both have; None when they share none."""
+    """Mean of value - baseline over the scenarios that both have; None if they share none."""
     common = sorted(values.keys() & baseline.keys())
     return estimate([values[name] - baseline[name] for name in common], seed=seed) if common else None

@@ -1,4 +1,4 @@
-"""How many rollouts failed, and the commonest cause: what every command that plays rollouts says at its end."""
+"""How many rollouts failed, and the commonest cause; every command that plays rollouts says so at its end."""
 
 import re
 from collections import Counter
@@ -17,8 +17,8 @@ class Failures(NamedTuple):
 
     num: int
     num_played: int
-    cause: str  # the commonest error, as one of the trajectories has it; "": none failed
-    num_alike: int  # trajectories that failed with it; errors that differ only in their numbers are one cause
+    cause: str  # the commonest error, in the words of one trajectory; "": none failed
+    num_alike: int  # number of trajectories with that cause; errors that differ only in numbers are one cause
 
     @property
     def is_all(self) -> bool:

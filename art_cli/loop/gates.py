@@ -4,7 +4,8 @@
     reward>=baseline-0.02     the paired difference from the first policy
     reward>=runs/a+0.1        the paired difference from the policy of that name
 
-A name that cannot be meant is refused before anything is played, one that no attempt reports as soon as that shows.
+A name that no metric can have is refused before anything is played. A name that no attempt reports is refused after
+the first attempts.
 """
 
 import logging
@@ -32,8 +33,8 @@ KNOWN = (
     "num_abandoned",
     "num_retries",
 )
-NUM_EARLY = 4  # finished attempts after which the names of metrics are looked at
-CLOSE = 0.8  # difflib's ratio from which a name is taken for a slip of another: "rewrad" has 0.83, "win" and "won" 0.67
+NUM_EARLY = 4  # number of finished attempts after which the names of metrics are checked
+CLOSE = 0.8  # difflib ratio from which a name counts as a misspelling: "rewrad" has 0.83, "win" and "won" 0.67
 
 _GATE = re.compile(r"\s*([A-Za-z_][\w./-]*)\s*(>=|<=)\s*(.+?)\s*")
 _NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
@@ -45,13 +46,13 @@ class Gate(NamedTuple):
     metric: str
     operator: str
     bound: float
-    baseline: str | None = None  # the policy from which the difference is taken; None: the mean itself is held
+    baseline: str | None = None  # policy that the difference is taken from; None: the bound is on the mean itself
 
     def holds(self, value: float) -> bool:
         return value >= self.bound if self.operator == ">=" else value <= self.bound
 
     def check(self, value: float, *, of: str = "") -> None:
-        """Raises GateError: the value misses the bound. `of` names what has the value."""
+        """Raises GateError: the value misses the bound. `of` names the policy or file that has the value."""
         if not self.holds(value):
             name = f"{of}: {self.metric}" if of else self.metric
             raise GateError(f"gate missed: {name} is {value:.4f}, not {self.operator} {self.bound:g}")
@@ -72,7 +73,7 @@ def parse_gate(text: str, policies: Sequence[str] = ()) -> Gate:
 
 
 def _parse_difference(text: str, policies: Sequence[str]) -> tuple[str, float] | None:
-    """(policy, offset) of "NAME", "NAME-0.02" or "NAME + 0.1"; names may hold signs, so long ones go first."""
+    """(policy, offset) of "NAME", "NAME-0.02" or "NAME + 0.1". Names may hold signs, so long ones are tried first."""
     names = {BASELINE: policies[0]} | {name: name for name in policies}
     for name in sorted(names, key=len, reverse=True):
         if text.startswith(name) and (rest := re.fullmatch(rf"(?:\s*([+-])\s*({_NUMBER}))?", text[len(name) :])):
@@ -81,7 +82,7 @@ def _parse_difference(text: str, policies: Sequence[str]) -> tuple[str, float] |
 
 
 def check_gates(gates: Sequence[Gate], last: str) -> None:
-    """Raises UsageError for what can be told before anything is played; `last` is the policy that is held to them."""
+    """Raises UsageError: a gate cannot hold, as far as is known before playing; `last` is the policy it is for."""
     for gate in gates:
         if gate.baseline == last:
             raise UsageError(
@@ -93,7 +94,7 @@ def check_gates(gates: Sequence[Gate], last: str) -> None:
 
 
 class NameWatch:
-    """Sees attempts as they finish, and whether they report the metrics that the gates name."""
+    """Checks the first finished attempts for the metrics that the gates name."""
 
     def __init__(self, gates: Sequence[Gate]) -> None:
         self._wanted = sorted({gate.metric for gate in gates} - set(KNOWN))
@@ -101,7 +102,7 @@ class NameWatch:
         self._num = 0
 
     def see(self, trajectory: Trajectory) -> None:
-        """Raises UsageError at the NUM_EARLY-th: a name is missing, and one that is there is nearly the same."""
+        """Raises UsageError at the NUM_EARLY-th attempt: none has a gate's name, and one has a similar name."""
         if trajectory.error is not None or not self._wanted:
             return
         self._num += 1
@@ -117,7 +118,7 @@ class NameWatch:
 
 
 def check_policy(gate: Gate, results: Mapping[str, Mapping[str, Mapping[str, float]]], policy: str) -> None:
-    """Holds a policy against the gate; `results` is policy -> metric -> scenario id -> value.
+    """Checks the gate for a policy; `results` is policy -> metric -> scenario id -> value.
 
     Raises GateError: the policy misses the gate; UsageError: there is no such metric.
     """

@@ -1,7 +1,7 @@
-"""What a step owes, and playing it: trajectories are on disk before anyone counts them, groups judged as they complete.
+"""What a step still owes, and scoring its groups as they complete.
 
-Reads and writes the step's trajectories.jsonl and scored.jsonl through run_dir. Owed is what is not there: places of
-groups without a trajectory, and groups with all their trajectories and no scored lines.
+It reads and writes the step's trajectories.jsonl and scored.jsonl through run_dir. Owed are attempts without a
+trajectory, and complete groups without scored lines. A trajectory is on disk before it is counted.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ AnyTrajectory = TypeVar("AnyTrajectory", bound=Trajectory)
 def plan_groups(
     scenarios: Sequence[Json], *, step: int, group_size: int, prefix: str = "s", temperature: float | None = None
 ) -> list[RolloutPlan]:
-    """All rollouts of a step, group by group: the ids depend on nothing but step and place.
+    """All rollouts of a step, group by group. Their ids depend only on the step and on the position in it.
 
     Example: scenario 2 of step 3, attempt 5 -> group "s0003-g0002", trajectory "s0003-g0002-a05".
     """
     plans = []
-    for place, scenario in enumerate(scenarios):
-        group_id = f"{prefix}{step:04d}-g{place:04d}"
+    for number, scenario in enumerate(scenarios):
+        group_id = f"{prefix}{step:04d}-g{number:04d}"
         for index in range(group_size):
             plans.append(
                 RolloutPlan(
@@ -51,19 +51,19 @@ def owed(plans: Sequence[RolloutPlan], done: Iterable[Trajectory]) -> list[Rollo
 
 
 def group(trajectories: Iterable[AnyTrajectory]) -> dict[str, list[AnyTrajectory]]:
-    """The complete groups, each in order of place; of a place written twice the last line counts.
+    """The complete groups, each sorted by index; of an index written twice the last line counts.
 
-    (A group whose scored lines were torn by a kill is judged and written again, whole.)
+    A group whose scored lines were torn by a kill is judged and written again as a whole.
     """
     return {name: members for name, members in by_group(trajectories).items() if len(members) == members[0].group_size}
 
 
 @dataclass
 class GroupScorer:
-    """Judges groups while others are still being played; writes each group's scored lines when its verdict is there.
+    """Judges complete groups while others are being played, and writes each group's scored lines after its verdict.
 
-    Feed it trajectories with `add`; `finish` waits for the verdicts that are out. Groups scored before (`scored`) are
-    not judged again. A group whose judge gives up stays owed: counted in `progress`, never given a made-up reward.
+    `add` takes trajectories, `finish` waits for the verdicts. Groups in `scored` are not judged again. A group whose
+    judge gives up is counted in `progress` and stays owed; it never gets a made-up reward.
     """
 
     judge: Judge
@@ -88,13 +88,13 @@ class GroupScorer:
             self.scored[group_id] = scored
 
     async def finish(self) -> None:
-        """Waits for every verdict that is out; the first unforeseen failure is raised after the others are in."""
+        """Waits for all verdicts, then raises the first unexpected failure."""
         results = await asyncio.gather(*self._tasks, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
 
     def cancel(self) -> None:
-        """Lets go of the verdicts still out; their groups stay owed."""
+        """Cancels the verdicts that are not there yet; their groups stay owed."""
         for task in self._tasks:
             task.cancel()

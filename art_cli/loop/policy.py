@@ -1,7 +1,7 @@
 """Opens a policy or a learner for a stage run alone: the config's base model with a checkpoint's weights in it.
 
-Training keeps its own way of opening one (it owns the run directory); here a builder's output that belongs to no run
-lies in a temporary directory.
+Training opens its policy itself, because it owns the run directory. Here the output of a builder that belongs to no run
+goes to a temporary directory.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from art_cli.policy_spec import PolicySpec, read_spec
 from art_cli.run_dir import Manifest, RunDir, new_checkpoint, verify_checkpoint
 from art_cli.scratch import scratch
 
-BASE = "base"  # what a user calls the base model in the place of a checkpoint
+BASE = "base"  # word by which a user means the base model instead of a checkpoint
 
 
 class PolicySource(NamedTuple):
@@ -28,8 +28,8 @@ class PolicySource(NamedTuple):
 
     checkpoint: Path | None  # None: the base model, without any checkpoint
     step: int
-    run: Path | None = None  # whose base it is; None: the run of the checkpoint, or that of the configuration
-    base: str | None = None  # directory of the base model, where a user named one; None: that of the run
+    run: Path | None = None  # run that has the base; None: the run of the checkpoint, or that of the configuration
+    base: str | None = None  # directory of a base model that the user named; None: the base of the run
     dtype: str = ""  # dtype of the base weights that its manifest names; "": it names none
 
 
@@ -46,7 +46,7 @@ def find_policy(loaded: LoadedConfig, wanted: Path | None) -> PolicySource:
 
 
 def _find_base(wanted: Path | None) -> PolicySource | None:
-    """What "base" and RUN/base mean; None: something else is meant."""
+    """The source that "base" or RUN/base names; None: `wanted` is neither."""
     if (
         wanted is None
         or wanted.name != BASE
@@ -80,7 +80,7 @@ def _find_trained(loaded: LoadedConfig, wanted: Path | None) -> PolicySource:
 def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
     """Raises ConfigError: the run of this policy has another base model or adapter than the configuration says.
 
-    A checkpoint that lies in no run has nothing to compare with.
+    A checkpoint that lies in no run cannot be compared, and passes.
     """
     run = _run_of(source)
     known = run_config(run).get("model")
@@ -100,7 +100,7 @@ def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
 
 
 def _is_same_place(loaded: LoadedConfig, one: object, other: object) -> bool:
-    """Whether two values of `model.base` are the same directory, written differently."""
+    """Whether two values of `model.base` are different spellings of one directory."""
     if not isinstance(one, str) or not isinstance(other, str) or not (loaded.directory / other).is_dir():
         return False
     return (loaded.directory / one).resolve() == (loaded.directory / other).resolve()
@@ -128,7 +128,7 @@ def as_trained(loaded: LoadedConfig, source: PolicySource, base: str) -> LoadedC
 
 @contextlib.contextmanager
 def open_base(loaded: LoadedConfig, source: PolicySource) -> Iterator[str]:
-    """The hub id or directory of the base model; built ones are taken from the run they belong to, where they do."""
+    """Yields the hub id or directory of the base model. A built one is taken from its run, if it belongs to one."""
     if source.base is not None:
         yield source.base
         return
@@ -161,7 +161,7 @@ def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights 
 
 @contextlib.contextmanager
 def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None = None) -> Iterator[Learner]:
-    """A learner that goes on from `source`, optimizer and RNG included; `base`: where it has been opened already."""
+    """A learner that continues from `source`, optimizer and RNG included; `base` is the opened base, if it is open."""
     with contextlib.nullcontext(base) if base is not None else open_base(loaded, source) as place:
         config = as_trained(loaded, source, place).config
         weights = load_policy(config, place)
@@ -174,7 +174,7 @@ def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None
 def save_learner(learner: Learner, output: Path, loaded: LoadedConfig, *, step: int, metrics: dict[str, float]) -> None:
     """Writes the learner's state as a checkpoint outside of any run; `loaded` names the dtype that it was trained in.
 
-    A base that is a directory beside the config is named in full, so that the checkpoint is found usable from anywhere.
+    A base beside the config is recorded with its full path, so that the checkpoint can be used from anywhere.
     """
     base = loaded.config.model.base
     if (loaded.directory / base).is_dir():

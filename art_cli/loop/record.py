@@ -25,11 +25,11 @@ MEND_RECORD = "restore it, or remove it to go on with the configuration as it is
 
 
 def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
-    """Writes config.json, or holds it against the one that is there. Raises RunError naming each difference.
+    """Writes config.json, after comparing it with the existing one. Raises RunError with each difference.
 
-    A run that never came to its first checkpoint is nobody's yet: it takes the new one. A run goes on with other values
-    of the keys in identity.MAY_CHANGE; `changes` says which and from which step on. `auto` says why the engine and the
-    learner are what they are, where the configuration left it to the machine.
+    A run without a checkpoint takes the new configuration. Other runs accept other values only of the keys in
+    identity.MAY_CHANGE; `changes` records which, and from which step on. `auto` records why engine, learner and dtype
+    are what they are, if the configuration left them to the machine.
     """
     new = loaded.config.model_dump(mode="json")
     changes: list[dict[str, Any]] = []
@@ -37,7 +37,7 @@ def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
         old, changes = _read_record(run)
         found = _changes(old, new)
         if found and not run.checkpoint_steps():
-            shutil.rmtree(run.base, ignore_errors=True)  # built as the old one said
+            shutil.rmtree(run.base, ignore_errors=True)  # the old configuration built it
         elif refusal := _refusal(run, found):
             raise RunError(refusal)
         elif found:
@@ -50,7 +50,7 @@ def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
 
 
 def find_clash(run: RunDir, loaded: LoadedConfig) -> str:
-    """Why the run that is there is another one than the configuration describes, as a line; "": it is not."""
+    """Why the existing run is not the one that the configuration describes, as a line; "": it is."""
     if not os.path.lexists(run.config_path):
         return ""
     return _refusal(run, _changes(_read_record(run)[0], loaded.config.model_dump(mode="json")))
@@ -73,9 +73,9 @@ def _refusal(run: RunDir, changes: Sequence[Change]) -> str:
 
 
 def _read_record(run: RunDir) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What the run was made with, and what was changed since. Raises RunError: config.json is not as it was written.
+    """The run's configuration, and its changes so far. Raises RunError: config.json is damaged.
 
-    A key that the record lacks, since an older version wrote it, has its default.
+    A key that the record lacks, because an older version wrote it, has its default.
     """
     try:
         record = read_object(run.config_path)
@@ -85,6 +85,6 @@ def _read_record(run: RunDir) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     except DataError as error:
         raise RunError(f"{error}; {MEND_RECORD}") from error
     record.pop("auto", None)
-    with contextlib.suppress(ValidationError):  # what does not fit the schema is told as a difference
+    with contextlib.suppress(ValidationError):  # a value that does not fit the schema shows as a difference
         record = RunConfig.model_validate(record).model_dump(mode="json")
     return record, changes

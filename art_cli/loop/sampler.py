@@ -19,7 +19,7 @@ from art_cli.rollouts.runner import OnFinished, RolloutPlan, Runner
 
 @dataclass
 class Sampler:
-    """Plays rollouts against whatever step its engine holds."""
+    """Plays rollouts with the step that its engine holds."""
 
     engine: Engine
     gateway: Gateway
@@ -31,9 +31,9 @@ class Sampler:
         on_finished: OnFinished,
         progress: Progress,
     ) -> None:
-        """Runs every plan; each trajectory is handed over as it finishes.
+        """Plays every plan; `on_finished` gets each trajectory as it finishes.
 
-        Raises EngineError: the engine has failed for good; what was being played is dropped, and stays owed.
+        Raises EngineError: the engine has failed for good. Unfinished rollouts are dropped and stay owed.
         """
         with first_of_group():
             async with asyncio.TaskGroup() as group:
@@ -76,21 +76,7 @@ async def open_sampler(
     try:
         if checkpoint is not None:
             await engine.load(checkpoint, step)
-        settings = config.rollout.sampling
-        defaults = Sampling(
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            max_tokens=settings.max_tokens,
-        )
-        gateway = Gateway(
-            engine,
-            defaults=defaults,
-            seed=config.train.seed,
-            max_turns=config.rollout.max_turns,
-            is_forced=settings.force,
-            enforces_formats=engine_traits(config.engine, loaded.directory).enforces_formats,
-        )
+        gateway = _gateway(loaded, engine)
         async with (
             gateway.serve(config.gateway.host, config.gateway.port),
             Runner(config.rollout, loaded.directory, gateway) as runner,
@@ -98,3 +84,22 @@ async def open_sampler(
             yield Sampler(engine, gateway, runner)
     finally:
         await engine.close()
+
+
+def _gateway(loaded: LoadedConfig, engine: Engine) -> Gateway:
+    config = loaded.config
+    settings = config.rollout.sampling
+    defaults = Sampling(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        max_tokens=settings.max_tokens,
+    )
+    return Gateway(
+        engine,
+        defaults=defaults,
+        seed=config.train.seed,
+        max_turns=config.rollout.max_turns,
+        is_forced=settings.force,
+        enforces_formats=engine_traits(config.engine, loaded.directory).enforces_formats,
+    )

@@ -38,15 +38,15 @@ class StepTaken(NamedTuple):
     """One policy update. Example: StepTaken(Path("step_0001"), 1, {"loss": 0.02, "reward_mean": 0.4})"""
 
     checkpoint: Path
-    step: int  # where the policy stands now
+    step: int  # the policy's step after the update
     metrics: dict[str, float]
 
 
 def generate(loaded: LoadedConfig, output: Path, *, checkpoint: Path | None, step: int | None) -> list[Trajectory]:
     """Plays one step's scenarios with a checkpoint: all trajectories of `output`, those played before included.
 
-    `step` chooses which scenarios (None: the checkpoint's own next ones). What `output` holds already is not played
-    again; what is missing is appended as it finishes.
+    `step` chooses the scenarios; None: those that come next for the checkpoint. Trajectories in `output` are not played
+    again; missing ones are appended as they finish.
     """
     is_foreign = not engine_traits(loaded.config.engine, loaded.directory).can_train
     if is_foreign and checkpoint is not None:
@@ -77,7 +77,9 @@ async def _play(
     plans: Sequence[RolloutPlan],
 ) -> list[Trajectory]:
     with LineWriter(output) as writer:
-        played = list(read_lines(output, Trajectory))  # read once the file is held: another process may have just ended
+        played = list(
+            read_lines(output, Trajectory)
+        )  # read after the file is locked, because another writer may have just ended
 
         def keep(trajectory: Trajectory) -> None:
             writer.append(trajectory)

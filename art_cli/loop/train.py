@@ -2,8 +2,9 @@
 
     step N:  batch (batches.py) -> learner.step -> checkpoint N + 1 -> engine loads it -> proof -> eval
 
-The newest checkpoint that verifies says which step is next; the step's own files say what of it is owed. Nothing else
-is remembered. A checkpoint carries its step's metrics, so that a kill between the two loses no line of metrics.jsonl.
+The newest checkpoint that verifies says which step is next, and the step's own files say what it still owes. There is
+no other state. A checkpoint holds its step's metrics, so that a kill before they are written loses no line of
+metrics.jsonl.
 """
 
 import asyncio
@@ -51,23 +52,23 @@ from art_cli.trajectory import Trajectory
 from art_cli.views.curve import curve, run_series
 
 log = logging.getLogger(__name__)
-WATCH_EVERY_S = 1.0  # the learner's processes
+WATCH_EVERY_S = 1.0  # interval between checks that the learner's processes live
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Where a run stands when `train` returns."""
+    """The state of a run when `train` returns."""
 
     root: Path
     step: int
-    was_finished: bool  # nothing was left to do
+    was_finished: bool  # True: nothing was left to do
     evaluations: dict[int, dict[str, float]]  # step -> metrics
 
 
 async def train(loaded: LoadedConfig, *, is_fresh: bool = False) -> TrainResult:
-    """Trains until `train.steps` are done; a run that exists is resumed, or with `is_fresh` left beside a new one.
+    """Trains until `train.steps` are done. An existing run is resumed; `is_fresh` starts a new one beside it.
 
-    Raises RunError (in use, or made by another configuration), ConfigError, and what its parts raise.
+    Raises RunError: the run is in use, or another configuration made it; ConfigError; and every error of the parts.
     """
     check_ready(loaded, is_training=True)
     _read_data(loaded)
@@ -100,15 +101,15 @@ def _check_engine(loaded: LoadedConfig) -> None:
 
 
 def _beside(root: Path) -> Path:
-    """The first of root, root-2, root-3, ... that is not there."""
+    """The first of root, root-2, root-3, ... that does not exist."""
     paths = [root, *(root.with_name(f"{root.name}-{number}") for number in range(2, 10_000))]
     return next(path for path in paths if not path.exists())
 
 
 def _read_data(loaded: LoadedConfig) -> None:
-    """Reads every data file that the run will need at some time. Raises DataError now for what is wrong in one.
+    """Reads every data file that the run will need. Raises DataError before any work is done.
 
-    What functions make is left to the time when it is needed, since they are the user's code.
+    Data that a function of the user makes is read when it is needed.
     """
     config, directory = loaded.config, loaded.directory
     for scenarios in [config.rollout.scenarios, *([config.eval.scenarios] if config.eval else [])]:
@@ -120,10 +121,10 @@ def _read_data(loaded: LoadedConfig) -> None:
 
 @contextlib.contextmanager
 def _unless_wrong(run: RunDir) -> Iterator[None]:
-    """Takes a run directory away that was made inside for a configuration that turned out to be wrong.
+    """Removes a new run directory if the configuration proves to be wrong inside.
 
-    Some mistakes are known only when the base model is there, such as a LoRA target that it does not have. A directory
-    that was there before, or that has a checkpoint, stays.
+    Some mistakes show only once the base model is there, such as a LoRA target that it lacks. A directory that existed
+    before, or that has a checkpoint, stays.
     """
     made = [path for path in (run.root, *run.root.parents) if not path.exists()]
     try:
@@ -131,14 +132,14 @@ def _unless_wrong(run: RunDir) -> Iterator[None]:
     except UsageError:
         if made and not run.checkpoint_steps():
             shutil.rmtree(run.root, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another run lies there by now
+            with contextlib.suppress(OSError):  # another run may lie there by now
                 for path in made[1:]:
                     path.rmdir()
         raise
 
 
 def _finished_step(run: RunDir, loaded: LoadedConfig) -> int | None:
-    """The step of the newest checkpoint where nothing is left to do; else None."""
+    """The step of the newest checkpoint if nothing is left to do; else None."""
     newest = run.newest_checkpoint()
     if newest is None or newest[1].step < loaded.config.train.steps:
         return None
@@ -147,7 +148,7 @@ def _finished_step(run: RunDir, loaded: LoadedConfig) -> int | None:
 
 
 class TrainingRun:
-    """One process's work on a run. Holds the weights once, for learner and engine both, where both are in it."""
+    """One process's work on a run. Engine and learner share one copy of the weights if both are in this process."""
 
     def __init__(self, loaded: LoadedConfig, run: RunDir) -> None:
         self.scenarios = load_scenarios(loaded.config.rollout.scenarios, loaded.directory)
@@ -179,7 +180,7 @@ class TrainingRun:
         log.info("%s", self._describe())
         with self.interrupts.handled():
             try:
-                await asyncio.sleep(0)  # an interrupt while the model was loaded ends the run here, before any thread
+                await asyncio.sleep(0)  # an interrupt during loading ends the run here, before any thread starts
                 async with self._watching_learner():
                     step = await self._find_start()
                     async with self._open_sampler(step) as sampler:
@@ -192,7 +193,7 @@ class TrainingRun:
         return TrainResult(self.run.root, step, False, self.run.evaluations())
 
     def _draw(self) -> None:
-        """The learning curve, for people: reward, and what the rollouts themselves measured in evaluations."""
+        """Draws the learning curve: the reward, and the rollouts' own metrics in evaluations."""
         lines = self.run.metrics()
         names = {name for line in lines if line.split == "eval" for name in line.metrics}
         own = sorted(name for name in names if name not in ("reward", "failed") and not name.startswith("num_"))
@@ -214,7 +215,7 @@ class TrainingRun:
     # --- where to begin -----------------------------------------------------------------------------------------------
 
     async def _find_start(self) -> int:
-        """The step of the newest valid checkpoint, loaded; without one, step 0 is made (and warmed up by sft)."""
+        """The step of the newest valid checkpoint, now loaded. Without one, step 0 is made and warmed up by sft."""
         newest = self.run.newest_checkpoint()
         if newest is not None:
             path, manifest = newest
@@ -229,7 +230,7 @@ class TrainingRun:
         return 0
 
     async def _warm_up(self) -> dict[str, float]:
-        """Its numbers. An interrupt ends it after the update that is being computed; what was done is saved."""
+        """The warm-up's metrics. An interrupt ends it after the current update, and saves its state."""
         assert self.config.sft is not None
         demos = await threads.call_in_thread(load_demos, self.config.sft.demos, self.loaded.directory)
         make = partial(WarmUp, self.learner, self.loaded, demos, base=self.policy.base, start=None)
@@ -248,7 +249,7 @@ class TrainingRun:
             warm_up.release()
 
     async def _wait_for(self, warm_up: WarmUp) -> None:
-        """Until no other process makes the same one."""
+        """Waits until no other process makes the same warm-up."""
         is_told = False
         while not warm_up.acquire():
             if not is_told:
@@ -257,7 +258,7 @@ class TrainingRun:
             await asyncio.sleep(WAIT_S)
 
     def _backfill(self, manifest: Manifest) -> None:
-        """Writes the metrics line that a kill right after the checkpoint left out."""
+        """Writes the metrics line that is missing if a kill came right after the checkpoint."""
         split, step = ("sft", 0) if manifest.step == 0 else ("train", manifest.step - 1)
         if manifest.metrics and not any((line.step, line.split) == (step, split) for line in self.run.metrics()):
             self._record(step, split, manifest.metrics)
@@ -265,9 +266,9 @@ class TrainingRun:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def _open_sampler(self, step: int) -> contextlib.AbstractAsyncContextManager[Sampler]:
-        """On-policy, engine and learner take turns with one copy of the weights; otherwise each has its own.
+        """The sampler at `step`. On-policy, engine and learner take turns with one copy of the weights.
 
-        A learner in processes of its own leaves the copy here to the engine.
+        Otherwise each has its own. If the learner has processes of its own, the copy here is the engine's alone.
         """
         is_apart = has_own_weights(self.config)
         is_shared = self.config.train.max_staleness == 0 and not is_apart
@@ -284,7 +285,7 @@ class TrainingRun:
         )
 
     async def _take_steps(self, sampler: Sampler, first: int) -> int:
-        """All steps from `first` on; the one that the policy stands at then.
+        """Takes all steps from `first` on; returns the policy's step afterwards.
 
         While the engine samples from step s, batches up to s + max_staleness may be played.
         """
@@ -328,7 +329,7 @@ class TrainingRun:
         return trained
 
     async def _hand_over(self, sampler: Sampler, step: int, metrics: dict[str, float]) -> float:
-        """Checkpoints the learner's weights as `step` and has the engine sample from them; the proof's gap in nats."""
+        """Saves the learner's weights as `step` and loads them into the engine. Returns the proof's gap in nats."""
         checkpoint = self._save(step, metrics)
         await sampler.engine.load(checkpoint, step)
         return await self._prove(sampler, step)
@@ -342,7 +343,7 @@ class TrainingRun:
 
     @contextlib.asynccontextmanager
     async def _watching_learner(self) -> AsyncIterator[None]:
-        """What is inside ends with the learner's LearnerError as soon as a process of its own is dead."""
+        """Ends the code inside with a LearnerError as soon as one of the learner's processes is dead."""
         with first_of_group():
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(self._watch_learner())
@@ -357,7 +358,7 @@ class TrainingRun:
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
     async def _evaluate(self, sampler: Sampler, step: int) -> None:
-        """Evaluates the policy at `step` when it is due and not yet done."""
+        """Evaluates the policy at `step` if an evaluation is due and not done yet."""
         config = self.config.eval
         if (
             config is None
@@ -377,7 +378,7 @@ class TrainingRun:
         log.info("eval at step %d: %s", step, "  ".join(f"{name} {means[name]:.3f}" for name in shown))
 
     def _references(self, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """The attempts of this run's first evaluation, which may be the one that was just played."""
+        """The attempts of this run's first evaluation, possibly the one just played."""
         path = self.run.first_eval_path()
         return trajectories if path is None else list(read_lines(path, Trajectory))
 
@@ -402,15 +403,15 @@ class TrainingRun:
 
 
 def going_on(loaded: LoadedConfig, run: RunDir) -> str:
-    """The command that goes on with `run`, or with the sweep that it is one of, as a shell reads it."""
+    """The shell command that continues `run`, or the sweep that it belongs to."""
     words = ["-m", *loaded.sweep] if loaded.sweep else [*loaded.overrides]
-    if run.root.name != loaded.config.name:  # made by --fresh, which would begin once more
+    if run.root.name != loaded.config.name:  # --fresh made it, and would start yet another run
         words = [*loaded.overrides, f"name={run.root.name}"]
     return shlex.join(["art", "train", str(loaded.path), *words])
 
 
 def _check_targets(loaded: LoadedConfig, base: Path) -> None:
-    """Raises ConfigError: LoRA targets that no module of the base has, which is known only once it was built."""
+    """Raises ConfigError: no module of the base is a LoRA target's, which shows only once the base is built."""
     if wrong := list(missing_targets(loaded.config.model, base)):
         raise ConfigError([Problem(key, loaded.places.of(key), message) for key, message in wrong])
 

@@ -4,8 +4,8 @@ Runs that need the same warm-up share it.
 
     runs/.warm/<digest>/    a run directory of its own: step N there is the policy after N optimizer steps
 
-The digest is that of everything the result depends on: base model, transcripts, settings, the checkpoint begun from. So
-a killed warm-up goes on where it was last saved, and a second run with the same one takes the result as it is.
+The digest covers everything that the result depends on: base model, transcripts, settings, and the checkpoint to start
+from. So a killed warm-up continues from its last save, and a second run with the same warm-up takes the result.
 """
 
 import hashlib
@@ -26,23 +26,23 @@ from art_cli.run_dir import Manifest, RunDir, new_checkpoint, remove, verify_che
 log = logging.getLogger(__name__)
 
 HOME = ".warm"
-VERSION = 1  # of how a warm-up computes; another one makes another result of the same inputs
-TAKE_S = 1.0  # how long one `take` computes, where an update is not longer: how soon an interrupt is answered
-SAVE_EVERY_S, SAVE_SHARE = 10.0, 0.05  # at most so much work is lost, unless saving would take more than that share
-TELL_EVERY_S = 5.0  # between log lines, where no progress bar is shown
-WAIT_S = 0.5  # between two looks at whether another process has finished the same warm-up
+VERSION = 1  # version of the computation; it is raised when the same inputs give another result
+TAKE_S = 1.0  # duration of one `take`, if an update takes no longer; an interrupt is answered after it
+SAVE_EVERY_S, SAVE_SHARE = 10.0, 0.05  # interval of saving; it grows if saving would take more than this share
+TELL_EVERY_S = 5.0  # interval of log lines if no progress bar is shown
+WAIT_S = 0.5  # interval between checks whether another process has finished the same warm-up
 
 
 class WarmUp:
-    """One warm-up, from `begin` to `finish`; between two calls it can be saved, left, and gone on with by another.
+    """One warm-up, from `begin` to `finish`. Between two calls it can be saved, and another process can continue it.
 
-    `acquire` comes first and says whether no other process is at it. `release` comes last.
+    `acquire` comes first and locks it against other processes. `release` comes last.
     """
 
     def __init__(
         self, learner: Learner, loaded: LoadedConfig, demos: Sequence[dict[str, Any]], *, base: str, start: Path | None
     ) -> None:
-        """`base`: hub id or directory of the learner's base; `start`: the checkpoint that it was given; None: none."""
+        """`base` is the hub id or directory of the learner's base, `start` the checkpoint that it was loaded from."""
         self.learner, self.demos, self.base = learner, demos, base
         self.digest = digest(loaded, demos, base=base, start=start)
         self.run = RunDir(loaded.config.runs / HOME / self.digest)
@@ -52,7 +52,7 @@ class WarmUp:
         self._save_s = self._update_s = 0.0
 
     def acquire(self) -> bool:
-        """Whether this process holds it now; not while another one does."""
+        """Whether this process holds the warm-up's lock now; False: another process holds it."""
         try:
             self._lock.enter_context(self.run.lock())
         except RunError as error:
@@ -69,7 +69,7 @@ class WarmUp:
         return self.num_updates > 0 and self.num_done >= self.num_updates
 
     def begin(self) -> None:
-        """Prepares the learner, and loads the newest state that verifies. Raises LearnerError: a bad transcript."""
+        """Prepares the learner and loads the newest saved state. Raises LearnerError: a bad transcript."""
         self.num_updates = self.learner.begin_sft(self.demos)
         log.info("sft: %d transcripts, %d updates", len(self.demos), self.num_updates)
         newest = self.run.newest_checkpoint()
@@ -87,7 +87,7 @@ class WarmUp:
         self._saved = self._told = self._began
 
     def take(self, progress: Progress | None = None) -> None:
-        """Computes for about `TAKE_S`, at least one update; saves and says how far it is when that is due."""
+        """Computes for about `TAKE_S`, at least one update; saves and reports progress when that is due."""
         count = max(1, int(TAKE_S / self._update_s)) if self._update_s else 1
         count, begin = min(count, self.num_updates - self.num_done), time.monotonic()
         self._numbers = self.learner.take_sft(count)
@@ -117,7 +117,7 @@ class WarmUp:
         )
 
     def save(self) -> None:
-        """Writes the state as it is now, then removes older ones."""
+        """Writes the current state, then removes older ones."""
         begin, path = time.monotonic(), self.run.checkpoint_path(self.num_done)
         if self.num_done == 0:
             return
@@ -131,13 +131,13 @@ class WarmUp:
         self._save_s = self._saved - begin
 
     def finish(self) -> dict[str, float]:
-        """The numbers of the whole warm-up, as they were when it was made."""
+        """The metrics of the whole warm-up, from the process that made it."""
         assert self.is_done, "take() until it is done"
         return self._numbers
 
 
 def run_warm_up(warm_up: WarmUp, is_stopped: Callable[[], bool]) -> dict[str, float] | None:
-    """A warm-up from beginning to end, in this thread; None: `is_stopped` said so, and what was done is saved."""
+    """The metrics of a warm-up, made in this thread. None: `is_stopped` ended it, and its state is saved."""
     is_told = False
     while not warm_up.acquire():
         if is_stopped():
@@ -159,7 +159,7 @@ def run_warm_up(warm_up: WarmUp, is_stopped: Callable[[], bool]) -> dict[str, fl
 
 
 def digest(loaded: LoadedConfig, demos: Sequence[dict[str, Any]], *, base: str, start: Path | None) -> str:
-    """16 hexadecimal digits of everything that the result depends on, but for the machine's rounding."""
+    """16 hexadecimal digits of everything that the result depends on, except the machine's rounding."""
     config = loaded.config
     assert config.sft is not None, "a warm-up needs an sft section"
     template = config.model.chat_template

@@ -1,7 +1,7 @@
-"""Loader: makes the engine of a source. A base model is loaded once, whatever number of policies stands on it.
+"""Loader: makes the engine of a source. A base model is loaded once, however many policies stand on it.
 
-Memory: for the embedded engine one base per (base, dtype, context), an adapter and a cache of keys and values per
-policy; while a policy changes to another checkpoint it has two of these. vLLM has all of it in a process of its own.
+Memory of the embedded engine: one base per (base, dtype, context, quantization); per policy an adapter and a cache of
+keys and values, twice while the policy changes to another checkpoint. vLLM has its memory in a process of its own.
 """
 
 import json
@@ -32,8 +32,8 @@ ENGINES: dict[str, type[EngineSection]] = {
     if issubclass(section, EngineSection) and section.can_train and section not in (AutoEngineConfig, OwnEngineConfig)
 }
 NEVER_TAKEN = ("url", "api_key_env")  # settings of a run that would send prompts and a key to another server
-PROGRAMS = ("python", "args", "env")  # settings of a run's vLLM that decide which code is run
-MAX_SHOWN = 160  # characters shown of what a run's configuration would run
+PROGRAMS = ("python", "args", "env")  # settings of a run's vLLM that decide which code runs
+MAX_SHOWN = 160  # characters of those settings that an error quotes
 
 
 @dataclass
@@ -41,12 +41,12 @@ class Loader:
     """Makes engines by one configuration. Example: Loader(EmbeddedEngineConfig(max_batch=256), logs=Path("logs"))"""
 
     config: EngineConfig
-    logs: Path  # where a process of the engine's own writes
+    logs: Path  # directory for the log of an engine's own process
     _bases: dict[tuple[str, str, int | None, str | None], model.Weights] = field(default_factory=dict)
 
     @property
     def swaps_adapters(self) -> bool:
-        """Whether its engines load another adapter while requests on the old one are being answered."""
+        """Whether its engines load another adapter while they answer requests with the old one."""
         return self.config.swaps_adapters
 
     async def make(self, source: Source) -> Engine:
@@ -64,7 +64,9 @@ class Loader:
         return engine
 
     def _weights(self, source: Source) -> model.Weights:
-        if source.adapter is None and source.run is not None:  # a checkpoint of all weights: nothing else stands on it
+        if (
+            source.adapter is None and source.run is not None
+        ):  # a checkpoint of all weights, which no other policy shares
             return self._load(source)
         key = (source.base, source.dtype, source.max_length, source.quantize)
         if key not in self._bases:
@@ -80,10 +82,10 @@ def _spec(source: Source) -> PolicySpec:
 
 
 def check_trust(trained: Mapping[str, Any], knobs: Mapping[str, Any], *, place: Path) -> None:
-    """Raises UsageError: the run's configuration at `place` decides which code is run, and no knob says otherwise.
+    """Raises UsageError: the run's configuration, the file `place`, decides which code runs, and no knob overrides it.
 
-    A run directory may come from somebody else. What it says is data, so its `engine.python`, `engine.args` and
-    `engine.env` are taken only when the user trusts it.
+    A run directory may be a stranger's, and its configuration is data. So its `engine.python`, `engine.args` and
+    `engine.env` are used only if the user trusts the run.
     """
     if trained.get("name") != "vllm":
         return
@@ -98,9 +100,9 @@ def check_trust(trained: Mapping[str, Any], knobs: Mapping[str, Any], *, place: 
 
 
 def engine_config(name: str, knobs: Mapping[str, Any], trained: Mapping[str, Any]) -> EngineConfig:
-    """The engine's configuration: that of the run it was trained with where it is the same engine, and `knobs` over it.
+    """The engine's configuration: the one of its training run, if the engine is the same, with `knobs` over it.
 
-    Raises UsageError: no such engine or knob, or a value that is none.
+    Raises UsageError: no such engine or knob, or an invalid value.
     """
     if name not in ENGINES:
         raise UsageError(f"--engine {name}: one of auto, {', '.join(ENGINES)}")
@@ -116,7 +118,7 @@ def engine_config(name: str, knobs: Mapping[str, Any], trained: Mapping[str, Any
 
 
 def read_knobs(knobs: Sequence[str]) -> dict[str, Any]:
-    """{"max_batch": 256} of ["max_batch=256"]; values are YAML. Raises UsageError."""
+    """{"max_batch": 256} for ["max_batch=256"]; values are YAML. Raises UsageError: no KEY=VALUE."""
     settings = {}
     for knob in knobs:
         key, separator, value = knob.partition("=")
