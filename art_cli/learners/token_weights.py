@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from art_cli.errors import LearnerError
+from art_cli.errors import LearnerError, one_line
 from art_cli.trajectory import Trajectory
 
 POLICY, CROSS_ENTROPY, REFERENCE_KL = range(3)
@@ -57,9 +57,13 @@ def _row(name: str, weights: Weights | None, trajectory: Trajectory, is_sampled:
         row[is_sampled] = weights
     elif weights is not None:
         sizes = [len(turn.prompt_ids) + len(turn.sampled_ids) for turn in trajectory.turns]
-        if [len(part) for part in weights] != sizes:
+        try:
+            parts = [np.asarray(part, dtype=np.float64) for part in weights]
+        except (TypeError, ValueError) as error:
+            raise LearnerError(f"trajectory {trajectory.id}: {name}: {one_line(error)}") from error
+        if [part.shape for part in parts] != [(size,) for size in sizes]:
             raise LearnerError(f"trajectory {trajectory.id}: {name} needs a weight per token of each turn: {sizes}")
-        row = np.concatenate([row[:0], *(np.asarray(part, dtype=np.float64) for part in weights)])
+        row = np.concatenate([row[:0], *parts])
     if np.isinf(row).any():
         raise LearnerError(f"trajectory {trajectory.id}: a weight in {name} is infinite")
     return row

@@ -120,6 +120,8 @@ def test_tokens_of_a_tools_answer_are_trained_beside_those_that_were_sampled() -
     [
         (Credit(policy=[[nan, 1.0, 1.0, 1.0], [nan, 1.0]]), "policy weights for tokens of a prompt"),
         (Credit(cross_entropy=[[1.0], [1.0]]), r"cross_entropy needs a weight per token of each turn: \[4, 2\]"),
+        (Credit(cross_entropy=[1.0, 1.0]), r"cross_entropy needs a weight per token of each turn: \[4, 2\]"),
+        (Credit(cross_entropy="half"), "cross_entropy: could not convert string to float: 'h'"),  # type: ignore[arg-type]
         (Credit(reference_kl=math.inf), "a weight in reference_kl is infinite"),
     ],
 )
