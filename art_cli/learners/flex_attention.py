@@ -64,7 +64,7 @@ class FlexAttention:
                 torch.cuda.synchronize()  # a kernel's failure is raised only after it has run
             self.works = True
         except torch.OutOfMemoryError:
-            raise  # a dense mask would need more memory memory
+            raise  # a dense mask would need more memory
         except Exception as error:  # the boundary to the compiler, its toolchain and the kernel
             self.works = False
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:REASON]
