@@ -43,9 +43,13 @@ class PackingCheck:
             with torch.no_grad():
                 gap = _compare(packing, packs)
         except (NotImplementedError, TypeError) as error:
-            self.runner.decide(False, f"{name} cannot run packs: {error}")
+            self.runner.decide(False, f"{name} cannot run packs ({error})")
             return
-        self._decide(gap, f"{name} cannot run packs: {gap}")
+        self._decide(
+            gap,
+            f"{name} cannot run packs (packed and plain logprobs differ by {gap.found.logprob:.2g} nats "
+            f"on average, over {gap.bound.logprob:.2g})",
+        )
 
     def compare(self, batch: Sequence[Sample]) -> None:
         """On the first batch: where packs do not give what plain rows give, the runner runs rows from then on."""
