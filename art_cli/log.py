@@ -1,4 +1,4 @@
-"""Logging to stderr, one line a record; the command line sets it up once.
+"""Logging to stderr, one line a record; the command line sets it up once. The progress bar on a terminal.
 
 Modules log with `logging.getLogger(__name__)`. Results go to stdout and numbers to metrics.jsonl, elsewhere. A record
 may quote models, providers and files. Such text must not control the terminal or look like a line of ours, so every
@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from art_cli.errors import printable, printable_lines
 from art_cli.private import make_directory, owner_only
@@ -77,3 +78,32 @@ def kept(path: Path, redact: Callable[[str], str]) -> Iterator[None]:
         root.removeHandler(handler)
         ours.setLevel(level)
         handler.close()
+
+
+class Bar(Protocol):
+    """Moves a progress bar. `facts` are words that are shown behind the counts."""
+
+    def __call__(self, done: int, total: int, facts: str = "") -> None: ...
+
+
+@contextlib.contextmanager
+def shown_bar(title: str) -> Iterator[Bar | None]:
+    """Yields the function that moves a bar on stderr; None if stderr is no terminal. The bar is gone at the end."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[facts]}")
+    times = TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns, *times, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None, facts="")
+        yield lambda done, total, facts="": bar.update(task, completed=done, total=total, facts=facts)

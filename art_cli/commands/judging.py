@@ -1,25 +1,26 @@
 """What `art judge` does: chooses the judge, judges a file with it, or says what judging would cost."""
 
-import asyncio
 import json
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from art_cli import threads
 from art_cli.config.compose import LoadedJudge, load_judge
 from art_cli.config.schema import RulerJudgeConfig
-from art_cli.errors import DataError, Interrupted, JudgeError, UsageError, printable
+from art_cli.errors import DataError, JudgeError, UsageError, printable
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.costs import CostEstimate
 from art_cli.judges.files.scored import scored_groups
-from art_cli.judges.files.session import OnProgress, Session, Summary, judgeable
+from art_cli.judges.files.session import Session, Summary, judgeable
 from art_cli.judges.files.source import Group, TrajectoryFile
 from art_cli.judges.groups import JudgeProgress
+from art_cli.log import Bar, shown_bar
+from art_cli.loop.interrupts import Interrupts
 
 SHOWN = 5  # number of owed groups that are named
 
@@ -53,15 +54,14 @@ def judge_file(
 ) -> Summary:
     """Judges the file and returns the summary. Raises Interrupted; complete groups are on disk then."""
 
+    interrupts = Interrupts(f"interrupted; what is scored is in {output}; the same command goes on with the rest")
+
     async def judge() -> Summary:
         made = make_judge(loaded.config, loaded.directory, job=str(output.resolve()))
         try:
-            with _interruptible(), _progress(made) as progress:
+            with interrupts.handled(), shown_bar("judging") as bar:
                 session = Session(made, source, output, is_partial=is_partial)
-                return await session.run(is_fresh=is_fresh, progress=progress)
-        except asyncio.CancelledError:
-            message = f"interrupted; what is scored is in {output}; the same command goes on with the rest"
-            raise Interrupted(message) from None
+                return await session.run(is_fresh=is_fresh, progress=partial(_show, made, bar) if bar else None)
         finally:
             await made.close()
 
@@ -69,42 +69,12 @@ def judge_file(
         return threads.run(judge())
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM cancel the current task."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-
-@contextmanager
-def _progress(judge: Judge) -> Iterator[OnProgress | None]:
-    """Yields the function that updates a progress bar with the cost so far; None if stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    spent = TextColumn("{task.fields[spent]}")
-    columns = TextColumn("judging"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), spent
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None, spent="")
-
-        def update(total: int, done: JudgeProgress) -> None:
-            usage, num_cached = judge.usage, judge.num_cached
-            words = [_dollars(usage.cost_usd), f"{usage.tokens:,} tokens"]
-            words += [f"{num_cached} cached"] if num_cached else []
-            words += [f"{len(done.owed)} owed"] if done.owed else []
-            bar.update(task, total=total, completed=done.num_scored + len(done.owed), spent=", ".join(words))
-
-        yield update
+def _show(judge: Judge, bar: Bar, total: int, done: JudgeProgress) -> None:
+    """Moves the bar, with the cost so far."""
+    words = [_dollars(judge.usage.cost_usd), f"{judge.usage.tokens:,} tokens"]
+    words += [f"{judge.num_cached} cached"] if judge.num_cached else []
+    words += [f"{len(done.owed)} owed"] if done.owed else []
+    bar(done.num_scored + len(done.owed), total, ", ".join(words))
 
 
 def as_text(summary: Summary) -> str:

@@ -33,7 +33,6 @@ from art_cli.judges.trial import require_keys
 from art_cli.learners import Learner, StepMetrics, has_own_weights, load_policy, make_learner
 from art_cli.learners.demos import load_demos
 from art_cli.loop.auto import describe, resolve_auto
-from art_cli.loop.bar import shown_updates
 from art_cli.loop.batches import Batch, Batches
 from art_cli.loop.contest import is_judged, judge_contest
 from art_cli.loop.dtype import decide_dtype, follow_record
@@ -238,7 +237,7 @@ class TrainingRun:
         await self._wait_for(warm_up)
         try:
             await self.interrupts.off_loop(warm_up.begin)
-            with shown_updates("sft: updates") as progress:
+            with logs.shown_bar("sft: updates") as progress:
                 while not warm_up.is_done:
                     if self.interrupts.num:
                         await self.interrupts.off_loop(warm_up.save)
@@ -322,7 +321,7 @@ class TrainingRun:
         is_on_policy = self.config.train.max_staleness == 0
         if is_on_policy:
             await sampler.engine.sleep()
-        with shown_updates(f"step {step + 1}/{self.config.train.steps}: packs") as progress:
+        with logs.shown_bar(f"step {step + 1}/{self.config.train.steps}: packs") as progress:
             trained = await self.interrupts.off_loop(self.learner.step, batch.groups, progress=progress)
         if is_on_policy:
             await sampler.engine.wake()

@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import logging
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+from art_cli.log import Bar, shown_bar
 from art_cli.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -59,26 +59,19 @@ class Progress:
 @contextlib.asynccontextmanager
 async def shown(progress: Progress) -> AsyncIterator[None]:
     """Shows the counts on stderr for as long as the block runs."""
-    show = _draw if sys.stderr.isatty() else _report
-    task = asyncio.create_task(show(progress))
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait((task,), timeout=LINE_S)
+    with shown_bar(progress.title) as bar:
+        task = asyncio.create_task(_report(progress) if bar is None else _draw(progress, bar))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait((task,), timeout=LINE_S)
 
 
-async def _draw(progress: Progress) -> None:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[facts]}")
-    with Bar(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(progress.title, total=None, facts="")
-        while True:
-            bar.update(task, total=progress.total, completed=progress.done, facts=progress.facts())
-            await asyncio.sleep(REDRAW_S)
+async def _draw(progress: Progress, bar: Bar) -> None:
+    while True:
+        bar(progress.done, progress.total, progress.facts())
+        await asyncio.sleep(REDRAW_S)
 
 
 async def _report(progress: Progress) -> None:
