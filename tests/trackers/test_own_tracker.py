@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from art_cli.config.compose import load_config
+from art_cli.config.schema import OwnTrackerConfig
 from art_cli.errors import ConfigError, UsageError
 from art_cli.loop.train import train
-from art_cli.run_dir import RunDir
-from tests.support.paths import LETTERS
+from art_cli.run_dir import MetricsLine, RunDir
+from art_cli.trackers import TrackedRun, make_tracker
+from art_cli.trajectory import ScoredTrajectory
+from tests.support.paths import LETTERS, ROOT
 
 MINE = """
 import json
@@ -66,6 +69,17 @@ def test_it_sees_every_line_and_every_group_and_changes_nothing(project: Path, t
             each.id: each.reward for each in files.scored(step)
         }
     assert all(each.metrics["grad_norm"] > 0 for each in files.metrics() if each.split == "train")
+
+
+def test_the_one_on_the_page_works_as_it_stands(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text((ROOT / "docs/trackers.md").read_text().split("```python\n")[1].split("```")[0])
+    config = OwnTrackerConfig(name="entry", entry="mine.py:Mine", options={"file": "seen.jsonl"})
+    tracker = make_tracker(config, TrackedRun("x", tmp_path, {}), tmp_path)
+    tracker.log(MetricsLine(step=0, split="train", metrics={"loss": 0.5}, time=1.0))
+    tracker.log_trajectories(1, [[ScoredTrajectory(id="a", group_id="g", group_size=1, index=0, reward=1.0)]])
+    tracker.close()
+    seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    assert seen == [{"step": 0, "split": "train", "loss": 0.5}, {"id": "a", "reward": 1.0}]
 
 
 def test_one_that_is_not_there_is_told_before_the_run_begins(project: Path, tmp_path: Path) -> None:
