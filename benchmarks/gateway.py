@@ -43,7 +43,7 @@ class Row(NamedTuple):
     rate_low: float
     rate_high: float
     p50_ms: float  # median of one call's time
-    processor_ms: float  # of the gateway's process per call; NaN without it
+    processor_ms: float  # processor time of the gateway's process per call; NaN without a gateway
 
 
 # --- the upstream and the client: sockets and ready-made bytes --------------------------------------------------------

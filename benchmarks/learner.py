@@ -41,7 +41,7 @@ CASES = {
     "alone": Case(32, 1, 240, 4, ">= 1.3"),
 }
 OTHERS = ("bfloat16", "turns")
-SLOW_REPEATS = 3  # of TRL and of rows, which take most of the time
+SLOW_REPEATS = 3  # repetitions of TRL and of rows, which take most of the time
 
 
 class Ours:

@@ -36,7 +36,7 @@ TRL_BEST = ("--batch", "32", "--cache", "--merge")  # the fastest of TRL_SETTING
 TRL_SETTINGS = [
     ("--batch", batch, *flags) for batch in ("16", "32", "64") for flags in ((), ("--cache",), ("--cache", "--merge"))
 ]
-DEADLINE_S = 900.0  # of one process
+DEADLINE_S = 900.0  # longest time for one process
 
 
 class Step(NamedTuple):

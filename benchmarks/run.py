@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
-DEADLINE_S = 900.0  # of one part
+DEADLINE_S = 900.0  # longest time for one part
 PACKAGES = ("torch", "transformers", "peft", "trl")
 
 
@@ -30,7 +30,7 @@ class Part(NamedTuple):
     """A command and what it shows."""
 
     title: str
-    arguments: tuple[str, ...]  # of `python -m`
+    arguments: tuple[str, ...]  # the arguments after `python -m`
     plots: tuple[str, ...] = ()  # files it writes beside RESULTS.md
 
 

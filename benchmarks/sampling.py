@@ -36,7 +36,7 @@ Prompts = list[list[int]]
 Row = dict[str, Any]
 SLOW_SECONDS = 8.0  # a side that takes longer than this is repeated less
 SLOW_REPEATS = 2
-ASIDE_REPEATS = 3  # of what no figure is claimed for
+ASIDE_REPEATS = 3  # repetitions of cases for which no figure is claimed
 # Of generate_batch: without these it fills most of the free memory with pages first, which takes 20 s.
 NUM_BLOCKS = 64
 
@@ -147,7 +147,7 @@ class Taken(NamedTuple):
     """One run of a case by one side."""
 
     wall_s: float
-    cpu_s: float  # of all threads
+    cpu_s: float  # processor time of all threads
     tokens: int
 
 

@@ -25,10 +25,10 @@ SIZE = "1M"
 
 
 class Point(NamedTuple):
-    x: int  # what was varied
+    x: int  # value of the varied quantity
     computed: int  # tokens
     flat: int  # tokens of rows that share nothing
-    cpu_s: float  # of the fastest step
+    cpu_s: float  # processor time of the fastest step
 
 
 class Line(NamedTuple):

@@ -4,9 +4,9 @@
     python benchmarks/serve_attack.py --seconds 5 --clients 5       # a quick look
 
 The clients send templates of their own, template variables without bound, prompts of 28 MiB, endless tool definitions
-and messages, and schemas that are costly to compile. A process of its own asks /health all the while, and a second
-server beside the first that nobody attacks, so that what the machine itself costs is told apart. At the end SIGTERM
-comes in the middle of the attack. Prints a table; exit code 1 where /health was slower than 250 ms for its server (and
+and messages, and schemas that are costly to compile. Another process asks /health all the while, of this server and of
+a second one without attackers, whose times show what the machine itself costs. At the end SIGTERM comes in the middle
+of the attack. Prints a table; exit code 1 where /health was slower than 250 ms for its server (and
 not for the idle one too), where a request got a 5xx other than 503, or where the server outlived its deadline.
 """
 
@@ -33,11 +33,11 @@ from serve_load import Broken, Wire, art_serve  # noqa: E402
 from art_cli.model import save_weights  # noqa: E402
 from tests.support.tiny import tiny_weights  # noqa: E402
 
-HEALTH_S = 0.25  # what is wanted of the slowest answer
+HEALTH_S = 0.25  # bound on the slowest answer of /health
 ANSWER_S = 120.0
-LATE_S = 5.0  # for what is asked last to be answered
+LATE_S = 5.0  # longest wait for the answers to the last requests
 DRAIN_S = 5
-END_S = 30.0  # from SIGTERM to the end of the process: DRAIN_S, and what it takes on a busy machine
+END_S = 30.0  # longest time from SIGTERM to the end of the process: DRAIN_S, and more on a busy machine
 SPIN = (
     "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
 )
@@ -171,7 +171,7 @@ class Measured(NamedTuple):
     attacked: Health
     idle: Health
     tally: Tally
-    end_s: float  # from SIGTERM to the end of the process
+    end_s: float  # time from SIGTERM to the end of the process
     code: int | None
 
 

@@ -46,8 +46,8 @@ PLACES, QUEUE = 128, 64  # fewer than there are clients: some requests are refus
 ANSWER_S, DRAIN_S = 120.0, 60
 SLOW_BYTES, SLOW_PAUSE_S = 1024, 0.2
 SIGTERM_AFTER_S = 5.0
-WARM_SHARE = 0.25  # of the time, before memory is expected to be flat
-MAX_GROWTH = 0.05  # of memory, from then to the end
+WARM_SHARE = 0.25  # share of the time after which memory is expected to stay flat
+MAX_GROWTH = 0.05  # largest growth of memory from then to the end
 
 
 # --- what should be said ----------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ async def under_load(load: Load, process: Process, num_clients: int, seconds: fl
     load.is_over = True
     await asyncio.gather(*clients)
     watching.cancel()
-    await asyncio.sleep(2.0)  # for the server to see who left last
+    await asyncio.sleep(2.0)  # the server needs a moment to see which clients have left
     idle = use_of(process.pid)
     await asyncio.sleep(2.0)
     numbers, last = await metrics(load.port), use_of(process.pid)

@@ -23,7 +23,7 @@ from benchmarks.batches import make_learner, single_turn
 from benchmarks.sides import Row, Side, median, seconds, table
 
 LENGTH, NUM = 256, 8
-KINDS = {  # by the beginning of an operation's name
+KINDS = {  # beginning of an operation's name -> kind
     "matmul": ("aten::mm", "aten::addmm", "aten::bmm", "aten::addmv"),
     "attention": ("aten::_scaled_dot_product",),
     "head's softmax": ("aten::exp", "aten::amax", "aten::sub_", "aten::scatter", "aten::logsumexp"),
@@ -103,7 +103,7 @@ def measure(*, repeats: int = 5) -> list[Row]:
         side = Side(Step, size, dtype)
         side.call("step")
         peaks, taken = [], []
-        for _ in range(repeats):  # in turn: the peak is of the same minutes as the steps
+        for _ in range(repeats):  # measured in turn, so that peak and steps come from the same minutes
             peaks.append(side.call("peak", dtype))
             taken.append(side.take())
         operations, split = Operations(*side.call("operations")), side.call("split")
