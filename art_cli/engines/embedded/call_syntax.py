@@ -76,7 +76,7 @@ def read_json_call(body: str, _: Schemas = {}) -> list[Json] | None:  # noqa: B0
 def read_json_calls(body: str, _: Schemas) -> list[Json] | None:
     """A list of objects with `name` and `arguments`, or one, or several joined by semicolons (Llama)."""
     text = body.strip(SPACE)
-    texts = _split_list(text) if text.startswith("[") else _split_objects(text)
+    texts = _split(text, "[") if text.startswith("[") else _split_objects(text)
     calls = [_json_call(one) for one in texts or ()]
     return [call for call in calls if call is not None] if calls and None not in calls else None
 
@@ -94,41 +94,30 @@ def _json_call(text: str) -> Json | None:
 
 
 def read_object(text: str) -> dict[str, str] | None:
-    """A JSON object's fields, each value as its text; None where the text is not one object."""
-    decoder = json.JSONDecoder()
-    try:
-        if not isinstance(json.loads(text), dict):
-            return None
-    except (ValueError, RecursionError):
-        return None
-    fields, place = {}, _skip(text, 1)
-    while text[place] != "}":
-        key, place = decoder.raw_decode(text, place)
-        start = _skip(text, _skip(text, place) + 1)  # the value begins after the colon
-        _, end = decoder.raw_decode(text, start)
-        fields[key] = text[start:end]
-        place = _skip(text, end)
-        if text[place] == ",":
-            place = _skip(text, place + 1)
-    return fields
+    """A JSON object's fields, each value as the text it was written in; None if the text is not one object."""
+    parts = _split(text, "{")
+    return (
+        None if parts is None else {json.loads(key): value for key, value in zip(parts[::2], parts[1::2], strict=True)}
+    )
 
 
-def _split_list(text: str) -> list[str] | None:
-    """The texts of a JSON list's items."""
+def _split(text: str, opening: str) -> list[str] | None:
+    """The texts of a JSON list's items, or of an object's keys and values in turn; None if the text is neither."""
     try:
-        if not isinstance(json.loads(text), list):
-            return None
+        json.loads(text)
     except (ValueError, RecursionError):
         return None
-    decoder = json.JSONDecoder()
-    items, place = [], _skip(text, 1)
-    while text[place] != "]":
-        _, end = decoder.raw_decode(text, place)
-        items.append(text[place:end])
-        place = _skip(text, end)
-        if text[place] == ",":
-            place = _skip(text, place + 1)
-    return items
+    if not text.startswith(opening):
+        return None
+    decoder, parts, place = json.JSONDecoder(), [], 1
+    while text[place] not in "]}":
+        if text[place] in SPACE + ",:":
+            place += 1
+        else:
+            _, end = decoder.raw_decode(text, place)
+            parts.append(text[place:end])
+            place = end
+    return parts
 
 
 def _split_objects(text: str) -> list[str] | None:
@@ -144,12 +133,6 @@ def _split_objects(text: str) -> list[str] | None:
         while place < len(text) and text[place] in SPACE + ";":
             place += 1
     return items
-
-
-def _skip(text: str, place: int) -> int:
-    while text[place] in SPACE:
-        place += 1
-    return place
 
 
 # --- the others -------------------------------------------------------------------------------------------------------
