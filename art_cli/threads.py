@@ -2,6 +2,7 @@
 
 run             a coroutine to its end, in the fastest event loop there is
 LoopThread      an event loop in a thread, for async functions that may block
+end             cancels tasks and waits for them
 call_in_thread  a blocking function in a thread of its own
 compute         a function that computes with torch, in a thread
 
@@ -36,6 +37,17 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     except ModuleNotFoundError:  # not on Windows
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
+
+
+async def end(*tasks: asyncio.Future[Any], timeout_s: float) -> None:
+    """Cancels the tasks and waits for them, at most `timeout_s`. What they raise meanwhile counts as seen."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=timeout_s)
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.exception()
 
 
 async def call_in_thread(function: Callable[..., Result], *arguments: Any) -> Result:

@@ -32,6 +32,7 @@ from art_cli.chat.reading import RequestReader
 from art_cli.chat.replies import Chunk
 from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.wires import WIRES, Wire, Wires
+from art_cli.threads import end
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -210,10 +211,7 @@ async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Resul
     finally:
         watch.cancel()
         if not task.done():
-            task.cancel()
-            await asyncio.wait((task,), timeout=CANCEL_TIMEOUT_S)
-            if task.done() and not task.cancelled():
-                task.exception()  # marks it as retrieved: it failed while it was cancelled, and the client has gone
+            await end(task, timeout_s=CANCEL_TIMEOUT_S)
 
 
 async def _disconnect(receive: Receive) -> None:

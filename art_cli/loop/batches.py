@@ -24,6 +24,7 @@ from art_cli.loop.sampler import Sampler
 from art_cli.rollouts.progress import Progress, shown
 from art_cli.rollouts.scenarios import ScenarioOrder
 from art_cli.run_dir import LineWriter, RunDir
+from art_cli.threads import end
 from art_cli.trajectory import Json, ScoredTrajectory, Trajectory
 
 MAX_KINDS = 5  # number of commonest kinds of failure that a step's metrics count one by one
@@ -64,14 +65,7 @@ class Batches:
         return batch
 
     async def close(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
-        for task in tasks:
-            if task.done() and not task.cancelled():
-                task.exception()  # retrieved, because the run has ended for another reason
+        await end(*self._tasks.values(), timeout_s=CLOSE_TIMEOUT_S)
 
     async def _make(self, step: int) -> Batch:
         if (before := self._progress.get(step - 1)) is not None:

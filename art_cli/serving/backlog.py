@@ -14,6 +14,7 @@ import msgspec
 
 from art_cli.chat.app import CANCEL_TIMEOUT_S, closing_stream
 from art_cli.chat.replies import Choice, Chunk
+from art_cli.threads import end
 
 MIN_JOIN = 64  # number of chunks up to which joining costs more than it saves
 
@@ -28,10 +29,7 @@ async def read_ahead(stream: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
                 yield chunk
         await reading
     finally:
-        reading.cancel()
-        await asyncio.wait((reading,), timeout=CANCEL_TIMEOUT_S)
-        if reading.done() and not reading.cancelled():
-            reading.exception()  # marks it as retrieved: it was raised above, or the client has gone
+        await end(reading, timeout_s=CANCEL_TIMEOUT_S)
 
 
 class Backlog:
