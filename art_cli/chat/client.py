@@ -265,10 +265,7 @@ class _TopJson(msgspec.Struct):
     bytes: _Bytes | None = None
 
 
-class _TokenJson(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: _Bytes | None = None
+class _TokenJson(_TopJson):
     top_logprobs: list[_TopJson] | None = None
 
 
@@ -358,7 +355,7 @@ def _add_logprobs(choice: Choice, parsed: _LogprobsJson) -> None:
             choice.top_logprobs = [list((top or {}).items()) for top in parsed.top_logprobs]
 
 
-def _token(parsed: _TokenJson | _TopJson) -> str:
+def _token(parsed: _TopJson) -> str:
     """The token's text. Bytes of an incomplete character become lone surrogates, as in `replies.token_bytes`."""
     if parsed.bytes is None or "\ufffd" not in parsed.token:
         return parsed.token

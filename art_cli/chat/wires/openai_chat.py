@@ -68,15 +68,6 @@ class _Tool(msgspec.Struct):
     type: Literal["function"]
 
 
-class _NamedFunction(msgspec.Struct):
-    name: str
-
-
-class _NamedTool(msgspec.Struct):
-    function: _NamedFunction
-    type: Literal["function"]
-
-
 class _PlainFormat(msgspec.Struct, tag="text"):
     """Any text."""
 
@@ -102,7 +93,7 @@ class ChatBody(Body, kw_only=True):
     messages: Annotated[list[_Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     tools: list[_Tool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
+    tool_choice: Literal["auto", "none", "required"] | _Tool | None = None
     response_format: _PlainFormat | _ObjectFormat | _SchemaFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -181,7 +172,7 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 def _tool_choice(fields: Json, chat: ChatBody) -> str | Json:
     names = {tool.function.name for tool in chat.tools or []}
-    if isinstance(chat.tool_choice, _NamedTool):
+    if isinstance(chat.tool_choice, _Tool):
         if chat.tool_choice.function.name not in names:
             raise invalid(f"tool_choice: no tool is named {chat.tool_choice.function.name!r}", "tool_choice")
         named: Json = fields["tool_choice"]
