@@ -36,6 +36,7 @@ import msgspec
 from art_cli import json_lines
 from art_cli.errors import CheckpointError, DataError, RunError, one_line, printable
 from art_cli.private import make_directory, owner_only
+from art_cli.processes.plain_json import is_deep
 from art_cli.trajectory import SCHEMA_VERSION, ScoredTrajectory, Trajectory
 
 log = logging.getLogger(__name__)
@@ -264,16 +265,9 @@ def read_object(path: Path) -> dict[str, Any]:
         raise DataError(f"not JSON: {one_line(error)}", path) from error
     if not isinstance(value, dict):
         raise DataError(f"not a JSON object but {type(value).__name__}", path)
-    if not _is_flat(value, MAX_OBJECT_DEPTH):
+    if is_deep(value, MAX_OBJECT_DEPTH):
         raise DataError(f"nested more than {MAX_OBJECT_DEPTH} levels deep", path)
     return value
-
-
-def _is_flat(value: Any, depth: int) -> bool:
-    """Whether the value has at most `depth` levels."""
-    if not isinstance(value, dict | list):
-        return True
-    return depth > 0 and all(_is_flat(v, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from art_cli.chat.errors import ChatError, invalid
 from art_cli.crew import Crew, Crowded, Overran
+from art_cli.processes.plain_json import is_deep
 
 Json = dict[str, Any]
 Result = TypeVar("Result")
@@ -53,7 +54,7 @@ def decode_object(body: bytes) -> Json:
         raise invalid(f"the body is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise invalid("the body must be a JSON object")
-    if body.count(b"{") + body.count(b"[") > MAX_DEPTH and is_deep(fields):
+    if body.count(b"{") + body.count(b"[") > MAX_DEPTH and is_deep(fields, MAX_DEPTH):
         raise invalid(f"the body is nested more than {MAX_DEPTH} deep")
     return fields
 
@@ -113,19 +114,4 @@ def _is_within(body: bytes, spans: Iterable[tuple[int, int]]) -> bool:
             num_commas += piece.count(b",")
             if num_nodes > MAX_NODES or num_commas > MAX_VALUES:
                 return False
-    return True
-
-
-def is_deep(value: Any) -> bool:
-    """Whether lists and objects are nested more than MAX_DEPTH deep."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return False
     return True

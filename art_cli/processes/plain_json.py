@@ -36,10 +36,10 @@ def load(data: bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def is_deep(value: Any) -> bool:
-    """Whether more than MAX_DEPTH lists and objects stand inside each other."""
+def is_deep(value: Any, depth: int = MAX_DEPTH + 1) -> bool:
+    """Whether more than `depth` lists and objects stand inside each other, the outermost one counted."""
     level = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(depth):
         inner = (item for each in level for item in (each.values() if isinstance(each, dict) else each))
         level = [item for item in inner if isinstance(item, dict | list)]
         if not level:
