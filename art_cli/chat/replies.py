@@ -3,7 +3,7 @@
 These records are the same for every client protocol. wires/ renders them to each protocol's JSON.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -74,6 +74,21 @@ def token_text(token: str) -> str:
 
 
 # --- put together -----------------------------------------------------------------------------------------------------
+
+
+def join_deltas(deltas: Iterable[Json]) -> Json:
+    """One delta from a choice's deltas: texts and tool calls in sequence, the role once, the newest of other values."""
+    joined: Json = {}
+    texts: dict[str, list[str]] = {}  # joined once at the end, so that long texts are copied once
+    for delta in deltas:
+        for name, value in delta.items():
+            if isinstance(value, str) and name != "role":
+                texts.setdefault(name, []).append(value)
+            elif name == "tool_calls":
+                joined.setdefault(name, []).extend(value or ())
+            elif value is not None:
+                joined[name] = value
+    return joined | {name: "".join(pieces) for name, pieces in texts.items()}
 
 
 class ReplyBuilder:

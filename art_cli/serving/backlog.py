@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from art_cli.chat.app import CANCEL_TIMEOUT_S, closing_stream
-from art_cli.chat.replies import Choice, Chunk
+from art_cli.chat.replies import Choice, Chunk, join_deltas
 from art_cli.threads import end
 
 MIN_JOIN = 64  # number of chunks up to which joining costs more than it saves
@@ -94,7 +94,7 @@ def _joined(run: list[Chunk]) -> Chunk:
     choices = [chunk.choice for chunk in run]
     choice = Choice(
         index=choices[0].index,
-        message=None if choices[0].message is None else _joined_delta([choice.message or {} for choice in choices]),
+        message=None if choices[0].message is None else join_deltas(choice.message or {} for choice in choices),
         text="".join(choice.text for choice in choices),
         token_ids=_concat(choice.token_ids for choice in choices),
         logprobs=_concat(choice.logprobs for choice in choices),
@@ -105,19 +105,6 @@ def _joined(run: list[Chunk]) -> Chunk:
     )
     prompt_ids = next((chunk.prompt_ids for chunk in run if chunk.prompt_ids is not None), None)
     return msgspec.structs.replace(run[-1], choice=choice, prompt_ids=prompt_ids)
-
-
-def _joined_delta(deltas: list[dict[str, Any]]) -> dict[str, Any]:
-    """One delta: strings concatenated, the role once, the newest value of anything else."""
-    texts: dict[str, list[str]] = {}
-    others: dict[str, Any] = {}
-    for delta in deltas:
-        for name, value in delta.items():
-            if isinstance(value, str) and name != "role":
-                texts.setdefault(name, []).append(value)
-            elif value is not None:
-                others[name] = value
-    return others | {name: "".join(pieces) for name, pieces in texts.items()}
 
 
 def _concat(lists: Iterable[list[Any] | None]) -> Any:

@@ -24,7 +24,7 @@ from art_cli import model, openmp, threads
 from art_cli.chat import Backend
 from art_cli.chat.errors import ChatError, invalid
 from art_cli.chat.reading import RequestReader
-from art_cli.chat.replies import Choice, Chunk, Reply
+from art_cli.chat.replies import Choice, Chunk, Reply, join_deltas
 from art_cli.chat.requests import Request
 from art_cli.config.schema import EmbeddedEngineConfig
 from art_cli.engines import Endpoint, EngineSetup
@@ -361,8 +361,7 @@ class _ChoiceWriter:
     def _delta(self, text: str, is_last: bool) -> Json | None:
         if self._parser is None:
             return None
-        deltas = self._parser.push(text) + (self._parser.flush() if is_last else [])
-        delta = _merge(deltas)
+        delta = join_deltas(self._parser.push(text) + (self._parser.flush() if is_last else []))
         if self._is_first:
             delta = {"role": "assistant", **delta}
         self._is_first = False
@@ -376,15 +375,6 @@ class _ChoiceWriter:
     def _finish_reason(self, piece: Piece) -> str:
         reason = piece.finish_reason or "stop"
         return "tool_calls" if reason == "stop" and self._parser is not None and self._parser.calls else reason
-
-
-def _merge(deltas: list[Json]) -> Json:
-    """Several deltas as one."""
-    merged: Json = {}
-    for delta in deltas:
-        for key, value in delta.items():
-            merged[key] = merged[key] + value if key in merged else value
-    return merged
 
 
 def _limit(request: Request, prompt: Prompt, weights: Weights) -> int:
