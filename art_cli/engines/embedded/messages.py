@@ -11,6 +11,7 @@ schemas. Another grammar holds a reply to `response_format`.
 """
 
 import json
+from dataclasses import dataclass, field
 from typing import Any
 
 from art_cli.chat.errors import ChatError, invalid
@@ -28,26 +29,17 @@ MAX_ASIDE = 2**20  # most characters of messages and tools that a template may l
 MAX_LENGTH = 2**20  # tokens of the context where the caller gives no length
 
 
+@dataclass(eq=False)
 class Prompt:
     """A request's prompt, and how to read its reply."""
 
-    def __init__(
-        self,
-        ids: list[int],
-        opening: str = "",
-        has_tools: bool = False,
-        has_thinking: bool = False,
-        format: Format | None = None,
-        syntax: CallSyntax = HERMES,
-        schemas: Schemas | None = None,
-    ) -> None:
-        self.ids = ids
-        self.opening = opening  # the beginning of the reply, which the prompt already holds
-        self.has_tools = has_tools
-        self.has_thinking = has_thinking
-        self.format = format  # the grammar of the reply; None: it is free
-        self.syntax = syntax  # the way this model writes calls
-        self.schemas = schemas or {}
+    ids: list[int]
+    opening: str = ""  # the beginning of the reply, which the prompt already holds
+    has_tools: bool = False
+    has_thinking: bool = False
+    format: Format | None = None  # the grammar of the reply; None: it is free
+    syntax: CallSyntax = HERMES  # the way this model writes calls
+    schemas: Schemas = field(default_factory=dict)
 
     def parser(self) -> "MessageParser":
         return MessageParser(
