@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from art_cli.chat.errors import ChatError
@@ -118,6 +118,7 @@ def test_text_that_is_no_call_stays_content(syntax: Any, text: str) -> None:
     st.lists(st.sampled_from(["<think>", "</think>", "{", "[", "a", "\n", " ", "<", "[TOOL", "é", "<|"]), max_size=4),
     st.lists(st.integers(0, 300), max_size=8),
 )
+@example("llama", ["<think>", "</think>", " "], [16])
 def test_a_message_is_the_same_however_its_text_is_cut_up(family: str, before: list[str], cuts: list[int]) -> None:
     syntax, text = TEXTS[family]
     text = "".join(before) + text

@@ -276,7 +276,7 @@ class MessageParser:
     def _may_be_bare_call(self) -> bool:
         """Whether the whole reply may still be one call without a marker."""
         is_first = not self.calls and not self._content
-        return self._syntax.is_bare_json and is_first and self._held.lstrip(SPACE).startswith("{")
+        return self._syntax.is_bare_json and is_first and self._held.lstrip(SPACE)[:1] in ("", "{")
 
     def _call(self, calls: list[Json]) -> list[Json]:
         first = len(self.calls)
