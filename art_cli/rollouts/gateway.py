@@ -352,7 +352,8 @@ def _unknown_key(key: str | None) -> ChatError:
 
 
 def _finished() -> ChatError:
-    return ChatError(401, "this rollout has finished", "authentication_error", None, "invalid_api_key")
+    message = f"this rollout has finished. {OWN_CLIENT}"
+    return ChatError(401, message, "authentication_error", None, "invalid_api_key")
 
 
 def call_seed(run_seed: int, trajectory_id: str, number: int) -> int:

@@ -174,7 +174,7 @@ async def test_what_was_sampled_before_the_failure_is_kept(stage: Stage) -> None
         ("raise ValueError('made of it')", -1.0, None),
         ("return float('nan')", None, "reward: reward is nan, not a finite number"),
         ("raise ConnectionError('gone')", None, "ConnectionError: gone (rollout.py:14)"),
-        ("await asyncio.sleep(60)", None, "timeout: not finished after 2 s (rollout.timeout_s)"),
+        ("await asyncio.sleep(60)", None, "timeout: not finished after 10 s (rollout.timeout_s)"),
     ],
 )
 @pytest.mark.parametrize("limit", ["turn_limit", "context_length_exceeded"])
@@ -203,7 +203,7 @@ async def rollout(policy, scenario):
     )
     max_turns = 3 if limit == "turn_limit" else 50
     (trajectory,) = await Stage(tmp_path, ScriptedBackend(answer)).play(
-        source, max_turns=max_turns, limit_reward=-1, timeout_s=2 if "sleep" in ending else 60, retries=0
+        source, max_turns=max_turns, limit_reward=-1, timeout_s=10 if "sleep" in ending else 60, retries=0
     )
     assert (trajectory.returned_reward, trajectory.error, trajectory.limit) == (reward, error, limit)
     assert len(trajectory.turns) == 3
