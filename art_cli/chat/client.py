@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 from yarl import URL
 
-from art_cli.chat.answers import MAX_ANSWER, MAX_ERROR, AnswerTooLarge, read_answer
+from art_cli.chat.answers import MAX_ANSWER, MAX_ERROR, AnswerTooLarge, open_session, read_answer
 from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request, Sampling
@@ -27,7 +27,6 @@ Json = dict[str, Any]
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_MESSAGE = 10_000  # characters of an endpoint's error that reach the client
-IDLE_S = 4.0  # below uvicorn's keep-alive of 5 s, so that this side closes idle connections, never both at once
 
 
 class HttpBackend:
@@ -108,12 +107,8 @@ class HttpBackend:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            is_local = URL(self._url).host in ("127.0.0.1", "localhost", "::1")
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
-                trust_env=not is_local,  # environment's proxies are for hosted models, not for this machine
-                headers={"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"},
-            )
+            headers = {"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"}
+            self._session = open_session(self._url, headers)
         return self._session
 
     # --- failing ------------------------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ from typing import NoReturn, Self
 from urllib.parse import urlsplit
 
 from art_cli.chat import Backend
+from art_cli.chat.answers import LOCAL
 from art_cli.chat.client import HttpBackend
 from art_cli.config.schema import OpenAIEngineConfig
 from art_cli.engines import Endpoint, EngineSetup
 from art_cli.errors import EngineError
 
-LOCAL = ("127.0.0.1", "localhost", "::1")
 CONNECT_DEADLINE_S = 10.0
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import aiohttp
 from yarl import URL
 
-from art_cli.chat.answers import AnswerTooLarge, read_answer
+from art_cli.chat.answers import AnswerTooLarge, open_session, read_answer
 from art_cli.config.schema import JudgeModelConfig
 from art_cli.judges.costs import Usage
 from art_cli.judges.providers import (
@@ -29,8 +29,6 @@ from art_cli.judges.providers.keys import DEFAULT_KEY, openai_base
 from art_cli.judges.providers.waits import quiet_time, retry_after
 from art_cli.secrets import Secrets
 from art_cli.trajectory import Json
-
-IDLE_S = 4.0  # below uvicorn's keep-alive of 5 s: we close an idle connection, never both sides at once
 
 
 class _Response(NamedTuple):
@@ -100,13 +98,11 @@ class HttpProvider(Provider):
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            is_local = URL(self._url).host in ("127.0.0.1", "localhost", "::1")
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
+            self._session = open_session(
+                self._url,
+                {"Content-Type": "application/json", "Accept-Encoding": ENCODINGS},
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # the call's deadline covers every wait
-                trust_env=not is_local,  # use the environment's proxy for a hosted model, not for this machine
                 cookie_jar=aiohttp.DummyCookieJar(),
-                headers={"Content-Type": "application/json", "Accept-Encoding": ENCODINGS},
             )
         return self._session
 
