@@ -38,17 +38,13 @@ class Optimizer:
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
+        config: TrainConfig | SftConfig,
         *,
-        learning_rate: float,
-        warmup_steps: int,
-        weight_decay: float,
-        max_grad_norm: float,
         device: torch.device | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        self.parameters = dict(parameters)
+        self.parameters, self.config = dict(parameters), config
         self.ranks: Ranks = ranks or SingleRank()
-        self.learning_rate, self.warmup_steps, self.max_grad_norm = learning_rate, warmup_steps, max_grad_norm
         self.counts = Counts()
         self._copies = {
             name: torch.nn.Parameter(parameter.detach().to(device or parameter.device, _dtype(parameter), copy=True))
@@ -56,37 +52,19 @@ class Optimizer:
             if device is not None or _is_low(parameter)
         }
         self._updated = {**self.parameters, **self._copies}  # the tensors that AdamW updates, by parameter
-        self._adamw = torch.optim.AdamW(self._updated.values(), lr=learning_rate, weight_decay=weight_decay)
-
-    @classmethod
-    def of(
-        cls,
-        parameters: Mapping[str, torch.nn.Parameter],
-        config: TrainConfig | SftConfig,
-        *,
-        device: torch.device | None = None,
-        ranks: Ranks | None = None,
-    ) -> "Optimizer":
-        """A new optimizer with the knobs of that section."""
-        return cls(
-            parameters,
-            learning_rate=config.learning_rate,
-            warmup_steps=config.warmup_steps,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            device=device,
-            ranks=ranks,
+        self._adamw = torch.optim.AdamW(
+            self._updated.values(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
 
     def current_rate(self) -> float:
         """The learning rate of the current step. It grows evenly over `warmup_steps`; the first step's is not zero."""
-        if self.counts.num_steps >= self.warmup_steps:
-            return self.learning_rate
-        return self.learning_rate * (self.counts.num_steps + 1) / self.warmup_steps
+        rate, num_warmup = self.config.learning_rate, self.config.warmup_steps
+        return rate if self.counts.num_steps >= num_warmup else rate * (self.counts.num_steps + 1) / num_warmup
 
     def clip(self) -> float:
         """The norm of all gradients before this call, which scales them down to `max_grad_norm` if it is larger."""
-        return float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)))
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
+        return float(self.ranks.whole(norm))
 
     def update(self) -> None:
         for group in self._adamw.param_groups:

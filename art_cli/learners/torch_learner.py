@@ -74,7 +74,7 @@ class TorchLearner:
         self.packing = PackingCheck(self.runner)
         self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
         self.optimizer_device = torch.device("cpu") if learner.offload_optimizer else None
-        self.optimizer = Optimizer.of(self.parameters, train, device=self.optimizer_device, ranks=self.ranks)
+        self.optimizer = Optimizer(self.parameters, train, device=self.optimizer_device, ranks=self.ranks)
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
         """Takes one policy step. After any failure every weight is what it was before.
@@ -111,7 +111,7 @@ class TorchLearner:
         ]
         if not transcripts:
             raise LearnerError("sft.demos: no transcripts")
-        optimizer = Optimizer.of(self.parameters, config, device=self.optimizer_device, ranks=self.ranks)
+        optimizer = Optimizer(self.parameters, config, device=self.optimizer_device, ranks=self.ranks)
         self.warm_up = Sft(transcripts, config, optimizer, seed=self.train_config.seed)
         return self.warm_up.num_updates
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from art_cli.config.schema import TrainConfig
 from art_cli.errors import CheckpointError
 from art_cli.learners.optimizer import Optimizer
 
@@ -20,12 +21,12 @@ def optimizer(
     device: str | None = None,
 ) -> Optimizer:
     """Of one parameter of ones at `place`, updated at `device`."""
+    config = TrainConfig(
+        learning_rate=learning_rate, warmup_steps=warmup_steps, weight_decay=weight_decay, max_grad_norm=1.0
+    )
     return Optimizer(
         {"w": torch.nn.Parameter(torch.ones(size, dtype=dtype, device=place))},
-        learning_rate=learning_rate,
-        warmup_steps=warmup_steps,
-        weight_decay=weight_decay,
-        max_grad_norm=1.0,
+        config,
         device=None if device is None else torch.device(device),
     )
 
