@@ -15,24 +15,12 @@ from pydantic import ValidationError
 
 from art_cli.config.checks import conflicts
 from art_cli.config.composition import Composition
-from art_cli.config.identity import config_changes, config_hash
 from art_cli.config.knobs import Schema, groups, sections, variants
 from art_cli.config.overrides import expand, suffixes
 from art_cli.config.places import COMMAND_LINE, Places
 from art_cli.config.problems import explain, unwritable
 from art_cli.config.schema import MAX_NAME, JudgeConfig, RolloutJudgeConfig, RunConfig, Section, VllmEngineConfig
 from art_cli.errors import ConfigError, Problem
-
-__all__ = [
-    "LoadedConfig",
-    "LoadedJudge",
-    "config_changes",
-    "config_hash",
-    "expand",
-    "load_config",
-    "load_judge",
-    "load_sweep",
-]
 
 AnySection = TypeVar("AnySection", bound=Section)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.checkpoints import is_base, run_config, run_of
-from art_cli.config.compose import LoadedConfig, config_changes, config_hash
+from art_cli.config.compose import LoadedConfig
+from art_cli.config.identity import config_changes, config_hash
 from art_cli.engines import engine_traits
 from art_cli.errors import CheckpointError, ConfigError, Problem, UsageError
 from art_cli.learners import Learner, load_policy, make_learner

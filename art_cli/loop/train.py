@@ -23,7 +23,8 @@ from typing import NoReturn
 from art_cli import log as logs
 from art_cli import threads
 from art_cli.checkpoints import prune_trained
-from art_cli.config.compose import LoadedConfig, config_hash
+from art_cli.config.compose import LoadedConfig
+from art_cli.config.identity import config_hash
 from art_cli.config.references import check_ready, missing_targets
 from art_cli.config.schema import OwnEngineConfig
 from art_cli.engines import engine_traits, proof
