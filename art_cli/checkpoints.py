@@ -9,10 +9,9 @@ A checkpoint has a manifest with a hash of every file, written by `run_dir`. A p
 a manifest. Importing makes it step 0 of a run; serving uses it as it is.
 """
 
-import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -29,8 +28,6 @@ from art_cli.run_dir import (
     verify_checkpoint,
     write_lines,
 )
-
-log = logging.getLogger(__name__)
 
 ADAPTER_CONFIG, ADAPTER_FILE, TEMPLATE_FILE = "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"
 KEEP = 3  # number of newest checkpoints kept by a run whose configuration does not say
@@ -131,15 +128,11 @@ def newest(run: RunDir, *, best: bool) -> Found:
 
     Raises CheckpointError: there is none; UsageError: no evaluation has a reward, so that none is the best.
     """
-    there = run.checkpoint_steps()
-    for step in _by_reward(run) if best else reversed(there):
-        if step not in there:
-            continue
-        try:
-            return _found(run.checkpoint_path(step), run)
-        except CheckpointError as error:
-            log.warning("passed over a checkpoint: %s", error)
-    if best and run.evaluations() and not any(True for _ in _by_reward(run)):
+    rewards = _rewards(run) if best else {}
+    found = run.newest_checkpoint(_best_first(run.checkpoint_steps(), rewards) if best else None)
+    if found is not None:
+        return Found(*found, run, (found[0] / ADAPTER_CONFIG).exists())
+    if best and run.evaluations() and not rewards:
         raise UsageError(
             f"{run.root}: --best: its evaluations have no reward, since the rollout returns none and eval.judge was "
             "off; compare checkpoints with art eval --checkpoint A --checkpoint B, and name one"
@@ -178,17 +171,6 @@ def is_base(path: Path) -> bool:
     return "model_type" in _read_json(path / "config.json")
 
 
-def base_of_run(run: RunDir) -> str:
-    """The hub id or directory of the base model of a run's policy, at every step.
-
-    It is the one that the run built, else the one that its newest checkpoint names. Raises CheckpointError: there is
-    neither, or the named one is not there.
-    """
-    if run.base.is_dir():
-        return str(run.base)
-    return base_of(newest(run, best=False))
-
-
 def run_config(run: RunDir | None) -> dict[str, Any]:
     """A run's resolved configuration; empty if it has none.
 
@@ -214,8 +196,8 @@ def listed(run: RunDir) -> list[Listed]:
         raise RunError(f"{run.root}: not a run (no checkpoints/)")
     evaluations = run.evaluations()
     entries = [_entry(run, step, evaluations.get(step, {})) for step in run.checkpoint_steps()]
-    best = _best(entries)
-    return [entry._replace(is_best=entry is best) for entry in entries]
+    best = _best_first((entry.step for entry in entries if entry.problem is None), _rewards(run))[:1]
+    return [entry._replace(is_best=entry.step in best) for entry in entries]
 
 
 def _entry(run: RunDir, step: int, evaluation: dict[str, float]) -> Listed:
@@ -226,12 +208,6 @@ def _entry(run: RunDir, step: int, evaluation: dict[str, float]) -> Listed:
     except CheckpointError as error:
         return Listed(step, path, str(error).removeprefix(f"{path}: "), evaluation, {}, num_bytes)
     return Listed(step, path, None, evaluation, manifest.metrics, num_bytes)
-
-
-def _best(entries: list[Listed]) -> Listed | None:
-    """The valid checkpoint with the highest evaluated reward, the latest of equals; None: none was evaluated."""
-    evaluated = [entry for entry in entries if entry.problem is None and "reward" in entry.evaluation]
-    return max(evaluated, key=lambda entry: (entry.evaluation["reward"], entry.step), default=None)
 
 
 def prune(run: RunDir, *, keep: int | None) -> list[Listed]:
@@ -270,20 +246,17 @@ def to_remove(steps: Iterable[int], rewards: Mapping[int, float], *, keep: int) 
     Example: to_remove([0, 1, 2, 3, 4], {1: 0.5, 4: 0.2}, keep=2) is {2}.
     """
     there = sorted(steps)
-    best = max((step for step in there if step in rewards), key=lambda step: (rewards[step], step), default=None)
-    return {step for step in there[:-keep] if step not in (0, best)}
+    return set(there[:-keep]) - {0, *_best_first(there, rewards)[:1]}
 
 
 def best_step(run: RunDir) -> int | None:
     """The best evaluated step that has a checkpoint, by name alone; None: none was evaluated."""
-    there = run.checkpoint_steps()
-    return next((step for step in _by_reward(run) if step in there), None)
+    return next(iter(_best_first(run.checkpoint_steps(), _rewards(run))), None)
 
 
-def _by_reward(run: RunDir) -> Iterator[int]:
-    """The steps whose evaluation has a reward, highest first, the latest of equals first."""
-    rewards = _rewards(run)
-    yield from sorted(rewards, key=lambda step: (rewards[step], step), reverse=True)
+def _best_first(steps: Iterable[int], rewards: Mapping[int, float]) -> list[int]:
+    """The steps that have a reward, the highest reward first, the latest of equals first."""
+    return sorted((step for step in steps if step in rewards), key=lambda step: (rewards[step], step), reverse=True)
 
 
 def _rewards(run: RunDir) -> dict[int, float]:

@@ -481,9 +481,12 @@ class RunDir:
         steps = {int(match[1]): path for match, path in named if match is not None and path.is_dir()}
         return sorted(step for step, path in steps.items() if path == self.checkpoint_path(step))
 
-    def newest_checkpoint(self) -> tuple[Path, Manifest] | None:
-        """The newest checkpoint that verifies; for each newer one that does not, a warning says why."""
-        for step in reversed(self.checkpoint_steps()):
+    def newest_checkpoint(self, steps: Iterable[int] | None = None) -> tuple[Path, Manifest] | None:
+        """The newest checkpoint that verifies, or the first that does of `steps`; None: no such checkpoint.
+
+        A warning says why each checkpoint before it was passed over.
+        """
+        for step in reversed(self.checkpoint_steps()) if steps is None else steps:
             try:
                 return self.checkpoint_path(step), verify_checkpoint(self.checkpoint_path(step))
             except CheckpointError as error:
