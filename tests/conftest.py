@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from importlib.util import find_spec
 
+import hypothesis
 import pytest
 import uvloop
 
@@ -12,6 +13,9 @@ from art_cli import cli
 
 # Test models are far too small for a second thread, and threads that wait for a busy core cost twenty times the work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A busy machine draws examples slowly and runs them slowly, which says nothing of the code.
+hypothesis.settings.register_profile("art", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("art")
 # No test asks the hub for anything.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -51,7 +51,7 @@ def test_what_is_written_is_read_back_equal(tmp_path: Path) -> None:
     assert list(read_lines(path, ScoredTrajectory)) == [scored]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cut=st.integers(min_value=0, max_value=2000))
 def test_a_file_cut_anywhere_reads_as_its_whole_lines_and_can_be_appended_to(
     tmp_path_factory: pytest.TempPathFactory, cut: int

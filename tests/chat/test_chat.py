@@ -177,7 +177,7 @@ field_names = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.sampled_from(["chat", "text"]), st.dictionaries(field_names, json_values, max_size=4))
 def test_any_json_object_is_a_request_or_a_400(kind: Any, fields: dict[str, Any]) -> None:
     """Property: parsing returns a Request that can be written down, or raises ChatError(400), nothing else."""
@@ -477,7 +477,7 @@ async def test_a_port_in_use_is_one_line_that_says_so() -> None:
 # --- streams put together ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.text(max_size=8) | st.just(tool_call("add", a=1)), st.integers(1, 3), st.none() | st.integers(1, 4))
 async def test_the_chunks_of_a_stream_put_together_are_the_reply(answer: Any, n: int, max_tokens: int | None) -> None:
     """Property: for any answer, number of choices and cut, ReplyBuilder over `stream` gives what `reply` gives."""

@@ -13,7 +13,7 @@ from art_cli.chat.errors import ChatError
 STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?$)', re.DOTALL)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(st.sampled_from([b'"', b"\\", b"a", b"[", b"]", b",", b":"]), max_size=24), st.integers(2, 30))
 def test_strings_are_left_out_wherever_the_slices_end(parts: list[bytes], size: int) -> None:
     """Property: for any bytes and any slice, what is outside of strings is what one regular expression leaves."""

@@ -112,7 +112,7 @@ def test_text_that_is_no_call_stays_content(syntax: Any, text: str) -> None:
     assert message["tool_calls"] == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from(sorted(TEXTS)),
     st.lists(st.sampled_from(["<think>", "</think>", "{", "[", "a", "\n", " ", "<", "[TOOL", "é", "<|"]), max_size=4),

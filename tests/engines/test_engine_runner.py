@@ -28,7 +28,7 @@ slot_lists = st.lists(
 )  # (distance to the slot before, length, tokens shared with it)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(slot_lists)
 def test_every_decoding_slot_is_in_one_run_that_reads_all_it_needs(rows: list[tuple[int, int, int]]) -> None:
     slots = np.cumsum([distance for distance, _, _ in rows]) - 1
@@ -70,7 +70,7 @@ chunk_lists = st.lists(
 )  # (distance to the slot before, tokens before the chunk, tokens in it)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(chunk_lists)
 def test_every_chunk_is_in_one_run_at_its_own_positions(rows: list[tuple[int, int, int]]) -> None:
     slots = np.cumsum([distance for distance, _, _ in rows]) - 1

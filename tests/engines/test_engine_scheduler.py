@@ -165,7 +165,7 @@ class Play:
             self.scheduler.add(self.sequences[-1])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(actions, st.integers(1, 6), st.sampled_from([3, 16, 64]), st.sampled_from([256, 400, 700, 5000]))
 def test_every_sequence_ends_as_if_it_were_alone(
     todo: list[tuple[str, Any, Any]], max_slots: int, prefill_tokens: int, max_tokens: int

@@ -177,7 +177,7 @@ def test_every_completed_reply_validates(shared: tuple[asyncio.Runner, EmbeddedE
         requests = [ask(format=held(schema), n=4, seed=seed) for schema in schemas]
         return [reply.choices for reply in await asyncio.gather(*map(engine.reply, requests))]
 
-    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=12, suppress_health_check=list(HealthCheck), database=None)
     @given(st.lists(ANY, min_size=4, max_size=4), st.integers(0, 99))
     def check(schemas: list[Json], seed: int) -> None:
         for schema, choices in zip(schemas, runner.run(replies(schemas, seed)), strict=True):

@@ -188,7 +188,7 @@ def test_ten_thousand_hostile_attempts_are_read_back_exactly_as_they_were(seed: 
         known = [f"\n<{code[1]} end>\n", f"\n<{code[1]} attempt {prompt.ids[0]}>\n", code[1], *prompt.ids]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.lists(
@@ -266,7 +266,7 @@ def test_texts_are_cut_to_the_largest_common_length_that_fits(sizes: list[int], 
     assert level >= max(sizes) or sum(min(size, level + 1) for size in sizes) > room
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(100, 3000), st.lists(st.integers(0, 30_000), min_size=1, max_size=12), st.sampled_from("aé漢"))
 def test_a_shortened_attempt_fits_its_budget(max_tokens: int, lengths: list[int], letter: str) -> None:
     """Texts and marks together, by the same estimate; a token is allowed for rounding each cut text up."""

@@ -84,7 +84,7 @@ def with_gradients(out: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
 # --- the mask ---------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(trees, st.sampled_from([1, 30]), st.sampled_from([None, 1, 5, 70]))
 def test_the_mask_is_the_trees_and_padding_sees_itself_alone(
     token_lists: list[list[int]], stretch: int, window: int | None

@@ -160,7 +160,7 @@ WEIGHTS = tiny_weights(seed=3)
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(groups=groups_of(), budget=st.sampled_from([1, 12, 24, 4096]), packing=st.sampled_from(["auto", "tree", "rows"]))
 def test_gradient_is_that_of_one_sequence_at_a_time(
     loss: LossConfig, groups: list[list[ScoredTrajectory]], budget: int, packing: str

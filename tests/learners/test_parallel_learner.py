@@ -318,7 +318,7 @@ def test_drift_is_found_over_all_processes(base: Path, workers: Workers) -> None
 # --- dealing ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(turn_trees(3), min_size=1, max_size=12), st.integers(2, 5), st.integers(4, 60), st.booleans())
 def test_every_sample_is_dealt_once_and_every_process_runs_as_many_packs(
     trees: list[list[object]], size: int, budget: int, share: bool

@@ -75,7 +75,7 @@ def reference_gradient(
 
 
 @pytest.mark.parametrize("components", [*([name] for name in NAMES), NAMES], ids="+".join)
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(groups=groups_of(), budget=st.sampled_from([1, 12, 24, 4096]), packing=st.sampled_from(["auto", "tree", "rows"]))
 def test_gradient_is_that_of_one_token_at_a_time(
     components: list[str], groups: list[list[ScoredTrajectory]], budget: int, packing: str

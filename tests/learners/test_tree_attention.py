@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -47,7 +47,6 @@ def with_gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     return [out, *torch.autograd.grad((out * weight).sum(), inputs)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=10), st.integers(0, 9))
 def test_blocks_are_exact(token_lists: list[list[int]], seed: int) -> None:
     """Forward and backward in float64, against the definition with the mask written out."""

@@ -72,7 +72,7 @@ def test_every_turns_prompt_goes_on_from_the_tokens_before_it() -> None:
             before = [*prompt, *move, tokenizer.eos_token_id]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(max_size=60))
 def test_any_text_goes_through_the_tokenizer_and_back(text: str) -> None:
     tokenizer = TOKENIZER

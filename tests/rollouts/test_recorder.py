@@ -58,7 +58,7 @@ def calls(draw: st.DrawFn) -> list[tuple[list[int], list[list[int]]]]:
     return made
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(calls())
 def test_every_turn_reproduces_exactly_what_was_sent_and_sampled(made: list[tuple[list[int], list[list[int]]]]) -> None:
     """Property: prompt() and sequence() of every turn are the ids of its call, and no earlier turn shares more of them.

@@ -37,7 +37,7 @@ def text(letter: str) -> Chunk:
     return Chunk(id="x", created=1, model="policy", choice=choice)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.text(max_size=8) | st.just(tool_call("add", a=1)), st.integers(1, 3), st.lists(st.integers(0, 30), max_size=6)
 )
