@@ -1,6 +1,7 @@
 """The configuration of a run: Hydra composes it, pydantic checks it. No module here imports torch.
 
-schema.py        RunConfig and its sections: every knob, its default and what it means
+schema.py        RunConfig: the whole configuration of a run
+sections/        the sections of RunConfig: every knob, its default and what it means
 compose.py       load_config, load_sweep, load_judge, LoadedConfig
 composition.py   one YAML file and the command line's overrides, put together by Hydra
 overrides.py     reads `key=value` arguments, and expands sweeps

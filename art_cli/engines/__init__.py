@@ -3,9 +3,9 @@
 An engine owns an endpoint (OpenAI-compatible, on loopback unless it is foreign) and knows which step's weights it
 samples from. It speaks in plain data (paths, numbers, token ids), so that it can be another process or another machine.
 
-A new engine is its own file, a section in config/schema.py and a line of BUILT_INS here. A user's own is a class in a
-file beside the configuration, `engine: {entry: "mine.py:MyEngine", options: {...}}`, made as `MyEngine(setup)` and
-used through the Engine protocol; its class attributes say what it can do (EngineTraits).
+A new engine is its own file, a section in config/sections/engine.py and a line of BUILT_INS here. A user's own is a
+class in a file beside the configuration, `engine: {entry: "mine.py:MyEngine", options: {...}}`, made as
+`MyEngine(setup)` and used through the Engine protocol; its class attributes say what it can do (EngineTraits).
 """
 
 import pkgutil

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from art_cli.chat import Backend
 from art_cli.chat.answers import LOCAL
 from art_cli.chat.client import HttpBackend
-from art_cli.config.schema import OpenAIEngineConfig
+from art_cli.config.sections.engine import OpenAIEngineConfig
 from art_cli.engines import Endpoint, EngineSetup
 from art_cli.errors import EngineError
 

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from art_cli.config.schema import BlendJudgeConfig, NamedJudgeConfig, RolloutJudgeConfig, RulerJudgeConfig
+from art_cli.config.sections.judge import BlendJudgeConfig, NamedJudgeConfig, RolloutJudgeConfig, RulerJudgeConfig
 from art_cli.judges import Judge, Verdict, judge_class, make_judge, make_key
 from art_cli.judges.costs import CostEstimate, Usage
 from art_cli.trajectory import Score, Trajectory

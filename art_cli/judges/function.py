@@ -21,7 +21,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from art_cli.config.schema import FunctionJudgeConfig
+from art_cli.config.sections.judge import FunctionJudgeConfig
 from art_cli.errors import JudgeError, UsageError, describe
 from art_cli.judges import Judge, Verdict, make_key
 from art_cli.judges.costs import CostEstimate, Usage

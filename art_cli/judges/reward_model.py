@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from art_cli.config.schema import RewardModelJudgeConfig
+from art_cli.config.sections.judge import RewardModelJudgeConfig
 from art_cli.errors import JudgeError, JudgeStopped, describe
 from art_cli.judges import Judge, Verdict, make_key
 from art_cli.judges.text import clean

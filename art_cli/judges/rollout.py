@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from art_cli.config.schema import RolloutJudgeConfig
+from art_cli.config.sections.judge import RolloutJudgeConfig
 from art_cli.errors import JudgeError
 from art_cli.judges import Judge, Verdict
 from art_cli.trajectory import Trajectory

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from art_cli.chat.requests import text_of
-from art_cli.config.schema import WandbTrackerConfig
+from art_cli.config.sections.tracker import WandbTrackerConfig
 from art_cli.errors import UsageError
 from art_cli.run_dir import MetricsLine
 from art_cli.trackers import TrackedRun

@@ -26,7 +26,7 @@ from art_cli.chat.errors import ChatError, invalid
 from art_cli.chat.reading import RequestReader
 from art_cli.chat.replies import Choice, Chunk, Reply, join_deltas
 from art_cli.chat.requests import Request
-from art_cli.config.schema import EmbeddedEngineConfig
+from art_cli.config.sections.engine import EmbeddedEngineConfig
 from art_cli.engines import Endpoint, EngineSetup
 from art_cli.engines.embedded import messages, sampling
 from art_cli.engines.embedded.engine_thread import EngineThread, Generation, Piece

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from art_cli.config.schema import VllmEngineConfig
+from art_cli.config.sections.engine import VllmEngineConfig
 from art_cli.errors import EngineError
 from art_cli.policy_spec import PolicySpec
 

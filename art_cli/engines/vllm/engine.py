@@ -24,7 +24,7 @@ from art_cli.chat.client import HttpBackend
 from art_cli.chat.errors import INVALID_REQUEST, ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request, demands_format
-from art_cli.config.schema import VllmEngineConfig
+from art_cli.config.sections.engine import VllmEngineConfig
 from art_cli.engines import Endpoint, EngineSetup
 from art_cli.engines.vllm.adapters import Adapters
 from art_cli.engines.vllm.control import Scored, Unreachable

@@ -17,7 +17,7 @@ import socket
 import sys
 from pathlib import Path
 
-from art_cli.config.schema import VllmEngineConfig
+from art_cli.config.sections.engine import VllmEngineConfig
 from art_cli.engines.vllm import arguments
 from art_cli.engines.vllm.control import Control, Refused, Unreachable
 from art_cli.errors import EngineError

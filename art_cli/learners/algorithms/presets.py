@@ -1,13 +1,13 @@
 """The algorithms that a configuration chooses by name (`loss=dapo`), one class each, with paper and equation.
 
-A new one is a class here, a line in PRESETS, and its knobs in config/schema.py.
+A new one is a class here, a line in PRESETS, and its knobs in config/sections/loss.py.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from art_cli.config import schema
+from art_cli.config.sections import loss
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.credit import advantages, overlong_penalty, rewards_of, seen_turns
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, clip_samples, clip_tokens, clip_weights
@@ -15,8 +15,8 @@ from art_cli.learners.algorithms.shares import UpdateCounts, sample_mean, trajec
 from art_cli.learners.algorithms.user import UserAlgorithm
 from art_cli.trajectory import ScoredTrajectory
 
-Knobs = TypeVar("Knobs", bound=schema.BaseLossConfig)
-ScaledKnobs = TypeVar("ScaledKnobs", bound=schema.ScaledLossConfig)
+Knobs = TypeVar("Knobs", bound=loss.BaseLossConfig)
+ScaledKnobs = TypeVar("ScaledKnobs", bound=loss.ScaledLossConfig)
 
 
 class Preset(Algorithm, Generic[Knobs]):
@@ -33,7 +33,7 @@ class ScaledPreset(Preset[ScaledKnobs]):
         return advantages(rewards_of(group), scale=self.knobs.scale_advantages)
 
 
-class Grpo(ScaledPreset[schema.GrpoConfig]):
+class Grpo(ScaledPreset[loss.GrpoConfig]):
     """GRPO: Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), equation 3.
 
     The mean is over all trained tokens of the step. The paper's is over each sequence first, which favours short right
@@ -44,7 +44,7 @@ class Grpo(ScaledPreset[schema.GrpoConfig]):
         return clip_tokens(terms, self.knobs.clip, self.knobs.clip)
 
 
-class DrGrpo(Preset[schema.DrGrpoConfig]):
+class DrGrpo(Preset[loss.DrGrpoConfig]):
     """Dr. GRPO: Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv:2503.20783), section 3.2.
 
     GRPO without its two biases: advantages are not divided by the group's deviation, and the sum over a trajectory's
@@ -61,7 +61,7 @@ class DrGrpo(Preset[schema.DrGrpoConfig]):
         return trajectory_sum(num_tokens, update, max_tokens=self.knobs.max_tokens or self.max_tokens)
 
 
-class Dapo(ScaledPreset[schema.DapoConfig]):
+class Dapo(ScaledPreset[loss.DapoConfig]):
     """DAPO: Yu et al. 2025 (arXiv:2503.14476), equations 8 to 13.
 
     Clip-higher (equation 10), the mean over all tokens (equation 12), and a soft punishment of replies that come near
@@ -88,7 +88,7 @@ class Dapo(ScaledPreset[schema.DapoConfig]):
         return overlong_penalty(longest, max_tokens=self.max_tokens, buffer=self.knobs.overlong_buffer)
 
 
-class Gspo(ScaledPreset[schema.GspoConfig]):
+class Gspo(ScaledPreset[loss.GspoConfig]):
     """GSPO: Zheng et al. 2025 (arXiv:2507.18071), equations 5 to 7.
 
     The ratio belongs to a whole sequence, so that clipping takes or leaves a sequence whole. A sequence is a sample.
@@ -101,7 +101,7 @@ class Gspo(ScaledPreset[schema.GspoConfig]):
         return sample_mean(num_tokens, update)
 
 
-class Cispo(ScaledPreset[schema.CispoConfig]):
+class Cispo(ScaledPreset[loss.CispoConfig]):
     """CISPO: MiniMax-M1, 2025 (arXiv:2506.13585), equations 4 and 5.
 
     The importance weight is clipped, not the update: every token keeps its gradient.
@@ -121,13 +121,13 @@ PRESETS: dict[str, type[Preset[Any]]] = {
 
 
 def build_algorithm(
-    config: schema.LossConfig | schema.AlgorithmConfig, *, max_tokens: int, directory: Path = Path()
+    config: loss.LossConfig | loss.AlgorithmConfig, *, max_tokens: int, directory: Path = Path()
 ) -> Algorithm:
     """The algorithm that a configuration names. `max_tokens` is the length limit of one reply.
 
     Raises UsageError: a user's class, relative to `directory`, that cannot be loaded.
     """
-    if isinstance(config, schema.AlgorithmConfig):
+    if isinstance(config, loss.AlgorithmConfig):
         return UserAlgorithm(config.entry, config.options, directory)
     return PRESETS[config.name](config, max_tokens)
 

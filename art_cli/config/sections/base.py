@@ -1,0 +1,38 @@
+"""What every section is built from: the base class, and numbers with bounds."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+
+def _not_true_or_false(value: Any) -> Any:
+    """The value; a bool is refused, which pydantic would take for 0 or 1."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("float_type", "true and false are no numbers")
+    return value
+
+
+MAX_COUNT = 2**31 - 1
+YEAR_S = 31_536_000.0  # longest timeout; event loops refuse timers of 1e308 s
+MAX_PROCESSES = 1024
+MAX_NAME = 200  # characters of a run's name; a file name has 255, and files beside a run add to it
+
+Int = Annotated[int, BeforeValidator(_not_true_or_false)]
+Float = Annotated[float, BeforeValidator(_not_true_or_false)]
+Seed = Annotated[Int, Field(ge=-(2**63), lt=2**63)]
+PositiveInt = Annotated[Int, Field(gt=0, le=MAX_COUNT)]
+Count = Annotated[Int, Field(ge=0, le=MAX_COUNT)]
+Seconds = Annotated[Float, Field(gt=0, le=YEAR_S)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+NonNegative = Annotated[Float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,  # `name=7` on a command line is a name
+    )

@@ -1,0 +1,92 @@
+"""The `loss` and `algorithm` sections: how scored groups become a gradient."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue
+
+from art_cli.config.sections.base import NonNegative, PositiveFloat, PositiveInt, Section
+
+
+class BaseLossConfig(Section):
+    kl: NonNegative = 0.0
+    """Weight of KL(policy || reference), k3 estimate; the reference is the model, adapter off. 0: not computed."""
+    importance_cap: PositiveFloat | None = None
+    """Truncated importance sampling: each token's weight is min(learner / engine, cap). null: off."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """(knob, message) for each knob that is set and has no effect."""
+        yield from ()
+
+
+class ScaledLossConfig(BaseLossConfig):
+    scale_advantages: bool = True
+    """Divide advantages by the group's standard deviation."""
+
+
+class GrpoConfig(ScaledLossConfig):
+    """GRPO (Shao et al. 2024, arXiv:2402.03300): PPO clip, mean over all trained tokens of the step."""
+
+    name: Literal["grpo"] = "grpo"
+    clip: PositiveFloat = 0.2
+    """The ratio of new to old probability counts from 1 - clip to 1 + clip."""
+
+
+class DrGrpoConfig(BaseLossConfig):
+    """Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): no division by length or standard deviation."""
+
+    name: Literal["dr_grpo"]
+    clip: PositiveFloat = 0.2
+    """The ratio of new to old probability counts from 1 - clip to 1 + clip."""
+    max_tokens: PositiveInt | None = None
+    """The constant each trajectory's sum is divided by. null: rollout.sampling.max_tokens."""
+
+
+class DapoConfig(ScaledLossConfig):
+    """DAPO (Yu et al. 2025, arXiv:2503.14476): clip-higher, token-level mean, soft punishment of overlong replies."""
+
+    name: Literal["dapo"]
+    clip: PositiveFloat = 0.2
+    """The ratio of new to old probability counts down to 1 - clip."""
+    clip_high: PositiveFloat = 0.28
+    """The ratio of new to old probability counts up to 1 + clip_high."""
+    overlong: Literal["keep", "mask", "penalty"] = "keep"
+    """Trajectories cut off by a length limit: train as they are, leave out, or lower the reward near the limit."""
+    overlong_buffer: PositiveInt = 256
+    """Tokens before the limit in which the penalty grows from 0 to 1 (equation 13)."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        if "overlong_buffer" in self.model_fields_set and self.overlong != "penalty":
+            yield "overlong_buffer", f"used with loss.overlong 'penalty' only, which is {self.overlong!r}"
+
+
+class GspoConfig(ScaledLossConfig):
+    """GSPO (Zheng et al. 2025, arXiv:2507.18071): the ratio of a whole sequence, its geometric mean over tokens."""
+
+    name: Literal["gspo"]
+    clip: PositiveFloat = 3e-4
+    """The ratio of new to old probability counts down to 1 - clip."""
+    clip_high: PositiveFloat = 4e-4
+    """The ratio of new to old probability counts up to 1 + clip_high."""
+
+
+class CispoConfig(ScaledLossConfig):
+    """CISPO (MiniMax-M1 2025, arXiv:2506.13585): the clipped, detached ratio as a weight on the log-likelihood."""
+
+    name: Literal["cispo"]
+    clip: PositiveFloat = 1.0
+    """Lower bound 1 - clip; at 1 there is none."""
+    clip_high: PositiveFloat = 4.0
+    """The ratio of new to old probability counts up to 1 + clip_high."""
+
+
+LossConfig = Annotated[GrpoConfig | DrGrpoConfig | DapoConfig | GspoConfig | CispoConfig, Field(discriminator="name")]
+
+
+class AlgorithmConfig(BaseLossConfig):
+    """A user's own algorithm, instead of a named loss."""
+
+    entry: str
+    """ "file.py:Class", a subclass of art_cli.learners.algorithms.Algorithm (docs/algorithms.md)."""
+    options: dict[str, JsonValue] = {}
+    """Keyword arguments that the class is made with."""

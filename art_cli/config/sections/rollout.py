@@ -1,0 +1,74 @@
+"""The `rollout` and `gateway` sections: the agent, its scenarios, sampling and limits."""
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from art_cli.config.sections.base import MAX_PROCESSES, Count, Float, Int, NonNegative, PositiveInt, Seconds, Section
+
+
+class SamplingConfig(Section):
+    """Defaults for model calls that do not set these themselves; with `force`, the values for all calls."""
+
+    temperature: NonNegative = 1.0
+    """What the logits are divided by. 0: the likeliest token."""
+    top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    """The probability of the smallest set of likeliest tokens to sample from. 1: all."""
+    top_k: Count = 0
+    """The number of likeliest tokens to sample from. 0: all."""
+    max_tokens: PositiveInt = 1024
+    """The largest number of tokens of one reply."""
+    force: bool = False
+    """true: these temperature, top_p and top_k, and art's own seeds, replace what a call sets. The turn records what
+    the call asked for."""
+
+
+class RolloutConfig(Section):
+    """The user's agent, the scenarios, and how many attempts are made at once and in each step."""
+
+    entry: str | None = None
+    """The rollout as "file.py:function": `async def rollout(policy, scenario)`, or a plain `def`."""
+    python: Path | None = None
+    """The Python that runs the function, 3.11 or newer, or the directory of its environment (.venv). It needs none of
+    art's packages. null: the Python that art runs in."""
+    command: Annotated[list[str], Field(min_length=1)] | None = None
+    """An external program instead of `entry`. It reads the scenario from standard input and writes one JSON line.
+    OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL are set in its environment."""
+    scenarios: str
+    """A JSON-lines file, or "file.py:function" that returns an iterable of objects with an `id`."""
+    group_size: PositiveInt = 8
+    """G, the number of attempts per scenario and step."""
+    groups_per_step: PositiveInt = 16
+    """The number of scenarios per step."""
+    concurrency: PositiveInt = 64
+    """The number of rollouts that are played at once."""
+    processes: Annotated[Count, Field(le=MAX_PROCESSES)] = 1
+    """The number of child processes that run the function; more help a function that computes much. 0: it runs in
+    art's own process, for a debugger."""
+    timeout_s: Seconds = 600.0
+    """The longest time for one rollout, its retries included."""
+    max_turns: PositiveInt = 50
+    """The largest number of model calls in one rollout."""
+    limit_reward: Float = 0.0
+    """The reward of a rollout that `max_turns` or the context length ends before it returned one."""
+    retries: Count = 2
+    """How often a rollout whose transport failed is played again. One whose own code raised is never played again."""
+    shuffle: bool = True
+    """true: each epoch has a seeded order of its own. false: the file's order, again and again."""
+    sampling: SamplingConfig = SamplingConfig()
+
+    @model_validator(mode="after")
+    def _one_of_entry_and_command(self) -> Self:
+        if (self.entry is None) == (self.command is None):
+            raise ValueError("set exactly one of 'entry' (a Python function) and 'command' (an external program)")
+        return self
+
+
+class GatewayConfig(Section):
+    """Where the capturing proxy listens for the rollouts' model calls."""
+
+    host: str = "127.0.0.1"
+    """The address of this machine to listen on."""
+    port: Annotated[Int, Field(ge=0, le=65535)] = 0
+    """0: any free port."""
