@@ -15,7 +15,7 @@ from torch import Tensor
 
 from art_cli.config.schema import SftConfig, TrainConfig
 from art_cli.errors import CheckpointError
-from art_cli.learners.ranks import Ranks, SingleRank
+from art_cli.learners.ranks import Ranks
 
 STATE_FILE = "optimizer.safetensors"
 COUNTS_FILE = "optimizer.json"
@@ -44,7 +44,7 @@ class Optimizer:
         ranks: Ranks | None = None,
     ) -> None:
         self.parameters, self.config = dict(parameters), config
-        self.ranks: Ranks = ranks or SingleRank()
+        self.ranks = ranks or Ranks()
         self.counts = Counts()
         self._copies = {
             name: torch.nn.Parameter(parameter.detach().to(device or parameter.device, _dtype(parameter), copy=True))

@@ -21,7 +21,7 @@ from art_cli.decoder.layers import known_layers
 from art_cli.learners.flex_attention import FlexAttention
 from art_cli.learners.logprobs import TokenScores, token_scores
 from art_cli.learners.packing import Pack, pack_small, reuse
-from art_cli.learners.ranks import Ranks, SingleRank, deal, pack_evenly
+from art_cli.learners.ranks import Ranks, deal, pack_evenly
 from art_cli.learners.samples import Ints, Sample
 from art_cli.learners.tree_attention import Tree, attend, tree_attention
 from art_cli.model import Weights, count_parameters
@@ -47,7 +47,7 @@ class PackRunner:
     def __init__(self, weights: Weights, config: BaseLearnerConfig, ranks: Ranks | None = None) -> None:
         """`ranks`: the processes that share the packs; None: this process is alone."""
         self.weights, self.config = weights, config
-        self.ranks: Ranks = ranks or SingleRank()
+        self.ranks = ranks or Ranks()
         self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS.get(weights.device.type, 1024)
         self.model = weights.model.get_base_model() if weights.has_adapter else weights.model
         self._is_small = weights.device.type == "cpu" and count_parameters(weights.model).whole < SMALL

@@ -1,4 +1,4 @@
-"""Ranks: the processes that share a learner's work. SingleRank is one process; FsdpRanks is in sharding.py.
+"""Ranks: the processes that share a learner's work. FsdpRanks, in sharding.py, has several.
 
 Every process of a learner holds the whole batch and makes the same plan for it. Each runs its own packs. Every layer of
 every pass is a collective, so all processes must run as many passes: one that has no pack left runs an idle pack.
@@ -6,7 +6,7 @@ every pass is a collective, so all processes must run as many passes: one that h
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -19,40 +19,28 @@ from art_cli.learners.token_weights import NUM_COMPONENTS
 Value = TypeVar("Value")
 
 
-class Ranks(Protocol):
-    """This process among those of its learner. All call `gather`, `forward` and `whole`, in the same order."""
+class Ranks:
+    """This process among those of its learner: here the only one.
 
-    rank: int
-    size: int
-
-    def gather(self, value: Value) -> list[Value]:
-        """Every process's value, in the order of their ranks."""
-
-    def forward(self, model: Any, run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
-        """`run(pack)`, which calls parts of the model, as one forward pass of the model."""
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        """The whole tensor of which this process holds a part."""
-
-    def part(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """This process's part of a whole tensor, on the device of `like` and divided as `like` is."""
-
-
-class SingleRank:
-    """A learner of one process."""
+    All processes call `gather`, `forward` and `whole`, in the same order.
+    """
 
     rank, size = 0, 1
 
     def gather(self, value: Value) -> list[Value]:
+        """Every process's value, in the order of their ranks."""
         return [value]
 
     def forward(self, model: Any, run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
+        """`run(pack)`, which calls parts of the model, as one forward pass of the model."""
         return run(pack)
 
     def whole(self, tensor: Tensor) -> Tensor:
+        """The whole tensor of which this process holds a part."""
         return tensor
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """This process's part of a whole tensor, on the device of `like` and divided as `like` is."""
         return tensor.to(like.device)
 
 

@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from art_cli.learners.logprobs import TokenScores
 from art_cli.learners.packing import Pack
+from art_cli.learners.ranks import Ranks
 
 Value = TypeVar("Value")
 
 
-class FsdpRanks:
+class FsdpRanks(Ranks):
     """One process of a process group, which exists already."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from art_cli.learners.gradient import LossGradient, Update
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing_check import PackingCheck
-from art_cli.learners.ranks import Ranks, SingleRank
+from art_cli.learners.ranks import Ranks
 from art_cli.learners.samples import Sample, bare_sample
 from art_cli.learners.sft import Sft
 from art_cli.learners.step_samples import make_step_samples, split_by_update
@@ -67,7 +67,7 @@ class TorchLearner:
         self.weights = weights
         self.train_config, self.sft_config = train, sft
         self.kl, self.algorithm = loss.kl, build_algorithm(loss, max_tokens=sampling_max_tokens, directory=directory)
-        self.ranks: Ranks = ranks or SingleRank()
+        self.ranks = ranks or Ranks()
         self.runner = PackRunner(weights, learner, self.ranks)
         self.gradient = LossGradient(self.runner, self.algorithm, importance_cap=loss.importance_cap)
         self.warm_up: Sft | None = None  # set between begin_sft and end_sft
