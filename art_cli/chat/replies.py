@@ -133,6 +133,17 @@ class ReplyBuilder:
             usage=last.usage,
         )
 
+    def partial_reply(self) -> Reply | None:
+        """The part that was streamed before the client left; None: no choice has a token or text."""
+        if self._last is None:
+            return None
+        reply = self.reply()
+        begun = [choice for choice in reply.choices if choice.token_ids or choice.text]
+        for choice in begun:
+            if choice.index not in self._ended:
+                choice.finish_reason = "cancelled"
+        return msgspec.structs.replace(reply, choices=begun) if begun else None
+
 
 def _extend(whole: Choice, piece: Choice) -> None:
     """Adds a piece's text and tokens in place."""

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from art_cli.chat import Backend
 from art_cli.chat.app import build_app, closing_stream, error_response, wrong_key
 from art_cli.chat.errors import ChatError
-from art_cli.chat.replies import Choice, Chunk, Reply, ReplyBuilder
+from art_cli.chat.replies import Chunk, Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling, demands_format, force_sampling, with_defaults
 from art_cli.chat.server import serve
 from art_cli.chat.wires import WIRES, Wires
@@ -163,35 +163,7 @@ class _Call:
         self.attempted = attempted
         self.task = asyncio.current_task()
         self.is_recorded = False
-        self._is_begun = False  # a chunk was streamed
-        self._builder = ReplyBuilder(request)
-        self._ended: set[int] = set()  # indices of the choices that are complete
-
-    def add(self, chunk: Chunk) -> None:
-        self._builder.add(chunk)
-        self._is_begun = True
-        if chunk.is_last:
-            self._ended.add(chunk.choice.index)
-
-    @property
-    def is_complete(self) -> bool:
-        return self._builder.is_complete
-
-    def reply(self) -> Reply:
-        return self._builder.reply()
-
-    def partial_reply(self) -> Reply | None:
-        """The part that was streamed before the client left; None where that is nothing of any choice."""
-        if not self._is_begun:
-            return None
-        reply = self._builder.reply()
-        begun = [choice for choice in reply.choices if choice.token_ids or choice.text]
-        return msgspec.structs.replace(reply, choices=list(map(self._cut_off, begun))) if begun else None
-
-    def _cut_off(self, choice: Choice) -> Choice:
-        if choice.index in self._ended:
-            return choice
-        return msgspec.structs.replace(choice, finish_reason="cancelled")
+        self.builder = ReplyBuilder(request)
 
 
 class RecordingBackend:
@@ -231,15 +203,15 @@ class RecordingBackend:
         async with closing_stream(self._gateway.upstream.backend.stream(call.request)) as chunks:
             with self._calling(call):
                 async for chunk in chunks:
-                    call.add(chunk)
-                    if call.is_complete and not call.is_recorded:
-                        self._record(call, call.reply())
+                    call.builder.add(chunk)
+                    if call.builder.is_complete and not call.is_recorded:
+                        self._record(call, call.builder.reply())
                     yield chunk
 
     def close(self) -> None:
         """Cancels the calls in flight. The parts of their answers that were streamed are recorded."""
         for call in self._in_flight:
-            if call.partial_reply() is not None:
+            if call.builder.partial_reply() is not None:
                 self._leave(call)
         self._is_closed = True
         for call in self._in_flight:
@@ -308,7 +280,7 @@ class RecordingBackend:
         if self._is_closed or call.is_recorded:
             return
         call.is_recorded = True
-        reply = call.partial_reply()
+        reply = call.builder.partial_reply()
         self._note(call, self.recorder.leave(call.request, reply))
         self._count_sampled(reply)
 
