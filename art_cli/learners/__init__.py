@@ -67,18 +67,15 @@ class Learner(Protocol):
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
         """Takes one policy step on the scored trajectories of whole groups. Groups without signal change no weight."""
 
-    def sft(self, demos: Sequence[dict[str, Any]], *, progress: Progress | None = None) -> dict[str, float]:
-        """The numbers of a supervised warm-up on chat transcripts `{"messages": [...], "tools": [...]}`.
+    def begin_sft(self, demos: Sequence[dict[str, Any]]) -> int:
+        """The number of optimizer steps of a supervised warm-up, which this call prepares.
 
-        Only assistant tokens are trained, with a separate optimizer. `loss` is the last epoch's. The same as begin_sft,
-        take_sft with all steps, and end_sft.
+        `demos` are chat transcripts `{"messages": [...], "tools": [...]}`. Only assistant tokens are trained, with a
+        separate optimizer, whose state `save` and `load` include until `end_sft`.
         """
 
-    def begin_sft(self, demos: Sequence[dict[str, Any]]) -> int:
-        """The number of optimizer steps of a warm-up, which this call prepares. `save` and `load` include its state."""
-
     def take_sft(self, num_updates: int, *, progress: Progress | None = None) -> dict[str, float]:
-        """Takes at most `num_updates` more optimizer steps. Returns the numbers of all steps so far."""
+        """The numbers of all optimizer steps so far, after at most `num_updates` more; `loss` is the last epoch's."""
 
     def end_sft(self) -> None:
         """Frees what the warm-up needed. The weights stay as they are."""

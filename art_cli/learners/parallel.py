@@ -55,9 +55,6 @@ class ParallelLearner:
         written = msgspec.json.encode(groups).decode()
         return self._call("step", {"groups": written}, StepMetrics, progress=progress)
 
-    def sft(self, demos: Sequence[dict[str, Any]], *, progress: Progress | None = None) -> dict[str, float]:
-        return self._call("sft", {"demos": demos}, dict[str, int | float], progress=progress)
-
     def begin_sft(self, demos: Sequence[dict[str, Any]]) -> int:
         return self._call("begin_sft", {"demos": demos}, int)
 

@@ -94,13 +94,6 @@ class TorchLearner:
         seconds = time.perf_counter() - begin
         return statistics.metrics(batch, packed=self.runner.can_pack, learning_rate=learning_rate, train_s=seconds)
 
-    def sft(self, demos: Sequence[dict[str, Any]], *, progress: Progress | None = None) -> dict[str, float]:
-        num_updates = self.begin_sft(demos)
-        try:
-            return self.take_sft(num_updates, progress=progress)
-        finally:
-            self.end_sft()
-
     def begin_sft(self, demos: Sequence[dict[str, Any]]) -> int:
         """The number of optimizer steps to come. Raises LearnerError: no demos, or one that cannot be trained on."""
         config = self.sft_config

@@ -70,9 +70,6 @@ class ServedLearner:
         trajectories = msgspec.json.decode(groups, type=list[list[ScoredTrajectory]])
         return self._learner.step(trajectories, progress=progress).known()
 
-    def sft(self, demos: list[Json], progress: "Progress") -> dict[str, float]:
-        return self._learner.sft(demos, progress=progress)
-
     def begin_sft(self, demos: list[Json]) -> int:
         return self._learner.begin_sft(demos)
 

@@ -48,6 +48,7 @@ from tests.letters.build import build
 from tests.support.paths import LETTERS, ROOT
 from tests.support.trees import sampled, samples_of, scored, turn, turn_trees
 from tests.support.waiting import wait_until
+from tests.support.warm_up import warm_up
 
 ADAPTER, MODEL, MOMENTS = "adapter_model.safetensors", "model.safetensors", "optimizer.safetensors"
 DEMOS = [
@@ -206,7 +207,7 @@ def test_the_distance_would_show_a_gradient_that_is_a_mean_instead_of_a_sum(base
 def test_demos_train_the_same_in_two_processes(base: Path, workers: Workers, tmp_path: Path) -> None:
     setup = job(base)
     one, two = alone(setup), ParallelLearner(setup, workers)
-    numbers = [learner.sft(DEMOS) for learner in (one, two)]
+    numbers = [warm_up(learner, DEMOS) for learner in (one, two)]
     assert distance(saved(one, tmp_path / "one") / ADAPTER, saved(two, tmp_path / "two") / ADAPTER) < 1e-4
     for name in ("loss", "loss_first", "grad_norm", "num_updates", "tokens_trained"):
         assert numbers[1][name] == pytest.approx(numbers[0][name], rel=1e-4), name

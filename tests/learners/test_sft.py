@@ -13,6 +13,7 @@ from art_cli.learners.demos import demo_samples, load_demos
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.model import Weights
 from tests.support.tiny import tiny_tokenizer, tiny_weights
+from tests.support.warm_up import warm_up
 
 SUM = {
     "messages": [
@@ -70,7 +71,7 @@ def test_a_template_that_rewrites_history_gives_a_sample_per_reply() -> None:
 def test_loss_is_the_mean_cross_entropy_of_the_assistant_tokens() -> None:
     """Of all of the batch's tokens at once, whatever transcript they are of; the update is plain AdamW's."""
     weights, plain = tiny_weights(), tiny_weights()
-    metrics = learner(weights).sft([SUM, OTHER])
+    metrics = warm_up(learner(weights), [SUM, OTHER])
     logits, targets = [], []
     for demo in (SUM, OTHER):
         [sample] = demo_samples(demo, plain.tokenizer, name="", max_length=1000)
@@ -92,7 +93,7 @@ def test_loss_is_the_mean_cross_entropy_of_the_assistant_tokens() -> None:
 
 def test_sft_learns_its_transcripts_and_leaves_the_rl_optimizer_untouched() -> None:
     trained = learner(tiny_weights(), epochs=30, learning_rate=1e-2)
-    metrics = trained.sft([SUM, OTHER])
+    metrics = warm_up(trained, [SUM, OTHER])
     assert metrics["loss"] < 0.3 * metrics["loss_first"]
     assert metrics["num_updates"] == 30
     assert trained.optimizer.counts.num_updates == 0
@@ -100,7 +101,7 @@ def test_sft_learns_its_transcripts_and_leaves_the_rl_optimizer_untouched() -> N
 
 
 def test_the_order_of_an_epoch_is_seeded() -> None:
-    losses = [learner(tiny_weights(), epochs=2, batch_size=1).sft([SUM, OTHER])["loss"] for _ in range(2)]
+    losses = [warm_up(learner(tiny_weights(), epochs=2, batch_size=1), [SUM, OTHER])["loss"] for _ in range(2)]
     assert losses[0] == losses[1]
 
 
@@ -113,7 +114,7 @@ def test_the_order_of_an_epoch_is_seeded() -> None:
 )
 def test_refuses_a_transcript_it_cannot_train_on(demo: dict[str, object], message: str) -> None:
     with pytest.raises(LearnerError, match=f"demo 2.*{message}"):
-        learner(tiny_weights()).sft([SUM, demo])
+        warm_up(learner(tiny_weights()), [SUM, demo])
 
 
 def test_reads_transcripts_and_names_the_line_that_is_none(tmp_path: Path) -> None:
