@@ -13,6 +13,7 @@ import logging
 import os
 import shlex
 import shutil
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ from art_cli.loop.evaluate import play_evaluation, values_by_scenario
 from art_cli.loop.interrupts import Interrupts
 from art_cli.loop.record import claim_config
 from art_cli.loop.sampler import Sampler, open_sampler
-from art_cli.loop.warm_up import WAIT_S, WarmUp
+from art_cli.loop.warm_up import WarmUp, run_warm_up
 from art_cli.model import clone_trainable, count_parameters, find_base
 from art_cli.policy_spec import read_spec, spec_of
 from art_cli.rollouts.scenarios import load_scenarios
@@ -235,27 +236,20 @@ class TrainingRun:
         demos = await threads.call_in_thread(load_demos, self.config.sft.demos, self.loaded.directory)
         make = partial(WarmUp, self.learner, self.loaded, demos, base=self.policy.base, start=None)
         warm_up = await threads.call_in_thread(make)
-        await self._wait_for(warm_up)
-        try:
-            await self.interrupts.off_loop(warm_up.begin)
-            with logs.shown_bar("sft: updates") as progress:
-                while not warm_up.is_done:
-                    if self.interrupts.num:
-                        await self.interrupts.off_loop(warm_up.save)
-                    self.interrupts.stop_if_any()
-                    await self.interrupts.off_loop(warm_up.take, progress)
-            return warm_up.finish()
-        finally:
-            warm_up.release()
+        is_left = threading.Event()  # set when this task is cancelled, because its thread cannot be
 
-    async def _wait_for(self, warm_up: WarmUp) -> None:
-        """Waits until no other process makes the same warm-up."""
-        is_told = False
-        while not warm_up.acquire():
-            if not is_told:
-                log.info("sft: another process makes the same warm-up; its result is taken when it is done")
-                is_told = True
-            await asyncio.sleep(WAIT_S)
+        def is_stopped() -> bool:
+            return self.interrupts.num > 0 or is_left.is_set()
+
+        try:
+            with logs.shown_bar("sft: updates") as progress:
+                metrics = await self.interrupts.off_loop(run_warm_up, warm_up, is_stopped, progress)
+        finally:
+            is_left.set()
+        if metrics is None:
+            self.interrupts.stop_if_any()
+        assert metrics is not None, "only an interrupt ends it early"
+        return metrics
 
     def _backfill(self, manifest: Manifest) -> None:
         """Writes the metrics line that is missing if a kill came right after the checkpoint."""

@@ -136,7 +136,9 @@ class WarmUp:
         return self._numbers
 
 
-def run_warm_up(warm_up: WarmUp, is_stopped: Callable[[], bool]) -> dict[str, float] | None:
+def run_warm_up(
+    warm_up: WarmUp, is_stopped: Callable[[], bool], progress: Progress | None = None
+) -> dict[str, float] | None:
     """The metrics of a warm-up, made in this thread. None: `is_stopped` ended it, and its state is saved."""
     is_told = False
     while not warm_up.acquire():
@@ -152,7 +154,7 @@ def run_warm_up(warm_up: WarmUp, is_stopped: Callable[[], bool]) -> dict[str, fl
             if is_stopped():
                 warm_up.save()
                 return None
-            warm_up.take()
+            warm_up.take(progress)
         return warm_up.finish()
     finally:
         warm_up.release()
