@@ -134,10 +134,6 @@ class Preflight:
             return Finding("judge", False, f"{name} is not set, and {model} needs it", cure)
         if config.rollout.command:
             program = config.rollout.command[0]
-            if shutil.which(program, path=None) is None and not (self.loaded.directory / program).exists():
-                return Finding(
-                    "entries", False, f"rollout.command: no program {program!r}", "install it or mend the path"
-                )
             return Finding("entries", True, f"rollout.command {program}, judge {config.judge.name}")
         assert config.rollout.entry
         where = ""

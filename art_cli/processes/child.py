@@ -90,10 +90,6 @@ class ChildProcess:
         except (TimeoutError, ConnectionError):
             return 0
 
-    @property
-    def has_ended(self) -> bool:
-        return self._process.returncode is not None
-
     async def wait(self) -> int:
         """The program's exit status when it has ended; negative for the signal that ended it."""
         return await self._process.wait()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from art_cli.chat.errors import ChatError
 from art_cli.chat.requests import Request, Sampling
-from art_cli.engines.embedded.call_syntax import GLM, HERMES, LLAMA, MISTRAL, PHI, XML, find_syntax, is_known
+from art_cli.engines.embedded.call_syntax import GLM, HERMES, LLAMA, MISTRAL, PHI, XML, find_syntax
 from art_cli.engines.embedded.messages import MessageParser, render
 from art_cli.engines.embedded.text import Vocabulary
 from tests.support.tiny import tiny_tokenizer
@@ -129,11 +129,6 @@ def test_a_message_is_the_same_however_its_text_is_cut_up(family: str, before: l
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_the_template_says_which_syntax_it_is(family: str) -> None:
     assert find_syntax(TEMPLATES[family]).name == family
-    assert is_known(TEMPLATES[family])
-
-
-def test_a_template_without_calls_is_not_known() -> None:
-    assert not is_known("{{ messages[0].content }}")
 
 
 def test_a_request_is_read_in_the_syntax_of_its_template_and_refuses_to_force_what_it_cannot_hold() -> None:

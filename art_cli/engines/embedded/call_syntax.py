@@ -49,11 +49,6 @@ def find_syntax(template: str) -> CallSyntax:
     return HERMES
 
 
-def is_known(template: str) -> bool:
-    """Whether the template writes calls in a syntax that is read here."""
-    return any(mark in template for mark, _ in _BY_MARK)
-
-
 def call_of(name: str, arguments: str) -> Json:
     """The OpenAI tool call with an id of its own; `arguments` is JSON text."""
     function = {"name": name, "arguments": arguments}

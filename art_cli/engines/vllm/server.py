@@ -83,10 +83,18 @@ class OwnServer:
 
     async def _start_child(self, port: int) -> ChildProcess:
         make_directory(self.log.parent)
+        environment = arguments.environment(
+            self._config,
+            self._model,
+            inherited=os.environ,
+            key=self.key,
+            sleep=self.sleep_level,
+            has_gpu=self._has_gpu,
+        )
         with open(self.log, "ab", opener=owner_only) as log:
             self._log_start = log.tell()
             return await ChildProcess.start(
-                self._command(port), environment=self._environment(), stdout=log, stderr=log, grace_s=TERM_GRACE_S
+                self._command(port), environment=environment, stdout=log, stderr=log, grace_s=TERM_GRACE_S
             )
 
     def _command(self, port: int) -> list[str]:
@@ -102,16 +110,6 @@ class OwnServer:
             name=self.base_name,
             template=template,
             sleep=self.sleep_level,
-        )
-
-    def _environment(self) -> dict[str, str]:
-        return arguments.environment(
-            self._config,
-            self._model,
-            inherited=os.environ,
-            key=self.key,
-            sleep=self.sleep_level,
-            has_gpu=self._has_gpu,
         )
 
     async def _until_healthy(self) -> bool:
