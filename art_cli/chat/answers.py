@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
+import msgspec
 from yarl import URL
 
 LOCAL = ("127.0.0.1", "localhost", "::1")  # names of this machine
@@ -17,6 +18,15 @@ MAX_ERROR = 1 << 20  # bytes of an error answer, which is only quoted in a messa
 
 class AnswerTooLarge(aiohttp.ClientError):
     """The endpoint's answer is larger than any request asks for."""
+
+
+class ErrorAnswer(msgspec.Struct):
+    """The parts of an endpoint's error."""
+
+    message: str = ""
+    type: str | None = None
+    param: str | None = None
+    code: str | None = None
 
 
 def open_session(url: str, headers: Mapping[str, str], **more: Any) -> aiohttp.ClientSession:
@@ -35,3 +45,16 @@ async def read_answer(response: aiohttp.ClientResponse, limit: int = MAX_ANSWER)
             raise AnswerTooLarge(f"the answer is larger than {limit >> 20} MiB")
         pieces.append(piece)
     return b"".join(pieces)
+
+
+def read_error(answer: bytes) -> ErrorAnswer:
+    """The error of an OpenAI body, of vLLM's older flat body, or FastAPI's `detail`; empty for any other answer."""
+    try:
+        fields = msgspec.json.decode(answer)
+        error = fields.get("error", fields) if isinstance(fields, dict) else {}
+        error = {"message": error} if isinstance(error, str) else error
+        texts = {n: error.get(n) for n in ("message", "type", "param", "code")}
+        texts["message"] = texts["message"] or error.get("detail")
+    except (ValueError, RecursionError, AttributeError):
+        return ErrorAnswer()
+    return ErrorAnswer(**{name: str(value) for name, value in texts.items() if value is not None})

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 from yarl import URL
 
-from art_cli.chat.answers import MAX_ANSWER, MAX_ERROR, AnswerTooLarge, open_session, read_answer
+from art_cli.chat.answers import MAX_ANSWER, MAX_ERROR, AnswerTooLarge, open_session, read_answer, read_error
 from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request, Sampling
@@ -130,7 +130,7 @@ class HttpBackend:
         """The endpoint's error without our key, which it may quote."""
         if status in (401, 403):
             return ChatError(status, f"{self._url}: it refused our API key", code="upstream_authentication")
-        error = _read_error(answer)
+        error = read_error(answer)
         message = self._hide_key(error.message or answer[:200].decode(errors="replace"))[:MAX_MESSAGE]
         status = status if 400 <= status < 600 else 502
         return ChatError(status, message, error.type, error.param, error.code, retry_after=retry_after)
@@ -196,7 +196,7 @@ class _Dialect:
 
     def learn(self, request: Request, status: int, answer: bytes) -> bool:
         """Whether the endpoint refused a field that can be left out; from now on it is."""
-        error = _read_error(answer)
+        error = read_error(answer)
         if status not in (400, 422) or not _REFUSED.search(error.message):
             return False
         body = self.body(request, "", is_stream=request.is_stream)
@@ -242,13 +242,6 @@ def _sampling(sampling: Sampling) -> Json:
 
 
 # --- what an endpoint answers -----------------------------------------------------------------------------------------
-
-
-class _ErrorJson(msgspec.Struct):
-    message: str = ""
-    type: str | None = None
-    param: str | None = None
-    code: str | None = None
 
 
 _Bytes = list[Annotated[int, Meta(ge=0, le=255)]]
@@ -300,19 +293,6 @@ class _ReplyJson(msgspec.Struct):
     prompt_token_ids: list[int] | None = None  # vLLM's and art's
     step: int | None = None  # art's
     error: Any = None
-
-
-def _read_error(answer: bytes) -> _ErrorJson:
-    """The error of an OpenAI body, of vLLM's older flat body, or FastAPI's `detail`; empty for any other answer."""
-    try:
-        fields = msgspec.json.decode(answer)
-        error = fields.get("error", fields) if isinstance(fields, dict) else {}
-        error = {"message": error} if isinstance(error, str) else error
-        texts = {n: error.get(n) for n in ("message", "type", "param", "code")}
-        texts["message"] = texts["message"] or error.get("detail")
-    except (ValueError, RecursionError, AttributeError):
-        return _ErrorJson()
-    return _ErrorJson(**{name: str(value) for name, value in texts.items() if value is not None})
 
 
 def _choice(parsed: _ChoiceJson) -> Choice:

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from art_cli.chat.answers import AnswerTooLarge, read_answer
+from art_cli.chat.answers import AnswerTooLarge, read_answer, read_error
 from art_cli.errors import EngineError
 from art_cli.secrets import Secrets
 
@@ -146,9 +146,7 @@ class Control:
         return _json(answer)
 
     def _message(self, answer: bytes) -> str:
-        error = _json(answer).get("error", _json(answer).get("detail"))
-        message = error.get("message") if isinstance(error, dict) else error
-        text = str(message or answer[:300].decode(errors="replace")).strip()
+        text = (read_error(answer).message or answer[:300].decode(errors="replace")).strip()
         return Secrets([self._key or ""]).redact(text[: 2 * MAX_MESSAGE])[:MAX_MESSAGE] or "no reason given"
 
 
