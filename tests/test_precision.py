@@ -152,11 +152,13 @@ def test_a_run_whose_record_is_lost_keeps_the_dtype_of_its_checkpoints(halves: R
 
 
 def test_eval_plays_a_checkpoint_and_its_base_in_their_dtype(halves: RunDir, no_amx: None) -> None:
-    loaded = load_config(LETTERS / "config.yaml", [f"runs={halves.root.parent}", "learner.device=cpu"])
+    loaded = load_config(LETTERS / "config.yaml", [f"runs={halves.root.parent}", "engine=embedded"])
     for wanted in (halves.root, halves.checkpoint_path(1), halves.root / "base", None):
         with open_policy(loaded, find_policy(loaded, wanted)) as weights:
             assert weights.dtype == torch.bfloat16, wanted
-    named = load_config(LETTERS / "config.yaml", [f"runs={halves.root.parent}", "model.dtype=float32"])
+    named = load_config(
+        LETTERS / "config.yaml", [f"runs={halves.root.parent}", "engine=embedded", "model.dtype=float32"]
+    )
     with open_policy(named, PolicySource(halves.checkpoint_path(1), 1)) as weights:
         assert weights.dtype == torch.float32
 

@@ -4,10 +4,11 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from art_cli import threads
 from art_cli.config.compose import LoadedJudge, load_judge
@@ -133,7 +134,7 @@ def dry_run(
         total += _estimate_group(judge, source, group) or CostEstimate()
     threads.run(judge.close())
     if as_json:
-        sys.stdout.write(json.dumps({"groups": len(owed), **asdict(total)}) + "\n")
+        sys.stdout.write(json.dumps({"groups": len(owed), **msgspec.structs.asdict(total)}) + "\n")
         return
     price = "price unknown" if total.usd is None else f"about ${total.usd:.4f} and what the model thinks besides"
     sys.stdout.write(

@@ -204,10 +204,19 @@ class Workers:
         raise LearnerError(message)
 
     def _first_death(self, rank: int) -> tuple[int, str]:
-        """Which process died first, and how, from the launcher's last words; `rank` where it says nothing of it."""
-        _, _, root = self._log().read_text(errors="replace").rpartition("Root Cause")
-        found = re.search(r"rank\s*: (\d+) .*?\n\s*exitcode\s*: (-?\d+)", root)
-        return (rank, "how is not known") if found is None else (int(found[1]), describe_end(int(found[2])))
+        """Which process died first, and how, from the launcher's last words; `rank` where it says nothing of it.
+
+        The launcher may see several deaths at once. A killed process comes first then, because the others fail when
+        they lose it.
+        """
+        _, _, failures = self._log().read_text(errors="replace").rpartition("\nFailures:")
+        others, _, root = failures.partition("Root Cause")
+        deaths = [
+            (int(rank), int(status))
+            for rank, status in re.findall(r"rank\s*: (\d+) .*?\n\s*exitcode\s*: (-?\d+)", root + others)
+        ]
+        deaths.sort(key=lambda death: death[1] >= 0)
+        return (deaths[0][0], describe_end(deaths[0][1])) if deaths else (rank, "how is not known")
 
     def _log(self, rank: int | None = None) -> Path:
         return self.logs / ("learner.log" if rank is None else f"learner_{rank}.log")
