@@ -10,7 +10,7 @@ from art_cli.errors import LearnerError
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.shares import UpdateCounts
 from art_cli.learners.samples import Sample, trajectory_samples
-from art_cli.learners.token_weights import NUM_COMPONENTS, POLICY, REFERENCE_KL, token_weights
+from art_cli.learners.token_weights import NUM_COMPONENTS, POLICY, REFERENCE_KL, Credit, token_weights
 from art_cli.outcome import MAX_NUMBER
 from art_cli.trajectory import ScoredTrajectory
 
@@ -43,7 +43,11 @@ def make_step_samples(
     finished = [[trajectory for trajectory in group if trajectory.error is None] for group in ordered]
     rewards = [_reward(trajectory) for group in finished for trajectory in group]
     mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
-    samples = [_group_samples(group, algorithm, kl) for group in finished]
+    credited = [group for group in finished if group]
+    samples = [
+        _group_samples(group, credits, kl)
+        for group, credits in zip(credited, algorithm.credit_step(credited), strict=True)
+    ]
     return StepSamples(
         groups=[group for group in samples if group],
         num_with_signal=sum(any(sample.num_in(POLICY) for sample in group) for group in samples),
@@ -88,11 +92,13 @@ def _reward(trajectory: ScoredTrajectory) -> float:
     return trajectory.reward
 
 
-def _group_samples(group: Sequence[ScoredTrajectory], algorithm: Algorithm, kl: float) -> list[Sample]:
+def _group_samples(
+    group: Sequence[ScoredTrajectory], credits: Sequence[Credit | float | None], kl: float
+) -> list[Sample]:
     """The group's samples. A component whose weights are all zero in the group is left out (contract 4)."""
     chosen = [
         (trajectory, token_weights(trajectory, credit))
-        for trajectory, credit in zip(group, algorithm.credit(group), strict=True)
+        for trajectory, credit in zip(group, credits, strict=True)
         if credit is not None
     ]
     for component in range(NUM_COMPONENTS):

@@ -1,10 +1,13 @@
 """A batch: which trajectories become samples, with which advantage, in which order."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
 from art_cli.config.schema import DapoConfig, DrGrpoConfig, GrpoConfig, LossConfig
+from art_cli.learners.algorithms import Algorithm
+from art_cli.learners.algorithms.credit import rewards_of
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.step_samples import count, make_step_samples, split_by_update
 from art_cli.trajectory import ScoredTrajectory
@@ -38,6 +41,25 @@ def test_advantages_are_of_each_group_apart() -> None:
     half = 0.5 / 0.5**0.5
     assert advantage_of(groups, GrpoConfig()) == pytest.approx({"a/0": -half, "a/1": half, "b/0": -half, "b/1": half})
     assert advantage_of(groups, DrGrpoConfig(name="dr_grpo"))["a/0"] == -0.5
+
+
+class OverTheStep(Algorithm):
+    """Reward minus the mean over all groups of the step."""
+
+    def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> list[list[float | None]]:
+        rewards = [rewards_of(group) for group in groups]
+        mean = sum(map(sum, rewards)) / sum(map(len, rewards))
+        return [[reward - mean for reward in of_group] for of_group in rewards]
+
+
+def test_credit_over_the_whole_step_sees_every_group_that_has_a_finished_trajectory() -> None:
+    """Rewards 0, 1 and 5, 6, and a group of failures: mean 3, so -3, -2, 2, 3. A group at the mean is left out."""
+    failed = [scored([], None, index=index, error="error: x", group="c") for index in range(2)]
+    groups = [answers(0.0, 1.0, group="a"), answers(3.0, 3.0, group="b"), failed, answers(5.0, 6.0, group="d")]
+    batch = make_step_samples(groups, OverTheStep())
+    found = {sample.trajectory_id: sample.advantages.tolist() for group in batch.groups for sample in group}
+    assert found == {"a/0": [-3.0], "a/1": [-2.0], "d/0": [2.0], "d/1": [3.0]}
+    assert (batch.num_with_signal, batch.num_groups) == (2, 4)
 
 
 def test_does_not_depend_on_which_trajectory_finished_first() -> None:

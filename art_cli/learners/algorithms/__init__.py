@@ -1,6 +1,7 @@
 """Algorithms: how a scored group becomes a weight for every trained token.
 
-    credit      the trajectories of a group -> the weights of their tokens              credit.py, ../token_weights.py
+    credit      the trajectories of a group, or of all groups of the step -> the weights of their tokens
+                                                                                        credit.py, ../token_weights.py
     objective   [N] terms -> what each token of the policy component adds to the loss   objectives.py
     share       how much one token counts in the mean over the whole optimizer step     shares.py
 
@@ -18,7 +19,11 @@ from art_cli.trajectory import ScoredTrajectory
 
 
 class Algorithm:
-    """Credit, objective and share. The three methods here are GRPO's; a subclass overrides those that differ."""
+    """Credit, objective and share. The methods here are GRPO's; a subclass overrides those that differ.
+
+    `credit` sees one group. An algorithm that compares groups, such as one that divides by the standard deviation of
+    the whole step, overrides `credit_step` instead.
+    """
 
     def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[Credit | float | None]:
         """[G] the advantage of each trajectory's sampled tokens, or a Credit with weights for each of its tokens.
@@ -27,6 +32,13 @@ class Algorithm:
         reward. A component whose weights are all zero in the group is not trained and not counted.
         """
         return advantages(rewards_of(group), scale=True)
+
+    def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> Sequence[Sequence[Credit | float | None]]:
+        """What `credit` gives for each group of the step, in the order of `groups`. It is called once per step.
+
+        `groups` holds those groups of the step that have a finished trajectory.
+        """
+        return [self.credit(group) for group in groups]
 
     def objective(self, terms: PolicyTerms) -> Objective:
         """[N] what each term adds to the loss. All terms of a sample are in one call; a pack may have no terms."""

@@ -32,14 +32,16 @@ class UserAlgorithm(Algorithm):
         except Exception as error:  # the boundary to the user's class
             raise UsageError(f"{entry}: {self._told(error)}") from error
 
-    def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[Credit | float | None]:
-        with self._calling("credit"):
-            answer = list(self._own.credit(group))
-        if len(answer) != len(group):
-            raise LearnerError(f"{self._entry}: credit gave {len(answer)} values for {len(group)} trajectories")
-        return [
-            value if value is None or isinstance(value, Credit) else self._number("credit", value) for value in answer
-        ]
+    def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> Sequence[Sequence[Credit | float | None]]:
+        method = "credit" if type(self._own).credit_step is Algorithm.credit_step else "credit_step"
+        with self._calling(method):
+            answer = [list(credits) for credits in self._own.credit_step(groups)]
+        if len(answer) != len(groups):
+            raise LearnerError(f"{self._entry}: {method} gave {len(answer)} lists for {len(groups)} groups")
+        for group, credits in zip(groups, answer, strict=True):
+            if len(credits) != len(group):
+                raise LearnerError(f"{self._entry}: {method} gave {len(credits)} values for {len(group)} trajectories")
+        return [[self._credit(method, value) for value in credits] for credits in answer]
 
     def objective(self, terms: PolicyTerms) -> Objective:
         with self._calling("objective"):
@@ -67,6 +69,9 @@ class UserAlgorithm(Algorithm):
     def _told(self, error: Exception) -> str:
         place = place_of(error, self._root)
         return describe(error) + (f" ({place})" if place else "")
+
+    def _credit(self, method: str, value: object) -> Credit | float | None:
+        return value if value is None or isinstance(value, Credit) else self._number(method, value)
 
     def _number(self, method: str, value: object) -> float:
         if not isinstance(value, Real) or not math.isfinite(value):
