@@ -5,7 +5,7 @@ samples -> packs -> per pack: scores -> loss terms -> loss -> backward
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from art_cli.errors import LearnerError
 from art_cli.learners.algorithms import Algorithm
-from art_cli.learners.algorithms.shares import UpdateCounts
+from art_cli.learners.algorithms.shares import Finished, UpdateCounts
 from art_cli.learners.algorithms.streams import LossTerms, pack_loss, truncated_weights
 from art_cli.learners.logprobs import TokenScores
 from art_cli.learners.optimizer import Optimizer
@@ -37,16 +37,26 @@ class Update(NamedTuple):
 class LossGradient:
     """The gradient of an algorithm's loss, pack by pack.
 
-    `importance_cap` is the cap of truncated importance weights; None: there are none.
+    `importance_cap` is the cap of truncated importance weights; None: there are none. `mean_over` says which
+    trajectories the algorithm's share counts: those with signal, or all.
     """
 
-    def __init__(self, runner: PackRunner, algorithm: Algorithm, *, importance_cap: float | None = None) -> None:
-        self.runner, self.algorithm, self.importance_cap = runner, algorithm, importance_cap
+    def __init__(
+        self,
+        runner: PackRunner,
+        algorithm: Algorithm,
+        *,
+        importance_cap: float | None = None,
+        mean_over: Literal["trained", "all"] = "trained",
+    ) -> None:
+        self.runner, self.algorithm = runner, algorithm
+        self.importance_cap, self.mean_over = importance_cap, mean_over
 
-    def plan(self, samples: Sequence[Sample]) -> Update:
+    def plan(self, samples: Sequence[Sample], finished: Finished | None = None) -> Update:
+        """`finished` is the update's part of what the step's finished trajectories hold; None: that of its samples."""
         packs = self.runner.deal(samples)
         has_unknown = any(np.isnan(sample.logprobs[~np.isnan(sample.advantages)]).any() for sample in samples)
-        return Update(packs, count(samples), [None] * len(packs), has_unknown)
+        return Update(packs, count(samples, finished), [None] * len(packs), has_unknown)
 
     def look_ahead(self, update: Update, statistics: StepStatistics) -> Update:
         """The update with its packs' logprobs at the current weights, if its loss will need them after an update."""
@@ -135,7 +145,7 @@ class LossGradient:
         shares = np.zeros((NUM_COMPONENTS, len(samples)))
         for component, index in np.ndindex(shares.shape):
             if num_tokens := samples[index].num_in(component):
-                shares[component, index] = self.algorithm.share(num_tokens, counts[component])
+                shares[component, index] = self.algorithm.share(num_tokens, counts[component].over(self.mean_over))
         return shares
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:

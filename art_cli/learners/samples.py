@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from art_cli.errors import LearnerError
-from art_cli.learners.token_weights import CROSS_ENTROPY, NUM_COMPONENTS, POLICY, Floats
+from art_cli.learners.token_weights import CROSS_ENTROPY, NUM_COMPONENTS, POLICY, Floats, sampled_tokens
 from art_cli.trajectory import Trajectory, Turn
 
 Ints = npt.NDArray[np.int64]
@@ -66,26 +66,26 @@ def trajectory_samples(trajectory: Trajectory, weights: Floats) -> list[Sample]:
         _check(turn, f"trajectory {trajectory.id}, turn {index}")
     tokens = _Tokens(turns)
     is_owed: npt.NDArray[np.bool_] = np.any(~np.isnan(weights), axis=0)  # [M]
-    samples = []
-    for index, token_ids, sources in _leaves(turns):
-        targets = np.flatnonzero(is_owed[sources])
-        targets = targets[targets > 0]
-        if len(targets):
-            chosen = sources[targets]
-            is_owed[chosen] = False
-            samples.append(
-                Sample(
-                    token_ids=token_ids,
-                    targets=targets,
-                    logprobs=tokens.logprobs[chosen],
-                    raw_logprobs=tokens.raw_logprobs[chosen],
-                    temperatures=tokens.temperatures[chosen],
-                    weights=weights[:, chosen],
-                    trajectory_id=trajectory.id,
-                    turn=index,
-                )
-            )
-    return samples
+    return [
+        Sample(
+            token_ids=token_ids,
+            targets=targets,
+            logprobs=tokens.logprobs[chosen],
+            raw_logprobs=tokens.raw_logprobs[chosen],
+            temperatures=tokens.temperatures[chosen],
+            weights=weights[:, chosen],
+            trajectory_id=trajectory.id,
+            turn=index,
+        )
+        for index, token_ids, targets, chosen in _trained_leaves(turns, is_owed)
+    ]
+
+
+def count_sampled(trajectory: Trajectory) -> tuple[int, int]:
+    """The numbers of tokens and of samples, if every sampled token had a weight."""
+    leaves = _trained_leaves(trajectory.turns, sampled_tokens(trajectory))
+    sizes = [len(targets) for _, _, targets, _ in leaves]
+    return sum(sizes), len(sizes)
 
 
 def bare_sample(token_ids: Ints, targets: Ints, name: str, *, temperature: float = 1.0, turn: int = 0) -> Sample:
@@ -129,6 +129,18 @@ class _Tokens:
         self.logprobs: Floats = np.concatenate(logprobs)
         self.raw_logprobs: Floats = np.concatenate(raw_logprobs)
         self.temperatures: Floats = np.concatenate(temperatures)
+
+
+def _trained_leaves(turns: Sequence[Turn], is_owed: npt.NDArray[np.bool_]) -> Iterator[tuple[int, Ints, Ints, Ints]]:
+    """For each leaf with trained tokens: its turn, its token ids [L], and of its N trained tokens the places and the
+    indexes among the trajectory's M tokens. `is_owed` [M] says which are to be trained; it is consumed.
+    """
+    for index, token_ids, sources in _leaves(turns):
+        targets = np.flatnonzero(is_owed[sources])
+        targets = targets[targets > 0]
+        if len(targets):
+            is_owed[sources[targets]] = False
+            yield index, token_ids, targets, sources[targets]
 
 
 def _leaves(turns: Sequence[Turn]) -> Iterator[tuple[int, Ints, Ints]]:

@@ -8,8 +8,8 @@ import numpy as np
 
 from art_cli.errors import LearnerError
 from art_cli.learners.algorithms import Algorithm
-from art_cli.learners.algorithms.shares import UpdateCounts
-from art_cli.learners.samples import Sample, trajectory_samples
+from art_cli.learners.algorithms.shares import Finished, UpdateCounts
+from art_cli.learners.samples import Sample, count_sampled, trajectory_samples
 from art_cli.learners.token_weights import NUM_COMPONENTS, POLICY, REFERENCE_KL, Credit, token_weights
 from art_cli.outcome import MAX_NUMBER
 from art_cli.trajectory import ScoredTrajectory
@@ -25,6 +25,7 @@ class StepSamples(NamedTuple):
     num_groups: int
     num_trajectories: int
     num_failed: int
+    finished: Finished  # what the trajectories without an error hold
 
     @property
     def no_signal_share(self) -> float:
@@ -56,6 +57,7 @@ def make_step_samples(
         num_groups=len(groups),
         num_trajectories=sum(map(len, groups)),
         num_failed=sum(map(len, groups)) - len(rewards),
+        finished=_count_finished([trajectory for group in finished for trajectory in group]),
     )
 
 
@@ -69,17 +71,25 @@ def split_by_update(groups: Sequence[list[Sample]], parts: int) -> list[list[Sam
     ]
 
 
-def count(samples: Sequence[Sample]) -> list[UpdateCounts]:
-    """The counts of each component of the loss over the samples of an optimizer step."""
-    return [_count([sample for sample in samples if sample.num_in(index)], index) for index in range(NUM_COMPONENTS)]
+def count(samples: Sequence[Sample], finished: Finished | None = None) -> list[UpdateCounts]:
+    """The counts of each component of the loss over the samples of an optimizer step.
+
+    `finished` is its part of what the step's finished trajectories hold. None: the samples are all that there is.
+    """
+    counts = []
+    for component in range(NUM_COMPONENTS):
+        inside = [sample for sample in samples if sample.num_in(component)]
+        tokens, trajectories = sum(sample.num_in(component) for sample in inside), {s.trajectory_id for s in inside}
+        trained = Finished(tokens, len(inside), len(trajectories))
+        is_of_policy = component in (POLICY, REFERENCE_KL)
+        counts.append(UpdateCounts(*trained, all=finished if finished is not None and is_of_policy else trained))
+    return counts
 
 
-def _count(samples: Sequence[Sample], component: int) -> UpdateCounts:
-    return UpdateCounts(
-        tokens=sum(sample.num_in(component) for sample in samples),
-        samples=len(samples),
-        trajectories=len({sample.trajectory_id for sample in samples}),
-    )
+def _count_finished(trajectories: Sequence[ScoredTrajectory]) -> Finished:
+    counts = [count_sampled(trajectory) for trajectory in trajectories]
+    tokens, samples = (sum(values) for values in zip((0, 0), *counts, strict=True))
+    return Finished(tokens, samples, sum(tokens > 0 for tokens, _ in counts))
 
 
 def _reward(trajectory: ScoredTrajectory) -> float:

@@ -42,12 +42,17 @@ def token_weights(trajectory: Trajectory, credit: Credit | float) -> Floats:
     Raises LearnerError: not one weight per token, an infinite one, or a policy weight of a token of a prompt.
     """
     credit = credit if isinstance(credit, Credit) else Credit(policy=credit)
-    lengths = [(len(turn.prompt_ids), len(turn.sampled_ids)) for turn in trajectory.turns]
-    is_sampled = np.repeat(np.tile([False, True], len(lengths)), np.array(lengths, dtype=np.int64).ravel())
+    is_sampled = sampled_tokens(trajectory)
     rows = [_row(name, weights, trajectory, is_sampled) for name, weights in credit._asdict().items()]
     if not np.isnan(rows[POLICY][~is_sampled]).all():
         raise LearnerError(f"trajectory {trajectory.id}: policy weights for tokens of a prompt, which were not sampled")
     return np.stack(rows)
+
+
+def sampled_tokens(trajectory: Trajectory) -> npt.NDArray[np.bool_]:
+    """[M] whether each token was sampled."""
+    lengths = [(len(turn.prompt_ids), len(turn.sampled_ids)) for turn in trajectory.turns]
+    return np.repeat(np.tile([False, True], len(lengths)), np.array(lengths, dtype=np.int64).ravel())
 
 
 def _row(name: str, weights: Weights | None, trajectory: Trajectory, is_sampled: npt.NDArray[np.bool_]) -> Floats:

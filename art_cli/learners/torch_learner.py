@@ -69,7 +69,9 @@ class TorchLearner:
         self.kl, self.algorithm = loss.kl, build_algorithm(loss, max_tokens=sampling_max_tokens, directory=directory)
         self.ranks = ranks or Ranks()
         self.runner = PackRunner(weights, learner, self.ranks)
-        self.gradient = LossGradient(self.runner, self.algorithm, importance_cap=loss.importance_cap)
+        self.gradient = LossGradient(
+            self.runner, self.algorithm, importance_cap=loss.importance_cap, mean_over=loss.mean_over
+        )
         self.warm_up: Sft | None = None  # set between begin_sft and end_sft
         self.packing = PackingCheck(self.runner)
         self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
@@ -85,11 +87,13 @@ class TorchLearner:
         begin = time.perf_counter()
         batch = make_step_samples(groups, self.algorithm, kl=self.kl)
         parts = split_by_update(batch.groups, self.train_config.updates_per_step)
+        # a step of few groups with signal takes fewer updates, and each is as large as if all groups had signal
+        finished = batch.finished.divided(max(1, min(self.train_config.updates_per_step, batch.num_groups)))
         statistics = StepStatistics()
         learning_rate = self.optimizer.current_rate()
         if parts:
             with self._changing_weights(parts[0][0], batch=parts[0]):
-                self._take_updates([self.gradient.plan(part) for part in parts], statistics, progress)
+                self._take_updates([self.gradient.plan(part, finished) for part in parts], statistics, progress)
         statistics = StepStatistics.total(self.ranks.gather(statistics))
         seconds = time.perf_counter() - begin
         return statistics.metrics(batch, packed=self.runner.can_pack, learning_rate=learning_rate, train_s=seconds)

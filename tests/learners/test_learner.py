@@ -271,6 +271,26 @@ def test_a_group_without_signal_adds_nothing_to_one_that_has_some() -> None:
         assert torch.equal(both.gradient[name], gradient)
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [GrpoConfig(mean_over="all", kl=0.1), GspoConfig(name="gspo", mean_over="all"), DrGrpoConfig(name="dr_grpo")],
+    ids=["grpo", "gspo", "dr_grpo"],
+)
+def test_over_all_trajectories_the_gradient_shrinks_with_the_signal(loss: LossConfig) -> None:
+    """One group of two with signal, three of the same size without: a quarter of what it is alone. With two updates a
+    step the mean of each is over half the trajectories: a half, in the one update that there is to take.
+    """
+    weights = tiny_weights()
+    flat = [two_answers(weights, good=0.3, bad=0.3, group=f"flat {index}") for index in range(3)]
+    alone = Caught(learner(weights, loss, max_grad_norm=1e9))
+    alone.learner.step([two_answers(weights)])
+    for updates, factor in ((1, 0.25), (2, 0.5)):
+        caught = Caught(learner(weights, loss, max_grad_norm=1e9, updates_per_step=updates))
+        assert caught.learner.step([*flat, two_answers(weights)]).no_signal_share == 0.75
+        for name, gradient in alone.gradient.items():
+            torch.testing.assert_close(caught.gradient[name], factor * gradient, rtol=1e-5, atol=1e-9)
+
+
 def test_failed_trajectories_are_counted_and_not_trained_on() -> None:
     weights = tiny_weights()
     group = two_answers(weights)

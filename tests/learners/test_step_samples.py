@@ -4,14 +4,16 @@ import math
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
 
 from art_cli.config.schema import DapoConfig, DrGrpoConfig, GrpoConfig, LossConfig
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.credit import rewards_of
 from art_cli.learners.algorithms.presets import build_algorithm
+from art_cli.learners.samples import count_sampled
 from art_cli.learners.step_samples import count, make_step_samples, split_by_update
-from art_cli.trajectory import ScoredTrajectory
-from tests.support.trees import scored, turn
+from art_cli.trajectory import ScoredTrajectory, Turn
+from tests.support.trees import samples_of, scored, turn, turn_trees
 
 
 def answers(*rewards: float, lengths: list[int] | None = None, group: str = "g") -> list[ScoredTrajectory]:
@@ -119,4 +121,28 @@ def test_counts_are_of_tokens_samples_and_trajectories() -> None:
     [group] = make_step_samples(
         [[branched, *answers(0.0, 0.0)[1:]]], build_algorithm(GrpoConfig(), max_tokens=10)
     ).groups
-    assert count(group) == [(4, 3, 2), (0, 0, 0), (0, 0, 0)]
+    assert [counts[:3] for counts in count(group)] == [(4, 3, 2), (0, 0, 0), (0, 0, 0)]
+
+
+def test_the_steps_finished_trajectories_are_counted_with_and_without_signal() -> None:
+    """Groups: 1 + 2 tokens with signal, a branched one of 3 in 2 samples with the same reward as one of 1, a failure.
+
+    An update of two has half of it, in the components of the policy.
+    """
+    branched = scored([turn([1], [2, 3]), turn([4], [5], parent=0, kept=2)], 1.0, group="b")
+    failed = scored([turn([1], [2])], None, index=2, group="b", error="error: x")
+    groups = [answers(0.0, 1.0, lengths=[1, 2]), [branched, *answers(0.0, 1.0, group="b")[1:], failed]]
+    batch = make_step_samples(groups, build_algorithm(GrpoConfig(), max_tokens=10))
+    assert len(batch.groups) == 1
+    assert batch.finished == (7, 5, 4)
+    policy, imitated, near = count(batch.groups[0], batch.finished.divided(2))
+    assert policy == (3, 2, 2, (3.5, 2.5, 2.0))
+    assert (imitated.all, near.all) == ((0, 0, 0), (3.5, 2.5, 2.0))
+
+
+@settings(max_examples=50)
+@given(turns=turn_trees(5))
+def test_what_could_be_trained_is_what_a_weight_for_every_sampled_token_trains(turns: list[Turn]) -> None:
+    trajectory = scored(turns, 1.0)
+    samples = samples_of(trajectory, 1.0)
+    assert count_sampled(trajectory) == (sum(len(sample.targets) for sample in samples), len(samples))

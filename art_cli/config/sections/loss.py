@@ -13,6 +13,10 @@ class BaseLossConfig(Section):
     """Weight of KL(policy || reference), k3 estimate; the reference is the model, adapter off. 0: not computed."""
     importance_cap: PositiveFloat | None = None
     """Truncated importance sampling: each token's weight is min(learner / engine, cap). null: off."""
+    mean_over: Literal["trained", "all"] = "trained"
+    """What the loss is a mean over. `trained`: the trajectories of groups with signal, so that a step of few such
+    groups is as large as one of many. `all`: every finished trajectory of the step, so that steps shrink with the
+    signal instead of getting noisier."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """(knob, message) for each knob that is set and has no effect."""
@@ -38,6 +42,9 @@ class DrGrpoConfig(BaseLossConfig):
     name: Literal["dr_grpo"]
     clip: PositiveFloat = 0.2
     """The ratio of new to old probability counts from 1 - clip to 1 + clip."""
+    mean_over: Literal["trained", "all"] = "all"
+    """What the loss is a mean over, as in `grpo`. The paper's mean is over all sampled trajectories: one of a group
+    without signal has advantage 0 and counts in it."""
     max_tokens: PositiveInt | None = None
     """The constant each trajectory's sum is divided by. null: rollout.sampling.max_tokens."""
 

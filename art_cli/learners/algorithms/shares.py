@@ -1,18 +1,42 @@
 """Shares: how much one token counts in the loss of an optimizer step.
 
 Each function takes the number of trained tokens of the token's sample and the counts of the whole optimizer step. So
-the sum of `share * value` over any packing is the same mean.
+the sum of `share * value` over any packing is the same mean. Which trajectories are counted, `loss.mean_over` says.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+
+class Finished(NamedTuple):
+    """What the finished trajectories of a step hold, those of groups without signal too.
+
+    Example: 4 trajectories of 3 sampled tokens each: Finished(tokens=12, samples=4, trajectories=4)
+    """
+
+    tokens: float  # sampled tokens that could be trained on, each once
+    samples: float
+    trajectories: float  # those with at least one such token
+
+    def divided(self, parts: int) -> "Finished":
+        """The part of each of that many optimizer steps."""
+        return Finished(*(value / parts for value in self))
 
 
 class UpdateCounts(NamedTuple):
-    """What one optimizer step trains on in one component of the loss, counted before its first forward."""
+    """What one optimizer step trains on in one component of the loss, counted before its first forward.
 
-    tokens: int
-    samples: int
-    trajectories: int
+    `all` is the optimizer step's even part of what the whole step's finished trajectories hold. It does not depend on
+    which of them have signal. In cross_entropy it is what is trained, because only a credit says what is imitated.
+    """
+
+    tokens: float
+    samples: float
+    trajectories: float
+    all: Finished
+
+    def over(self, mean_over: Literal["trained", "all"]) -> "UpdateCounts":
+        """The counts as a share sees them: with `all`, tokens, samples and trajectories are those of `self.all`."""
+        return self if mean_over == "trained" else UpdateCounts(*self.all, self.all)
 
 
 def token_mean(num_tokens: int, update: UpdateCounts) -> float:
