@@ -11,12 +11,14 @@ of that turn's sequence it keeps (`kept`), the prompt tokens after those, and th
     turn 2   parent 1     kept 3   prompt [8]      sampled [9]            sequence  1 2 3 8 9         a branch
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 SCHEMA_VERSION = 1
+EQUAL_REWARDS = 1e-8  # rewards this close carry no signal: what is left between them is rounding, not preference
 
 Json = dict[str, Any]
 
@@ -132,6 +134,12 @@ def score_trajectory(
     """The trajectory as a ScoredTrajectory, all other fields unchanged."""
     fields = {name: getattr(trajectory, name) for name in Trajectory.__struct_fields__}
     return ScoredTrajectory(**fields, reward=reward, scores=list(scores), judge_settings=settings)
+
+
+def has_signal(rewards: Sequence[float]) -> bool:
+    """Whether the rewards of a group differ by more than 1e-8; an empty group has no signal."""
+    assert all(map(math.isfinite, rewards)), f"rewards must be finite: {list(rewards)}"
+    return len(rewards) > 0 and max(rewards) - min(rewards) > EQUAL_REWARDS
 
 
 def sequence(turns: Sequence[Turn], index: int) -> list[int]:

@@ -323,7 +323,8 @@ class Preflight:
             + 40 * self.trajectory.num_sampled
             + 6 * len(sequence(self.trajectory.turns, 0))
         )
-        lines = 2 * line * config.rollout.group_size * config.rollout.groups_per_step * config.train.steps
+        num_groups = config.rollout.groups_per_step + config.rollout.num_spare
+        lines = 2 * line * config.rollout.group_size * num_groups * config.train.steps
         needed = (
             one * (config.train.keep_checkpoints + 3) + lines
         )  # 3 more: step 0, the best one, and one while it is written

@@ -18,9 +18,9 @@ from typing import NamedTuple
 from art_cli.config.schema import RunConfig
 from art_cli.errors import RunError
 from art_cli.judges import Judge
-from art_cli.loop.evaluate import values_by_scenario
-from art_cli.loop.generate import GroupScorer, group, owed, plan_groups
+from art_cli.loop.generate import GroupScorer, group, owed
 from art_cli.loop.sampler import Sampler
+from art_cli.loop.step_groups import StepGroups
 from art_cli.rollouts.progress import Progress, shown
 from art_cli.rollouts.scenarios import ScenarioOrder
 from art_cli.run_dir import LineWriter, RunDir
@@ -70,32 +70,35 @@ class Batches:
     async def _make(self, step: int) -> Batch:
         if (before := self._progress.get(step - 1)) is not None:
             await before.is_handed_out.wait()
-        chosen = self.order.groups(step, self.config.rollout.groups_per_step)
-        plans = plan_groups([self.scenarios[i] for i in chosen], step=step, group_size=self.config.rollout.group_size)
-        done = self.run.trajectories(step)
-        scored = group(self.run.scored(step))
         with LineWriter(self.run.trajectories_path(step)) as played, LineWriter(self.run.scored_path(step)) as out:
-            scorer = GroupScorer(self.judge, out, scored)
-            for trajectory in done:
+            wave = StepGroups(self.config.rollout, step, self._choose(step), self.run.trajectories(step))
+            scorer = GroupScorer(self.judge, out, group(self.run.scored(step)))
+            for trajectory in wave.done:
                 scorer.add(trajectory)
 
             async def keep(trajectory: Trajectory) -> None:
                 await asyncio.to_thread(played.append, trajectory)  # a trajectory is on disk before it is counted
-                done.append(trajectory)
+                wave.done.append(trajectory)
                 scorer.add(trajectory)
 
-            begin = time.perf_counter()
+            sample_s = judge_s = 0.0
             try:
-                await self.sampler.play(owed(plans, done), keep, self._progress[step])
-                sample_s = time.perf_counter() - begin
-                await scorer.finish()
+                while plans := wave.next(scorer.scored):
+                    begin = time.perf_counter()
+                    await self.sampler.play(owed(plans, wave.done), keep, self._progress[step])
+                    sampled = time.perf_counter()
+                    await scorer.finish()
+                    sample_s, judge_s = sample_s + sampled - begin, judge_s + time.perf_counter() - sampled
+                    _check_scored(scorer, step)
             finally:
                 scorer.cancel()
-            judge_s = time.perf_counter() - begin - sample_s
-        _check_scored(scorer, step)
-        names = dict.fromkeys(plan.group_id for plan in plans)
-        groups = [scorer.scored[name] for name in names if name in scorer.scored]
-        return Batch(groups, _numbers(done, step, sample_s, judge_s, len(scorer.progress.owed)))
+        numbers = _numbers(wave.done, step, sample_s, judge_s, len(scorer.progress.owed))
+        return Batch(wave.scored(scorer.scored), numbers | wave.numbers(scorer.scored))
+
+    def _choose(self, step: int) -> list[Json]:
+        """The scenarios of the step's own groups, then those that it may refill with."""
+        rollout = self.config.rollout
+        return [self.scenarios[i] for i in self.order.groups(step, rollout.groups_per_step, rollout.num_spare)]
 
 
 def _check_scored(scorer: GroupScorer, step: int) -> None:
@@ -131,9 +134,6 @@ def _numbers(
     numbers["num_without_turns"] = sum(trajectory.is_silent and trajectory.error is None for trajectory in trajectories)
     numbers["num_limited"] = sum(trajectory.limit is not None for trajectory in trajectories)
     numbers |= {f"failed.{kind}": num for kind, num in _failures(trajectories).most_common(MAX_KINDS)}
-    for name, values in values_by_scenario(trajectories).items():
-        if name not in ("reward", "failed"):
-            numbers[f"metrics.{name}"] = sum(values.values()) / len(values)
     return numbers
 
 

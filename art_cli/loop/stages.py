@@ -65,8 +65,8 @@ def _plan(loaded: LoadedConfig, source: PolicySource, step: int) -> list[Rollout
     config = loaded.config.rollout
     scenarios = load_scenarios(config.scenarios, loaded.directory)
     order = ScenarioOrder([s["id"] for s in scenarios], seed=loaded.config.train.seed, shuffle=config.shuffle)
-    chosen = [scenarios[index] for index in order.groups(step, config.groups_per_step)]
-    return plan_groups(chosen, step=source.step, group_size=config.group_size)
+    chosen = [scenarios[index] for index in order.groups(step, config.groups_per_step, config.num_spare)]
+    return plan_groups(chosen[: config.groups_per_step], step=source.step, group_size=config.group_size)
 
 
 async def _play(

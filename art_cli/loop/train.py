@@ -303,7 +303,7 @@ class TrainingRun:
     async def _take_step(self, sampler: Sampler, batch: Batch, step: int) -> None:
         self.trackers.log_trajectories(step, batch.groups)
         trained = await self._update(sampler, batch, step)
-        metrics = batch.metrics | trained.known()
+        metrics = trained.known() | batch.metrics  # with refilled groups the batch has other means of the rewards
         if trained.num_updates == 0:
             total = self.config.train.steps
             log.warning("step %d/%d: no signal: all groups' rewards are equal; no weight changed", step + 1, total)

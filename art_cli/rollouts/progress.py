@@ -30,8 +30,10 @@ class Progress:
     started: float = field(default_factory=time.monotonic)
     is_handed_out: asyncio.Event = field(default_factory=asyncio.Event)  # every rollout is played or has a worker
 
-    def begin(self, total: int, sampled: Callable[[], int]) -> None:
-        self.total, self.sampled, self.started = total, sampled, time.monotonic()
+    def begin(self, num: int, sampled: Callable[[], int]) -> None:
+        """Notes that `num` further rollouts begin; `sampled` counts the tokens from here on."""
+        self.total += num
+        self.sampled, self.started = sampled, time.monotonic()
 
     def count(self, trajectory: Trajectory) -> None:
         self.done += 1

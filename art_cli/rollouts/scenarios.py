@@ -111,10 +111,19 @@ class ScenarioOrder:
         self._shuffle = shuffle
         self._epoch = lru_cache(maxsize=2)(self._order)  # a step seldom spans more than two
 
-    def groups(self, step: int, groups_per_step: int) -> list[int]:
-        """Indices in `ids` of the scenarios that a step plays. A step longer than an epoch plays some twice."""
-        positions = range(step * groups_per_step, (step + 1) * groups_per_step)
-        return [self._epoch(position // len(self._ids))[position % len(self._ids)] for position in positions]
+    def groups(self, step: int, groups_per_step: int, num_spare: int = 0) -> list[int]:
+        """Indices in `ids` of the scenarios that a step plays, then of the `num_spare` that it may refill with.
+
+        A step longer than an epoch plays some twice. Spare ones that the step has already come last. With `shuffle`
+        the next step begins after the spare ones, so that no scenario comes twice in an epoch; those that were not
+        needed wait for another epoch. Without it the next step begins with the spare ones, because in a fixed order
+        the same scenarios might never be needed.
+        """
+        stride = groups_per_step + num_spare if self._shuffle else groups_per_step
+        positions = range(step * stride, step * stride + groups_per_step + num_spare)
+        chosen = [self._epoch(position // len(self._ids))[position % len(self._ids)] for position in positions]
+        own, spare = chosen[:groups_per_step], chosen[groups_per_step:]
+        return own + sorted(spare, key=set(own).__contains__)
 
     def _order(self, epoch: int) -> list[int]:
         """The permutation of one epoch, sorted by the hash of seed, epoch and id."""

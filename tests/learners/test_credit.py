@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art_cli.learners.algorithms.credit import advantages, has_signal
+from art_cli.learners.algorithms.credit import advantages
+from art_cli.trajectory import has_signal
 
 rewards_G = st.lists(st.floats(-100, 100), min_size=2, max_size=16)
 

@@ -1,11 +1,14 @@
 """The `rollout` and `gateway` sections: the agent, its scenarios, sampling and limits."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from art_cli.config.sections.base import MAX_PROCESSES, Count, Float, Int, NonNegative, PositiveInt, Seconds, Section
+
+MAX_REFILL = 100.0  # further groups per group of the plan
 
 
 class SamplingConfig(Section):
@@ -41,6 +44,10 @@ class RolloutConfig(Section):
     """G, the number of attempts per scenario and step."""
     groups_per_step: PositiveInt = 16
     """The number of scenarios per step."""
+    refill: Annotated[NonNegative, Field(le=MAX_REFILL)] = 0.0
+    """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): a group whose rewards are all equal teaches nothing, and
+    is refilled by a group of a further scenario until the step has `groups_per_step` groups with signal. The largest
+    number of further groups, as a share of `groups_per_step`. 0: off."""
     concurrency: PositiveInt = 64
     """The number of rollouts that are played at once."""
     processes: Annotated[Count, Field(le=MAX_PROCESSES)] = 1
@@ -57,6 +64,12 @@ class RolloutConfig(Section):
     shuffle: bool = True
     """true: each epoch has a seeded order of its own. false: the file's order, again and again."""
     sampling: SamplingConfig = SamplingConfig()
+
+    @property
+    def num_spare(self) -> int:
+        """The largest number of further groups that a step may play; rounded up, so that a share above 0 is at least
+        one group."""
+        return math.ceil(round(self.refill * self.groups_per_step, 6))
 
     @model_validator(mode="after")
     def _one_of_entry_and_command(self) -> Self:

@@ -3,9 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from art_cli.trajectory import ScoredTrajectory, Turn
-
-EQUAL = 1e-8  # rewards this close carry no signal: what is left between them is rounding, not preference
+from art_cli.trajectory import ScoredTrajectory, Turn, has_signal
 
 
 def advantages(rewards: Sequence[float], *, scale: bool) -> list[float]:
@@ -25,12 +23,6 @@ def advantages(rewards: Sequence[float], *, scale: bool) -> list[float]:
         return centred
     deviation = math.sqrt(math.fsum(value * value for value in centred) / (len(rewards) - 1))
     return [value / deviation for value in centred]
-
-
-def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether the rewards of a group differ by more than 1e-8; an empty group has no signal."""
-    assert all(map(math.isfinite, rewards)), f"rewards must be finite: {list(rewards)}"
-    return len(rewards) > 0 and max(rewards) - min(rewards) > EQUAL
 
 
 def rewards_of(group: Sequence[ScoredTrajectory]) -> list[float]:

@@ -65,8 +65,8 @@ class Dapo(ScaledPreset[loss.DapoConfig]):
     """DAPO: Yu et al. 2025 (arXiv:2503.14476), equations 8 to 13.
 
     Clip-higher (equation 10), the mean over all tokens (equation 12), and a soft punishment of replies that come near
-    the length limit (equation 13), which changes rewards and so comes before advantages. Its dynamic sampling is what
-    happens to every group without signal.
+    the length limit (equation 13), which changes rewards and so comes before advantages. Its dynamic sampling
+    (equation 11) is `rollout.refill`.
     """
 
     def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:

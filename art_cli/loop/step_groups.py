@@ -1,0 +1,89 @@
+"""StepGroups: which groups a step plays, in waves. Groups that teach nothing are refilled (DAPO, section 3.2).
+
+    wave 1 = the step's own groups; wave 2 = as many further groups as wave 1 has groups without signal; and so on
+
+Each wave is as large as what is missing to `rollout.groups_per_step` groups with signal. So the groups of a step are
+the shortest beginning of its scenarios that has enough of them with signal, or all that `rollout.refill` allows. This
+follows from the step's files alone: a run that was killed in the middle of a wave goes on to the same groups.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from art_cli.config.sections.rollout import RolloutConfig
+from art_cli.loop.evaluate import values_by_scenario
+from art_cli.loop.generate import plan_groups
+from art_cli.rollouts.runner import RolloutPlan
+from art_cli.trajectory import Json, ScoredTrajectory, Trajectory, has_signal
+
+Scored = Mapping[str, Sequence[ScoredTrajectory]]  # group id -> the group, for every group that has been scored
+
+
+class StepGroups:
+    """The groups of one step: those that were begun so far, and which ones come next.
+
+    `scenarios` are those of the step's own groups, then those to refill with. `done` are its finished trajectories.
+    """
+
+    def __init__(self, config: RolloutConfig, step: int, scenarios: Sequence[Json], done: Sequence[Trajectory]) -> None:
+        self.done = list(done)
+        self._wanted = config.groups_per_step
+        plans = plan_groups(scenarios, step=step, group_size=config.group_size)
+        self._plans: dict[str, list[RolloutPlan]] = {}  # group id -> its rollouts, in order
+        for plan in plans:
+            self._plans.setdefault(plan.group_id, []).append(plan)
+        self._names = list(self._plans)
+        self._num = 0  # number of groups begun
+        begun = {trajectory.group_id for trajectory in done}
+        self._num_begun_before = max((n for n, name in enumerate(self._names, 1) if name in begun), default=0)
+
+    def next(self, scored: Scored) -> list[RolloutPlan]:
+        """The rollouts of the next wave; empty: the step has its groups.
+
+        A group that could not be scored counts as one without signal. Groups that an earlier start began belong to the
+        first wave, so that no finished trajectory is lost where a judge says something else the second time.
+        """
+        missing = self._wanted - sum(name in scored and _tells(scored[name]) for name in self._names[: self._num])
+        first, self._num = self._num, min(len(self._names), max(self._num + missing, self._num_begun_before))
+        return [plan for name in self._names[first : self._num] for plan in self._plans[name]]
+
+    def scored(self, scored: Scored) -> list[list[ScoredTrajectory]]:
+        """The groups to train on, in the order of the plan; those that could not be scored are left out."""
+        return [list(scored[name]) for name in self._names[: self._num] if name in scored]
+
+    def numbers(self, scored: Scored) -> dict[str, float]:
+        """What the rollouts say of the policy: means over the step's own groups only.
+
+        Refilling goes on until enough groups have signal, so a mean over all groups would prefer such scenarios.
+        """
+        own = set(self._names[: self._wanted])
+        numbers = {
+            f"metrics.{name}": sum(values.values()) / len(values)
+            for name, values in values_by_scenario([t for t in self.done if t.group_id in own]).items()
+            if name not in ("reward", "failed")
+        }
+        if len(self._names) > self._wanted:
+            numbers["num_refilled"] = self._num - self._wanted
+            numbers |= _reward_numbers([scored[name] for name in self._names[: self._wanted] if name in scored])
+        return numbers
+
+
+def _rewards(group: Sequence[ScoredTrajectory]) -> list[float]:
+    return [trajectory.reward for trajectory in group if trajectory.reward is not None]
+
+
+def _tells(group: Sequence[ScoredTrajectory]) -> bool:
+    return has_signal(_rewards(group))
+
+
+def _reward_numbers(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:
+    """Mean and deviation of the rewards, and the share of groups without signal; {} where no attempt has a reward."""
+    rewards = [reward for group in groups for reward in _rewards(group)]
+    if not rewards:
+        return {}
+    mean = math.fsum(rewards) / len(rewards)
+    return {
+        "reward_mean": mean,
+        "reward_std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
+        "no_signal_share": 1 - sum(map(_tells, groups)) / len(groups),
+    }
