@@ -1,6 +1,7 @@
 """The checkpoints of a run: finding, listing, pruning, forking and importing them. Files only; no model is loaded.
 
-find              resolves a user's path: a checkpoint, a run's newest or best one, a plain adapter, a base model
+find              resolves a user's path: a checkpoint, one of a run, a plain adapter, a base model
+choose            the checkpoint of a run that is meant: the one it offers (train.keep_best), the best, the newest
 listed, prune     lists a run's checkpoints with their metrics; removes those that training would not keep
 fork              makes a new run that begins at one checkpoint
 import_adapter    makes a new run that begins with a foreign PEFT adapter
@@ -9,6 +10,7 @@ A checkpoint has a manifest with a hash of every file, written by `run_dir`. A p
 a manifest. Importing makes it step 0 of a run; serving uses it as it is.
 """
 
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -30,6 +32,8 @@ from art_cli.run_dir import (
 )
 
 ADAPTER_CONFIG, ADAPTER_FILE, TEMPLATE_FILE = "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"
+Which = Literal["offered", "best", "newest"]  # which checkpoint of a run is meant
+log = logging.getLogger(__name__)
 KEEP = 3  # number of newest checkpoints kept by a run whose configuration does not say
 
 
@@ -69,6 +73,7 @@ class _Rollout(msgspec.Struct):
 
 class _Train(msgspec.Struct):
     keep_checkpoints: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = KEEP
+    keep_best: bool = True
 
 
 class _Settings(msgspec.Struct):
@@ -92,19 +97,19 @@ class Listed(NamedTuple):
     is_best: bool = False
 
 
-def find(path: Path, *, best: bool = False) -> Found | None:
+def find(path: Path, *, which: Which = "offered") -> Found | None:
     """What `path` resolves to; None: there is no such directory (it may be a hub id).
 
-    `best` picks a run's best evaluated checkpoint instead of its newest. Raises CheckpointError: nothing usable there,
-    or a checkpoint that does not verify; UsageError: `best`, and the path is no run.
+    `which` says which checkpoint of a run is meant. Raises CheckpointError: nothing usable there, or a checkpoint that
+    does not verify; UsageError: `which` is not the default, and the path is no run.
     """
     if not path.is_dir():
         return None
     run = RunDir(path)
     if run.checkpoints.is_dir():
-        return newest(run, best=best)
-    if best:
-        raise UsageError(f"{path}: not a run; --best picks among the checkpoints of one")
+        return choose(run, which)
+    if which != "offered":
+        raise UsageError(f"{path}: not a run; {option(which)} picks among the checkpoints of one")
     if (path / "manifest.json").exists():
         return _found(path, run_of(path))
     if (path / ADAPTER_CONFIG).exists():
@@ -123,16 +128,23 @@ def run_of(checkpoint: Path) -> RunDir | None:
     return RunDir(home.parent) if home.name == "checkpoints" else None
 
 
-def newest(run: RunDir, *, best: bool) -> Found:
-    """The newest checkpoint of a run, or the best evaluated one; those that do not verify are skipped.
+def option(which: Which) -> str:
+    """The option of the command line that asks for it."""
+    return {"offered": "", "best": "--best", "newest": "--last"}[which]
+
+
+def choose(run: RunDir, which: Which) -> Found:
+    """The checkpoint of a run that is meant; those that do not verify are skipped. A log line explains an offered one.
 
     Raises CheckpointError: there is none; UsageError: no evaluation has a reward, so that none is the best.
     """
-    rewards = _rewards(run) if best else {}
-    found = run.newest_checkpoint(_best_first(run.checkpoint_steps(), rewards) if best else None)
+    found = run.newest_checkpoint(wanted_steps(run, which))
     if found is not None:
+        if which == "offered":
+            log.info("%s: %s", run.root, explain(run, found[1].step))
         return Found(*found, run, (found[0] / ADAPTER_CONFIG).exists())
-    if best and run.evaluations() and not rewards:
+    best = which == "best"
+    if best and run.evaluations() and not _rewards(run):
         raise UsageError(
             f"{run.root}: --best: its evaluations have no reward, since the rollout returns none and eval.judge was "
             "off; compare checkpoints with art eval --checkpoint A --checkpoint B, and name one"
@@ -140,6 +152,44 @@ def newest(run: RunDir, *, best: bool) -> Found:
     if best:
         raise CheckpointError(f"{run.root}: no checkpoint here was evaluated; leave out --best, or name one")
     raise CheckpointError(f"{run.root}: a run without a valid checkpoint")
+
+
+def wanted_steps(run: RunDir, which: Which) -> list[int]:
+    """The steps that have a checkpoint, by name alone, the one that is meant first.
+
+    A run offers its best evaluated checkpoint, unless `train.keep_best` is false or nothing was evaluated after step 0;
+    then it offers its newest. "best" names evaluated steps alone.
+    """
+    newest_first = run.checkpoint_steps()[::-1]
+    if which == "newest" or (which == "offered" and not _keeps_best(run)):
+        return newest_first
+    best_first = _best_first(newest_first, _rewards(run))
+    if which == "best":
+        return best_first
+    if not any(best_first):
+        return newest_first
+    return [*best_first, *(step for step in newest_first if step not in best_first)]
+
+
+def explain(run: RunDir, step: int) -> str:
+    """Why the run offers the checkpoint of `step`.
+
+    Example: "step 36, the best evaluated: reward 0.810; the newest, step 48, has 0.740 (--last takes it)"
+    """
+    rewards, newest = _rewards(run), max(run.checkpoint_steps(), default=step)
+    if not _keeps_best(run):
+        return f"step {step}, the newest (train.keep_best is false)"
+    if step not in rewards:
+        return f"step {step}, the newest; no policy after step 0 was evaluated"
+    what = f"step {step}, the best evaluated: reward {rewards[step]:.3f}"
+    if step == newest:
+        return f"{what}; it is the newest"
+    last = f"has {rewards[newest]:.3f}" if newest in rewards else "is not evaluated"
+    return f"{what}; the newest, step {newest}, {last} (--last takes it)"
+
+
+def _keeps_best(run: RunDir) -> bool:
+    return bool(run_config(run).get("train", {}).get("keep_best", True))
 
 
 def _found(path: Path, run: RunDir | None) -> Found:
@@ -224,16 +274,16 @@ def prune(run: RunDir, *, keep: int | None) -> list[Listed]:
         valid = {entry.step for entry in entries if entry.problem is None}
         if entries and not valid:
             raise RunError(f"{run.root}: no checkpoint here is valid; none was removed")
-        unwanted = to_remove(valid, _rewards(run), keep=keep)
+        unwanted = to_remove(valid, _rewards(run) if _keeps_best(run) else {}, keep=keep)
         removed = [entry for entry in entries if entry.step not in valid or entry.step in unwanted]
         for entry in removed:
             remove(entry.path)
     return removed
 
 
-def prune_trained(run: RunDir, *, keep: int) -> None:
+def prune_trained(run: RunDir, *, keep: int, keeps_best: bool = True) -> None:
     """Removes what `to_remove` names, for the training process that holds the run and wrote its checkpoints."""
-    for step in to_remove(run.checkpoint_steps(), _rewards(run), keep=keep):
+    for step in to_remove(run.checkpoint_steps(), _rewards(run) if keeps_best else {}, keep=keep):
         remove(run.checkpoint_path(step))
 
 
@@ -247,11 +297,6 @@ def to_remove(steps: Iterable[int], rewards: Mapping[int, float], *, keep: int) 
     """
     there = sorted(steps)
     return set(there[:-keep]) - {0, *_best_first(there, rewards)[:1]}
-
-
-def best_step(run: RunDir) -> int | None:
-    """The best evaluated step that has a checkpoint, by name alone; None: none was evaluated."""
-    return next(iter(_best_first(run.checkpoint_steps(), _rewards(run))), None)
 
 
 def _best_first(steps: Iterable[int], rewards: Mapping[int, float]) -> list[int]:
@@ -279,7 +324,7 @@ def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
     if step is not None and step not in run.checkpoint_steps():
         there = ", ".join(map(str, run.checkpoint_steps())) or "none"
         raise RunError(f"{run.root}: no checkpoint of step {step}; there are: {there}")
-    found = newest(run, best=False) if step is None else _found(run.checkpoint_path(step), run)
+    found = choose(run, "newest") if step is None else _found(run.checkpoint_path(step), run)
     lines = [line for line in run.metrics() if line.step < found.step + (line.split != "train")]
     with new_directory(root) as directory:
         new = RunDir(directory)

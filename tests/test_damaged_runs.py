@@ -79,8 +79,9 @@ def list_and_prune(run: RunDir) -> None:
 
 def serve(run: RunDir) -> None:
     """What `art serve` reads before it loads tensors."""
-    for best in (False, True):
-        source = find_source(str(run.root), best=best)
+    whiches: tuple[checkpoints.Which, ...] = ("offered", "best", "newest")
+    for which in whiches:
+        source = find_source(str(run.root), which=which)
         base_config(source)
         check_base(Path(source.base), source.named)
         section = checkpoints.run_config(source.run).get("engine", {})

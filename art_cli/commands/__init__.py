@@ -8,11 +8,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from art_cli.errors import printable_lines
+from art_cli.errors import UsageError, printable_lines
+
+if TYPE_CHECKING:
+    from art_cli.checkpoints import Which
 
 NAMES = (
     "init",
@@ -40,7 +43,8 @@ Checkpoint = Annotated[
 NewCheckpoint = Annotated[
     Path, typer.Option("-o", "--output", metavar="DIR", help="Where to write the checkpoint.", show_default=False)
 ]
-Best = Annotated[bool, typer.Option("--best", help="Take a run's best evaluated checkpoint, not its newest.")]
+Best = Annotated[bool, typer.Option("--best", help="Take a run's best evaluated checkpoint, or fail without one.")]
+Last = Annotated[bool, typer.Option("--last", help="Take a run's newest checkpoint, not its best evaluated one.")]
 Base = Annotated[str | None, typer.Option("--base", metavar="MODEL", help="Where the base model is, if it was moved.")]
 
 
@@ -56,6 +60,13 @@ class Finding(NamedTuple):
     @property
     def state(self) -> str:
         return "missing" if self.is_missing else "ok" if self.is_good else "broken"
+
+
+def which_checkpoint(is_best: bool, is_last: bool) -> "Which":
+    """Which checkpoint of a run --best and --last ask for. Raises UsageError: both."""
+    if is_best and is_last:
+        raise UsageError("--best and --last: one at a time")
+    return "best" if is_best else "newest" if is_last else "offered"
 
 
 def print_findings(findings: Sequence[Finding], as_json: bool) -> None:

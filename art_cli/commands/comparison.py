@@ -1,8 +1,8 @@
 """What `art eval` does: plays the evaluation scenarios with each policy, and compares them.
 
-A policy is a checkpoint, a run (its newest checkpoint), the base model ("base", or RUN/base), each run in a directory
-of runs, or a model at any OpenAI-compatible endpoint. Each plays the same scenarios, so differences are paired. The
-others are compared with the first policy.
+A policy is a checkpoint, a run (its best evaluated checkpoint, or its newest), the base model ("base", or RUN/base),
+each run in a directory of runs, or a model at any OpenAI-compatible endpoint. Each plays the same scenarios, so
+differences are paired. The others are compared with the first policy.
 """
 
 import logging
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from art_cli import threads
-from art_cli.checkpoints import run_config
+from art_cli.checkpoints import Which, run_config
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import JudgeModelConfig, ModelConfig, OpenAIEngineConfig
 from art_cli.engines import engine_traits
@@ -64,7 +64,9 @@ class Row(NamedTuple):
         return {"policy": self.policy, "metric": self.metric, **self.value._asdict(), "difference": difference}
 
 
-def find_players(loaded: LoadedConfig, checkpoints: Sequence[Path], endpoints: Sequence[str]) -> dict[str, Player]:
+def find_players(
+    loaded: LoadedConfig, checkpoints: Sequence[Path], endpoints: Sequence[str], *, which: Which = "offered"
+) -> dict[str, Player]:
     """Policy name -> its player. Endpoints are written MODEL@URL. Raises UsageError."""
     is_foreign = not engine_traits(loaded.config.engine, loaded.directory).can_train
     wanted = [path for named in checkpoints for path in _expand(named)] if checkpoints or endpoints else [None]
@@ -72,7 +74,10 @@ def find_players(loaded: LoadedConfig, checkpoints: Sequence[Path], endpoints: S
     def trained(loaded: LoadedConfig, path: Path | None) -> LoadedConfig:
         return loaded if path in checkpoints or path is None else _as_trained(loaded, path)
 
-    sources = [PolicySource(None, 0) if is_foreign else find_policy(trained(loaded, path), path) for path in wanted]
+    sources = [
+        PolicySource(None, 0) if is_foreign else find_policy(trained(loaded, path), path, which=which)
+        for path in wanted
+    ]
     loaded = resolve_auto(loaded, "engine") if wanted else loaded
     players = {}
     for path, source in zip(wanted, sources, strict=True):

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from art_cli.commands import Config, Json, Overrides
+from art_cli.commands import Config, Json, Last, Overrides, which_checkpoint
 from art_cli.errors import UsageError, printable_lines
 
 
@@ -19,6 +19,7 @@ def run(
         list[Path] | None,
         typer.Option("--checkpoint", metavar="DIR", help="A checkpoint, run, directory of runs, or base; repeat."),
     ] = None,
+    is_last: Last = False,
     endpoints: Annotated[
         list[str] | None, typer.Option("--endpoint", metavar="MODEL@URL", help="Any OpenAI-compatible one; repeat.")
     ] = None,
@@ -53,7 +54,9 @@ def run(
     if checkpoints and not engine_traits(loaded.config.engine, loaded.directory).can_train:
         name = loaded.config.engine.name
         raise UsageError(f"--checkpoint {checkpoints[0]}: engine {name!r} samples from its own model; use --endpoint")
-    players = comparison.find_players(loaded, checkpoints or [], endpoints or [])
+    players = comparison.find_players(
+        loaded, checkpoints or [], endpoints or [], which=which_checkpoint(False, is_last)
+    )
     check_ready(loaded, ("model", "rollout", "gateway", "engine", "eval"))
     last = list(players)[-1]
     parsed = [parse_gate(gate, list(players)) for gate in gates or []]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from art_cli.commands import Base, Best, Json
+from art_cli.commands import Base, Best, Json, Last, which_checkpoint
 from art_cli.errors import ArtError, UsageError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ def run(
     checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint or a run.", show_default=False)],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="A new directory.", show_default=False)],
     is_best: Best = False,
+    is_last: Last = False,
     base: Base = None,
     dtype: Annotated[
         str | None,
@@ -39,7 +40,7 @@ def run(
     logprobs from the merged weights as from the adapter, else the export fails.
 
     \b
-    art export runs/mine -o mine-merged --dtype bfloat16
+    art export runs/mine -o mine-merged --dtype bfloat16      its best evaluated checkpoint; --last: its newest
     """
     from art_cli.engines.proof import make_probe
     from art_cli.model import find_base
@@ -51,7 +52,7 @@ def run(
     with scratch("export") as place:
         if base is not None:
             base = find_base(base, directory=Path.cwd(), built=place / "base", named="--base")
-        source = find_source(checkpoint, best=is_best, base=base)
+        source = find_source(checkpoint, which=which_checkpoint(is_best, is_last), base=base)
         dtype = dtype or (source.dtype if source.dtype != "auto" else "float32")
         exported = export(source, output, dtype=dtype, bound=max_gap, probe=make_probe)
     url = _push(exported.path, push, token) if push is not None and token is not None else None

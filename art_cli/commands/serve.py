@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from art_cli.commands import Base, Best, Json
+from art_cli.commands import Base, Best, Json, Last, which_checkpoint
 from art_cli.errors import UsageError
 
 if TYPE_CHECKING:
+    from art_cli.checkpoints import Which
     from art_cli.config.schema import EngineConfig
     from art_cli.loop.auto import Machine
     from art_cli.serving.source import Source
@@ -36,7 +37,10 @@ def run(
         ),
     ],
     is_best: Best = False,
-    is_following: Annotated[bool, typer.Option("--follow", help="Change to each new checkpoint of a run.")] = False,
+    is_last: Last = False,
+    is_following: Annotated[
+        bool, typer.Option("--follow", help="Change to a run's next checkpoint: a better one, or with --last each.")
+    ] = False,
     base: Base = None,
     engine: Annotated[
         str, typer.Option("--engine", metavar="NAME", help="auto, embedded or vllm; auto: what the machine has.")
@@ -73,8 +77,8 @@ def run(
     """Put checkpoints behind an OpenAI-compatible API.
 
     \b
-    art serve runs/mine                           its newest checkpoint, as model `mine`
-    art serve runs/mine --follow                  and each new one as training writes it
+    art serve runs/mine                           its best evaluated checkpoint, as model `mine`
+    art serve runs/mine --last --follow           its newest, and each new one as training writes it
     art serve small=runs/a large=runs/b/checkpoints/step_0040
     ART_API_KEY=... art serve runs/mine --host 0.0.0.0
 
@@ -91,10 +95,11 @@ def run(
         log.warning(
             "--api-key: anyone on this machine can see it in `ps`; set %s, or give --api-key-file", KEY_VARIABLE
         )
+    which = which_checkpoint(is_best, is_last)
     keys = read_keys(api_key, api_key_file)
     check_exposure(host, keys)
     with scratch("serve") as place:
-        sources = _find_sources(checkpoints, is_best=is_best, base=base, dtype=dtype, place=place)
+        sources = _find_sources(checkpoints, which=which, base=base, dtype=dtype, place=place)
         if is_following and not all(source.run is not None for source in sources):
             raise UsageError("--follow: name a run (or a checkpoint in one); nothing else has new checkpoints")
         loader = Loader(_choose_engine(engine, knobs or [], sources, is_trusted=is_trusted), logs=place)
@@ -105,7 +110,7 @@ def run(
             Policies([ServedPolicy(source, loader) for source in sources]),
             keys=keys,
             limits=Limits(concurrency, queue, int(max_body_mib * 2**20), drain_s=drain_s),
-            follows_best=is_best if is_following else None,
+            follows=which if is_following else None,
             logs_content=logs_content,
         )
         key = _how_to_get_key(bool(keys), api_key_file)
@@ -120,7 +125,7 @@ def _is_on_line(context: typer.Context, name: str) -> bool:
 
 
 def _find_sources(
-    texts: Sequence[str], *, is_best: bool, base: str | None, dtype: str | None, place: Path
+    texts: Sequence[str], *, which: "Which", base: str | None, dtype: str | None, place: Path
 ) -> "list[Source]":
     """The source of each `[NAME=]CHECKPOINT`. Raises UsageError: it is neither here nor on the hub."""
     from art_cli.model import find_base, require_base
@@ -128,7 +133,7 @@ def _find_sources(
 
     if base is not None:
         base = find_base(base, directory=Path.cwd(), built=place / "base", named="--base")
-    sources = [find_source(text, best=is_best, base=base, dtype=dtype) for text in texts]
+    sources = [find_source(text, which=which, base=base, dtype=dtype) for text in texts]
     for source in sources:
         require_base(source.base, source.named)
     return sources

@@ -21,7 +21,7 @@ NOT_TRAINING = frozenset(
         # the run's place and its observers
         *("name", "runs", "gateway", "tracker", "trackers"),
         # the length of the run, and the checkpoints that are kept
-        *("train.steps", "train.keep_checkpoints"),
+        *("train.steps", "train.keep_checkpoints", "train.keep_best"),
         # the judge's budget
         *("judge.budget_usd", "judge.budget_tokens", "judge.price"),
         # speed and memory: the gradient is the same for every packing and micro-batch size

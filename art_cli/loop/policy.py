@@ -5,11 +5,12 @@ goes to a temporary directory.
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from art_cli.checkpoints import is_base, run_config, run_of
+from art_cli.checkpoints import Which, explain, is_base, run_config, run_of, wanted_steps
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.identity import config_changes, config_hash
 from art_cli.engines import engine_traits
@@ -21,6 +22,7 @@ from art_cli.policy_spec import PolicySpec, read_spec
 from art_cli.run_dir import Manifest, RunDir, new_checkpoint, verify_checkpoint
 from art_cli.scratch import scratch
 
+log = logging.getLogger(__name__)
 BASE = "base"  # word by which a user means the base model instead of a checkpoint
 
 
@@ -34,14 +36,14 @@ class PolicySource(NamedTuple):
     dtype: str = ""  # dtype of the base weights that its manifest names; "": it names none
 
 
-def find_policy(loaded: LoadedConfig, wanted: Path | None) -> PolicySource:
-    """The policy a user means: a checkpoint directory, a run directory (its newest), a base, or nothing (this run).
+def find_policy(loaded: LoadedConfig, wanted: Path | None, *, which: Which = "newest") -> PolicySource:
+    """The policy a user means: a checkpoint directory, a run directory, a base, or nothing (this run).
 
-    "base" is the configuration's base model without an adapter, and RUN/base that of a run; so is the directory of any
-    base model. Raises UsageError: named, and not there; ConfigError: trained on another model than the configuration
-    says; CheckpointError: not whole.
+    `which` says which checkpoint of a run; training goes on from its newest. "base" is the configuration's base model
+    without an adapter, and RUN/base that of a run; so is the directory of any base model. Raises UsageError: named, and
+    not there; ConfigError: trained on another model than the configuration says; CheckpointError: not whole.
     """
-    source = _find_base(wanted) or _find_trained(loaded, wanted)
+    source = _find_base(wanted) or _find_trained(loaded, wanted, which)
     _check_model(loaded, source)
     return source
 
@@ -61,7 +63,7 @@ def _find_base(wanted: Path | None) -> PolicySource | None:
     return PolicySource(None, 0, wanted.parent) if is_run else None
 
 
-def _find_trained(loaded: LoadedConfig, wanted: Path | None) -> PolicySource:
+def _find_trained(loaded: LoadedConfig, wanted: Path | None, which: Which) -> PolicySource:
     if wanted is not None and not wanted.is_dir():
         raise UsageError(f"{wanted}: no such directory")
     if wanted is not None and (wanted / "manifest.json").exists():
@@ -70,9 +72,11 @@ def _find_trained(loaded: LoadedConfig, wanted: Path | None) -> PolicySource:
     if wanted is not None and is_base(wanted):
         return PolicySource(None, 0, base=str(wanted.resolve()))
     run = RunDir(wanted or loaded.config.runs / loaded.config.name)
-    newest = run.newest_checkpoint()
-    if newest is not None:
-        return PolicySource(newest[0], newest[1].step, dtype=newest[1].dtype)
+    found = run.newest_checkpoint(wanted_steps(run, which))
+    if found is not None:
+        if which == "offered":
+            log.info("%s: %s", run.root, explain(run, found[1].step))
+        return PolicySource(found[0], found[1].step, dtype=found[1].dtype)
     if wanted is not None:
         raise CheckpointError(f"{wanted}: neither a checkpoint (no manifest.json) nor a run with a valid one")
     return PolicySource(None, 0)

@@ -295,7 +295,7 @@ class TrainingRun:
                 await self._take_step(sampler, await batches.take(step), step)
                 self.interrupts.stop_if_any()
                 await self._evaluate(sampler, step + 1)
-                prune_trained(self.run, keep=self.config.train.keep_checkpoints)
+                self._prune()
         finally:
             await batches.close()
         return max(first, self.config.train.steps)
@@ -377,6 +377,10 @@ class TrainingRun:
         return trajectories if path is None else list(read_lines(path, Trajectory))
 
     # --- what stays ---------------------------------------------------------------------------------------------------
+
+    def _prune(self) -> None:
+        train = self.config.train
+        prune_trained(self.run, keep=train.keep_checkpoints, keeps_best=train.keep_best)
 
     def _save(self, step: int, metrics: dict[str, float]) -> Path:
         path = self.run.checkpoint_path(step)

@@ -1,9 +1,10 @@
-"""Follows a run: when it writes a new checkpoint (or evaluates a better one), the policy changes to that."""
+"""Follows a run: when another checkpoint is the one that is meant, a new or a better one, the policy changes to it."""
 
 import asyncio
 import logging
 
 from art_cli import checkpoints
+from art_cli.checkpoints import Which
 from art_cli.errors import ArtError
 from art_cli.run_dir import RunDir
 from art_cli.serving.meter import Meter
@@ -16,16 +17,16 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 
 
-async def follow(policy: ServedPolicy, run: RunDir, meter: Meter, *, best: bool) -> None:
+async def follow(policy: ServedPolicy, run: RunDir, meter: Meter, *, which: Which) -> None:
     """Never returns. A checkpoint that cannot be loaded is logged once and skipped; the policy stays as it is."""
     skipped: set[int] = set()
     while True:
         await asyncio.sleep(POLL_S)
-        step = await call_in_thread(_wanted, run, best)
+        step = await call_in_thread(_wanted, run, which)
         if step is None or step == policy.source.step or step in skipped:
             continue
         try:
-            await _change(policy, run, best)
+            await _change(policy, run, which)
             meter.changes.labels(policy.source.name).inc()
             log.info("%s: answers from step %d now", policy.source.name, policy.source.step)
         except ArtError as error:
@@ -34,9 +35,9 @@ async def follow(policy: ServedPolicy, run: RunDir, meter: Meter, *, best: bool)
             skipped.add(step)
 
 
-async def _change(policy: ServedPolicy, run: RunDir, best: bool) -> None:
-    """Changes to the newest (or best) checkpoint that verifies, unless the policy has it already."""
-    found = await call_in_thread(lambda: checkpoints.newest(run, best=best))
+async def _change(policy: ServedPolicy, run: RunDir, which: Which) -> None:
+    """Changes to the checkpoint that is meant and verifies, unless the policy has it already."""
+    found = await call_in_thread(lambda: checkpoints.choose(run, which))
     if found.step != policy.source.step:
         old = policy.source
         await policy.change(
@@ -44,9 +45,6 @@ async def _change(policy: ServedPolicy, run: RunDir, best: bool) -> None:
         )
 
 
-def _wanted(run: RunDir, best: bool) -> int | None:
-    """The newest (or best) step by directory names and metrics alone; no checkpoint is read."""
-    steps = run.checkpoint_steps()
-    if best:
-        return checkpoints.best_step(run)
-    return steps[-1] if steps else None
+def _wanted(run: RunDir, which: Which) -> int | None:
+    """The step that is meant, by directory names and metrics alone; no checkpoint is read."""
+    return next(iter(checkpoints.wanted_steps(run, which)), None)

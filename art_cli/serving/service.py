@@ -25,6 +25,7 @@ from art_cli.chat.connection import Timeouts
 from art_cli.chat.errors import ChatError
 from art_cli.chat.server import serve
 from art_cli.chat.wires import WIRES
+from art_cli.checkpoints import Which
 from art_cli.errors import first_of_group
 from art_cli.serving.admission import Admission
 from art_cli.serving.dispatch import Dispatch
@@ -53,7 +54,7 @@ class Limits:
 
 
 class Service:
-    """Serves `policies`. With `follows_best` False or True, each follows the newest or best checkpoint of its run."""
+    """Serves `policies`. With `follows`, each follows that checkpoint of its run."""
 
     def __init__(
         self,
@@ -61,13 +62,13 @@ class Service:
         *,
         keys: Keys,
         limits: Limits,
-        follows_best: bool | None = None,
+        follows: Which | None = None,
         logs_content: bool = False,
     ) -> None:
         self.policies, self.keys, self.limits = policies, keys, limits
         self.admission = Admission(concurrency=limits.concurrency, queue=limits.queue)
         self.meter = self._metered()
-        self._follows_best = follows_best
+        self._follows = follows
         self._stop, self._stop_at_once = asyncio.Event(), asyncio.Event()
         dispatch = Dispatch(policies, self.admission, self.meter, logs_content=logs_content)
         app = build_app(
@@ -136,9 +137,9 @@ class Service:
     @contextlib.asynccontextmanager
     async def _followers(self) -> AsyncIterator[None]:
         tasks = []
-        for policy in self.policies.served.values() if self._follows_best is not None else ():
-            assert policy.source.run is not None, "only a run can be followed"
-            work = follow(policy, policy.source.run, self.meter, best=bool(self._follows_best))
+        for policy in self.policies.served.values() if self._follows else ():
+            assert self._follows and policy.source.run is not None, "only a run can be followed"
+            work = follow(policy, policy.source.run, self.meter, which=self._follows)
             tasks.append(asyncio.create_task(work))
         try:
             yield

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from art_cli import checkpoints
 from art_cli.chat.requests import Sampling
-from art_cli.checkpoints import Found
+from art_cli.checkpoints import Found, Which
 from art_cli.config.schema import ModelConfig
 from art_cli.errors import UsageError
 from art_cli.run_dir import Manifest, RunDir
@@ -69,7 +69,7 @@ def parse_name(text: str) -> tuple[str | None, str]:
     return name, target
 
 
-def find_source(text: str, *, best: bool = False, base: str | None = None, dtype: str | None = None) -> Source:
+def find_source(text: str, *, which: Which = "offered", base: str | None = None, dtype: str | None = None) -> Source:
     """The source that `[NAME=]CHECKPOINT` means. `base` and `dtype` override what the files say.
 
     Raises CheckpointError: the directory holds nothing to serve; UsageError: neither a directory nor a hub id.
@@ -78,17 +78,20 @@ def find_source(text: str, *, best: bool = False, base: str | None = None, dtype
         raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
     name, target = parse_name(text)
     if (run := _run_of_base(target)) is not None:
-        if best:
-            raise UsageError(f"{target}: --best picks among the checkpoints of a run")
+        _refuse(target, which)
         return of_base(run, name=name, base=base, dtype=dtype)
-    found = checkpoints.find(Path(target), best=best) if target else None
+    found = checkpoints.find(Path(target), which=which) if target else None
     if found is not None:
         return of_checkpoint(found, name=name, base=base, dtype=dtype)
     if not HUB_ID.fullmatch(target) or target.startswith("."):
         raise UsageError(f"{target}: no such directory, and no hub id")
-    if best:
-        raise UsageError(f"{target}: --best picks among the checkpoints of a run")
+    _refuse(target, which)
     return Source(name or target, target, None, 0, dtype or "auto", None, Sampling(), named=repr(target))
+
+
+def _refuse(target: str, which: Which) -> None:
+    if which != "offered":
+        raise UsageError(f"{target}: {checkpoints.option(which)} picks among the checkpoints of a run")
 
 
 def _run_of_base(target: str) -> RunDir | None:
@@ -100,7 +103,7 @@ def _run_of_base(target: str) -> RunDir | None:
 
 def of_base(run: RunDir, *, name: str | None = None, base: str | None = None, dtype: str | None = None) -> Source:
     """The base model of a run without an adapter, with the run's sampling."""
-    trained = of_checkpoint(checkpoints.newest(run, best=False), base=base, dtype=dtype)
+    trained = of_checkpoint(checkpoints.choose(run, "newest"), base=base, dtype=dtype)
     if trained.adapter is None and base is None:
         raise UsageError(f"{run.root}/base: the run trains all weights; name its base model, or its step 0")
     return trained._replace(name=name or "base", adapter=None, step=0, run=None, manifest=None)

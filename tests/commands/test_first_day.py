@@ -290,7 +290,7 @@ def test_a_judge_that_only_compares_finds_the_best_checkpoint(art: Art, project:
         rewards = {line.step: line.metrics["reward"] for line in run.metrics() if line.split == "eval"}
         assert rewards[0] == 0.5
         assert rewards[6] > 0.6
-        assert checkpoints.best_step(run) == 6
+        assert checkpoints.wanted_steps(run, "offered")[0] == 6
         compared = [str(run.checkpoint_path(6)), "--checkpoint", str(run.checkpoint_path(0))]
         code, out, _ = art("eval", config, *settings, *judged, "--checkpoint", *compared, "--json")
     reward = {row["policy"]: row for row in json.loads(out) if row["metric"] == "reward"}

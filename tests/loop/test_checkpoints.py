@@ -18,6 +18,7 @@ from art_cli.loop.policy import PolicySource, find_policy, open_policy
 from art_cli.loop.train import train
 from art_cli.model import save_weights
 from art_cli.run_dir import RunDir, verify_checkpoint
+from art_cli.serving.source import find_source
 from tests.support.paths import LETTERS
 from tests.support.served import add_checkpoint, make_run
 from tests.support.tiny import tiny_weights
@@ -58,8 +59,8 @@ def test_an_invalid_checkpoint_is_never_the_best(tmp_path: Path) -> None:
     run = make_run(tmp_path / "mine", (1, 2, 3, 4), rewards={1: 0.9, 2: 0.5, 3: 0.5, 4: 0.1})
     flip(run.checkpoint_path(1) / ADAPTER)
     assert [entry.step for entry in checkpoints.listed(run) if entry.is_best] == [3]
-    assert checkpoints.newest(run, best=True).step == 3
-    assert checkpoints.newest(run, best=False).step == 4
+    assert checkpoints.choose(run, "best").step == 3
+    assert checkpoints.choose(run, "newest").step == 4
 
 
 def test_prune_keeps_the_newest_valid_ones_and_the_best(art: Art, tmp_path: Path) -> None:
@@ -174,8 +175,8 @@ def test_what_is_no_run_is_one_line(art: Art, tmp_path: Path) -> None:
 
 def test_a_path_means_a_checkpoint_a_run_an_adapter_or_a_model(tmp_path: Path) -> None:
     run = make_run(tmp_path / "mine", (1, 2), rewards={1: 0.9, 2: 0.1})
-    newest = checkpoints.find(run.root)
-    best = checkpoints.find(run.root, best=True)
+    newest = checkpoints.find(run.root, which="newest")
+    best = checkpoints.find(run.root, which="best")
     one = checkpoints.find(run.checkpoint_path(1))
     assert newest and best and one
     assert (newest.step, best.step, one.step) == (2, 1, 1)
@@ -188,9 +189,61 @@ def test_a_path_means_a_checkpoint_a_run_an_adapter_or_a_model(tmp_path: Path) -
     assert (adapter.is_adapter, adapter.manifest, model.is_adapter) == (True, None, False)
     assert checkpoints.find(tmp_path / "nowhere") is None
     with pytest.raises(UsageError, match="--best picks among"):
-        checkpoints.find(run.checkpoint_path(1), best=True)
+        checkpoints.find(run.checkpoint_path(1), which="best")
     with pytest.raises(CheckpointError, match="no checkpoint"):
         checkpoints.find(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "which", "step", "why"),
+    [
+        ({0: 0.3, 1: 0.9, 2: 0.1}, "offered", 1,
+         "step 1, the best evaluated: reward 0.900; the newest, step 3, is not evaluated (--last takes it)"),
+        ({1: 0.9, 3: 0.1}, "offered", 1,
+         "step 1, the best evaluated: reward 0.900; the newest, step 3, has 0.100 (--last takes it)"),
+        ({1: 0.9, 3: 0.9}, "offered", 3, "step 3, the best evaluated: reward 0.900; it is the newest"),
+        ({0: 0.9, 3: 0.1}, "offered", 0,
+         "step 0, the best evaluated: reward 0.900; the newest, step 3, has 0.100 (--last takes it)"),
+        ({0: 0.9}, "offered", 3, "step 3, the newest; no policy after step 0 was evaluated"),
+        ({}, "offered", 3, "step 3, the newest; no policy after step 0 was evaluated"),
+        ({1: 0.9, 3: 0.1}, "newest", 3, ""),
+    ],
+)  # fmt: skip
+def test_a_run_offers_its_best_evaluated_checkpoint_and_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rewards: dict[int, float], which: checkpoints.Which, step: int,
+    why: str
+) -> None:  # fmt: skip
+    """`art serve` and `art export` find it so, and `art eval` by find_policy; training goes on from the newest."""
+    caplog.set_level("INFO")
+    run = make_run(tmp_path / "mine", (0, 1, 2, 3), rewards=rewards)
+    assert find_source(str(run.root), which=which).step == step
+    if why:
+        assert caplog.messages == [f"{run.root}: {why}"]
+    run.config_path.unlink()  # a config of another model would be refused
+    loaded = load_config(CONFIG, ["runs=nowhere"])
+    assert find_policy(loaded, run.root, which=which).step == step
+    assert find_policy(loaded, run.root).step == 3
+
+
+def test_a_run_without_keep_best_offers_its_newest_and_prunes_the_best(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "mine", (0, 1, 2, 3), rewards={1: 0.9, 3: 0.1})
+    config = json.loads(run.config_path.read_text())
+    run.config_path.write_text(json.dumps({**config, "train": {"keep_checkpoints": 1, "keep_best": False}}))
+    assert find_source(str(run.root)).step == 3
+    assert find_source(str(run.root), which="best").step == 1
+    assert [entry.step for entry in checkpoints.prune(run, keep=None)] == [1, 2]
+
+
+def test_a_damaged_best_checkpoint_gives_way_to_the_next_best(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "mine", (1, 2, 3), rewards={1: 0.9, 2: 0.5, 3: 0.1})
+    flip(run.checkpoint_path(1) / ADAPTER)
+    assert find_source(str(run.root)).step == 2
+
+
+def test_best_and_last_exclude_each_other(art: Art, tmp_path: Path) -> None:
+    for command in (("serve", tmp_path), ("export", tmp_path, "-o", tmp_path / "out")):
+        code, _, err = art(*command, "--best", "--last")
+        assert (code, err) == (2, "error: --best and --last: one at a time\n")
 
 
 def test_a_run_that_was_moved_finds_its_base(tmp_path: Path) -> None:

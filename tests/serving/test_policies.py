@@ -41,8 +41,8 @@ async def test_each_name_answers_with_its_own_weights_on_one_base(run: RunDir) -
     """Newest, best and bare base of one run, at once: each says what transformers says from its files."""
     loader = Loader(EmbeddedEngineConfig(max_batch=4), logs=Path("/nowhere"))
     sources = [
-        find_source(f"newest={run.root}"),
-        find_source(f"best={run.root}", best=True),
+        find_source(f"newest={run.root}", which="newest"),
+        find_source(f"best={run.root}", which="best"),
         find_source(f"base={run.base}"),
     ]
     async with serving(*sources, loader=loader) as (service, root), client(root) as ai:
@@ -99,7 +99,7 @@ async def test_requests_that_do_not_say_are_sampled_as_in_training(run: RunDir, 
 
 
 def test_a_source_is_what_the_files_say(run: RunDir, tmp_path: Path) -> None:
-    newest = find_source(str(run.root))
+    newest = find_source(str(run.root), which="newest")
     assert newest.name == "mine"
     assert (newest.base, newest.adapter, newest.step) == (str(run.base), run.checkpoint_path(2), 2)
     assert find_source(str(run.checkpoint_path(1))).step == 1
@@ -163,7 +163,10 @@ async def test_following_changes_to_each_new_checkpoint_and_drops_nothing(
     monkeypatch.setattr(follow, "POLL_S", 0.05)
     run = make_run(tmp_path / "mine", (1,))
     said: list[str] = []
-    async with serving(find_source(str(run.root)), follows_best=False) as (service, root), client(root) as ai:
+    async with (
+        serving(find_source(str(run.root), which="newest"), follows="newest") as (service, root),
+        client(root) as ai,
+    ):
         expected = await say(ai, "mine", max_tokens=200)
 
         async def ask() -> None:
@@ -220,7 +223,10 @@ async def test_a_checkpoint_that_cannot_be_loaded_changes_nothing(
     """Step 2 has a flipped byte, step 3 is of another shape; step 4 is good."""
     monkeypatch.setattr(follow, "POLL_S", 0.02)
     run = make_run(tmp_path / "mine", (1,))
-    async with serving(find_source(str(run.root)), follows_best=False) as (service, root), client(root) as ai:
+    async with (
+        serving(find_source(str(run.root), which="newest"), follows="newest") as (service, root),
+        client(root) as ai,
+    ):
         policy = service.policies.served["mine"]
         broken = tmp_path / "aside"
         add_checkpoint(run, 2).rename(broken)
@@ -245,8 +251,8 @@ async def test_following_the_best_waits_for_a_better_evaluation(
 ) -> None:
     monkeypatch.setattr(follow, "POLL_S", 0.02)
     run = make_run(tmp_path / "mine", (1,), rewards={1: 0.5})
-    source = find_source(str(run.root), best=True)
-    async with serving(source, loader=ScriptedLoader(), follows_best=True) as (service, _):
+    source = find_source(str(run.root), which="best")
+    async with serving(source, loader=ScriptedLoader(), follows="best") as (service, _):
         add_checkpoint(run, 2)
         run.append_metrics(2, "eval", {"reward": 0.4})
         add_checkpoint(run, 3)

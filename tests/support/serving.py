@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from art_cli.chat.replies import Chunk, Reply
 from art_cli.chat.requests import Request
+from art_cli.checkpoints import Which
 from art_cli.config.schema import EmbeddedEngineConfig
 from art_cli.run_dir import RunDir
 from art_cli.serving.keys import Keys
@@ -40,7 +41,7 @@ async def serving(
     loader: Any = None,
     keys: Keys | None = None,
     host: str = "127.0.0.1",
-    follows_best: bool | None = None,
+    follows: Which | None = None,
     logs_content: bool = False,
     **limits: Any,
 ) -> AsyncIterator[tuple[Service, str]]:
@@ -48,7 +49,7 @@ async def serving(
     loader = loader or Loader(EmbeddedEngineConfig(max_batch=16, prefill_tokens=512), logs=Path("/nowhere"))
     policies = Policies([ServedPolicy(source, loader) for source in sources or [scripted_source()]])
     service = Service(
-        policies, keys=keys or Keys(), limits=Limits(**limits), follows_best=follows_best, logs_content=logs_content
+        policies, keys=keys or Keys(), limits=Limits(**limits), follows=follows, logs_content=logs_content
     )
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(service.run(host, 0, ready.set_result))

@@ -26,7 +26,11 @@ class TrainConfig(Section):
     """The mean difference in nats between the engine's and the learner's logprobs at which an on-policy run stops,
     because they no longer hold the same weights."""
     keep_checkpoints: PositiveInt = 3
-    """The number of newest checkpoints that are kept. The best evaluated one and step 0 are kept besides."""
+    """The number of newest checkpoints that are kept. Step 0 is kept besides."""
+    keep_best: bool = True
+    """Whether the checkpoint with the highest evaluated `reward`, of equals the latest, is kept besides and is the one
+    that `art serve RUN`, `art export RUN` and `art eval --checkpoint RUN` take. false: they take the newest. A run is
+    always resumed from its newest."""
     seed: Seed = 0
     """The seed of the adapter, the order of scenarios and the sampling."""
 
