@@ -13,9 +13,11 @@ of that turn's sequence it keeps (`kept`), the prompt tokens after those, and th
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+from art_cli.state_key import MAX_LENGTH
 
 SCHEMA_VERSION = 1
 EQUAL_REWARDS = 1e-8  # rewards this close carry no signal: what is left between them is rounding, not preference
@@ -46,6 +48,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     is_masked: bool = False  # `logprobs` include a grammar's mask, because vLLM reports no others
     is_abandoned: bool = False  # the client gave up on the call and sent it again, so it never saw this reply
     asked: dict[str, float | None] | None = None  # sampling values of the client that rollout.sampling.force replaced
+    # key that the rollout gave to the environment's state in which the reply acts; None: the prompt is the state
+    state: Annotated[str, msgspec.Meta(max_length=MAX_LENGTH)] | None = None
 
     @property
     def is_truncated_sampling(self) -> bool:

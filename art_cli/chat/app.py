@@ -32,6 +32,7 @@ from art_cli.chat.reading import RequestReader
 from art_cli.chat.replies import Chunk
 from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.wires import WIRES, Wire, Wires
+from art_cli.state_key import STATE_HEADER, read_header
 from art_cli.threads import end
 
 log = logging.getLogger(__name__)
@@ -107,8 +108,9 @@ class _Routes:
         backend = self._authenticate(http)
         body = await _read_body(http, self.body_limit(), self.body_timeout_s)
         request = await self._parse(body, wire)
-        if num_retries := _num_retries(http.headers):
-            request = msgspec.structs.replace(request, num_retries=num_retries)
+        state = read_header(http.headers.get(STATE_HEADER, ""))
+        if (num_retries := _num_retries(http.headers)) or state:
+            request = msgspec.structs.replace(request, num_retries=num_retries, state=state)
         _check_model(backend, request.model)
         if request.is_stream:
             return _EventStream(backend, request, wire)

@@ -14,6 +14,7 @@ from art_cli.errors import RolloutError
 from art_cli.outcome import MAX_NUMBER, Outcome
 from art_cli.processes.plain_json import MAX_DEPTH, dump, is_deep, load
 from art_cli.rollouts.attempt import AttemptError
+from art_cli.state_key import STATE_HEADER, write_header
 
 if TYPE_CHECKING:
     import openai
@@ -87,6 +88,7 @@ class Policy:
 
     `client` is the ordinary `openai.AsyncOpenAI` pointed at the gateway, `sync_client` the ordinary `openai.OpenAI`;
     `base_url` and `api_key` serve any other framework. The key is this attempt's own: calls with it are recorded.
+    `headers` hold what `state` says; a client that is made with them (`default_headers=policy.headers`) sends it.
     """
 
     def __init__(self, *, base_url: str, api_key: str, model: str, step: int) -> None:
@@ -94,9 +96,20 @@ class Policy:
         self.api_key = api_key
         self.model = model
         self.step = step
+        self.headers = {STATE_HEADER: ""}
         self._connections = Connections(has_one_loop=False)
         self._client: openai.AsyncOpenAI | None = None
         self._sync_client: openai.OpenAI | None = None
+
+    def state(self, key: str | None) -> None:
+        """Names the state of the environment in which the next calls act, until it is called again; None: no name.
+
+        Example: policy.state(board). Algorithms with credit per step (gigpo, gagpo) compare the replies that a group's
+        attempts gave in the same state. Without a name, states are the same where the prompts are, token for token.
+        """
+        if key is not None and not isinstance(key, str):
+            raise TypeError(f"policy.state takes text, such as a board or a page's address, not {type(key).__name__}")
+        self.headers[STATE_HEADER] = write_header(key or "")
 
     def share(self, connections: Connections) -> None:
         """The clients use these connections from now on. FunctionRollout calls this."""
@@ -107,7 +120,10 @@ class Policy:
         """For `async def rollout`."""
         if self._client is None:
             self._client = _import_openai().AsyncOpenAI(
-                base_url=self.base_url, api_key=self.api_key, http_client=self._connections.async_client()
+                base_url=self.base_url,
+                api_key=self.api_key,
+                default_headers=self.headers,  # the client keeps this very dict, so later states are sent too
+                http_client=self._connections.async_client(),
             )
         return self._client
 
@@ -116,7 +132,10 @@ class Policy:
         """For `def rollout`."""
         if self._sync_client is None:
             self._sync_client = _import_openai().OpenAI(
-                base_url=self.base_url, api_key=self.api_key, http_client=self._connections.client()
+                base_url=self.base_url,
+                api_key=self.api_key,
+                default_headers=self.headers,
+                http_client=self._connections.client(),
             )
         return self._sync_client
 

@@ -158,6 +158,7 @@ class Recorder:
                 finish_reason=choice.finish_reason,
                 is_masked=choice.is_masked,
                 asked=request.overridden or None,
+                state=request.state,
             )
         )
         self._sequences.append(prompt + array("I", choice.token_ids).tobytes())

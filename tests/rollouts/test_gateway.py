@@ -1,6 +1,7 @@
 """The gateway: the key decides the trajectory, and what was sampled is what was recorded."""
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -16,7 +18,7 @@ from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import Chunk
 from art_cli.chat.requests import Request, Sampling
 from art_cli.rollouts.gateway import Gateway, call_seed
-from art_cli.trajectory import prompt, sequence
+from art_cli.trajectory import Turn, prompt, sequence
 from tests.support.node import clients
 from tests.support.scripted import Engine, ScriptedBackend, encode, logprob, tool_call
 
@@ -106,6 +108,32 @@ async def test_every_choice_is_a_turn() -> None:
         await ask(client, n=3)
     turns = gateway.close(key).turns
     assert [prompt(turns, index) for index in range(3)] == [encode("<user>hi\n<assistant>")] * 3
+
+
+LONG = "b" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("sent", "state"),
+    [
+        ("XO3456789", "XO3456789"),
+        ("X%0A%C3%96", "X\nÖ"),
+        ("100%", "100%"),
+        ("%ED%A0%80", "\ufffd" * 3),
+        ("", None),
+        ("b" * 256, "b" * 256),
+        (LONG[:20_000], "sha256:" + hashlib.sha256(LONG[:20_000].encode()).hexdigest()),
+    ],
+)
+async def test_a_header_names_the_state_of_the_turn(sent: str, state: str | None) -> None:
+    gateway = make_gateway(ScriptedBackend())
+    key = gateway.open("t0")
+    async with calling(gateway, key) as client:
+        await ask(client, extra_headers={"X-Art-State": sent})
+        await ask(client)
+    turns = gateway.close(key).turns
+    assert [turn.state for turn in turns] == [state, None]
+    assert msgspec.json.decode(msgspec.json.encode(turns), type=list[Turn]) == turns
 
 
 async def test_the_end_of_a_stream_is_recorded_before_the_client_sees_it() -> None:

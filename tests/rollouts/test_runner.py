@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import hashlib
 import io
 import logging
 import os
@@ -83,6 +84,43 @@ async def rollout(policy, scenario):
     assert [message["content"] for message in trajectory.messages] == ["hi", "ok", "on", "ok"]
     assert trajectory.metrics["num_turns"] == 2
     assert trajectory.num_sampled == 6
+
+
+@pytest.mark.parametrize("keyword", ["def", "async def"])
+async def test_a_rollout_names_the_states_in_which_its_calls_act(stage: Stage, keyword: str) -> None:
+    """A name holds for all calls until the next one, whichever client of the policy makes them."""
+    wait = "await " if keyword == "async def" else ""
+    client = "policy.client" if wait else "policy.sync_client"
+    source = f"""
+import openai
+{keyword} rollout(policy, scenario):
+    def ask(client):
+        return client.chat.completions.create(model=policy.model, messages=[{{"role": "user", "content": "hi"}}])
+    {wait}ask({client})
+    policy.state("X O\\nÖ%41")
+    {wait}ask({client})
+    {wait}ask({client}.with_options(max_retries=0))
+    policy.state("b" * 1000)
+    own = openai.{"AsyncOpenAI" if wait else "OpenAI"}(
+        base_url=policy.base_url, api_key=policy.api_key, default_headers=policy.headers
+    )
+    {wait}ask(own)
+    policy.state(None)
+    {wait}ask({client})
+    {wait}own.close()
+    return 1.0
+"""
+    (trajectory,) = await stage.play(source, processes=1)
+    assert trajectory.error is None
+    long = "sha256:" + hashlib.sha256(b"b" * 1000).hexdigest()
+    assert [turn.state for turn in trajectory.turns] == [None, "X O\nÖ%41", "X O\nÖ%41", long, None]
+
+
+async def test_a_state_that_is_no_text_fails_its_attempt_with_the_line(stage: Stage) -> None:
+    (trajectory,) = await stage.play("def rollout(policy, scenario):\n    policy.state([1, 2])\n    return 1.0\n")
+    assert trajectory.error == (
+        "TypeError: policy.state takes text, such as a board or a page's address, not list (rollout.py:2)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ Count = Annotated[Int, Field(ge=0, le=MAX_COUNT)]
 Seconds = Annotated[Float, Field(gt=0, le=YEAR_S)]
 PositiveFloat = Annotated[Float, Field(gt=0)]
 NonNegative = Annotated[Float, Field(ge=0)]
+UnitInterval = Annotated[Float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):

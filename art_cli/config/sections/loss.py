@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from art_cli.config.sections.base import NonNegative, PositiveFloat, PositiveInt, Section
+from art_cli.config.sections.base import NonNegative, PositiveFloat, PositiveInt, Section, UnitInterval
 
 
 class BaseLossConfig(Section):
@@ -87,7 +87,38 @@ class CispoConfig(ScaledLossConfig):
     """The ratio of new to old probability counts up to 1 + clip_high."""
 
 
-LossConfig = Annotated[GrpoConfig | DrGrpoConfig | DapoConfig | GspoConfig | CispoConfig, Field(discriminator="name")]
+class GigpoConfig(ScaledLossConfig):
+    """GiGPO (Feng et al. 2025, arXiv:2505.10978): GRPO, and each reply against the group's others in equal states."""
+
+    name: Literal["gigpo"]
+    clip: PositiveFloat = 0.2
+    """The ratio of new to old probability counts from 1 - clip to 1 + clip."""
+    step_weight: NonNegative = 1.0
+    """Weight of the advantage within equal states, beside that of the whole attempt. 0: GRPO."""
+    gamma: UnitInterval = 0.95
+    """Discount per turn: with k turns still to come, a reply's return is gamma^k times the reward."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        if "gamma" in self.model_fields_set and self.step_weight == 0:
+            yield "gamma", "used within equal states only, and loss.step_weight is 0"
+
+
+class GagpoConfig(ScaledLossConfig):
+    """GAGPO (Zhu et al. 2026, arXiv:2605.13217): GAE over turns; a state's value is the group's mean return there."""
+
+    name: Literal["gagpo"]
+    clip: PositiveFloat = 0.2
+    """The ratio of new to old probability counts from 1 - clip to 1 + clip."""
+    gamma: UnitInterval = 0.95
+    """Discount per turn: with k turns still to come, a reply's return is gamma^k times the reward."""
+    gae_lambda: UnitInterval = 0.95
+    """How far a change of value counts for the replies before it. 0: for the reply before it only; 1: for all."""
+
+
+LossConfig = Annotated[
+    GrpoConfig | DrGrpoConfig | DapoConfig | GspoConfig | CispoConfig | GigpoConfig | GagpoConfig,
+    Field(discriminator="name"),
+]
 
 
 class AlgorithmConfig(BaseLossConfig):

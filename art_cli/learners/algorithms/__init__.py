@@ -25,6 +25,8 @@ class Algorithm:
     the whole step, overrides `credit_step` instead.
     """
 
+    compares_states = False  # whether credit depends on which replies of a group answered equal states (step_credit.py)
+
     def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[Credit | float | None]:
         """[G] the advantage of each trajectory's sampled tokens, or a Credit with weights for each of its tokens.
 

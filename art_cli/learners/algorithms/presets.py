@@ -9,10 +9,18 @@ from typing import Any, Generic, TypeVar
 
 from art_cli.config.sections import loss
 from art_cli.learners.algorithms import Algorithm
-from art_cli.learners.algorithms.credit import advantages, overlong_penalty, rewards_of, seen_turns
+from art_cli.learners.algorithms.credit import advantages, has_signal, overlong_penalty, rewards_of, seen_turns
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, clip_samples, clip_tokens, clip_weights
 from art_cli.learners.algorithms.shares import UpdateCounts, sample_mean, trajectory_sum
+from art_cli.learners.algorithms.step_credit import (
+    episodes_of,
+    grouped_gae,
+    normalized,
+    step_advantages,
+    turn_credit,
+)
 from art_cli.learners.algorithms.user import UserAlgorithm
+from art_cli.learners.token_weights import Credit
 from art_cli.trajectory import ScoredTrajectory
 
 Knobs = TypeVar("Knobs", bound=loss.BaseLossConfig)
@@ -111,12 +119,61 @@ class Cispo(ScaledPreset[loss.CispoConfig]):
         return clip_weights(terms, self.knobs.clip, self.knobs.clip_high)
 
 
+class Gigpo(Preset[loss.GigpoConfig]):
+    """GiGPO: Feng et al. 2025, Group-in-Group Policy Optimization (arXiv:2505.10978), equations 3 to 9.
+
+    A = A^E + omega A^S (equation 8): the attempt's advantage in its group, and the reply's among those of the group's
+    replies that answered the same state (step_credit.py). The ratio is each token's, as in the authors' code; the
+    paper's is the whole reply's. A group with equal rewards has no signal, though its attempts may have taken more or
+    fewer turns.
+    """
+
+    compares_states = True
+
+    def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[Credit | float | None]:
+        rewards, scale = rewards_of(group), self.knobs.scale_advantages
+        if not has_signal(rewards):
+            return [0.0] * len(group)
+        steps = step_advantages(episodes_of(group, gamma=self.knobs.gamma), scale=scale)
+        return [
+            turn_credit(each, [whole + self.knobs.step_weight * step for step in own])
+            for each, whole, own in zip(group, advantages(rewards, scale=scale), steps, strict=True)
+        ]
+
+    def objective(self, terms: PolicyTerms) -> Objective:
+        return clip_tokens(terms, self.knobs.clip, self.knobs.clip)
+
+
+class Gagpo(Preset[loss.GagpoConfig]):
+    """GAGPO: Zhu et al. 2026 (arXiv:2605.13217). The advantages of `grouped_gae` (step_credit.py), and nothing else.
+
+    They are normalized over all steps of the group: minus the mean, divided by the standard deviation. The ratio is
+    each token's; the paper's is the geometric mean over a reply. A group with equal rewards has no signal.
+    """
+
+    compares_states = True
+
+    def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[Credit | float | None]:
+        if not has_signal(rewards_of(group)):
+            return [0.0] * len(group)
+        episodes = episodes_of(group, gamma=self.knobs.gamma)
+        worth = grouped_gae(episodes, gamma=self.knobs.gamma, gae_lambda=self.knobs.gae_lambda)
+        if self.knobs.scale_advantages:
+            worth = normalized(worth, episodes)
+        return [turn_credit(each, own) for each, own in zip(group, worth, strict=True)]
+
+    def objective(self, terms: PolicyTerms) -> Objective:
+        return clip_tokens(terms, self.knobs.clip, self.knobs.clip)
+
+
 PRESETS: dict[str, type[Preset[Any]]] = {
     "grpo": Grpo,
     "dr_grpo": DrGrpo,
     "dapo": Dapo,
     "gspo": Gspo,
     "cispo": Cispo,
+    "gigpo": Gigpo,
+    "gagpo": Gagpo,
 }
 
 

@@ -31,6 +31,7 @@ class UserAlgorithm(Algorithm):
             self._own = kind(**options)
         except Exception as error:  # the boundary to the user's class
             raise UsageError(f"{entry}: {self._told(error)}") from error
+        self.compares_states = bool(self._own.compares_states)
 
     def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> Sequence[Sequence[Credit | float | None]]:
         method = "credit" if type(self._own).credit_step is Algorithm.credit_step else "credit_step"

@@ -1,0 +1,180 @@
+"""Credit per step of an episode: which replies of a group answered equal states, and what each of them is worth.
+
+A step is one turn. Steps come in the order in which their turns were recorded. A reply that the rollout never saw is
+no step, unless a later turn continues it.
+
+    state    the key that the rollout gave (policy.state); without a key the whole prompt, token for token
+    reward   r_t: the trajectory's reward at its last step, 0 before
+    return   R_t = sum over k >= t of gamma^(k - t) r_k, so gamma^(T - t) times the trajectory's reward
+
+Numbers in, numbers out. Lists per turn follow the turns of a trajectory.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from art_cli.learners.algorithms.credit import advantages, rewards_of
+from art_cli.learners.samples import Ints
+from art_cli.learners.token_weights import Credit
+from art_cli.trajectory import ScoredTrajectory, Trajectory, Turn
+
+State = str | bytes  # a rollout's key, or the digest of a prompt
+
+
+class Step(NamedTuple):
+    """One step of an episode. Example: Step(state="XO3456789", reward=0.0, returned=0.95)"""
+
+    state: State
+    reward: float  # r_t
+    returned: float  # R_t, the discounted sum of the rewards from here on
+
+
+Episode = Sequence[Step | None]  # one entry per turn; None: the rollout never saw the turn's reply
+
+
+def episodes_of(group: Sequence[ScoredTrajectory], *, gamma: float) -> list[Episode]:
+    """[G] the steps of each trajectory. A trajectory without turns has none."""
+    return [_episode(each, reward, gamma) for each, reward in zip(group, rewards_of(group), strict=True)]
+
+
+def step_advantages(episodes: Sequence[Episode], *, scale: bool) -> list[list[float]]:
+    """[G][turns] each step's return minus the mean return of the group's steps in the same state.
+
+    GiGPO, Feng et al. 2025 (arXiv:2505.10978), equation 7: A^S(a_t) = (R_t - mean(R)) / F(R), over the steps whose
+    state is that of t (equation 6). F is their standard deviation where `scale` is set, else 1. A state that only one
+    step has, or whose returns are equal to 1e-8, gives 0. So does a turn that is no step.
+    """
+    worth = [[0.0] * len(episode) for episode in episodes]
+    for places in _places_by_state(episodes).values():
+        returns = [_step(episodes, place).returned for place in places]
+        for (row, column), value in zip(places, advantages(returns, scale=scale), strict=True):
+            worth[row][column] = value
+    return worth
+
+
+def grouped_gae(episodes: Sequence[Episode], *, gamma: float, gae_lambda: float) -> list[list[float]]:
+    """[G][turns] generalized advantage estimates over steps, with the group's mean returns as values.
+
+        V(s)    = mean return of the group's steps in state s
+        delta_t = r_t + gamma V(s_t+1) - V(s_t), where V is 0 after the last step
+        A_t     = delta_t + gamma lambda A_t+1
+
+    GAGPO, Zhu et al. 2026 (arXiv:2605.13217), as summaries of the paper describe it; its own equations were not at
+    hand. The recursion is that of GAE, Schulman et al. 2016 (arXiv:1506.02438), equation 16. A step before and after
+    which only its own trajectory was there has A = 0. A turn that is no step gives 0.
+    """
+    values = {
+        state: math.fsum(_step(episodes, place).returned for place in places) / len(places)
+        for state, places in _places_by_state(episodes).items()
+    }
+    worth = [[0.0] * len(episode) for episode in episodes]
+    for row, episode in enumerate(episodes):
+        value_after = advantage_after = 0.0
+        for column in reversed(range(len(episode))):
+            if (step := episode[column]) is not None:
+                delta = step.reward + gamma * value_after - values[step.state]
+                advantage_after = worth[row][column] = delta + gamma * gae_lambda * advantage_after
+                value_after = values[step.state]
+    return worth
+
+
+def normalized(worth: Sequence[Sequence[float]], episodes: Sequence[Episode]) -> list[list[float]]:
+    """[G][turns] the steps' values minus their mean over the group, divided by their standard deviation."""
+    is_step = [[step is not None for step in episode] for episode in episodes]
+    flat = iter(advantages([*_chosen(worth, is_step)], scale=True))
+    return [[next(flat) if here else 0.0 for here in row] for row in is_step]
+
+
+def turn_credit(trajectory: Trajectory, worth: Sequence[float]) -> Credit:
+    """Policy weights: each turn's sampled tokens have the turn's value."""
+    return Credit(
+        policy=[
+            np.concatenate([np.full(len(turn.prompt_ids), np.nan), np.full(len(turn.sampled_ids), value)])
+            for turn, value in zip(trajectory.turns, worth, strict=True)
+        ]
+    )
+
+
+def count_shared(group: Sequence[Trajectory]) -> tuple[int, int]:
+    """How many steps the group has, and how many of them act in a state that another step of the group has too."""
+    states = [state for trajectory in group for state in states_of(trajectory) if state is not None]
+    counts = dict.fromkeys(states, 0)
+    for state in states:
+        counts[state] += 1
+    return len(states), sum(count for count in counts.values() if count > 1)
+
+
+def states_of(trajectory: Trajectory) -> list[State | None]:
+    """[turns] the state in which each turn's reply acts; None: the rollout never saw the reply."""
+    turns = trajectory.turns
+    prompts, continued = _prompts(turns)
+    return [
+        None if turn.is_abandoned and not is_continued else turn.state or _digest(prompt)
+        for turn, prompt, is_continued in zip(turns, prompts, continued, strict=True)
+    ]
+
+
+# --- episodes ---------------------------------------------------------------------------------------------------------
+
+
+def _episode(trajectory: ScoredTrajectory, reward: float, gamma: float) -> Episode:
+    """The steps, from the last to the first: only the last one has a reward."""
+    steps: list[Step | None] = []
+    returned = 0.0
+    for state in reversed(states_of(trajectory)):
+        is_last = not any(steps)
+        if state is not None:
+            here = reward if is_last else 0.0
+            returned = here + gamma * returned
+            steps.append(Step(state, here, returned))
+        else:
+            steps.append(None)
+    return steps[::-1]
+
+
+def _places_by_state(episodes: Sequence[Episode]) -> dict[State, list[tuple[int, int]]]:
+    """For each state the (trajectory, turn) of every step in it."""
+    places: dict[State, list[tuple[int, int]]] = {}
+    for row, episode in enumerate(episodes):
+        for column, step in enumerate(episode):
+            if step is not None:
+                places.setdefault(step.state, []).append((row, column))
+    return places
+
+
+def _step(episodes: Sequence[Episode], place: tuple[int, int]) -> Step:
+    step = episodes[place[0]][place[1]]
+    assert step is not None, place
+    return step
+
+
+def _chosen(values: Sequence[Sequence[float]], is_chosen: Sequence[Iterable[bool]]) -> Iterator[float]:
+    pairs = chain.from_iterable(zip(row, chosen, strict=True) for row, chosen in zip(values, is_chosen, strict=True))
+    return (value for value, here in pairs if here)
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+
+def _prompts(turns: Sequence[Turn]) -> tuple[list[Ints], list[bool]]:
+    """Each turn's whole prompt, and whether a later turn's prompt holds something that the turn sampled."""
+    prompts: list[Ints] = []
+    sequences: list[Ints] = []
+    is_continued = [False] * len(turns)
+    for turn in turns:
+        added = np.asarray(turn.prompt_ids, dtype=np.int64)
+        if turn.parent is not None:
+            added = np.concatenate([sequences[turn.parent][: turn.kept], added])
+            is_continued[turn.parent] |= turn.kept > len(prompts[turn.parent])
+        prompts.append(added)
+        sequences.append(np.concatenate([added, np.asarray(turn.sampled_ids, dtype=np.int64)]))
+    return prompts, is_continued
+
+
+def _digest(prompt: Ints) -> bytes:
+    return hashlib.blake2b(prompt.tobytes(), digest_size=16).digest()

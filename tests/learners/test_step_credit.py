@@ -1,0 +1,243 @@
+"""Credit per step: a small group written by hand, its states, and both algorithms worked out on paper."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from art_cli.config.schema import GagpoConfig, GigpoConfig, GrpoConfig, LossConfig
+from art_cli.learners.algorithms.credit import advantages
+from art_cli.learners.algorithms.presets import build_algorithm
+from art_cli.learners.algorithms.step_credit import (
+    Episode,
+    Step,
+    count_shared,
+    episodes_of,
+    grouped_gae,
+    normalized,
+    states_of,
+    step_advantages,
+)
+from art_cli.learners.token_weights import Credit, token_weights
+from art_cli.trajectory import ScoredTrajectory, Turn, prompt
+from tests.support.trees import scored, turn, turn_trees
+
+
+def played(states: str, reward: float, *, index: int = 0) -> ScoredTrajectory:
+    """A conversation of one turn per letter: turn t answers one more prompt token in the state of that name."""
+    turns: list[Turn] = []
+    for number, state in enumerate(states):
+        before = {"parent": number - 1, "kept": 2 * number} if number else {}
+        turns.append(turn([number], [50 + index], state=state, **before))  # type: ignore[arg-type]
+    return scored(turns, reward, index=index)
+
+
+# Three attempts at one scenario. B is in two of them, and twice in the first.
+GROUP = [played("ABB", 1.0, index=0), played("AC", 0.0, index=1), played("AB", 0.0, index=2)]
+
+
+def values(worth: Sequence[Credit | float | None], group: Sequence[ScoredTrajectory]) -> list[list[float]]:
+    """[G][turns] the weight of each turn's sampled tokens, which is the same for all of a turn's."""
+    found = []
+    for trajectory, credit in zip(group, worth, strict=True):
+        assert isinstance(credit, Credit) and credit.policy is not None and not isinstance(credit.policy, float)
+        token_weights(trajectory, credit)  # raises where a token of a prompt has a weight
+        found.append([float(row[-1]) for row in credit.policy])
+    return found
+
+
+def worth_of(loss: LossConfig, group: Sequence[ScoredTrajectory]) -> list[list[float]]:
+    return values(build_algorithm(loss, max_tokens=10).credit(group), group)
+
+
+# --- gigpo ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_reply_is_compared_with_those_in_the_same_state() -> None:
+    """gamma 1/2. Returns of attempt 0: 1/4, 1/2, 1; of the others: 0.
+
+    A: 1/4, 0, 0, mean 1/12. B: 1/2, 1, 0, mean 1/2. C is there once: 0.
+    """
+    steps = step_advantages(episodes_of(GROUP, gamma=0.5), scale=False)
+    assert steps[0] == pytest.approx([1 / 6, 0.0, 0.5])
+    assert steps[1] == pytest.approx([-1 / 12, 0.0])
+    assert steps[2] == pytest.approx([-1 / 12, -0.5])
+
+
+def test_gigpo_adds_the_weighted_step_to_the_attempts_own_advantage() -> None:
+    """Rewards 1, 0, 0: 2/3, -1/3, -1/3. Half of the steps' advantages above are added."""
+    loss = GigpoConfig(name="gigpo", gamma=0.5, step_weight=0.5, scale_advantages=False)
+    first, second, third = worth_of(loss, GROUP)
+    assert first == pytest.approx([2 / 3 + 1 / 12, 2 / 3, 2 / 3 + 1 / 4])
+    assert second == pytest.approx([-1 / 3 - 1 / 24, -1 / 3])
+    assert third == pytest.approx([-1 / 3 - 1 / 24, -1 / 3 - 1 / 4])
+
+
+def test_gigpo_divides_both_parts_by_their_own_deviation() -> None:
+    """In B: 0, 1/2, -1/2 over sqrt((1/4 + 1/4) / 2) = 1/2. The attempts: 2/3, -1/3, -1/3 over sqrt(1/3)."""
+    [_, second, third], *_ = worth_of(GigpoConfig(name="gigpo", gamma=0.5), GROUP)
+    assert (second, third) == pytest.approx((2 / 3 * 3**0.5, 2 / 3 * 3**0.5 + 1.0))
+
+
+# --- gagpo ------------------------------------------------------------------------------------------------------------
+
+
+def test_gagpo_spreads_changes_of_value_over_the_replies_before() -> None:
+    """gamma 1/2, lambda 1/2. V(A) = 1/12, V(B) = 1/2, V(C) = 0.
+
+    Attempt 0: deltas 1/2 V(B) - V(A) = 1/6, 1/2 V(B) - V(B) = -1/4, 1 - V(B) = 1/2; with gamma lambda = 1/4:
+    A_2 = 1/2, A_1 = -1/4 + 1/8 = -1/8, A_0 = 1/6 - 1/32 = 13/96.
+    Attempt 1: deltas -1/12 and 0. Attempt 2: deltas 1/6 and -1/2, so A_1 = -1/2, A_0 = 1/6 - 1/8 = 1/24.
+    """
+    episodes = episodes_of(GROUP, gamma=0.5)
+    first, second, third = grouped_gae(episodes, gamma=0.5, gae_lambda=0.5)
+    assert first == pytest.approx([13 / 96, -1 / 8, 1 / 2])
+    assert second == pytest.approx([-1 / 12, 0.0])
+    assert third == pytest.approx([1 / 24, -1 / 2])
+
+
+def test_gagpo_is_normalized_over_the_steps_of_the_group() -> None:
+    plain = [value for row in worth_of(GagpoConfig(name="gagpo", scale_advantages=False), GROUP) for value in row]
+    scaled = [value for row in worth_of(GagpoConfig(name="gagpo"), GROUP) for value in row]
+    assert scaled == pytest.approx([(value - np.mean(plain)) / np.std(plain, ddof=1) for value in plain])
+
+
+def test_where_no_state_is_shared_the_only_change_of_value_is_none() -> None:
+    """Each step's value is its own return, so every delta is 0, whatever the discount."""
+    alone = [played("AB", 1.0), played("CD", 0.0, index=1)]
+    worth = grouped_gae(episodes_of(alone, gamma=0.9), gamma=0.9, gae_lambda=0.5)
+    assert [value for row in worth for value in row] == pytest.approx([0.0] * 4)
+
+
+# --- which steps there are, and in which states -----------------------------------------------------------------------
+
+
+def test_without_a_key_the_state_is_the_whole_prompt() -> None:
+    """Turn 2 is a branch that goes back to before the first reply, with the second attempt's prompt."""
+    first = scored([turn([1, 2], [7]), turn([3], [8], parent=0, kept=3), turn([4], [9], parent=1, kept=2)], 1.0)
+    second = scored([turn([1, 2], [6]), turn([1, 2, 4], [9])], 0.0, index=1)
+    (a, b, c), (d, e) = states_of(first), states_of(second)
+    assert (a, c) == (d, e) and len({a, b, c}) == 3
+    assert count_shared([first, second]) == (5, 4)
+
+
+def test_a_key_and_a_prompt_are_never_the_same_state() -> None:
+    with_key, without = scored([turn([1], [2], state="x")], 1.0), scored([turn([1], [2])], 0.0, index=1)
+    assert count_shared([with_key, without]) == (2, 0)
+
+
+def test_a_reply_that_was_never_seen_is_no_step_and_takes_no_time() -> None:
+    """The first call was sent again: its reply counts only if a later prompt holds a part of it."""
+    retried = [
+        turn([1], [5, 6], is_abandoned=True),
+        turn([], [7], parent=0, kept=1),
+        turn([2], [8], parent=1, kept=2),
+    ]
+    [episode] = episodes_of([scored(retried, 4.0)], gamma=0.5)
+    assert [step and step.returned for step in episode] == [None, 2.0, 4.0]
+    continued = [*retried[:2], turn([2], [8], parent=0, kept=2)]
+    [episode] = episodes_of([scored(continued, 4.0)], gamma=0.5)
+    assert [step and step.returned for step in episode] == [1.0, 2.0, 4.0]
+
+
+def test_a_last_reply_that_was_never_seen_leaves_the_reward_to_the_one_before() -> None:
+    turns = [turn([1], [5]), turn([2], [6], parent=0, kept=2, is_abandoned=True)]
+    [episode] = episodes_of([scored(turns, 4.0)], gamma=0.5)
+    assert episode[0] is not None and (episode[0].reward, episode[0].returned, episode[1]) == (4.0, 4.0, None)
+
+
+@pytest.mark.parametrize("loss", [GigpoConfig(name="gigpo"), GagpoConfig(name="gagpo")])
+def test_an_attempt_without_turns_counts_in_the_mean_and_has_no_weights(loss: LossConfig) -> None:
+    silent = [*GROUP, scored([], 1.0, index=3)]
+    worth = worth_of(loss, silent)
+    assert worth[3] == [] and all(math.isfinite(value) for row in worth for value in row)
+
+
+@pytest.mark.parametrize("loss", [GigpoConfig(name="gigpo"), GagpoConfig(name="gagpo")])
+def test_equal_rewards_say_nothing_though_some_attempts_were_shorter(loss: LossConfig) -> None:
+    """Contract 4."""
+    group = [played("ABB", 1.0), played("AB", 1.0, index=1)]
+    assert build_algorithm(loss, max_tokens=10).credit(group) == [0.0, 0.0]
+
+
+# --- properties -------------------------------------------------------------------------------------------------------
+
+rewards = st.floats(-10, 10).map(lambda value: round(value, 3))
+groups = st.lists(st.tuples(st.text("ABC", max_size=5), rewards), min_size=1, max_size=6).map(
+    lambda drawn: [played(states, reward, index=index) for index, (states, reward) in enumerate(drawn)]
+)
+unit = st.floats(0, 1)
+
+
+@given(groups, unit, st.booleans())
+def test_the_advantages_within_a_state_sum_to_zero(group: list[ScoredTrajectory], gamma: float, scale: bool) -> None:
+    episodes = episodes_of(group, gamma=gamma)
+    sums: dict[object, float] = {}
+    for episode, worth in zip(episodes, step_advantages(episodes, scale=scale), strict=True):
+        for step, value in zip(episode, worth, strict=True):
+            assert step is not None
+            sums[step.state] = sums.get(step.state, 0.0) + value
+    assert list(sums.values()) == pytest.approx([0.0] * len(sums), abs=1e-6)
+
+
+@given(groups)
+def test_without_a_step_weight_gigpo_is_grpo(group: list[ScoredTrajectory]) -> None:
+    weights = [
+        [token_weights(each, credit) for each, credit in zip(group, algorithm.credit(group), strict=True)]  # type: ignore[arg-type]
+        for algorithm in (
+            build_algorithm(loss, max_tokens=10) for loss in (GigpoConfig(name="gigpo", step_weight=0.0), GrpoConfig())
+        )
+    ]
+    for ours, theirs in zip(*weights, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@given(groups, unit)
+def test_with_lambda_1_gagpo_is_the_return_minus_the_value(group: list[ScoredTrajectory], gamma: float) -> None:
+    """The values between telescope: A_t = R_t - V(s_t), which is GiGPO's step advantage without its deviation."""
+    episodes = episodes_of(group, gamma=gamma)
+    ours, theirs = grouped_gae(episodes, gamma=gamma, gae_lambda=1.0), step_advantages(episodes, scale=False)
+    for left, right in zip(ours, theirs, strict=True):
+        assert left == pytest.approx(right, abs=1e-6)
+
+
+@given(groups, unit, unit)
+def test_each_gae_is_the_weighted_sum_of_the_later_deltas(
+    group: list[ScoredTrajectory], gamma: float, trace: float
+) -> None:
+    """GAE, equation 16, written as the sum that the recursion stands for."""
+    episodes = episodes_of(group, gamma=gamma)
+    returns: dict[object, list[float]] = {}
+    for step in all_steps(episodes):
+        returns.setdefault(step.state, []).append(step.returned)
+    for episode, worth in zip(episodes, grouped_gae(episodes, gamma=gamma, gae_lambda=trace), strict=True):
+        steps = all_steps([episode])
+        value = [float(np.mean(returns[step.state])) for step in steps] + [0.0]
+        deltas = [step.reward + gamma * value[t + 1] - value[t] for t, step in enumerate(steps)]
+        for t in range(len(steps)):
+            expected = math.fsum((gamma * trace) ** (k - t) * deltas[k] for k in range(t, len(steps)))
+            assert worth[t] == pytest.approx(expected, abs=1e-9)
+
+
+def all_steps(episodes: Sequence[Episode]) -> list[Step]:
+    return [step for episode in episodes for step in episode if step is not None]
+
+
+@given(groups)
+def test_normalized_values_keep_their_places(group: list[ScoredTrajectory]) -> None:
+    episodes = episodes_of(group, gamma=0.9)
+    worth = grouped_gae(episodes, gamma=0.9, gae_lambda=0.9)
+    expected = iter(advantages([value for row in worth for value in row], scale=True))
+    assert normalized(worth, episodes) == [[next(expected) for _ in row] for row in worth]
+
+
+@given(turn_trees(6))
+def test_states_are_the_prompts_of_whole_trees(turns: list[Turn]) -> None:
+    states = states_of(scored(turns, 1.0))
+    for first in range(len(turns)):
+        for second in range(first):
+            same = prompt(turns, first) == prompt(turns, second)
+            assert (states[first] == states[second]) == same
