@@ -45,6 +45,8 @@ class StepMetrics(msgspec.Struct, kw_only=True):
     tokens_trained: int  # tokens with a weight in the loss
     tokens_flat: int  # number of tokens in one row per sample
     tokens_computed: int  # number of tokens in the packs, which hold every shared token once
+    # share of replies whose state another reply of their group answered too; NaN: the algorithm compares no states
+    shared_states: float = float("nan")
     packed: float = float("nan")  # 1: samples ran as packs; 0: packs did not hold, so one sample ran at a time
     loss: float = float("nan")
     kl: float = float("nan")  # k3 estimate against the reference policy; NaN: not computed

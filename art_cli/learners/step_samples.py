@@ -9,6 +9,7 @@ import numpy as np
 from art_cli.errors import LearnerError
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.shares import Finished, UpdateCounts
+from art_cli.learners.algorithms.step_credit import count_shared
 from art_cli.learners.samples import Sample, count_sampled, trajectory_samples
 from art_cli.learners.token_weights import NUM_COMPONENTS, POLICY, REFERENCE_KL, Credit, token_weights
 from art_cli.outcome import MAX_NUMBER
@@ -26,6 +27,7 @@ class StepSamples(NamedTuple):
     num_trajectories: int
     num_failed: int
     finished: Finished  # what the trajectories without an error hold
+    shared_states: float  # share of replies whose state another reply of the group answered; NaN: not compared
 
     @property
     def no_signal_share(self) -> float:
@@ -58,6 +60,7 @@ def make_step_samples(
         num_trajectories=sum(map(len, groups)),
         num_failed=sum(map(len, groups)) - len(rewards),
         finished=_count_finished([trajectory for group in finished for trajectory in group]),
+        shared_states=_shared_states(finished) if algorithm.compares_states else math.nan,
     )
 
 
@@ -100,6 +103,12 @@ def _reward(trajectory: ScoredTrajectory) -> float:
             f"trajectory {trajectory.id}: its reward is {trajectory.reward:g}; scale it below {MAX_NUMBER:g}"
         )
     return trajectory.reward
+
+
+def _shared_states(groups: Sequence[Sequence[ScoredTrajectory]]) -> float:
+    counts = [count_shared(group) for group in groups]
+    num_replies = sum(total for total, _ in counts)
+    return sum(shared for _, shared in counts) / num_replies if num_replies else math.nan
 
 
 def _group_samples(

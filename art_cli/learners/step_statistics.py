@@ -90,6 +90,7 @@ class StepStatistics:
             num_samples=self.num_samples,
             num_trajectories=batch.num_trajectories,
             num_failed=batch.num_failed,
+            shared_states=batch.shared_states,
             num_updates=len(self.grad_norms),
             tokens_trained=self.tokens_trained,
             tokens_flat=self.tokens_flat,

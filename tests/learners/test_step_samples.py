@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 
-from art_cli.config.schema import DapoConfig, DrGrpoConfig, GrpoConfig, LossConfig
+from art_cli.config.schema import DapoConfig, DrGrpoConfig, GigpoConfig, GrpoConfig, LossConfig
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.credit import rewards_of
 from art_cli.learners.algorithms.presets import build_algorithm
@@ -146,3 +146,13 @@ def test_what_could_be_trained_is_what_a_weight_for_every_sampled_token_trains(t
     trajectory = scored(turns, 1.0)
     samples = samples_of(trajectory, 1.0)
     assert count_sampled(trajectory) == (sum(len(sample.targets) for sample in samples), len(samples))
+
+
+def test_the_share_of_replies_in_shared_states_is_reported_where_states_are_compared() -> None:
+    """Two groups of two answers to the same prompt, of which one answer goes on alone: 4 of 5 replies."""
+    longer = scored([turn([1, 2], [3]), turn([4], [5], parent=0, kept=3)], 1.0, group="b")
+    groups = [answers(0.0, 1.0, group="a"), [longer, answers(0.0, 0.0, group="b")[1]]]
+    gigpo = build_algorithm(GigpoConfig(name="gigpo"), max_tokens=10)
+    assert make_step_samples(groups, gigpo).shared_states == 4 / 5
+    assert math.isnan(make_step_samples([], gigpo).shared_states)
+    assert math.isnan(make_step_samples(groups, build_algorithm(GrpoConfig(), max_tokens=10)).shared_states)
