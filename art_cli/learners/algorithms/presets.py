@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from art_cli.config.sections import loss
 from art_cli.learners.algorithms import Algorithm
-from art_cli.learners.algorithms.credit import advantages, has_signal, overlong_penalty, rewards_of, seen_turns
+from art_cli.learners.algorithms.credit import advantages, overlong_penalty, rewards_of, seen_turns
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, clip_samples, clip_tokens, clip_weights
 from art_cli.learners.algorithms.shares import UpdateCounts, sample_mean, trajectory_sum
 from art_cli.learners.algorithms.step_credit import (
@@ -21,7 +21,7 @@ from art_cli.learners.algorithms.step_credit import (
 )
 from art_cli.learners.algorithms.user import UserAlgorithm
 from art_cli.learners.token_weights import Credit
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.trajectory import ScoredTrajectory, has_signal
 
 Knobs = TypeVar("Knobs", bound=loss.BaseLossConfig)
 ScaledKnobs = TypeVar("ScaledKnobs", bound=loss.ScaledLossConfig)
