@@ -1,0 +1,144 @@
+"""The learning benchmark: its table by hand arithmetic, and TRL's side, which plays the same tokens as ours."""
+
+import asyncio
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.learning import RECIPE, ROOT, combine, learning_settings
+from benchmarks.learning_table import Goal, best_search, falls, isotonic, mean, reach, success_at, table
+from benchmarks.learning_trl import Player
+from tests.support.paths import TICTACTOE
+
+sys.path.insert(0, str(TICTACTOE))
+
+import game  # noqa: E402
+import model  # noqa: E402
+import rollout  # noqa: E402
+import scenarios  # noqa: E402
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 400)), min_size=1, max_size=8))
+def test_the_isotonic_curve_is_the_known_formula(points: list[tuple[float, int]]) -> None:
+    """y_i = max over a <= i of min over b >= i of the weighted mean of a..b (Robertson, Wright and Dykstra 1988)."""
+    curve = [(place, rate, games) for place, (rate, games) in enumerate(points)]
+
+    def middle(a: int, b: int) -> float:
+        return sum(r * g for r, g in points[a : b + 1]) / sum(g for _, g in points[a : b + 1])
+
+    num = len(points)
+    expected = [max(min(middle(a, b) for b in range(i, num)) for a in range(i + 1)) for i in range(num)]
+    assert isotonic(curve) == pytest.approx(expected)
+
+
+def test_a_goal_is_reached_where_the_curve_stays_above_it() -> None:
+    """0.7 at 100 falls to 0.5: pooled 0.6. So 0.65 is reached at 300 only, and 0.95 never."""
+    curve = [(0, 0.2, 400), (100, 0.7, 400), (200, 0.5, 400), (300, 0.9, 400)]
+    assert reach(curve, 0.6) == (100, True)
+    assert reach(curve, 0.65) == (300, True)
+    assert reach(curve, 0.95) == (300, False)
+    assert success_at(curve, 250) == pytest.approx(0.7)
+    assert success_at(curve, 301) is None
+
+
+def test_a_run_falls_if_it_ends_below_its_best_by_more_than_chance() -> None:
+    """0.80 against 0.70 of 400: difference 0.10, half interval 1.96 sqrt(.16 / 400 + .21 / 400) = 0.0596"""
+    assert falls([(0, 0.8, 400), (1, 0.7, 400)])
+    assert not falls([(0, 0.8, 400), (1, 0.75, 400)])
+    assert not falls([(0, 0.2, 400), (1, 0.9, 400)])
+
+
+def test_the_interval_over_three_seeds_is_students() -> None:
+    """0.6, 0.7, 0.8: deviation 0.1, t with two degrees 4.303, half 4.303 * 0.1 / sqrt(3)."""
+    assert mean([0.6, 0.7, 0.8]) == pytest.approx((0.7, 4.303 * 0.1 / math.sqrt(3)))
+    assert mean([0.5]) == (0.5, None)
+
+
+def row(contestant: str, seed: int, curve: list[tuple[int, float, int]], *made: str) -> dict[str, Any]:
+    about = {"task": "a", "entropy": 0.5, "cpu_s": 9.0, "version": "v", "settings": list(made)}
+    return {**about, "contestant": contestant, "seed": seed, "curve": curve}
+
+
+def test_the_table_takes_the_newest_row_and_marks_what_was_not_reached() -> None:
+    rows = [
+        row("slow", 0, [(0, 0.1, 400), (100, 0.9, 400)]),  # replaced by the last one
+        row("fast", 0, [(0, 0.1, 400), (100, 0.9, 400)]),
+        row("slow", 1, [(0, 0.1, 400), (100, 0.3, 400)]),
+        row("slow", 0, [(0, 0.1, 400), (50, 0.8, 400), (100, 0.8, 400)]),
+    ]
+    lines = table(rows, {"a": Goal(0.75, 100), "empty": Goal(0.5, 1)}).splitlines()
+    assert lines[4].startswith("| fast | 0 | 100 | 0.900 | 0.900 | 0.900 | no |")
+    assert lines[5].startswith("| slow | 0 1 | >75 (50 >100) |")
+    assert len(lines) == 6
+
+
+def test_a_search_is_won_by_the_fewest_rollouts_and_then_by_the_higher_curve() -> None:
+    late = row("trl:a", 0, [(0, 0.1, 400), (50, 0.7, 400), (100, 0.9, 400)])
+    early = row("trl:b", 0, [(0, 0.1, 400), (50, 0.8, 400), (100, 0.8, 400)])
+    never = row("trl:c", 0, [(0, 0.7, 400), (50, 0.7, 400), (100, 0.7, 400)])
+    assert best_search([late, early, never], Goal(0.75, 100)) is early
+    assert best_search([late, early, never], Goal(0.95, 100)) is never
+
+
+def test_another_loss_leaves_nothing_of_the_recipes_loss(tmp_path: Path) -> None:
+    recipe = tmp_path / "config.yaml"
+    task = {"entry": "a.py:b", "sampling": {"max_tokens": 4}, "retries": 1}
+    learns = {"train": {"steps": 9, "learning_rate": 0.1}, "loss": {"name": "dapo", "clip": 0.1}}
+    recipe.write_text(json.dumps({"rollout": task, **learns}))
+    found = learning_settings(recipe)
+    assert found == ["rollout.retries=1", "train.learning_rate=0.1", "loss=dapo", "loss.clip=0.1"]
+    assert combine(found, ["loss=gspo"]) == ["rollout.retries=1", "train.learning_rate=0.1", "loss=gspo"]
+    assert combine(found, ["loss.clip=0.2"]) == [*found, "loss.clip=0.2"]
+    assert any(one.startswith("train.learning_rate=") for one in learning_settings(ROOT / RECIPE))
+
+
+class Scripted(Player):
+    """Answers every board with its first free cell, and an end; the sixth game forgets the end and is cut off."""
+
+    def _generate(self, rows: list[list[int]]) -> Any:
+        for place, ids in enumerate(rows):
+            board = self.tokenizer.decode(ids).split("user\n")[-1].split("<|im_end|>")[0]
+            move = self.tokenize(next(cell for cell in board if cell.isdigit()))
+            yield (move, [-1.0]) if place == 5 else ([*move, self.tokenizer.eos_token_id], [-1.0, 0.0])
+
+
+def replay(scenario: dict[str, Any]) -> float:
+    """The reward of a game in which X takes the first free cell each time."""
+    opponent, board = game.RandomOpponent(scenario["seed"]), game.EMPTY
+    player = "X" if scenario["starts"] else "O"
+    while (result := game.find_result(board)) is None:
+        board = game.put(board, game.free_cells(board)[0], "X") if player == "X" else opponent.move(board)
+        player = "O" if player == "X" else "X"
+    return rollout.REWARDS[result]
+
+
+def test_trl_plays_the_tokens_of_the_conversation_and_trains_on_the_replies() -> None:
+    """All tokens are those of the text, the sampled ones are the moves, and what the cut-off reply lacks is not."""
+    tokenizer = model.make_tokenizer()
+    games = {scenario["id"]: scenario for scenario in scenarios.evaluation()}
+    section = SimpleNamespace(sampling=SimpleNamespace(max_tokens=4), max_turns=5, limit_reward=0.0)
+    names = list(games)[:8]
+    attempts = asyncio.run(Scripted(rollout.rollout, games, tokenizer, section)._play(names))
+    for name, attempt in zip(names, attempts, strict=True):
+        sampled = [id for id, is_sampled in zip(attempt.completion, attempt.mask, strict=True) if is_sampled]
+        text = tokenizer.decode(attempt.ids)
+        assert len(tokenizer.decode(sampled, skip_special_tokens=True)) == attempt.num_turns
+        assert text.count("<|im_start|>assistant\n") == attempt.num_turns
+        assert tokenizer(text, add_special_tokens=False).input_ids == attempt.ids
+        assert len(attempt.logprobs) == len(attempt.mask) == len(attempt.completion)
+        assert attempt.reward == replay(games[name])
+
+
+def test_an_attempt_that_asks_too_often_has_the_reward_of_the_limit() -> None:
+    games = {"a": {"seed": 0, "starts": True}}
+    section = SimpleNamespace(sampling=SimpleNamespace(max_tokens=4), max_turns=1, limit_reward=-1.0)
+    [attempt] = asyncio.run(Scripted(rollout.rollout, games, model.make_tokenizer(), section)._play(["a"]))
+    assert (attempt.reward, attempt.num_turns) == (-1.0, 1)
