@@ -32,6 +32,8 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     for knob, message in config.learns_by.conflicts():
         yield f"{section}.{knob}", message
+    for knob, message in config.train.conflicts():
+        yield f"train.{knob}", message
     if config.rollout.command is not None and "processes" in config.rollout.model_fields_set:
         yield "rollout.processes", "used with rollout.entry only: each attempt of a command is a process of its own"
     if config.rollout.python is not None and config.rollout.command is not None:

@@ -8,7 +8,7 @@ another run.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -44,7 +44,9 @@ NOT_TRAINING = frozenset(
 MAY_CHANGE = frozenset(  # a run goes on with other values of these, and records from which step on
     {
         # the size of the next steps
-        *("train.learning_rate", "train.warmup_steps", "train.weight_decay", "train.max_grad_norm"),
+        *("train.learning_rate", "train.warmup_steps", "train.decay", "train.decay_to", "train.betas"),
+        *("train.weight_decay", "train.max_grad_norm", "train.clip_to_history"),
+        "train.steps",  # where the learning rate decays to them
         "train.max_logprob_gap",
         # the schedule of evaluations, and the number of attempts in each
         *("eval.every", "eval.attempts"),
@@ -85,15 +87,22 @@ def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Chang
     return list(_differences("", _training(old), _training(new)))
 
 
-def _training(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _training(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What trains: all but NOT_TRAINING. The length of the run trains where the learning rate decays over it."""
+    train = config.get("train")
+    decays = isinstance(train, Mapping) and train.get("decay", "none") != "none"
+    return _without(NOT_TRAINING - {"train.steps"} if decays else NOT_TRAINING, config)
+
+
+def _without(left_out: Set[str], section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in section.items():
         key = join(prefix, name)
-        if key in NOT_TRAINING:
+        if key in left_out:
             continue
         if key == "model.chat_template" and isinstance(value, str):
             value = PurePath(value).name  # the path is absolute, and a project may be moved between two starts
-        kept[name] = _training(value, key) if isinstance(value, Mapping) else value
+        kept[name] = _without(left_out, value, key) if isinstance(value, Mapping) else value
     return kept
 
 

@@ -53,6 +53,7 @@ class StepMetrics(msgspec.Struct, kw_only=True):
     entropy: float = float("nan")
     clip_fraction: float = float("nan")
     grad_norm: float = float("nan")  # before clipping, mean over updates
+    grad_clip: float = float("nan")  # after clipping, mean over updates
     learning_rate: float = float("nan")
     logprob_gap: float = float("nan")  # mean |engine - learner| over trained tokens, before the first update
     logprob_gap_max: float = float("nan")

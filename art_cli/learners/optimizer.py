@@ -1,12 +1,15 @@
-"""AdamW with warm-up and gradient clipping, whose state is written as tensors and numbers, never pickled.
+"""AdamW with a schedule and gradient clipping, whose state is written as tensors and numbers, never pickled.
 
 A parameter is updated in place, with two exceptions, in which the update is computed on a copy. A parameter below
 float32 has a copy in float32, because bfloat16 has 8 bits and would round most steps of 1e-5 on a weight of 0.02 away.
 With CPU offload the copy and the state live on the CPU, which saves the GPU 8 bytes for each trained weight.
 """
 
+import math
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -20,12 +23,16 @@ from art_cli.learners.ranks import Ranks
 STATE_FILE = "optimizer.safetensors"
 COUNTS_FILE = "optimizer.json"
 
+WINDOW = 32  # number of past norms whose median clips: long enough to outlast a burst, short enough to follow the trend
+MIN_NORMS = 4  # least number of past norms that have a median to trust
+
 
 class Counts(msgspec.Struct, kw_only=True):
     """optimizer.json. Example: Counts(num_steps=3, num_updates=6)"""
 
     num_steps: int = 0  # policy steps that changed weights; warm-up counts these
     num_updates: int = 0  # optimizer steps
+    norms: tuple[float, ...] = ()  # norms of the last WINDOW optimizer steps' gradients before clipping, newest last
 
 
 class Optimizer:
@@ -43,9 +50,11 @@ class Optimizer:
         device: torch.device | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        self.parameters, self.config = dict(parameters), config
+        self.parameters = dict(parameters)
+        self.config = config if isinstance(config, TrainConfig) else _constant(config)
         self.ranks = ranks or Ranks()
         self.counts = Counts()
+        self._norm: float | None = None  # norm of the present gradients, once clipped
         self._copies = {
             name: torch.nn.Parameter(parameter.detach().to(device or parameter.device, _dtype(parameter), copy=True))
             for name, parameter in self.parameters.items()
@@ -53,18 +62,40 @@ class Optimizer:
         }
         self._updated = {**self.parameters, **self._copies}  # the tensors that AdamW updates, by parameter
         self._adamw = torch.optim.AdamW(
-            self._updated.values(), lr=config.learning_rate, weight_decay=config.weight_decay
+            self._updated.values(),
+            lr=self.config.learning_rate,
+            betas=(self.config.betas[0], self.config.betas[1]),
+            weight_decay=self.config.weight_decay,
         )
 
     def current_rate(self) -> float:
-        """The learning rate of the current step. It grows evenly over `warmup_steps`; the first step's is not zero."""
-        rate, num_warmup = self.config.learning_rate, self.config.warmup_steps
-        return rate if self.counts.num_steps >= num_warmup else rate * (self.counts.num_steps + 1) / num_warmup
+        """The learning rate of the current step. It grows evenly over `warmup_steps`; the first step's is not zero.
+
+        Then it decays, so that it would reach its end at step `steps`; the last step's is not zero.
+        """
+        config, done = self.config, self.counts.num_steps
+        if done < config.warmup_steps:
+            return config.learning_rate * (done + 1) / config.warmup_steps
+        progress = min(1.0, (done - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
+        return config.learning_rate * decayed(config.decay, progress, to=config.decay_to)
+
+    def clip_limit(self) -> float:
+        """The norm that the next gradient may have: `max_grad_norm`, or a multiple of the median of those before.
+
+        As AutoClip, Seetharaman et al. 2020 (arXiv:2007.14469), it is a quantile of the gradients' own norms before
+        clipping; here times a factor, and over a window, because norms change while a policy learns.
+        """
+        factor, norms = self.config.clip_to_history, self.counts.norms
+        median = statistics.median(norms) if len(norms) >= MIN_NORMS else 0.0
+        if factor is None or median == 0:
+            return self.config.max_grad_norm
+        return min(self.config.max_grad_norm, factor * median)
 
     def clip(self) -> float:
-        """The norm of all gradients before this call, which scales them down to `max_grad_norm` if it is larger."""
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
-        return float(self.ranks.whole(norm))
+        """The norm of all gradients before this call, which scales them down to `clip_limit()` if it is larger."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.clip_limit())
+        self._norm = float(self.ranks.whole(norm))
+        return self._norm
 
     def update(self) -> None:
         for group in self._adamw.param_groups:
@@ -76,9 +107,12 @@ class Optimizer:
             for name, copy in self._copies.items():
                 self.parameters[name].copy_(copy)
         self.counts.num_updates += 1
+        if self._norm is not None:
+            self.counts.norms = (*self.counts.norms, self._norm)[-WINDOW:]
         self.clear()
 
     def clear(self) -> None:
+        self._norm = None
         for parameter in (*self.parameters.values(), *self._copies.values()):
             parameter.grad = None
 
@@ -155,6 +189,27 @@ class Optimizer:
             self.counts = msgspec.json.decode((directory / COUNTS_FILE).read_bytes(), type=Counts)
         except Exception as error:
             raise CheckpointError(f"{directory}: optimizer state: {str(error).splitlines()[0]}") from error
+
+
+def decayed(shape: Literal["none", "linear", "cosine"], progress: float, *, to: float) -> float:
+    """The factor of the learning rate at a share of its decay: 1 at its start, `to` at its end.
+
+    Cosine: SGDR, Loshchilov and Hutter 2017 (arXiv:1608.03983), equation 5, without restarts.
+    """
+    if shape == "none":
+        return 1.0
+    left = 1 - progress if shape == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return to + (1 - to) * left
+
+
+def _constant(config: SftConfig) -> TrainConfig:
+    """The optimizer's settings of a warm-up. What `sft` does not set is as `train` has it by default."""
+    return TrainConfig(
+        learning_rate=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+    )
 
 
 def _is_low(parameter: Tensor) -> bool:

@@ -46,7 +46,8 @@ class StepStatistics:
     def __init__(self) -> None:
         self.num_samples = self.tokens_trained = self.tokens_flat = self.tokens_computed = 0
         self.losses: list[float] = []  # loss of each optimizer step, the sum over its packs
-        self.grad_norms: list[float] = []
+        self.grad_norms: list[float] = []  # of each optimizer step's gradient, before clipping
+        self.grad_clips: list[float] = []  # and after it
         self.kl, self.entropy, self.clipped, self.gap = _Mean(), _Mean(), _Mean(), _Mean()
 
     @classmethod
@@ -54,7 +55,8 @@ class StepStatistics:
         """The statistics of all processes that shared the packs of the same optimizer steps."""
         total = cls()
         total.losses = [sum(losses) for losses in zip(*(part.losses for part in parts), strict=True)]
-        total.grad_norms = parts[0].grad_norms  # the same in all processes, because they share the summed gradients
+        # the same in all processes, because they share the summed gradients
+        total.grad_norms, total.grad_clips = parts[0].grad_norms, parts[0].grad_clips
         for part in parts:
             for name in ("num_samples", "tokens_trained", "tokens_flat", "tokens_computed"):
                 setattr(total, name, getattr(total, name) + getattr(part, name))
@@ -101,6 +103,7 @@ class StepStatistics:
             entropy=self.entropy.mean,
             clip_fraction=self.clipped.mean,
             grad_norm=sum(self.grad_norms) / len(self.grad_norms) if has_updates else math.nan,
+            grad_clip=sum(self.grad_clips) / len(self.grad_clips) if has_updates else math.nan,
             learning_rate=learning_rate if has_updates else math.nan,
             logprob_gap=self.gap.mean,
             logprob_gap_max=self.gap.max,

@@ -194,12 +194,13 @@ class TorchLearner:
             )
 
     def _apply(self, update: Update, statistics: StepStatistics) -> None:
-        norm = self.optimizer.clip()
+        limit, norm = self.optimizer.clip_limit(), self.optimizer.clip()
         if not math.isfinite(norm):
             self.optimizer.clear()
             raise LearnerError(self.gradient.blame(update, self.optimizer))
         self.optimizer.update()
         statistics.grad_norms.append(norm)
+        statistics.grad_clips.append(min(norm, limit))
 
     # --- holding the weights ------------------------------------------------------------------------------------------
 

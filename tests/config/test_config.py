@@ -483,6 +483,7 @@ def test_what_does_not_train_changes_no_hash(override: str) -> None:
         ("loss=dapo", ["loss: grpo -> dapo"]),
         ("model.lora=null", ['model.lora: {"rank": 16, "alpha": 32, "targets": "all-linear"} -> null']),
         ("loss.kl=0.5", ["loss.kl: 0.0 -> 0.5"]),
+        ("train.betas=[0.9,0.95]", ["train.betas: [0.9, 0.999] -> [0.9, 0.95]"]),
         ("rollout.scenarios=b.jsonl", ['rollout.scenarios: "scenarios.jsonl" -> "b.jsonl"']),
     ],
 )
@@ -490,6 +491,31 @@ def test_what_trains_changes_the_hash_and_is_named(override: str, lines: list[st
     one, other = load(PLAIN), load(PLAIN, override)
     assert config_hash(one) != config_hash(other)
     assert list(map(str, config_changes(dumped(one), dumped(other)))) == lines
+
+
+def test_the_length_of_a_run_trains_where_the_rate_decays_over_it() -> None:
+    """A run may go on with another length, and records the change."""
+    one, other = load(PLAIN, "train.decay=linear"), load(PLAIN, "train.decay=linear", "train.steps=9")
+    assert config_hash(one) != config_hash(other)
+    [change] = config_changes(dumped(one), dumped(other))
+    assert (str(change), change.is_allowed) == ("train.steps: 50 -> 9", True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.decay_to=0.1"], "train.decay_to: used with train.decay 'linear' or 'cosine' only"),
+        (
+            ["train.decay=cosine", "train.steps=5", "train.warmup_steps=5"],
+            "train.decay: the warm-up of 5 steps leaves none of train.steps (5) for it",
+        ),
+        (["train.betas=[0.9]"], "train.betas: "),
+        (["train.betas=[0.9,1.0]"], "train.betas"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made_or_a_knob_without_effect_is_named(overrides: list[str], message: str) -> None:
+    [mistake] = mistakes(PLAIN, *overrides)
+    assert message in mistake
 
 
 def test_a_project_that_is_moved_keeps_its_hash() -> None:

@@ -16,13 +16,19 @@ def optimizer(
     learning_rate: float = 0.1,
     warmup_steps: int = 0,
     weight_decay: float = 0.0,
+    max_grad_norm: float = 1.0,
     dtype: torch.dtype = torch.float32,
     place: str = "cpu",
     device: str | None = None,
+    **knobs: object,
 ) -> Optimizer:
     """Of one parameter of ones at `place`, updated at `device`."""
     config = TrainConfig(
-        learning_rate=learning_rate, warmup_steps=warmup_steps, weight_decay=weight_decay, max_grad_norm=1.0
+        learning_rate=learning_rate,
+        warmup_steps=warmup_steps,
+        weight_decay=weight_decay,
+        max_grad_norm=max_grad_norm,
+        **knobs,
     )
     return Optimizer(
         {"w": torch.nn.Parameter(torch.ones(size, dtype=dtype, device=place))},
@@ -39,6 +45,79 @@ def test_the_rate_grows_evenly_from_the_first_step_on() -> None:
         rates.append(made.current_rate())
         made.counts.num_steps += 1
     assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("decay", "rates"),
+    [
+        ("linear", [0.05, 0.1, 0.1, 0.08, 0.06, 0.04, 0.02]),
+        ("cosine", [0.05, 0.1, 0.1, 0.02 + 0.08 * (2 + 2**0.5) / 4, 0.06, 0.02 + 0.08 * (2 - 2**0.5) / 4, 0.02]),
+    ],
+)
+def test_the_rate_decays_from_the_warm_up_to_the_end_of_the_run(decay: str, rates: list[float]) -> None:
+    """Two steps of warm-up to 0.1, four of decay to a fifth of it; a step past the end has that. Half a cosine:
+    (1 + cos(x)) / 2 at pi/4, pi/2 and 3 pi/4 is (2 + sqrt 2) / 4, 1/2 and (2 - sqrt 2) / 4.
+    """
+    made = optimizer(warmup_steps=2, steps=6, decay=decay, decay_to=0.2)
+    found = []
+    for _ in rates:
+        found.append(made.current_rate())
+        made.counts.num_steps += 1
+    assert found == pytest.approx(rates)
+
+
+def test_betas_weigh_the_gradients_before() -> None:
+    """betas 0.5 and 0.75, gradients 1 and 3: means (0.5 * 0.5 + 0.5 * 3) / 0.75 = 7/3 and
+    (0.75 * 0.25 + 0.25 * 9) / (1 - 0.75^2) = 39/7; the second step is 0.1 * (7/3) / sqrt(39/7).
+    """
+    made = optimizer(1, betas=[0.5, 0.75], max_grad_norm=10.0)
+    update(made, 1.0)
+    update(made, 3.0)
+    assert made.parameters["w"].item() == pytest.approx(1 - 0.1 - 0.1 * (7 / 3) / (39 / 7) ** 0.5)
+
+
+def test_a_gradient_is_clipped_to_a_multiple_of_the_median_before() -> None:
+    """Norms 1, 2, 3, 9 pass below 100; their median is 2.5, so the fifth may have 2 * 2.5 = 5, and one of 4 passes.
+
+    Then the median of 1, 2, 3, 9, 400 is 3. The history holds norms before clipping.
+    """
+    made = optimizer(1, clip_to_history=2.0, max_grad_norm=100.0)
+    for norm in (1.0, 2.0, 3.0, 9.0):
+        assert made.clip_limit() == 100.0
+        update(made, norm)
+    made.parameters["w"].grad = torch.tensor([400.0])
+    assert (made.clip_limit(), made.clip()) == (5.0, 400.0)
+    torch.testing.assert_close(made.parameters["w"].grad, torch.tensor([5.0]))
+    made.update()
+    assert made.clip_limit() == 6.0
+    assert optimizer(1, clip_to_history=None, max_grad_norm=100.0).clip_limit() == 100.0
+
+
+def test_a_gradient_that_was_not_applied_is_not_in_the_history() -> None:
+    made = optimizer(1, clip_to_history=2.0)
+    made.parameters["w"].grad = torch.tensor([400.0])
+    made.clip()
+    made.clear()
+    made.update()
+    assert made.counts.norms == ()
+
+
+def test_the_history_is_bounded_saved_and_restored(tmp_path: Path) -> None:
+    """40 norms: the last 32 are kept, to the last bit. A checkpoint of an older version has none."""
+    made, other = optimizer(1, clip_to_history=2.0), optimizer(1, clip_to_history=2.0)
+    for index in range(40):
+        update(made, 1 / (index + 3))
+    assert len(made.counts.norms) == 32
+    made.save(tmp_path)
+    other.load(tmp_path)
+    assert other.counts == made.counts
+    snapshot = made.snapshot()
+    update(made, 7.0)
+    made.restore(snapshot)
+    assert made.counts == other.counts
+    (tmp_path / "optimizer.json").write_text('{"num_steps": 3, "num_updates": 40}')
+    other.load(tmp_path)
+    assert (other.counts.norms, other.counts.num_updates) == ((), 40)
 
 
 def test_clipping_scales_the_gradient_and_reports_its_norm() -> None:

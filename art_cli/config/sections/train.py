@@ -1,6 +1,22 @@
 """The `train`, `sft` and `eval` sections: training, the warm-up before it, and evaluation."""
 
-from art_cli.config.sections.base import Count, NonNegative, PositiveFloat, PositiveInt, Section, Seed
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from art_cli.config.sections.base import (
+    Count,
+    Float,
+    NonNegative,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Seed,
+    UnitInterval,
+)
+
+Beta = Annotated[Float, Field(ge=0, lt=1)]
 
 
 class TrainConfig(Section):
@@ -9,13 +25,24 @@ class TrainConfig(Section):
     steps: PositiveInt = 50
     """The number of steps of the whole run."""
     learning_rate: PositiveFloat = 1e-5
-    """AdamW's learning rate, constant after the warm-up."""
+    """AdamW's learning rate after the warm-up and before any decay."""
     warmup_steps: Count = 0
     """The number of steps over which the learning rate grows from 0."""
+    decay: Literal["none", "linear", "cosine"] = "none"
+    """How the learning rate falls from the end of the warm-up to `train.steps`: not at all, evenly, or as half a
+    cosine. Steps in which no group has signal do not count. A run that goes on with other `train.steps` has the rates
+    of the longer or shorter schedule from there on."""
+    decay_to: UnitInterval = 0.0
+    """The share of the learning rate that is left at `train.steps`."""
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    """AdamW's betas: how slowly its means of the gradient and of the squared gradient change."""
     weight_decay: NonNegative = 0.0
     """AdamW's weight decay."""
     max_grad_norm: PositiveFloat = 1.0
     """The norm to which a larger gradient is clipped."""
+    clip_to_history: PositiveFloat | None = None
+    """A gradient is clipped to this multiple of the median norm of the last 32 optimizer steps, where that is less than
+    `max_grad_norm`; from the fifth optimizer step on. 2.0 cuts rare large gradients only. null: off."""
     updates_per_step: PositiveInt = 1
     """The number of optimizer steps on each batch of groups, which are divided between them."""
     max_staleness: Count = 0
@@ -33,6 +60,13 @@ class TrainConfig(Section):
     always resumed from its newest."""
     seed: Seed = 0
     """The seed of the adapter, the order of scenarios and the sampling."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """(knob, message) for each knob that is set and has no effect."""
+        if "decay_to" in self.model_fields_set and self.decay == "none":
+            yield "decay_to", "used with train.decay 'linear' or 'cosine' only"
+        if self.decay != "none" and self.warmup_steps >= self.steps:
+            yield "decay", f"the warm-up of {self.warmup_steps} steps leaves none of train.steps ({self.steps}) for it"
 
 
 class SftConfig(Section):
