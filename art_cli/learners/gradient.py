@@ -83,7 +83,7 @@ class LossGradient:
         for pack, before in zip(update.packs, update.before, strict=True):
             reference = self._reference(pack) if update.counts[REFERENCE_KL].tokens else None
             scores = self.runner.run(pack)
-            if is_first:
+            if is_first and before is None:  # else looking ahead has added it
                 statistics.add_gap(scores, pack.terms)
             terms = self._terms(pack, scores, update.counts, before, reference)
             loss = pack_loss(self.algorithm, terms)

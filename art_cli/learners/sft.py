@@ -103,7 +103,9 @@ class Sft:
     def _update(self, gradient: LossGradient, samples: Sequence[Sample], *, is_first: bool) -> None:
         """Takes one optimizer step; `is_first` if it is the first of its epoch."""
         statistics = StepStatistics()
-        gradient.accumulate(gradient.plan(samples), statistics, is_first=False)
+        update = gradient.plan(samples)
+        statistics.add_counts(update.packs)
+        gradient.accumulate(update, statistics, is_first=False)
         norm = self.optimizer.clip()
         if not math.isfinite(norm):
             self.optimizer.clear()

@@ -64,16 +64,20 @@ class StepStatistics:
                 getattr(total, name).join(getattr(part, name))
         return total
 
+    def add_counts(self, packs: Sequence[Pack]) -> None:
+        """Counts the samples and tokens of packs; call it once for each, however often they are trained on."""
+        for pack in packs:
+            self.num_samples += len(pack.samples)
+            self.tokens_trained += len(pack.terms.edges)
+            self.tokens_flat += sum(len(sample.token_ids) for sample in pack.samples)
+            self.tokens_computed += len(pack.token_ids)
+
     def add_gap(self, scores: TokenScores, terms: Terms) -> None:
         """Adds the distances between the learner's logprobs and the engine's. Call it at the weights that sampled."""
         self.gap.add(logprob_gaps(scores, terms))
 
     def add_pack(self, pack: Pack, scores: TokenScores, loss: PackLoss) -> None:
         sampled = pack.terms.edges[~np.isnan(pack.terms.weights[POLICY])]
-        self.num_samples += len(pack.samples)
-        self.tokens_trained += len(pack.terms.edges)
-        self.tokens_flat += sum(len(sample.token_ids) for sample in pack.samples)
-        self.tokens_computed += len(pack.token_ids)
         self.losses[-1] += float(loss.loss.detach())
         self.entropy.add(scores.entropies[torch.from_numpy(sampled).to(scores.entropies.device)])
         if loss.is_clipped is not None:

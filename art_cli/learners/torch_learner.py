@@ -93,7 +93,10 @@ class TorchLearner:
         learning_rate = self.optimizer.current_rate()
         if parts:
             with self._changing_weights(parts[0][0], batch=parts[0]):
-                self._take_updates([self.gradient.plan(part, finished) for part in parts], statistics, progress)
+                updates = [self.gradient.plan(part, finished) for part in parts]
+                for update in updates:
+                    statistics.add_counts(update.packs)
+                self._take_updates(updates, statistics, progress)
         statistics = StepStatistics.total(self.ranks.gather(statistics))
         seconds = time.perf_counter() - begin
         return statistics.metrics(batch, packed=self.runner.can_pack, learning_rate=learning_rate, train_s=seconds)
@@ -167,12 +170,15 @@ class TorchLearner:
     # --- the updates of a step ----------------------------------------------------------------------------------------
 
     def _take_updates(self, updates: list[Update], statistics: StepStatistics, progress: Progress | None) -> None:
-        """Takes all optimizer steps, or none. If a later one fails, the earlier ones are undone."""
-        snapshot = self.optimizer.snapshot() if len(updates) > 1 else None
-        done = _Counter(progress, total=sum(len(update.packs) for update in updates))
+        """Takes the optimizer steps of all epochs, or none. If a later one fails, the earlier ones are undone."""
+        epochs = self.train_config.epochs_per_step
+        snapshot = self.optimizer.snapshot() if epochs * len(updates) > 1 else None
+        done = _Counter(progress, total=epochs * sum(len(update.packs) for update in updates))
         try:
-            updates = [updates[0], *(self.gradient.look_ahead(update, statistics) for update in updates[1:])]
-            for index, update in enumerate(updates):
+            # the first update needs no look ahead unless it is taken again at other weights
+            at_first = [] if epochs > 1 else updates[:1]
+            updates = at_first + [self.gradient.look_ahead(update, statistics) for update in updates[len(at_first) :]]
+            for index, update in enumerate(updates * epochs):
                 self.gradient.accumulate(update, statistics, is_first=index == 0, done=done)
                 if index == 0:
                     self._check_drift(statistics)

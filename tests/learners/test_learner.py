@@ -383,6 +383,33 @@ def test_a_batch_split_over_updates_is_that_many_steps_on_its_groups() -> None:
         assert torch.equal(parameter, apart.parameters[name]), name
 
 
+def test_epochs_train_on_a_batch_again_against_the_logprobs_that_sampled_it() -> None:
+    """Three epochs change the weights as three steps on the same samples do, and count each sample once."""
+    one, two = tiny_weights(), tiny_weights()
+    groups = [two_answers(one, group="a"), two_answers(one, good=0.0, bad=1.0, group="b")]
+    knobs = {"updates_per_step": 2, "learning_rate": 0.02, "max_logprob_gap": 100.0}
+    whole, apart = learner(one, epochs_per_step=3, **knobs), learner(two, **knobs)
+    metrics, first, *_ = whole.step(groups), *(apart.step(groups) for _ in range(3))
+    assert (metrics.num_updates, first.num_updates) == (6, 2)
+    assert metrics.tokens_trained == first.tokens_trained
+    assert metrics.num_samples == first.num_samples
+    assert metrics.clip_fraction > first.clip_fraction
+    for name, parameter in whole.parameters.items():
+        assert torch.equal(parameter, apart.parameters[name]), name
+
+
+def test_importance_weights_of_every_epoch_are_those_of_the_weights_that_sampled() -> None:
+    """Learner and engine agree, so all weights are 1, also where an epoch before has moved the policy away."""
+    weighted, plain = tiny_weights(), tiny_weights()
+    knobs = {"epochs_per_step": 3, "learning_rate": 0.02}
+    groups = [two_answers(weighted)]
+    metrics = learner(weighted, GrpoConfig(importance_cap=1.5), **knobs).step(groups)
+    expected = learner(plain, **knobs).step(groups)
+    assert metrics.loss == pytest.approx(expected.loss, abs=1e-5)
+    assert metrics.clip_fraction == expected.clip_fraction
+    assert metrics.logprob_gap < 1e-5  # measured before the first update, and once
+
+
 def test_later_updates_are_corrected_against_the_weights_that_sampled() -> None:
     """With importance_cap the old logprobs are the learner's at the step's start, not at the update's: after a first
     update with a large rate the second's ratios are off 1, and some are clipped.

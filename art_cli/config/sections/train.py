@@ -45,6 +45,8 @@ class TrainConfig(Section):
     `max_grad_norm`; from the fifth optimizer step on. 2.0 cuts rare large gradients only. null: off."""
     updates_per_step: PositiveInt = 1
     """The number of optimizer steps on each batch of groups, which are divided between them."""
+    epochs_per_step: PositiveInt = 1
+    """How often each trajectory of a step is trained on. Every epoch makes `updates_per_step` optimizer steps."""
     max_staleness: Count = 0
     """By how many steps the policy that samples a token may be older than the policy that is trained on it. 0:
     on-policy, engine and learner take turns. 1 or more: later batches are sampled while the learner works; needs
