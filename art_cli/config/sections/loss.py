@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from art_cli.config.sections.base import NonNegative, PositiveFloat, PositiveInt, Section, UnitInterval
+from art_cli.config.sections.base import Float, NonNegative, PositiveFloat, PositiveInt, Section, UnitInterval
 
 
 class BaseLossConfig(Section):
@@ -28,20 +28,21 @@ class ScaledLossConfig(BaseLossConfig):
     """Divide advantages by the group's standard deviation."""
 
 
-class GrpoConfig(ScaledLossConfig):
+class ClippedLossConfig(BaseLossConfig):
+    clip: PositiveFloat = 0.2
+    """The ratio of new to old probability counts from 1 - clip to 1 + clip."""
+
+
+class GrpoConfig(ScaledLossConfig, ClippedLossConfig):
     """GRPO (Shao et al. 2024, arXiv:2402.03300): PPO clip, mean over all trained tokens of the step."""
 
     name: Literal["grpo"] = "grpo"
-    clip: PositiveFloat = 0.2
-    """The ratio of new to old probability counts from 1 - clip to 1 + clip."""
 
 
-class DrGrpoConfig(BaseLossConfig):
+class DrGrpoConfig(ClippedLossConfig):
     """Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): no division by length or standard deviation."""
 
     name: Literal["dr_grpo"]
-    clip: PositiveFloat = 0.2
-    """The ratio of new to old probability counts from 1 - clip to 1 + clip."""
     mean_over: Literal["trained", "all"] = "all"
     """What the loss is a mean over, as in `grpo`. The paper's mean is over all sampled trajectories: one of a group
     without signal has advantage 0 and counts in it."""
@@ -87,12 +88,10 @@ class CispoConfig(ScaledLossConfig):
     """The ratio of new to old probability counts up to 1 + clip_high."""
 
 
-class GigpoConfig(ScaledLossConfig):
+class GigpoConfig(ScaledLossConfig, ClippedLossConfig):
     """GiGPO (Feng et al. 2025, arXiv:2505.10978): GRPO, and each reply against the group's others in equal states."""
 
     name: Literal["gigpo"]
-    clip: PositiveFloat = 0.2
-    """The ratio of new to old probability counts from 1 - clip to 1 + clip."""
     step_weight: NonNegative = 1.0
     """Weight of the advantage within equal states, beside that of the whole attempt. 0: GRPO."""
     gamma: UnitInterval = 0.95
@@ -103,20 +102,66 @@ class GigpoConfig(ScaledLossConfig):
             yield "gamma", "used within equal states only, and loss.step_weight is 0"
 
 
-class GagpoConfig(ScaledLossConfig):
+class GagpoConfig(ScaledLossConfig, ClippedLossConfig):
     """GAGPO (Zhu et al. 2026, arXiv:2605.13217): GAE over turns; a state's value is the group's mean return there."""
 
     name: Literal["gagpo"]
-    clip: PositiveFloat = 0.2
-    """The ratio of new to old probability counts from 1 - clip to 1 + clip."""
     gamma: UnitInterval = 0.95
     """Discount per turn: with k turns still to come, a reply's return is gamma^k times the reward."""
     gae_lambda: UnitInterval = 0.95
     """How far a change of value counts for the replies before it. 0: for the reply before it only; 1: for all."""
 
 
+class MaxrlConfig(ClippedLossConfig):
+    """MaxRL (Tajwar et al. 2026, arXiv:2602.02710): advantages are divided by the group's mean reward, so that a
+    scenario counts the more the seldomer it is solved. For rewards of at least 0."""
+
+    name: Literal["maxrl"]
+
+
+class RlooConfig(ClippedLossConfig):
+    """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): the baseline is the mean reward of the others in the group, and a
+    whole trajectory is one action."""
+
+    name: Literal["rloo"]
+    clip: PositiveFloat = 0.2
+    """The ratio of new to old probability of a whole sample counts from 1 - clip to 1 + clip."""
+
+
+class ReinforcePlusPlusConfig(ClippedLossConfig):
+    """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): rewards are normalized over all trajectories of the step."""
+
+    name: Literal["reinforce++"]
+    baseline: bool = False
+    """true: the group's mean is subtracted before (REINFORCE++ w/ baseline)."""
+
+
+class GdpoConfig(ClippedLossConfig):
+    """GDPO (Liu et al. 2026, arXiv:2601.05242): a reward in several parts, each normalized within its group."""
+
+    name: Literal["gdpo"]
+    reward_parts: dict[str, Float] = Field(min_length=1)
+    """The weight of each part: {win: 1.0, brevity: 0.2}. A name is one of the rollout's metrics, or `reward`, which is
+    the reward of the rollout or the judge. The reward as such does not count otherwise."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        for name, weight in self.reward_parts.items():
+            if weight == 0:
+                yield f"reward_parts.{name}", "a part of weight 0 has no effect; leave it out"
+
+
 LossConfig = Annotated[
-    GrpoConfig | DrGrpoConfig | DapoConfig | GspoConfig | CispoConfig | GigpoConfig | GagpoConfig,
+    GrpoConfig
+    | DrGrpoConfig
+    | DapoConfig
+    | GspoConfig
+    | CispoConfig
+    | GigpoConfig
+    | GagpoConfig
+    | MaxrlConfig
+    | RlooConfig
+    | ReinforcePlusPlusConfig
+    | GdpoConfig,
     Field(discriminator="name"),
 ]
 

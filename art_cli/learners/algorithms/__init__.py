@@ -5,7 +5,8 @@
     objective   [N] terms -> what each token of the policy component adds to the loss   objectives.py
     share       how much one token counts in the mean over the whole optimizer step     shares.py
 
-The presets are in presets.py, one class each, with paper and equation. streams.py adds up what they give, pack by pack.
+presets.py has the table of the presets, each a class with paper and equation in the file of its family (grpo.py,
+baselines.py, gigpo.py). streams.py adds up what they give, pack by pack.
 Tensors and numbers in, tensors and numbers out; float32 whatever the model's dtype is.
 """
 

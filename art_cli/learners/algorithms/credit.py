@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from art_cli.trajectory import ScoredTrajectory, Turn, has_signal
+from art_cli.trajectory import EQUAL_REWARDS, ScoredTrajectory, Turn, has_signal
 
 
 def advantages(rewards: Sequence[float], *, scale: bool) -> list[float]:
@@ -23,6 +23,47 @@ def advantages(rewards: Sequence[float], *, scale: bool) -> list[float]:
         return centred
     deviation = math.sqrt(math.fsum(value * value for value in centred) / (len(rewards) - 1))
     return [value / deviation for value in centred]
+
+
+def over_mean(rewards: Sequence[float]) -> list[float]:
+    """[G] (r_i - mean(r)) / mean(r), for rewards of at least 0. MaxRL, Tajwar et al. 2026 (arXiv:2602.02710).
+
+    Rewards 0, 0, 3: mean 1, so -1, -1, 2. Rewards equal to 1e-8, and so all that are 0, give zeros.
+    """
+    mean = math.fsum(rewards) / len(rewards) if rewards else 0.0
+    return [value / mean for value in advantages(rewards, scale=False)] if mean else [0.0] * len(rewards)
+
+
+def leave_one_out(rewards: Sequence[float]) -> list[float]:
+    """[G] reward minus the mean of the others' rewards. RLOO, Ahmadian et al. 2024 (arXiv:2402.14740), section 3.3.
+
+    It is G / (G - 1) times the difference to the mean of all. Rewards 0, 0, 3: -1.5, -1.5, 3. A group of one, or
+    rewards equal to 1e-8, gives zeros.
+    """
+    others = len(rewards) - 1
+    return [value * len(rewards) / others if others else 0.0 for value in advantages(rewards, scale=False)]
+
+
+def scale_over_step(values: Sequence[Sequence[float]]) -> list[list[float]]:
+    """[P][G] (value - mean) / std over all values of a step, for P groups. Values at the mean to 1e-8 give zeros.
+
+    REINFORCE++, Hu et al. 2025 (arXiv:2501.03262). The deviation is the sample's (division by their number - 1).
+    """
+    flat = [value for group in values for value in group]
+    mean = math.fsum(flat) / max(len(flat), 1)
+    scaled = [
+        0.0 if abs(value - mean) <= EQUAL_REWARDS else worth
+        for value, worth in zip(flat, advantages(flat, scale=True), strict=True)
+    ]
+    rest = iter(scaled)
+    return [[next(rest) for _ in group] for group in values]
+
+
+def weighted_sum(parts: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
+    """[G] the sum over parts of weight * value, for [K][G] parts and [K] weights."""
+    return [
+        math.fsum(w * value for w, value in zip(weights, values, strict=True)) for values in zip(*parts, strict=True)
+    ]
 
 
 def rewards_of(group: Sequence[ScoredTrajectory]) -> list[float]:

@@ -35,6 +35,14 @@ def clip_samples(terms: PolicyTerms, low: float, high: float) -> Objective:
     return clipped_surrogate(_sample_mean(terms.new - terms.old, terms.samples).exp(), terms.advantages, low, high)
 
 
+def clip_sums(terms: PolicyTerms, low: float, high: float) -> Objective:
+    """PPO's surrogate with one ratio per sample: the product of its tokens' ratios.
+
+    Each token has the value of its whole sample. RLOO as in TRL, where a completion is one action.
+    """
+    return clipped_surrogate(_sample_sum(terms.new - terms.old, terms.samples).exp(), terms.advantages, low, high)
+
+
 def clip_weights(terms: PolicyTerms, low: float, high: float) -> Objective:
     """[N] -clip(r, 1 - low, 1 + high) A new with the clipped ratio detached. CISPO, equations 4 and 5.
 
@@ -61,7 +69,10 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
 
 def _sample_mean(values: Tensor, samples: Tensor) -> Tensor:
     """[N] each value replaced by the mean over its sample. No terms give no terms."""
+    return _sample_sum(values, samples) / _sample_sum(torch.ones_like(values), samples)
+
+
+def _sample_sum(values: Tensor, samples: Tensor) -> Tensor:
+    """[N] each value replaced by the sum over its sample. No terms give no terms."""
     num_samples = int(samples.max()) + 1 if len(samples) else 0
-    sums = values.new_zeros(num_samples).index_add(0, samples, values)
-    counts = values.new_zeros(num_samples).index_add(0, samples, torch.ones_like(values))
-    return (sums / counts.clamp(min=1))[samples]
+    return values.new_zeros(num_samples).index_add(0, samples, values)[samples]

@@ -49,6 +49,14 @@ def sample_mean(num_tokens: int, update: UpdateCounts) -> float:
     return 1.0 / (update.samples * num_tokens)
 
 
+def trajectory_mean(num_tokens: int, update: UpdateCounts) -> float:
+    """1 / (trajectories of the update * trained tokens of this sample): a sum over samples, a mean over trajectories.
+
+    For an objective that gives each token the value of its whole sample. RLOO, arXiv:2402.14740, section 3.3.
+    """
+    return 1.0 / (update.trajectories * num_tokens)
+
+
 def trajectory_sum(num_tokens: int, update: UpdateCounts, *, max_tokens: int) -> float:
     """1 / (trajectories of the update * max_tokens): sums over trajectories, one constant. Dr. GRPO, section 3.2."""
     return 1.0 / (update.trajectories * max_tokens)

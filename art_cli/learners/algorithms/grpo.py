@@ -1,0 +1,89 @@
+"""GRPO and the presets that differ from it in the clip, the ratio or the mean: Dr. GRPO, DAPO, GSPO, CISPO."""
+
+from collections.abc import Sequence
+
+from art_cli.config.sections import loss
+from art_cli.learners.algorithms.credit import advantages, overlong_penalty, rewards_of, seen_turns
+from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, clip_samples, clip_tokens, clip_weights
+from art_cli.learners.algorithms.preset import ClippedPreset, ScaledPreset
+from art_cli.learners.algorithms.shares import UpdateCounts, sample_mean, trajectory_sum
+from art_cli.trajectory import ScoredTrajectory
+
+
+class Grpo(ScaledPreset[loss.GrpoConfig]):
+    """GRPO: Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), equation 3.
+
+    The mean is over all trained tokens of the step. The paper's is over each sequence first, which favours short right
+    answers and long wrong ones (Dr. GRPO, arXiv:2503.20783, section 3.1).
+    """
+
+    def objective(self, terms: PolicyTerms) -> Objective:
+        return clip_tokens(terms, self.knobs.clip, self.knobs.clip)
+
+
+class DrGrpo(ClippedPreset[loss.DrGrpoConfig]):
+    """Dr. GRPO: Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv:2503.20783), section 3.2.
+
+    GRPO without its two biases: advantages are not divided by the group's deviation, and the sum over a trajectory's
+    tokens is divided by a constant, so that a token counts the same in a long and a short one.
+    """
+
+    def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:
+        return advantages(rewards_of(group), scale=False)
+
+    def share(self, num_tokens: int, update: UpdateCounts) -> float:
+        return trajectory_sum(num_tokens, update, max_tokens=self.knobs.max_tokens or self.max_tokens)
+
+
+class Dapo(ScaledPreset[loss.DapoConfig]):
+    """DAPO: Yu et al. 2025 (arXiv:2503.14476), equations 8 to 13.
+
+    Clip-higher (equation 10), the mean over all tokens (equation 12), and a soft punishment of replies that come near
+    the length limit (equation 13), which changes rewards and so comes before advantages. Its dynamic sampling
+    (equation 11) is `rollout.refill`.
+    """
+
+    def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:
+        """With overlong=mask, a trajectory that a length limit cut off counts in the group's mean and is left out."""
+        rewards = [reward + self._penalty(each) for reward, each in zip(rewards_of(group), group, strict=True)]
+        worth = advantages(rewards, scale=self.knobs.scale_advantages)
+        if self.knobs.overlong != "mask":
+            return worth
+        return [None if _is_cut_off(each) else value for each, value in zip(group, worth, strict=True)]
+
+    def objective(self, terms: PolicyTerms) -> Objective:
+        return clip_tokens(terms, self.knobs.clip, self.knobs.clip_high)
+
+    def _penalty(self, trajectory: ScoredTrajectory) -> float:
+        """The soft punishment of the trajectory's longest reply."""
+        if self.knobs.overlong != "penalty":
+            return 0.0
+        longest = max((len(turn.sampled_ids) for turn in seen_turns(trajectory)), default=0)
+        return overlong_penalty(longest, max_tokens=self.max_tokens, buffer=self.knobs.overlong_buffer)
+
+
+class Gspo(ScaledPreset[loss.GspoConfig]):
+    """GSPO: Zheng et al. 2025 (arXiv:2507.18071), equations 5 to 7.
+
+    The ratio belongs to a whole sequence, so that clipping takes or leaves a sequence whole. A sequence is a sample.
+    """
+
+    def objective(self, terms: PolicyTerms) -> Objective:
+        return clip_samples(terms, self.knobs.clip, self.knobs.clip_high)
+
+    def share(self, num_tokens: int, update: UpdateCounts) -> float:
+        return sample_mean(num_tokens, update)
+
+
+class Cispo(ScaledPreset[loss.CispoConfig]):
+    """CISPO: MiniMax-M1, 2025 (arXiv:2506.13585), equations 4 and 5.
+
+    The importance weight is clipped, not the update: every token keeps its gradient.
+    """
+
+    def objective(self, terms: PolicyTerms) -> Objective:
+        return clip_weights(terms, self.knobs.clip, self.knobs.clip_high)
+
+
+def _is_cut_off(trajectory: ScoredTrajectory) -> bool:
+    return any(turn.finish_reason == "length" for turn in seen_turns(trajectory))

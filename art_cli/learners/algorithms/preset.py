@@ -1,0 +1,35 @@
+"""Preset: an algorithm that a configuration chooses by name, with the knobs of its section."""
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from art_cli.config.sections import loss
+from art_cli.learners.algorithms import Algorithm
+from art_cli.learners.algorithms.credit import advantages, rewards_of
+from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, clip_tokens
+from art_cli.trajectory import ScoredTrajectory
+
+Knobs = TypeVar("Knobs", bound=loss.BaseLossConfig)
+ClippedKnobs = TypeVar("ClippedKnobs", bound=loss.ClippedLossConfig)
+ScaledKnobs = TypeVar("ScaledKnobs", bound=loss.ScaledLossConfig)
+
+
+class Preset(Algorithm, Generic[Knobs]):
+    """An algorithm with the knobs of its section. `max_tokens` is the length limit of one reply."""
+
+    def __init__(self, knobs: Knobs, max_tokens: int) -> None:
+        self.knobs, self.max_tokens = knobs, max_tokens
+
+
+class ScaledPreset(Preset[ScaledKnobs]):
+    """A preset that may divide its advantages by the group's standard deviation."""
+
+    def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:
+        return advantages(rewards_of(group), scale=self.knobs.scale_advantages)
+
+
+class ClippedPreset(Preset[ClippedKnobs]):
+    """A preset with PPO's surrogate, whose ratio belongs to a token and is clipped alike on both sides."""
+
+    def objective(self, terms: PolicyTerms) -> Objective:
+        return clip_tokens(terms, self.knobs.clip, self.knobs.clip)
