@@ -5,6 +5,7 @@
       metrics.jsonl                   one line per step and split
       step_0003/trajectories.jsonl    one trajectory per line, appended as it finishes
       step_0003/scored.jsonl
+      step_0003/rewards.jsonl         one line per group; only where later steps choose by it
       checkpoints/step_0004/          a PEFT directory, optimizer and RNG, manifest.json last
       logs/
 
@@ -37,7 +38,7 @@ from art_cli import json_lines
 from art_cli.errors import CheckpointError, DataError, RunError, one_line, printable
 from art_cli.private import make_directory, owner_only
 from art_cli.processes.plain_json import is_deep
-from art_cli.trajectory import SCHEMA_VERSION, ScoredTrajectory, Trajectory
+from art_cli.trajectory import SCHEMA_VERSION, GroupRewards, ScoredTrajectory, Trajectory
 
 log = logging.getLogger(__name__)
 Record = TypeVar("Record")
@@ -459,6 +460,9 @@ class RunDir:
     def scored_path(self, step: int) -> Path:
         return self.root / f"step_{step:04d}" / "scored.jsonl"
 
+    def group_rewards_path(self, step: int) -> Path:
+        return self.root / f"step_{step:04d}" / "rewards.jsonl"
+
     def eval_path(self, step: int) -> Path:
         return self.root / f"step_{step:04d}" / "eval.jsonl"
 
@@ -474,6 +478,12 @@ class RunDir:
 
     def scored(self, step: int) -> list[ScoredTrajectory]:
         return list(read_lines(self.scored_path(step), ScoredTrajectory))
+
+    def group_rewards(self, step: int) -> list[GroupRewards]:
+        return list(read_lines(self.group_rewards_path(step), GroupRewards))
+
+    def write_group_rewards(self, step: int, groups: Iterable[GroupRewards]) -> None:
+        write_lines(self.group_rewards_path(step), groups)
 
     def checkpoint_steps(self) -> list[int]:
         """The steps that have a checkpoint directory, valid or not, ascending; other names are ignored."""

@@ -1,4 +1,4 @@
-"""The records that flow through a run: Turn, Trajectory, Score, ScoredTrajectory.
+"""The records that flow through a run: Turn, Trajectory, Score, ScoredTrajectory, GroupRewards.
 
 They are plain data: no torch, no files, no network. The gateway makes trajectories, judges score them, the learner
 makes samples of them. `run_dir` writes and reads them as JSON lines.
@@ -130,6 +130,19 @@ class ScoredTrajectory(Trajectory, kw_only=True):
     # Digest of the judge behind the reward: model, rubric, function, weights. `art judge` writes it, and continues a
     # file only under the same digest. None: a run or an older art wrote the line.
     judge_settings: str | None = None
+
+
+class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
+    """What later choices of scenarios need of one scored group.
+
+    Example: GroupRewards(group_id="s0003-g0002", scenario="easy-17", pool="easy", rewards=[1.0, 0.0, 1.0, 1.0])
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    group_id: str
+    scenario: str  # id
+    pool: str  # the pool of the scenario; its id where `rollout.pool` names no key
+    rewards: list[float]  # of the attempts that have one
 
 
 def score_trajectory(

@@ -35,7 +35,8 @@ from art_cli.loop.sampler import open_sampler
 from art_cli.model import Weights, count_parameters, find_base
 from art_cli.rollouts.gateway import OWN_CLIENT
 from art_cli.rollouts.process import ProcessRollout
-from art_cli.rollouts.scenarios import load_scenarios
+from art_cli.rollouts.scenarios import pools_of
+from art_cli.rollouts.splits import evaluation_scenarios, find_overlap, training_scenarios
 from art_cli.run_dir import RunDir
 from art_cli.trajectory import Json, Trajectory, Turn, prompt, score_trajectory, sequence
 
@@ -117,14 +118,19 @@ class Preflight:
 
     def check_scenarios(self) -> Finding:
         config = self.loaded.config
-        self.scenarios = load_scenarios(config.rollout.scenarios, self.loaded.directory)
+        self.scenarios, note = training_scenarios(config, self.loaded.directory), ""
         counts = [f"{len(self.scenarios)} to train on"]
+        if config.rollout.pool is not None:
+            counts[0] += f" in {len(set(pools_of(self.scenarios, config.rollout.pool)))} pools"
         if config.eval:
-            held_out = load_scenarios(config.eval.scenarios, self.loaded.directory)
+            held_out = evaluation_scenarios(config, self.loaded.directory)
             counts.append(f"{len(held_out)} to evaluate on")
+            note = str(find_overlap(self.scenarios, held_out))
+            if config.eval.held_out is not None and not note:
+                counts[-1] += ", held out: none of them is trained on"
         if config.sft:
             counts.append(f"{len(load_demos(config.sft.demos, self.loaded.directory))} sft transcripts")
-        return Finding("scenarios", True, ", ".join(counts))
+        return Finding("scenarios", True, ", ".join(counts), note)
 
     def check_entries(self) -> Finding:
         config = self.loaded.config

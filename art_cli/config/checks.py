@@ -40,6 +40,8 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "rollout.python", "used with rollout.entry only: rollout.command begins with its own program"
     if config.rollout.python is not None and config.rollout.processes == 0:
         yield "rollout.python", "with rollout.processes=0 the function runs in the Python of art; leave one of them out"
+    if config.rollout.choose == "adaptive" and "shuffle" in config.rollout.model_fields_set:
+        yield "rollout.shuffle", "used with rollout.choose 'epochs' only, which is 'adaptive'; leave one of them out"
     if config.train.max_staleness > 0:
         yield from _stale_conflicts(config, section)
     if isinstance(config.learner, TorchLearnerConfig) and config.learner.processes > 1:

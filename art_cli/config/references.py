@@ -187,7 +187,7 @@ def _sft(loaded: LoadedConfig) -> Iterator[Wrong]:
 
 
 def _eval(loaded: LoadedConfig) -> Iterator[Wrong]:
-    if loaded.config.eval is not None:
+    if loaded.config.eval is not None and loaded.config.eval.scenarios is not None:
         yield from _data("eval.scenarios", loaded.config.eval.scenarios, loaded.directory)
 
 

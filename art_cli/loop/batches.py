@@ -18,11 +18,11 @@ from typing import NamedTuple
 from art_cli.config.schema import RunConfig
 from art_cli.errors import RunError
 from art_cli.judges import Judge
+from art_cli.loop.choice import ScenarioChoice
 from art_cli.loop.generate import GroupScorer, group, owed
 from art_cli.loop.sampler import Sampler
 from art_cli.loop.step_groups import StepGroups
 from art_cli.rollouts.progress import Progress, shown
-from art_cli.rollouts.scenarios import ScenarioOrder
 from art_cli.run_dir import LineWriter, RunDir
 from art_cli.threads import end
 from art_cli.trajectory import Json, ScoredTrajectory, Trajectory
@@ -44,9 +44,8 @@ class Batches:
     def __init__(
         self, config: RunConfig, run: RunDir, sampler: Sampler, judge: Judge, scenarios: Sequence[Json]
     ) -> None:
-        self.config, self.run, self.sampler, self.judge, self.scenarios = config, run, sampler, judge, scenarios
-        ids = [str(scenario["id"]) for scenario in scenarios]
-        self.order = ScenarioOrder(ids, seed=config.train.seed, shuffle=config.rollout.shuffle)
+        self.config, self.run, self.sampler, self.judge = config, run, sampler, judge
+        self.choice = ScenarioChoice(config, run, scenarios)
         self._tasks: dict[int, asyncio.Task[Batch]] = {}
         self._progress: dict[int, Progress] = {}
 
@@ -71,7 +70,8 @@ class Batches:
         if (before := self._progress.get(step - 1)) is not None:
             await before.is_handed_out.wait()
         with LineWriter(self.run.trajectories_path(step)) as played, LineWriter(self.run.scored_path(step)) as out:
-            wave = StepGroups(self.config.rollout, step, self._choose(step), self.run.trajectories(step))
+            scenarios = await asyncio.to_thread(self.choice.scenarios, step)
+            wave = StepGroups(self.config.rollout, step, scenarios, self.run.trajectories(step))
             scorer = GroupScorer(self.judge, out, group(self.run.scored(step)))
             for trajectory in wave.done:
                 scorer.add(trajectory)
@@ -93,12 +93,9 @@ class Batches:
             finally:
                 scorer.cancel()
         numbers = _numbers(wave.done, step, sample_s, judge_s, len(scorer.progress.owed))
-        return Batch(wave.scored(scorer.scored), numbers | wave.numbers(scorer.scored))
-
-    def _choose(self, step: int) -> list[Json]:
-        """The scenarios of the step's own groups, then those that it may refill with."""
-        rollout = self.config.rollout
-        return [self.scenarios[i] for i in self.order.groups(step, rollout.groups_per_step, rollout.num_spare)]
+        groups = wave.scored(scorer.scored)
+        await asyncio.to_thread(self.choice.note, step, groups)
+        return Batch(groups, numbers | wave.numbers(scorer.scored))
 
 
 def _check_scored(scorer: GroupScorer, step: int) -> None:

@@ -14,7 +14,7 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.judges.costs import Price
 from art_cli.loop.generate import owed, plan_groups
 from art_cli.loop.sampler import Sampler
-from art_cli.rollouts.scenarios import load_scenarios
+from art_cli.rollouts.splits import evaluation_scenarios
 from art_cli.run_dir import LineWriter, read_lines
 from art_cli.trajectory import Trajectory
 
@@ -45,7 +45,7 @@ async def play_evaluation(
     """
     config = loaded.config.eval
     assert config is not None, "no eval section"
-    scenarios = load_scenarios(config.scenarios, loaded.directory)
+    scenarios = evaluation_scenarios(loaded.config, loaded.directory)
     plans = plan_groups(scenarios, step=step, group_size=config.attempts, prefix="e", temperature=config.temperature)
     done = list(read_lines(path, Trajectory))
     missing = owed(plans, done)

@@ -13,6 +13,7 @@ from art_cli.errors import UsageError
 from art_cli.judges import make_judge
 from art_cli.judges.groups import judge_group
 from art_cli.loop.auto import resolve_auto
+from art_cli.loop.choice import ScenarioChoice
 from art_cli.loop.generate import group, owed, plan_groups
 from art_cli.loop.policy import (
     PolicySource,
@@ -27,8 +28,8 @@ from art_cli.loop.sampler import open_sampler
 from art_cli.model import Weights
 from art_cli.policy_spec import PolicySpec
 from art_cli.rollouts.runner import RolloutPlan
-from art_cli.rollouts.scenarios import ScenarioOrder, load_scenarios
-from art_cli.run_dir import LineWriter, read_lines
+from art_cli.rollouts.splits import training_scenarios
+from art_cli.run_dir import LineWriter, RunDir, read_lines
 from art_cli.trajectory import ScoredTrajectory, Trajectory
 
 log = logging.getLogger(__name__)
@@ -63,10 +64,10 @@ def generate(loaded: LoadedConfig, output: Path, *, checkpoint: Path | None, ste
 
 def _plan(loaded: LoadedConfig, source: PolicySource, step: int) -> list[RolloutPlan]:
     config = loaded.config.rollout
-    scenarios = load_scenarios(config.scenarios, loaded.directory)
-    order = ScenarioOrder([s["id"] for s in scenarios], seed=loaded.config.train.seed, shuffle=config.shuffle)
-    chosen = [scenarios[index] for index in order.groups(step, config.groups_per_step, config.num_spare)]
-    return plan_groups(chosen[: config.groups_per_step], step=source.step, group_size=config.group_size)
+    scenarios = training_scenarios(loaded.config, loaded.directory)
+    run = RunDir(loaded.config.runs / loaded.config.name)
+    chosen = ScenarioChoice(loaded.config, run, scenarios).scenarios(step)[: config.groups_per_step]
+    return plan_groups(chosen, step=source.step, group_size=config.group_size)
 
 
 async def _play(

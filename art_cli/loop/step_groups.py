@@ -8,6 +8,7 @@ follows from the step's files alone: a run that was killed in the middle of a wa
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 from art_cli.config.sections.rollout import RolloutConfig
@@ -15,6 +16,8 @@ from art_cli.loop.evaluate import values_by_scenario
 from art_cli.loop.generate import plan_groups
 from art_cli.rollouts.runner import RolloutPlan
 from art_cli.trajectory import Json, ScoredTrajectory, Trajectory, has_signal
+
+MAX_POOLS = 16  # number of commonest pools whose success a step's metrics tell
 
 Scored = Mapping[str, Sequence[ScoredTrajectory]]  # group id -> the group, for every group that has been scored
 
@@ -27,7 +30,7 @@ class StepGroups:
 
     def __init__(self, config: RolloutConfig, step: int, scenarios: Sequence[Json], done: Sequence[Trajectory]) -> None:
         self.done = list(done)
-        self._wanted = config.groups_per_step
+        self._wanted, self._pool = config.groups_per_step, config.pool
         plans = plan_groups(scenarios, step=step, group_size=config.group_size)
         self._plans: dict[str, list[RolloutPlan]] = {}  # group id -> its rollouts, in order
         for plan in plans:
@@ -62,9 +65,12 @@ class StepGroups:
             for name, values in values_by_scenario([t for t in self.done if t.group_id in own]).items()
             if name not in ("reward", "failed")
         }
+        groups = [scored[name] for name in self._names[: self._wanted] if name in scored]
+        if self._pool is not None:
+            numbers |= _pool_numbers(groups, self._pool)
         if len(self._names) > self._wanted:
             numbers["num_refilled"] = self._num - self._wanted
-            numbers |= _reward_numbers([scored[name] for name in self._names[: self._wanted] if name in scored])
+            numbers |= _reward_numbers(groups)
         return numbers
 
 
@@ -74,6 +80,16 @@ def _rewards(group: Sequence[ScoredTrajectory]) -> list[float]:
 
 def _tells(group: Sequence[ScoredTrajectory]) -> bool:
     return has_signal(_rewards(group))
+
+
+def _pool_numbers(groups: Sequence[Sequence[ScoredTrajectory]], key: str) -> dict[str, float]:
+    """The mean reward of each pool; of the commonest ones, where there are many."""
+    rewards: dict[str, list[float]] = {}
+    for members in groups:
+        rewards.setdefault(str(members[0].scenario.get(key)), []).extend(_rewards(members))
+    common = sorted((pool for pool in rewards if rewards[pool]), key=lambda pool: -len(rewards[pool]))[:MAX_POOLS]
+    names = {pool: re.sub(r"\W", "_", pool)[:40] for pool in common}
+    return {f"pool.{names[pool]}": math.fsum(rewards[pool]) / len(rewards[pool]) for pool in common}
 
 
 def _reward_numbers(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:

@@ -15,7 +15,7 @@ import shlex
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,11 +45,12 @@ from art_cli.loop.sampler import Sampler, open_sampler
 from art_cli.loop.warm_up import WarmUp, run_warm_up
 from art_cli.model import clone_trainable, count_parameters, find_base
 from art_cli.policy_spec import read_spec, spec_of
-from art_cli.rollouts.scenarios import load_scenarios
+from art_cli.rollouts.scenarios import pools_of
+from art_cli.rollouts.splits import evaluation_scenarios, find_overlap, training_scenarios
 from art_cli.run_dir import Manifest, MetricsLine, RunDir, new_checkpoint, read_lines, write_file
 from art_cli.secrets import find_secrets
 from art_cli.trackers.dispatch import Trackers, open_trackers
-from art_cli.trajectory import Trajectory
+from art_cli.trajectory import Json, Trajectory
 from art_cli.views.curve import curve, run_series
 
 log = logging.getLogger(__name__)
@@ -113,11 +114,19 @@ def _read_data(loaded: LoadedConfig) -> None:
     Data that a function of the user makes is read when it is needed.
     """
     config, directory = loaded.config, loaded.directory
-    for scenarios in [config.rollout.scenarios, *([config.eval.scenarios] if config.eval else [])]:
-        if (directory / scenarios).is_file():
-            load_scenarios(scenarios, directory)
+    if (directory / config.rollout.scenarios).is_file():
+        pools_of(training_scenarios(config, directory), config.rollout.pool)
+    if config.eval is not None and (directory / (config.eval.scenarios or config.rollout.scenarios)).is_file():
+        evaluation_scenarios(config, directory)
     if config.sft is not None and (directory / config.sft.demos).is_file():
         load_demos(config.sft.demos, directory)
+
+
+def _warn_of_overlap(loaded: LoadedConfig, training: Sequence[Json]) -> None:
+    if loaded.config.eval is None or loaded.config.eval.scenarios is None:  # a held-out share is disjoint
+        return
+    if overlap := str(find_overlap(training, evaluation_scenarios(loaded.config, loaded.directory))):
+        log.warning("%s; eval.held_out splits one set so that none is", overlap)
 
 
 @contextlib.contextmanager
@@ -152,7 +161,8 @@ class TrainingRun:
     """One process's work on a run. Engine and learner share one copy of the weights if both are in this process."""
 
     def __init__(self, loaded: LoadedConfig, run: RunDir) -> None:
-        self.scenarios = load_scenarios(loaded.config.rollout.scenarios, loaded.directory)
+        self.scenarios = training_scenarios(loaded.config, loaded.directory)
+        _warn_of_overlap(loaded, self.scenarios)
         self.judge: Judge = make_judge(loaded.config.judge, loaded.directory, job=str(run.root))
         base = find_base(loaded.config.model.base, directory=loaded.directory, built=run.base)
         _check_targets(loaded, Path(base))

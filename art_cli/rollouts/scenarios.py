@@ -92,6 +92,20 @@ def _check(value: Any, source: object, line: int | None = None) -> Json:
     return value
 
 
+def pools_of(scenarios: Sequence[Json], key: str | None) -> list[str]:
+    """The pool of each scenario: its value of `key`; its id where `key` is None.
+
+    Raises DataError: a scenario has no such key, or a value that is not a string or a number.
+    """
+    if key is None:
+        return [str(scenario["id"]) for scenario in scenarios]
+    for scenario in scenarios:
+        if not isinstance(scenario.get(key), str | int | float):
+            what = _brief(scenario[key]) if key in scenario else "missing"
+            raise DataError(f"scenario {_brief(scenario['id'])}: {key!r}, which rollout.pool names, is {what}", "pool")
+    return [str(scenario[key]) for scenario in scenarios]
+
+
 def _brief(value: object) -> str:
     """An id, short and printable, for an error."""
     return printable(repr(value), limit=80)

@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -63,6 +63,12 @@ class RolloutConfig(Section):
     """How often a rollout whose transport failed is played again. One whose own code raised is never played again."""
     shuffle: bool = True
     """true: each epoch has a seeded order of its own. false: the file's order, again and again."""
+    choose: Literal["epochs", "adaptive"] = "epochs"
+    """epochs: every scenario once, then all again. adaptive: scenarios are drawn by how much their past groups' rewards
+    differed in this run, so that what is solved or hopeless is played seldom (docs/scenarios.md)."""
+    pool: str | None = None
+    """A key of the scenarios, such as "level". Scenarios with the same value are a pool, whose mean reward is a metric
+    of each step, and which `choose: adaptive` sees as one. null: each scenario is seen alone."""
     sampling: SamplingConfig = SamplingConfig()
 
     @property

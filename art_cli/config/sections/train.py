@@ -1,9 +1,9 @@
 """The `train`, `sft` and `eval` sections: training, the warm-up before it, and evaluation."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from art_cli.config.sections.base import (
     Count,
@@ -93,8 +93,11 @@ class SftConfig(Section):
 class EvalConfig(Section):
     """How the policy is evaluated while it is trained, and by `art eval`."""
 
-    scenarios: str
+    scenarios: str | None = None
     """The scenarios to evaluate on, written as `rollout.scenarios` is."""
+    held_out: Annotated[Float, Field(gt=0, lt=1)] | None = None
+    """Instead of `scenarios`: the share of `rollout.scenarios` to evaluate on, which is never trained on. A hash of the
+    id says which they are, so that scenarios that are added later move no other."""
     every: PositiveInt = 10
     """The number of steps between evaluations. The first and the last policy are always evaluated."""
     attempts: PositiveInt = 1
@@ -105,3 +108,9 @@ class EvalConfig(Section):
     """Whether a judge gives the reward where rollouts return none. It compares each policy's attempts with those of the
     first policy that was evaluated, and `reward` is the share that it prefers. false: such evaluations have no
     reward."""
+
+    @model_validator(mode="after")
+    def _one_of_scenarios_and_held_out(self) -> Self:
+        if (self.scenarios is None) == (self.held_out is None):
+            raise ValueError("set exactly one of 'scenarios' (a file or function) and 'held_out' (a share)")
+        return self

@@ -1,0 +1,105 @@
+"""AdaptiveOrder: plays more often what is neither solved nor hopeless. Numbers and ids in, indices out.
+
+A group teaches as much as its rewards differ. For a success rate p the variance of a reward is p(1 - p): 0 for what is
+solved or hopeless, 1/4 at most. Each step draws its scenarios with probabilities that follow the variance expected of
+each one's next group:
+
+    signal = (PRIOR_DEGREES * PRIOR_SIGNAL + sum of d * S) / (PRIOR_DEGREES + sum of d * f)
+
+over the past groups of the scenario, or of its pool. S is the sum of squared deviations from the group's mean, f its
+degrees of freedom (attempts with a reward - 1), and d = 2^(-age / half-life) discounts what an older policy did. So a
+solved scenario slowly comes back to the prior, and with it into play.
+"""
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from art_cli.trajectory import GroupRewards
+
+PRIOR_SIGNAL = 1 / 6  # the mean of p(1 - p) where every success rate p is as likely: 1/2 - 1/3
+PRIOR_DEGREES = 2.0  # the prior counts as much as this many degrees of freedom, as Beta(1, 1) counts as two attempts
+EXPLORED_SHARE = 0.1  # share of the probability that all scenarios have alike, whatever was seen of them
+MIN_HALF_LIFE = 8.0  # steps; fewer would forget a group before its scenario is drawn again
+
+History = Mapping[int, Sequence[GroupRewards]]  # step -> its groups
+
+
+class AdaptiveOrder:
+    """Which scenarios each step plays, drawn without repetition by the signal expected of them.
+
+    A pure function of ids, pools, seed, step and history. It does not depend on the order of the ids.
+    """
+
+    def __init__(self, ids: Sequence[str | int], *, seed: int, pools: Sequence[str] | None = None) -> None:
+        """`pools` are the pools of the scenarios, whose groups are seen as one; None: each is its own."""
+        assert ids, "no scenarios to order"
+        self._ids = [str(id) for id in ids]
+        self._pools = list(pools) if pools is not None else self._ids
+        self._seed = seed
+
+    def groups(self, step: int, groups_per_step: int, num_spare: int, history: History) -> list[int]:
+        """Indices in `ids` of the scenarios that a step plays, then of the `num_spare` that it may refill with.
+
+        Where more are wanted than there are, all of them are drawn a second time, and so on.
+        """
+        half_life = max(MIN_HALF_LIFE, len(set(self._pools)) / groups_per_step)
+        probabilities = self.probabilities(expected_signal(history, step=step, half_life=half_life))
+        drawn: list[int] = []
+        while len(drawn) < groups_per_step + num_spare:
+            drawn += self._draw(f"{self._seed}/{step}/{len(drawn)}", probabilities)
+        return drawn[: groups_per_step + num_spare]
+
+    def probabilities(self, signals: Mapping[str, float]) -> list[float]:
+        """Of each scenario, to be drawn first. `signals` are by pool; one that is missing has the prior's."""
+        found = [signals.get(pool, PRIOR_SIGNAL) for pool in self._pools]
+        total, same = math.fsum(found), EXPLORED_SHARE / len(found)
+        if total == 0:
+            return [1 / len(found)] * len(found)
+        return [(1 - EXPLORED_SHARE) * value / total + same for value in found]
+
+    def _draw(self, key: str, probabilities: Sequence[float]) -> list[int]:
+        """All indices in the order of drawing one after the other, each with a probability among those left.
+
+        Efraimidis and Spirakis 2006: sorted by u^(1/p), u uniform in (0, 1), largest first. Here by -log(u) / p,
+        smallest first, with u from a hash.
+        """
+        times = [-math.log(_uniform(f"{key}/{id}")) / p for id, p in zip(self._ids, probabilities, strict=True)]
+        return sorted(range(len(times)), key=times.__getitem__)
+
+
+def expected_signal(history: History, *, step: int, half_life: float) -> dict[str, float]:
+    """Pool -> the variance expected between the rewards of its next group; only pools that were seen.
+
+    Rewards outside of [0, 1] anywhere in the history are measured in the range seen. A group with fewer than two
+    rewards, because its attempts failed, counts as one whose rewards are all equal.
+    """
+    scale = reward_scale(history)
+    squares, degrees = defaultdict[str, float](float), defaultdict[str, float](float)
+    for past in sorted(history):
+        discount = 2.0 ** ((past - step) / half_life)
+        for group in history[past]:
+            squares[group.pool] += discount * squared_deviations(group.rewards) / scale**2
+            degrees[group.pool] += discount * (max(len(group.rewards), 2) - 1)
+    return {pool: (PRIOR_DEGREES * PRIOR_SIGNAL + squares[pool]) / (PRIOR_DEGREES + degrees[pool]) for pool in squares}
+
+
+def reward_scale(history: History) -> float:
+    """1 where all rewards are in [0, 1], else their range."""
+    rewards = [reward for groups in history.values() for group in groups for reward in group.rewards]
+    low, high = min(rewards, default=0.0), max(rewards, default=1.0)
+    return 1.0 if low >= 0 and high <= 1 else (high - low) or 1.0
+
+
+def squared_deviations(rewards: Sequence[float]) -> float:
+    """The sum of (reward - mean)^2; 0 for less than two."""
+    if len(rewards) < 2:
+        return 0.0
+    mean = math.fsum(rewards) / len(rewards)
+    return math.fsum((reward - mean) ** 2 for reward in rewards)
+
+
+def _uniform(key: str) -> float:
+    """A number in (0, 1), the same for the same key."""
+    return (int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) + 0.5) / 2**64
