@@ -1,81 +1,141 @@
 """The main job, measured: trains recipes/tictactoe from nothing for several seeds and says how far each came.
 
-    python benchmarks/demo.py                     # seeds 0 1 2, about 15 minutes on 2 cores
-    python benchmarks/demo.py --seeds 0 --out x   # one seed, run directory kept under x
+    python -m benchmarks.demo                     # seeds 0 1 2, about 15 minutes on 2 cores
+    python -m benchmarks.demo --seeds 0 --out x   # one seed, run directory kept under x
+    python -m benchmarks.demo --judge             # each seed also with RULER, by a judge that scores by the rules
+    python -m benchmarks.demo train.steps=72      # with other settings
 
-For each seed: win rate over the fixed evaluation games at the start and at the end, the rise with its 95 % interval,
-the seconds of the whole `art train` and its parts, and the win rate of the final checkpoint, loaded afresh by
-`art eval`.
+For each run: the share of won games among the fixed evaluation games at the start, at the best checkpoint (that with
+the highest reward) and at the last one; the rise from the start to the last with its 95 % interval, and how far the
+last is below the best; the wins of both checkpoints, loaded afresh by `art eval`; the seconds of the whole `art train`
+and its parts. With `--judge` the exit code is 1 if the two ways to be rewarded end more than 0.05 apart.
 """
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from art_cli.loop.evaluate import paired_difference, values_by_scenario
+from art_cli.checkpoints import wanted_steps
+from art_cli.loop.evaluate import Estimate, paired_difference, values_by_scenario
 from art_cli.run_dir import RunDir, read_lines
 from art_cli.trajectory import Trajectory
 
-CONFIG = Path(__file__).parent.parent / "recipes" / "tictactoe" / "config.yaml"
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "recipes" / "tictactoe" / "config.yaml"
 ART = [sys.executable, "-m", "art_cli"]
+LIMIT = 0.05  # largest difference between the wins with and without the judge
+HEAD = (
+    "seed  reward   games  wins at start  best (step)  last (step)  rise [95 %]             last - best [95 %]       "
+    "afresh: best, last  seconds (sampling, training, judging)  groups owed  gap"
+)
 
 
-def measure(seed: int, runs: Path) -> dict[str, Any]:
-    """Trains one seed in a process of its own and reads what it left."""
-    settings = [f"train.seed={seed}", f"name=seed-{seed}", f"runs={runs}"]
+def measure(seed: int, reward: str, runs: Path, settings: Sequence[str]) -> dict[str, Any]:
+    """Trains one seed in a process of its own and reads what it left. `reward` names the run."""
+    common = [f"train.seed={seed}", f"name={reward}-{seed}", f"runs={runs}", *settings]
     begin = time.perf_counter()
-    subprocess.run([*ART, "train", str(CONFIG), *settings], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*ART, "train", str(CONFIG), *common], check=True, stdout=subprocess.DEVNULL)
     seconds = time.perf_counter() - begin
-    run = RunDir(runs / f"seed-{seed}")
-    evaluated = sorted(line.step for line in run.metrics() if line.split == "eval")
-    wins = [values_by_scenario(list(read_lines(run.eval_path(s), Trajectory)))["win"] for s in evaluated]
-    rise = paired_difference(wins[-1], wins[0])
-    assert rise is not None
-    served = subprocess.run(
-        [*ART, "eval", str(CONFIG), *settings, "--checkpoint", str(run.root), "--json"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    run = RunDir(runs / f"{reward}-{seed}")
+    evaluated = sorted(run.evaluations())
+    best, last = wanted_steps(run, "best")[0], evaluated[-1]
+    wins = {step: _wins(run, step) for step in (evaluated[0], best, last)}
     train = [line.metrics for line in run.metrics() if line.split == "train"]
     return {
         "seed": seed,
-        "games": len(wins[0]),
-        "start": sum(wins[0].values()) / len(wins[0]),
-        "end": sum(wins[-1].values()) / len(wins[-1]),
-        "rise": rise._asdict(),
-        "served": next(row["mean"] for row in json.loads(served.stdout) if row["metric"] == "win"),
-        "steps": len(train),
+        "reward": reward,
+        "games": len(wins[last]),
+        "wins": {step: sum(values.values()) / len(values) for step, values in wins.items()},
+        "best": best,
+        "last": last,
+        "rise": paired_difference(wins[last], wins[evaluated[0]]),
+        "below": paired_difference(wins[last], wins[best]),
+        "afresh": _play(run, common, best, last),
         "seconds": seconds,
-        "sample_s": sum(line["sample_s"] for line in train),
-        "train_s": sum(line["train_s"] for line in train),
-        "logprob_gap": max(line.get("logprob_gap", 0.0) for line in train),
+        "parts": [sum(line[part] for line in train) for part in ("sample_s", "train_s", "judge_s")],
+        "owed": sum(line.get("num_unscored", 0.0) for line in train),
+        "gap": max(line.get("logprob_gap", 0.0) for line in train),
     }
+
+
+def _wins(run: RunDir, step: int) -> dict[str, float]:
+    """Scenario -> share of wins."""
+    return values_by_scenario(list(read_lines(run.eval_path(step), Trajectory)))["win"]
+
+
+def _play(run: RunDir, settings: Sequence[str], *steps: int) -> list[float]:
+    """The wins of the checkpoints of these steps, each loaded by `art eval`."""
+    paths = [str(run.checkpoint_path(step)) for step in steps]
+    named = [word for path in dict.fromkeys(paths) for word in ("--checkpoint", path)]
+    command = [*ART, "eval", str(CONFIG), *settings, *named, "--json"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = {row["policy"]: row["mean"] for row in json.loads(said) if row["metric"] == "win"}
+    return [found[path] for path in paths]
+
+
+@contextlib.contextmanager
+def judge_by_rule() -> Iterator[list[str]]:
+    """The settings of a judge that reads the games in RULER's prompt and scores them by the rules of tic-tac-toe."""
+    rule = ROOT / "tests" / "support" / "tictactoe_rule.py"
+    command = [sys.executable, "-m", "tests.support.judge_server", "--rule", f"{rule}:rule"]
+    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        api_base = server.stdout.readline().strip()
+        yield ["judge=ruler", f"judge.api_base={api_base}", "judge.model=rule", "judge.cache=null"]
+    finally:
+        server.kill()
+        server.wait()
+
+
+def line(row: dict[str, Any]) -> str:
+    def at(step: int) -> str:
+        return f"{row['wins'][step]:.3f} ({step:3d})"
+
+    sampling, training, judging = row["parts"]
+    seconds = f"{row['seconds']:.1f} ({sampling:.1f}, {training:.1f}, {judging:.1f})"
+    return (
+        f"{row['seed']:4d}  {row['reward']:7s}  {row['games']:5d}  {row['wins'][min(row['wins'])]:13.3f}  "
+        f"{at(row['best']):11s}  {at(row['last']):11s}  {_interval(row['rise'])}  {_interval(row['below'])}  "
+        f"{row['afresh'][0]:12.3f}, {row['afresh'][1]:.3f}  {seconds:37s}  {row['owed']:11.0f}  {row['gap']:.1e}"
+    )
+
+
+def _interval(difference: Estimate | None) -> str:
+    assert difference is not None, "the same games"
+    return f"{difference.mean:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}]"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--judge", action="store_true", help="train each seed also with RULER")
     parser.add_argument("--out", type=Path, help="keep the run directories here")
+    parser.add_argument("settings", nargs="*", help="for every run: key=value")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="art-demo-") as scratch:
-        rows = [measure(seed, (options.out or Path(scratch)).resolve()) for seed in options.seeds]
-    print(
-        "seed  games  wins at start  wins at end  rise [95 %]            served  "
-        "steps  seconds (sampling, training)  gap"
-    )
-    for row in rows:
-        rise = row["rise"]
-        print(
-            f"{row['seed']:4d}  {row['games']:5d}  {row['start']:13.3f}  {row['end']:11.3f}  "
-            f"{rise['mean']:+.3f} [{rise['low']:+.3f}, {rise['high']:+.3f}]  {row['served']:6.3f}  {row['steps']:5d}  "
-            f"{row['seconds']:7.1f} ({row['sample_s']:.1f}, {row['train_s']:.1f})  {row['logprob_gap']:.1e}"
-        )
+    missed = []
+    print(HEAD, flush=True)
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="art-demo-"))
+        runs = (options.out or Path(scratch)).resolve()
+        ways = {"rollout": ["judge=rollout"]}
+        if options.judge:
+            ways["ruler"] = stack.enter_context(judge_by_rule())
+        for seed in options.seeds:
+            rows = [measure(seed, reward, runs, [*way, *options.settings]) for reward, way in ways.items()]
+            print("\n".join(map(line, rows)), flush=True)
+            ends = [row["wins"][row["last"]] for row in rows]
+            if max(ends) - min(ends) > LIMIT:
+                missed.append(f"seed {seed}: {ends[-1] - ends[0]:+.3f}")
+    if missed:
+        raise SystemExit(f"with the judge and without it more than {LIMIT} apart: {', '.join(missed)}")
 
 
 if __name__ == "__main__":
