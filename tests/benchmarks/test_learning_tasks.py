@@ -1,0 +1,65 @@
+"""The tasks of the learning benchmark: held-out questions, chances of the warm-up, a game that can be won."""
+
+import itertools
+import sys
+
+import pytest
+
+from benchmarks.learning import ROOT, TASKS
+from benchmarks.learning_table import Goal
+
+pytest.importorskip("reasoning_gym")
+pytest.importorskip("textarena")
+sys.path.insert(0, str(ROOT / "benchmarks" / "learning_tasks"))
+
+import guessing  # noqa: E402
+import reasoning  # noqa: E402
+
+
+@pytest.mark.parametrize("name", ["sorting", "filtering"])
+def test_nothing_that_is_asked_in_the_evaluation_is_trained_on(name: str) -> None:
+    train = list(getattr(reasoning, f"{name}_train")())
+    held_out = {scenario["asked"] for scenario in getattr(reasoning, f"{name}_eval")()}
+    assert not held_out & {scenario["asked"] for scenario in train}
+    assert len(train) > 3000
+    assert all(reasoning.score(scenario, scenario["entry"]["answer"]) == 1.0 for scenario in train[:100])
+    assert all(
+        reasoning.score(scenario, "[]") == 0.0 or scenario["entry"]["answer"] == "[]" for scenario in train[:100]
+    )
+
+
+@pytest.mark.parametrize("name", ["sorting", "filtering"])
+def test_the_warm_up_is_right_by_chance(name: str) -> None:
+    """Three digits in a random order are right once in 6, four once in 24; a selection once in 8 and 16. About 0.1."""
+    demos = getattr(reasoning, f"{name}_demos")()
+    asked = list(reasoning.demo_scenarios(name))
+    said = [demo["messages"][1]["content"] for demo in demos]
+    right = sum(reasoning.score(scenario, answer) for scenario, answer in zip(asked, said, strict=True)) / len(said)
+    assert 0.07 < right < 0.16
+
+
+def test_halving_what_is_left_wins_every_game() -> None:
+    for scenario in itertools.islice(guessing.evaluation(), 50):
+        game, (low, high), number = guessing.Game(scenario["id"]), guessing.NUMBERS, 0
+        while game.said is not None:
+            low, high = (number + 1, high) if "higher" in game.said else (low, high)
+            low, high = (low, number - 1) if "lower" in game.said else (low, high)
+            number = (low + high) // 2
+            game.guess(f"[{number}]")
+        assert game.is_won
+
+
+@pytest.mark.parametrize("reply", ["junk", "[99]", "[7] [7]"])
+def test_a_guess_out_of_form_or_made_before_loses(reply: str) -> None:
+    game = guessing.Game("a")
+    if "7" in reply:
+        game.guess("[7]")
+    game.guess(reply)
+    assert game.said is None and not game.is_won
+
+
+def test_every_task_has_a_goal_and_its_files() -> None:
+    for task in TASKS.values():
+        assert isinstance(task.goal, Goal)
+        assert (ROOT / task.config).exists()
+        assert (ROOT / task.config.parent / task.demos.partition(":")[0]).exists()
