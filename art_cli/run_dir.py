@@ -6,6 +6,7 @@
       step_0003/trajectories.jsonl    one trajectory per line, appended as it finishes
       step_0003/scored.jsonl
       step_0003/rewards.jsonl         one line per group; only where later steps choose by it
+      step_0003/eval.jsonl, evaluation.json     an evaluation of the policy at that step: its trajectories, its numbers
       checkpoints/step_0004/          a PEFT directory, optimizer and RNG, manifest.json last
       logs/
 
@@ -90,6 +91,17 @@ class MetricsLine(msgspec.Struct, kw_only=True):
     split: str
     metrics: dict[str, float]
     time: float  # seconds since the epoch
+
+
+class Evaluation(msgspec.Struct, kw_only=True):
+    """evaluation.json: what one evaluation found, scenario by scenario, so that policies can be compared in pairs.
+
+    Example: Evaluation(seconds=4.2, values={"reward": {"game-1": 1.0, "game-2": 0.0}})
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    seconds: float  # how long playing and judging took
+    values: dict[str, dict[str, float]]  # metric -> scenario id -> mean over its attempts
 
 
 # --- JSON lines -------------------------------------------------------------------------------------------------------
@@ -466,6 +478,9 @@ class RunDir:
     def eval_path(self, step: int) -> Path:
         return self.root / f"step_{step:04d}" / "eval.jsonl"
 
+    def evaluation_path(self, step: int) -> Path:
+        return self.root / f"step_{step:04d}" / "evaluation.json"
+
     def first_eval_path(self) -> Path | None:
         """The evaluation of the earliest step; a judge compares later attempts with its. None: there is none."""
         return min(self.root.glob("step_*/eval.jsonl"), key=lambda path: int(path.parent.name[5:]), default=None)
@@ -511,6 +526,22 @@ class RunDir:
     def evaluations(self) -> dict[int, dict[str, float]]:
         """The means of each evaluated step."""
         return {line.step: line.metrics for line in self.metrics() if line.split == "eval"}
+
+    def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        write_file(self.evaluation_path(step), msgspec.json.encode(evaluation) + b"\n")
+
+    def evaluation(self, step: int) -> Evaluation | None:
+        """What the evaluation of a step found; None: no such file. Raises DataError: it cannot be read."""
+        path = self.evaluation_path(step)
+        if not os.path.lexists(path):
+            return None
+        try:
+            found = msgspec.convert(read_object(path), Evaluation)
+        except (ValueError, OverflowError) as error:  # msgspec's errors are ValueErrors
+            raise DataError(f"not an evaluation: {one_line(error)}", path) from error
+        if found.schema_version > SCHEMA_VERSION:
+            raise DataError(newer_schema(found.schema_version), path)
+        return found
 
     def append_metrics(self, step: int, split: str, metrics: dict[str, float]) -> None:
         with LineWriter(self.metrics_path) as writer:

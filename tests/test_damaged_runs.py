@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from art_cli import checkpoints, cli
@@ -18,6 +19,7 @@ from art_cli.base_files import check_base
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.errors import ArtError
 from art_cli.loop.record import claim_config
+from art_cli.loop.report import read_report
 from art_cli.loop.train import train
 from art_cli.model import load_weights, on_base
 from art_cli.policy_spec import read_spec
@@ -25,6 +27,8 @@ from art_cli.run_dir import RunDir, hash_files
 from art_cli.serving.export import saved_prompts
 from art_cli.serving.loader import engine_config
 from art_cli.serving.source import base_config, find_source
+from art_cli.views.report_page import report_page
+from art_cli.views.report_text import report_text
 from tests.support.hostile import NUM_MUTATIONS, MemoryBound, assert_in_words, mutations
 from tests.support.paths import LETTERS
 
@@ -93,7 +97,15 @@ def export(run: RunDir) -> None:
     saved_prompts(run)
 
 
-READERS = (resume, list_and_prune, serve, export)
+def report(run: RunDir) -> None:
+    """What `art report` prints and draws."""
+    plain = msgspec.to_builtins(read_report(run))
+    json.dumps(plain, allow_nan=False)
+    report_text(plain)
+    report_page(plain)
+
+
+READERS = (resume, list_and_prune, serve, export, report)
 
 
 def goes_on_or_says_why(reader: Callable[[RunDir], None], run: RunDir) -> None:

@@ -26,6 +26,7 @@ NAMES = (
     "step",
     "sft",
     "eval",
+    "report",
     "serve",
     "export",
     "checkpoints",

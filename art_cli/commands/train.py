@@ -1,6 +1,7 @@
 """`art train`: one run, or a sweep of them one after the other."""
 
 import json
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -55,8 +56,22 @@ def _as_text(result: "TrainResult", config: Path) -> str:
         lines[0] += "; nothing left to do (more train.steps go on from here, --fresh starts anew beside it)"
     for step, metrics in sorted(result.evaluations.items()):
         lines.append(f"  eval at step {step}: " + _shown(metrics))
-    lines.append(f"  newest checkpoint: {result.root}/checkpoints/step_{result.step:04d}")
+    lines += [f"  {line}" for line in _checkpoints(result)]
+    lines.append(f"  what happened, and what to try: art report {shlex.quote(str(result.root))}")
     return "\n".join(lines) + "\n"
+
+
+def _checkpoints(result: "TrainResult") -> list[str]:
+    """The newest checkpoint, and the best evaluated one with what `art serve RUN` would take."""
+    from art_cli.checkpoints import explain, wanted_steps
+    from art_cli.run_dir import RunDir
+
+    run = RunDir(result.root)
+    lines = [f"newest checkpoint: {run.checkpoint_path(result.step)}"]
+    best, offered = (next(iter(wanted_steps(run, which)), None) for which in ("best", "offered"))
+    if best is not None:
+        lines.insert(0, f"best checkpoint: {run.checkpoint_path(best)}")
+    return [*lines, f"served and exported: {explain(run, offered)}"] if offered is not None else lines
 
 
 def _shown(metrics: dict[str, float]) -> str:

@@ -48,6 +48,7 @@ class Batches:
         self.choice = ScenarioChoice(config, run, scenarios)
         self._tasks: dict[int, asyncio.Task[Batch]] = {}
         self._progress: dict[int, Progress] = {}
+        self._usage = judge.usage  # what the judge had taken when the last batch was complete
 
     def allow(self, step: int) -> None:
         """Starts the batch of `step`. Steps are allowed in order, each once; a step past the last one is ignored."""
@@ -95,7 +96,21 @@ class Batches:
         numbers = _numbers(wave.done, step, sample_s, judge_s, len(scorer.progress.owed))
         groups = wave.scored(scorer.scored)
         await asyncio.to_thread(self.choice.note, step, groups)
-        return Batch(groups, numbers | wave.numbers(scorer.scored))
+        return Batch(groups, numbers | wave.numbers(scorer.scored) | self._judged())
+
+    def _judged(self) -> dict[str, float]:
+        """What the judge's calls took since the batch before; no "judge_usd" where a price is not known."""
+        before, now = self._usage, self.judge.usage
+        self._usage = now
+        if now.calls == before.calls:
+            return {}
+        numbers: dict[str, float] = {
+            "judge_calls": now.calls - before.calls,
+            "judge_tokens": now.tokens - before.tokens,
+        }
+        if now.cost_usd is not None and before.cost_usd is not None:
+            numbers["judge_usd"] = now.cost_usd - before.cost_usd
+        return numbers
 
 
 def _check_scored(scorer: GroupScorer, step: int) -> None:

@@ -39,6 +39,8 @@ from art_cli.loop.batches import Batch, Batches
 from art_cli.loop.contest import is_judged, judge_contest
 from art_cli.loop.dtype import decide_dtype, follow_record
 from art_cli.loop.evaluate import play_evaluation, values_by_scenario
+from art_cli.loop.findings import Watch
+from art_cli.loop.history import Evaluated, Update, is_comparable, read_history
 from art_cli.loop.interrupts import Interrupts
 from art_cli.loop.record import claim_config
 from art_cli.loop.sampler import Sampler, open_sampler
@@ -47,7 +49,7 @@ from art_cli.model import clone_trainable, count_parameters, find_base
 from art_cli.policy_spec import read_spec, spec_of
 from art_cli.rollouts.scenarios import pools_of
 from art_cli.rollouts.splits import evaluation_scenarios, find_overlap, training_scenarios
-from art_cli.run_dir import Manifest, MetricsLine, RunDir, new_checkpoint, read_lines, write_file
+from art_cli.run_dir import Evaluation, Manifest, MetricsLine, RunDir, new_checkpoint, read_lines, write_file
 from art_cli.secrets import find_secrets
 from art_cli.trackers.dispatch import Trackers, open_trackers
 from art_cli.trajectory import Json, Trajectory
@@ -294,6 +296,7 @@ class TrainingRun:
         While the engine samples from step s, batches up to s + max_staleness may be played.
         """
         ahead = self.config.train.max_staleness
+        self.watch = Watch(read_history(self.run), is_comparable=is_comparable(self.config.model_dump(mode="json")))
         await self._prove(sampler, first)
         await self._evaluate(sampler, first)
         batches = Batches(self.config, self.run, sampler, self.judge, self.scenarios)
@@ -320,6 +323,12 @@ class TrainingRun:
         metrics["probe_gap"] = await self._hand_over(sampler, step + 1, metrics)
         self._record(step, "train", metrics)
         _announce(step, self.config.train.steps, metrics)
+        self._warn(Update(step + 1, metrics))
+
+    def _warn(self, record: Update | Evaluated) -> None:
+        """Warns of what goes wrong from this record on."""
+        for finding in self.watch.add(record):
+            log.warning("%s", finding)
 
     async def _update(self, sampler: Sampler, batch: Batch, step: int) -> StepMetrics:
         """The learner's step. On-policy nothing is sampled meanwhile, so that the engine sleeps."""
@@ -370,6 +379,7 @@ class TrainingRun:
             or step in self.run.evaluations()
         ):
             return
+        begin = time.perf_counter()
         trajectories = await play_evaluation(
             sampler, self.loaded, step=step, path=self.run.eval_path(step), title=f"eval at step {step}"
         )
@@ -377,9 +387,11 @@ class TrainingRun:
         if is_judged(self.config, trajectories):
             values["reward"] = await judge_contest(self.judge, trajectories, self._references(trajectories))
         means = {name: sum(v.values()) / len(v) for name, v in values.items() if v}
+        self.run.write_evaluation(step, Evaluation(seconds=time.perf_counter() - begin, values=values))
         self._record(step, "eval", means)
         shown = sorted(name for name in means if not name.startswith("num_"))
         log.info("eval at step %d: %s", step, "  ".join(f"{name} {means[name]:.3f}" for name in shown))
+        self._warn(Evaluated(step, means, values.get("reward", {})))
 
     def _references(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         """The attempts of this run's first evaluation, possibly the one just played."""

@@ -1,6 +1,7 @@
-"""A run's learning curve as one standalone SVG picture: training reward by step, and what evaluations measured.
+"""Values by step as one standalone SVG picture; a run's learning curve is one of them.
 
-Takes metrics lines as plain data; returns text. `art train` writes the picture when it ends.
+Takes plain data; returns text. `art train` writes the learning curve when it ends, and the report of a run has one such
+picture for each of its numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ class Series(NamedTuple):
     name: str
     points: list[Point]
     has_dots: bool
+    band: Sequence[tuple[float, float, float]] = ()  # (x, low, high): the interval around the line
 
 
 def run_series(lines: Sequence[MetricsLine], *, metrics: Sequence[str]) -> list[Series]:
@@ -36,11 +38,13 @@ def run_series(lines: Sequence[MetricsLine], *, metrics: Sequence[str]) -> list[
     return [one for one in series if one.points]
 
 
-def curve(title: str, series: Sequence[Series]) -> str:
-    """The picture. The vertical axis covers 0 to 1 and every value. Without series it is an empty frame."""
+def curve(title: str, series: Sequence[Series], *, covers: tuple[float, ...] = (0.0, 1.0)) -> str:
+    """The picture. The vertical axis has every value and what it `covers`. Without series it is an empty frame."""
     points = [point for one in series for point in one.points]
     right = max((x for x, _ in points), default=1.0) or 1.0
-    low, high = min([0.0, *(y for _, y in points)]), max([1.0, *(y for _, y in points)])
+    ys = [*covers, *(y for _, y in points), *(y for one in series for _, *ends in one.band for y in ends)]
+    low, high = min(ys, default=0.0), max(ys, default=1.0)
+    high = high if high > low else low + 1.0
 
     def place(point: Point) -> str:
         x = LEFT + point[0] / right * (WIDTH - LEFT - RIGHT)
@@ -71,6 +75,8 @@ def _line(series: Series, colour: str, place: Place, row: int) -> str:
     """A series as a line, with its entry in the legend."""
     placed = [place(point) for point in series.points]
     width = "2" if series.has_dots else "1.2"
+    edge = [place((x, low)) for x, low, _ in series.band] + [place((x, high)) for x, _, high in series.band[::-1]]
+    band = f'<polygon points="{" ".join(edge)}" fill="{colour}" fill-opacity=".15"/>' if edge else ""
     dots = "".join(
         '<circle cx="{}" cy="{}" r="3" fill="{}"/>'.format(*point.split(","), colour)
         for point in placed
@@ -82,4 +88,4 @@ def _line(series: Series, colour: str, place: Place, row: int) -> str:
         f'<text x="{WIDTH - RIGHT + 28}" y="{y + 1}">{escape(series.name)}</text>'
     )
     path = f'<polyline points="{" ".join(placed)}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
-    return path + dots + legend
+    return band + path + dots + legend

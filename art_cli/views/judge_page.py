@@ -15,7 +15,7 @@ def judge_page(report: Mapping[str, Any], sample: Mapping[str, Any], lines: Sequ
     """The page. `lines` are the report's (name, value) lines, as the terminal shows them."""
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in lines)
     title = f"Judge report: {report['path']}"
-    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>\n{style}</style></head><body><h1>{escape(title)}</h1>"

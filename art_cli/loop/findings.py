@@ -1,0 +1,406 @@
+"""What went wrong in a run, since when, what the numbers show beside it, and what to try. Pure: a history in.
+
+evaluation_fell   an evaluation lies below the best one before it, by more than the interval of their paired difference
+training_fell     the training reward of the last steps lies below that of the best steps before
+no_signal         nearly all groups of several steps say nothing, because their attempts got equal rewards
+failures          many rollouts of several steps fail
+
+The best of many evaluations is good by luck too. Where no other number shows a reason, the level of the interval is
+divided by the number of pairs compared (Bonferroni), so that a run without any change is accused in at most 5 % of all
+cases. A reason beside it is evidence of its own, and then the plain 95 % interval counts.
+
+Steps are numbered as `art train` shows them: "step 7" is the seventh update, and an evaluation at step 7 is of the
+policy that it made.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from statistics import NormalDist, fmean, median, stdev
+from typing import NamedTuple
+
+import msgspec
+
+from art_cli.loop.history import Evaluated, History, Update
+
+LEVEL = 0.05  # share of runs without any change in which a fall is found by chance
+# What the number of compared pairs of evaluations, and of windows of training rewards, is multiplied by, because they
+# are compared again at each step. Simulated: runs of 24 to 300 steps then keep to LEVEL.
+EVALUATION_LOOKS, TRAINING_LOOKS = 5, 30
+MIN_SCENARIOS = 3  # number of scenarios below which an evaluation has no interval
+WINDOWS = (5, 20)  # numbers of steps whose mean training reward is compared with the best such mean before
+STREAK = 5  # number of steps in a row that make a lasting state
+NO_SIGNAL, FAILURES = 0.9, 0.2  # shares of groups and of rollouts from which a lasting state is a finding
+NEAR = 2  # number of updates whose means stand for a policy; more would hide how fast a collapse goes
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """A mean with its interval. Example: Interval(-0.085, -0.15, -0.02)"""
+
+    mean: float
+    low: float
+    high: float
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """A number that changed beside a fall. Example: Reason("entropy", "entropy fell from 0.59 to 0.11 nats", "...")"""
+
+    kind: str
+    text: str
+    cure: str  # what to try: names keys of the configuration
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Example: Finding("evaluation_fell", 24, 24, "the evaluation at step 24 is 0.613, ...", [Reason(...)], "...")"""
+
+    kind: str
+    step: int  # the first step that shows it
+    until: int  # the last step that shows it
+    text: str
+    reasons: list[Reason]
+    cure: str  # what to try where no reason says it
+
+    @property
+    def cures(self) -> list[str]:
+        """What to try, each once."""
+        return list(dict.fromkeys([reason.cure for reason in self.reasons] or [self.cure]))
+
+    def __str__(self) -> str:
+        beside = "; ".join(reason.text for reason in self.reasons) or "no other number says why"
+        return f"{self.text} ({beside}); try: {'; '.join(self.cures)}"
+
+
+def find(history: History, *, is_comparable: bool = True) -> list[Finding]:
+    """All findings of a history, by their first step.
+
+    `is_comparable`: whether training rewards of different steps can be compared. Those of a judge that only compares
+    the attempts of a group cannot.
+    """
+    found = [*_evaluations_fell(history), *_lasting(history)]
+    if is_comparable:
+        found += _training_fell(history)
+    return sorted(found, key=lambda finding: finding.step)
+
+
+# --- evaluations ------------------------------------------------------------------------------------------------------
+
+
+def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval | None:
+    """The mean and its interval of confidence 1 - level, by Student's t. None: too few values to tell."""
+    if len(values) < MIN_SCENARIOS:
+        return None
+    mean = fmean(values)
+    half = student(1 - level / 2, len(values) - 1) * stdev(values, mean) / math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half)
+
+
+def student(probability: float, freedom: int) -> float:
+    """The quantile of Student's t, expanded about the normal one (Abramowitz and Stegun 26.7.5).
+
+    Off by less than 3 % at the 0.975 quantile of 2 degrees of freedom, and by less than 0.1 % from 6 on.
+    """
+    z = NormalDist().inv_cdf(probability)
+    terms: tuple[float, ...] = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / float(freedom) ** (power + 1) for power, term in enumerate(terms))
+
+
+def _evaluations_fell(history: History) -> Iterator[Finding]:
+    """A finding for each time that evaluations begin to lie below the best one before them."""
+    best: Evaluated | None = None
+    fall: Finding | None = None
+    for num, point in enumerate(history.evaluations):
+        if "reward" not in point.metrics:
+            continue
+        if best is None or point.metrics["reward"] >= best.metrics["reward"]:
+            best = point
+            yield from [fall] if fall else []
+            fall = None
+        elif (found := _compare(history, best, point, num)) is None:
+            yield from [fall] if fall else []
+            fall = None
+        else:
+            fall = msgspec.structs.replace(fall, until=point.step) if fall else found
+    yield from [fall] if fall else []
+
+
+def _compare(history: History, best: Evaluated, point: Evaluated, num: int) -> Finding | None:
+    """The finding that `point`, which comes after `num` evaluations, lies below the best of them."""
+    common = sorted(best.rewards.keys() & point.rewards.keys())
+    differences = [point.rewards[name] - best.rewards[name] for name in common]
+    plain = mean_interval(differences)
+    if plain is None or plain.high >= 0:
+        return None
+    reasons = find_reasons(history.updates, best.step, point.step)
+    wide = mean_interval(differences, level=2 * LEVEL / (num if reasons else EVALUATION_LOOKS * num * (num + 1) / 2))
+    if wide is None or wide.high >= 0:
+        return None
+    text = (
+        f"the evaluation at step {point.step} is {point.metrics['reward']:.3f}, below {best.metrics['reward']:.3f} at "
+        f"step {best.step}; difference {plain.mean:+.3f} [{plain.low:+.3f}, {plain.high:+.3f}]"
+    )
+    return Finding("evaluation_fell", point.step, point.step, text, reasons, SLOWER)
+
+
+# --- training rewards -------------------------------------------------------------------------------------------------
+
+
+def _training_fell(history: History) -> Iterator[Finding]:
+    """A finding for each time that the mean of the last steps begins to lie below the best mean before."""
+    rewarded = [(update.number, update.metrics["reward_mean"]) for update in history.updates
+                if "reward_mean" in update.metrics]  # fmt: skip
+    values = [reward for _, reward in rewarded]
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    seen: set[int] = set()
+    for width in WINDOWS:
+        for first, last, top in _falls(values, sums, width):
+            if seen.isdisjoint(range(first, last + 1)):
+                seen.update(range(first, last + 1))
+                yield _training_finding(history, rewarded, sums, width, (first, last, top))
+
+
+def _falls(values: Sequence[float], sums: Sequence[float], width: int) -> Iterator[tuple[int, int, int]]:
+    """(first, last, top): the windows that end at places first to last lie below the one that ends at top."""
+    top, begun, end = width - 1, None, 0
+
+    def mean(at: int) -> float:
+        return (sums[at + 1] - sums[at + 1 - width]) / width
+
+    for at in range(2 * width - 1, len(values)):
+        if mean(at - width) >= mean(top):
+            top = at - width
+        drop = mean(top) - mean(at)
+        is_low = drop > 0 and drop > noise(values, at) * math.sqrt(2 / width) * _bound(at + 1, width)
+        if is_low:
+            begun, end = (at if begun is None else begun), at
+        elif begun is not None:
+            yield begun, end, top
+            begun = None
+    if begun is not None:
+        yield begun, end, top
+
+
+def noise(values: Sequence[float], at: int) -> float:
+    """The standard deviation of a step's reward around its trend, from the differences of neighbours up to `at`.
+
+    The mean of the middle half of the squared differences, over 2 and over what that is for a normal distribution
+    (0.536): a collapse, which is a few large differences, does not raise it.
+    """
+    squares = sorted((values[i + 1] - values[i]) ** 2 for i in range(max(0, at - 100), at))
+    cut = len(squares) // 4
+    middle = squares[cut : len(squares) - cut]
+    return math.sqrt(fmean(middle) / 2 / 0.536)
+
+
+def _bound(num: int, width: int) -> float:
+    """How many standard errors two windows of `num` steps may differ by chance: Bonferroni over their pairs."""
+    return student(1 - LEVEL / (TRAINING_LOOKS * (num / width) ** 2), max(num // 3, 3))
+
+
+def _training_finding(
+    history: History,
+    rewarded: Sequence[tuple[int, float]],
+    sums: Sequence[float],
+    width: int,
+    fall: tuple[int, int, int],
+) -> Finding:
+    first, last, top = fall
+    before, now = ((sums[at + 1] - sums[at + 1 - width]) / width for at in (top, first))
+    step, best = rewarded[first][0], rewarded[top][0]
+    text = (
+        f"the training reward of steps {rewarded[first - width + 1][0]} to {step} is {now:.3f}, below {before:.3f} of "
+        f"steps {rewarded[top - width + 1][0]} to {best}"
+    )
+    reasons = find_reasons(history.updates, rewarded[top - width // 2][0], step)  # since the middle of the best steps
+    return Finding("training_fell", step, rewarded[last][0], text, reasons, SLOWER)
+
+
+# --- lasting states ---------------------------------------------------------------------------------------------------
+
+
+def _lasting(history: History) -> Iterator[Finding]:
+    for streak in _streaks(history.updates, lambda update: (update.get("no_signal_share") or 0.0) >= NO_SIGNAL):
+        share = fmean(update.metrics["no_signal_share"] for update in streak)
+        rewards = [update.metrics["reward_mean"] for update in streak if "reward_mean" in update.metrics]
+        mean = f", reward {fmean(rewards):.3f}" if rewards else ""
+        text = f"{share:.0%} of the groups of steps {_span(streak)} had no signal: equal rewards within a group{mean}"
+        yield Finding("no_signal", streak[0].number, streak[-1].number, text, [], NOTHING_TO_LEARN)
+    for streak in _streaks(history.updates, lambda update: (update.per_attempt("num_failed") or 0.0) >= FAILURES):
+        share = fmean(update.per_attempt("num_failed") or 0.0 for update in streak)
+        text = f"{share:.0%} of the rollouts of steps {_span(streak)} failed{_mostly(streak)}"
+        yield Finding("failures", streak[0].number, streak[-1].number, text, [], MEND_ROLLOUT)
+
+
+def _streaks(updates: Sequence[Update], is_so: Callable[[Update], bool]) -> Iterator[list[Update]]:
+    """The longest runs of updates that are so, of at least `STREAK`."""
+    current: list[Update] = []
+    for update in updates:
+        if is_so(update):
+            current.append(update)
+            continue
+        if len(current) >= STREAK:
+            yield current
+        current = []
+    if len(current) >= STREAK:
+        yield current
+
+
+def _span(streak: Sequence[Update]) -> str:
+    return f"{streak[0].number} to {streak[-1].number}"
+
+
+def _mostly(updates: Sequence[Update]) -> str:
+    """Example: ", mostly timeout"."""
+    counts: dict[str, float] = {}
+    for update in updates:
+        for name, num in update.metrics.items():
+            if name.startswith("failed."):
+                counts[name.removeprefix("failed.")] = counts.get(name.removeprefix("failed."), 0.0) + num
+    return f", mostly {max(counts, key=lambda kind: counts[kind])}" if counts else ""
+
+
+# --- reasons ----------------------------------------------------------------------------------------------------------
+
+SLOWER = "a smaller train.learning_rate, or more groups (rollout.groups_per_step) for a less noisy step"
+EXPLORE = "a smaller train.learning_rate, loss.kl above 0, or a higher rollout.sampling.temperature"
+NOTHING_TO_LEARN = (
+    "rollout.refill, loss.mean_over=all, scenarios that are neither solved nor hopeless, a larger rollout.group_size, "
+    "or rewards with more levels"
+)
+MEND_ROLLOUT = "read the errors in step_*/trajectories.jsonl; rollout.timeout_s and rollout.concurrency bound the rest"
+GENTLER = "a smaller train.max_grad_norm or train.learning_rate"
+FEWER_UPDATES = "fewer train.updates_per_step, or a smaller train.learning_rate"
+SAME_WEIGHTS = "model.dtype=float32, a smaller train.max_staleness, or train.max_logprob_gap to stop earlier"
+LIMITS = "rollout.max_turns, rollout.sampling.max_tokens and model.max_length, or a lower rollout.limit_reward"
+CURES = (SLOWER, EXPLORE, NOTHING_TO_LEARN, MEND_ROLLOUT, GENTLER, FEWER_UPDATES, SAME_WEIGHTS, LIMITS)
+
+
+def find_reasons(updates: Sequence[Update], best: int, step: int) -> list[Reason]:
+    """What changed between the updates up to step `best` and those up to `step`."""
+    since = [update for update in updates if best < update.number <= step]
+    if not since:
+        return []
+    before = [update for update in updates if best - NEAR < update.number <= best] or since[:1]
+    first, now = [update for update in updates if update.number <= step][:NEAR], since[-NEAR:]
+    spans = _Spans(first, before, now)
+    checks = (_entropy, _signal, _gap, _clip, _kl, _length, _failures, _limits)
+    return [reason for check in checks if (reason := check(spans)) is not None] + _gradient(updates, since)
+
+
+class _Spans(NamedTuple):
+    """The first updates of the run, those before the best policy, and the latest ones."""
+
+    first: Sequence[Update]
+    before: Sequence[Update]
+    now: Sequence[Update]
+
+    def means(self, of: Callable[[Update], float | None]) -> tuple[float, float, float] | None:
+        """The mean of each span; None: one of them has no such number."""
+        spans = [[value for update in span if (value := of(update)) is not None] for span in self]
+        return (fmean(spans[0]), fmean(spans[1]), fmean(spans[2])) if all(spans) else None
+
+
+def _entropy(spans: _Spans) -> Reason | None:
+    """Halved since the best policy, a quarter of the run's start, or doubled."""
+    if (means := spans.means(lambda update: update.get("entropy"))) is None:
+        return None
+    first, before, now = means
+    if now <= before / 2:
+        return Reason("entropy", f"entropy fell from {before:.2g} to {now:.2g} nats", EXPLORE)
+    if now <= first / 4:
+        return Reason("entropy", f"entropy fell from {first:.2g} nats at the start to {now:.2g}", EXPLORE)
+    if now >= 2 * before and now - before >= 0.2:
+        return Reason("entropy", f"entropy rose from {before:.2g} to {now:.2g} nats", GENTLER)
+    return None
+
+
+def _signal(spans: _Spans) -> Reason | None:
+    means = spans.means(lambda update: update.get("no_signal_share"))
+    if means is None or means[2] < 0.5:
+        return None
+    text = f"{means[2]:.0%} of the groups without signal, {min(means[:2]):.0%} before"
+    return Reason("signal", text, NOTHING_TO_LEARN)
+
+
+def _gap(spans: _Spans) -> Reason | None:
+    means = spans.means(lambda update: update.get("logprob_gap"))
+    if means is None or means[2] < 0.01 or means[2] < 2 * means[1]:
+        return None
+    return Reason("gap", f"logprob gap rose from {means[1]:.2g} to {means[2]:.2g} nats", SAME_WEIGHTS)
+
+
+def _clip(spans: _Spans) -> Reason | None:
+    means = spans.means(lambda update: update.get("clip_fraction"))
+    if means is None or means[2] < 0.1 or means[2] < 2 * means[1]:
+        return None
+    return Reason("clip", f"clipped tokens rose from {means[1]:.1%} to {means[2]:.1%}", FEWER_UPDATES)
+
+
+def _kl(spans: _Spans) -> Reason | None:
+    means = spans.means(lambda update: update.get("kl"))
+    if means is None or means[2] < 0.05 or means[2] < 2 * means[1]:
+        return None
+    return Reason("kl", f"KL to the reference rose from {means[1]:.2g} to {means[2]:.2g} nats", GENTLER)
+
+
+def _length(spans: _Spans) -> Reason | None:
+    means = spans.means(lambda update: update.per_attempt("tokens_sampled"))
+    if means is None or means[1] <= 0 or 2 / 3 < means[2] / means[1] < 1.5:
+        return None
+    how = "grew" if means[2] > means[1] else "shrank"
+    return Reason("length", f"sampled tokens of an attempt {how} from {means[1]:.3g} to {means[2]:.3g}", LIMITS)
+
+
+def _failures(spans: _Spans) -> Reason | None:
+    means = spans.means(lambda update: update.per_attempt("num_failed"))
+    if means is None or means[2] - means[1] < 0.05:
+        return None
+    text = f"failed rollouts rose from {means[1]:.0%} to {means[2]:.0%}{_mostly(spans.now)}"
+    return Reason("failures", text, MEND_ROLLOUT)
+
+
+def _limits(spans: _Spans) -> Reason | None:
+    means = spans.means(lambda update: update.per_attempt("num_limited"))
+    if means is None or means[2] - means[1] < 0.05:
+        return None
+    return Reason("limits", f"rollouts at a limit rose from {means[1]:.0%} to {means[2]:.0%}", LIMITS)
+
+
+def _gradient(updates: Sequence[Update], since: Sequence[Update]) -> list[Reason]:
+    """The largest gradient since the best policy, if it is more than 5 times the median of the run up to there."""
+    norms = [u.metrics["grad_norm"] for u in updates if "grad_norm" in u.metrics and u.number <= since[-1].number]
+    latest = [(update.metrics["grad_norm"], update.number) for update in since if "grad_norm" in update.metrics]
+    if not latest or (top := max(latest))[0] <= 5 * median(norms):
+        return []
+    return [Reason("gradient", f"gradient norm {top[0]:.2g} at step {top[1]}, median {median(norms):.2g}", GENTLER)]
+
+
+# --- while a run trains -----------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """Follows a run while it trains: each finding is told once, when it begins. Those in `history` were told before."""
+
+    def __init__(self, history: History, *, is_comparable: bool) -> None:
+        self.history, self._is_comparable = history, is_comparable
+        self._told = {_key(finding) for finding in find(history, is_comparable=is_comparable)}
+
+    def add(self, record: Update | Evaluated) -> list[Finding]:
+        """The findings that begin with this record."""
+        if isinstance(record, Update):
+            self.history.updates.append(record)
+        else:
+            self.history.evaluations.append(record)
+        found = find(self.history, is_comparable=self._is_comparable)
+        new = [finding for finding in found if _key(finding) not in self._told]
+        self._told.update(map(_key, new))
+        return new
+
+
+def _key(finding: Finding) -> tuple[str, int]:
+    return finding.kind, finding.step

@@ -1,0 +1,205 @@
+"""The report of a run as text for a terminal: a line for each subject, small plots made of characters.
+
+Takes the report as plain data (what `art report --json` prints); returns text.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 40  # characters of a plot
+MAX_ROWS = 12  # number of evaluations that are listed
+NAMES = {
+    "reward": "reward",
+    "no_signal_share": "groups without signal",
+    "entropy": "entropy (nats)",
+    "clip_fraction": "clipped tokens",
+    "logprob_gap": "logprob gap (nats)",
+    "grad_norm": "gradient norm",
+    "kl": "KL to the reference",
+    "tokens_per_rollout": "tokens of a rollout",
+    "turns_per_rollout": "turns of a rollout",
+    "failed_share": "failed rollouts",
+    "limited_share": "rollouts at a limit",
+}
+KINDS = {
+    "evaluation_fell": "evaluation fell",
+    "training_fell": "training reward fell",
+    "no_signal": "no signal",
+    "failures": "failures",
+}
+INDENT = 13
+
+Report = Mapping[str, Any]
+
+
+def report_text(report: Report) -> str:
+    """The whole text. What stands in the run's files is in it as it is, so print it with `printable_lines`."""
+    return "".join(f"{line}\n" for line in _lines(report))
+
+
+def _lines(report: Report) -> list[str]:
+    lines = [f"{report['run']}: {state(report)}"]
+    lines += [_row(name, value) for name, value in facts(report)]
+    if rows := evaluation_rows(report):
+        lines += ["", "evaluations: reward with its 95 % interval over scenarios"]
+        lines += [f"  step {step:>5s}  {reward}  {note}".rstrip() for step, reward, note in rows]
+    plots = [(NAMES[name], points) for name, points in report["series"].items() if points and _is_of_use(name, points)]
+    if plots:
+        lines += ["", "training: first value, every step, last value"]
+        lines += [f"  {name:22s} {_spark(points)}" for name, points in plots]
+    lines += [
+        "",
+        "what went wrong, and what to try" if report["findings"] else "nothing went wrong that the numbers show",
+    ]
+    for finding in report["findings"]:
+        lines += [f"  step {span(finding)}: {KINDS.get(finding['kind'], finding['kind'])}: {finding['text']}"]
+        lines += [f"    beside it: {reason['text']}" for reason in finding["reasons"]]
+        lines += [f"    try: {cure}" for cure in cures(finding)]
+    return lines
+
+
+def _row(name: str, value: str) -> str:
+    return f"{name:{INDENT}s}{value}".rstrip()
+
+
+def _is_of_use(name: str, points: Sequence[Sequence[float]]) -> bool:
+    """Whether a plot says anything: shares of failures that are 0 throughout, and constants 0, do not."""
+    return any(value for _, value in points) or name == "reward"
+
+
+# --- what text and page share -----------------------------------------------------------------------------------------
+
+
+def state(report: Report) -> str:
+    """Example: "step 24 of 24, finished; last written 2026-11-22 12:01 UTC"."""
+    wanted, done = report["wanted_steps"], report["num_steps"]
+    text = f"step {done}" if wanted is None else f"step {done} of {wanted}"
+    if wanted is not None and done >= wanted:
+        text += ", finished"
+    try:
+        when = datetime.fromtimestamp(report["updated"] or 0, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):  # a time that no calendar has
+        when = "at no known time"
+    return f"{text}; last written {when}" if report["updated"] else f"{text}; nothing measured yet"
+
+
+def facts(report: Report) -> list[tuple[str, str]]:
+    """(name, value) lines: what it was made with, best and last checkpoint, rollouts, time, cost, gain."""
+    lines = [("made with", ", ".join(f"{name} {value}" for name, value in report["made_with"].items()))]
+    if report["warm_up"]:
+        shown = list(report["warm_up"].items())[:6]
+        lines.append(("warm-up", ", ".join(f"{name} {value:.4g}" for name, value in shown)))
+    lines += [("best", _kept(report["best"])), ("last", _kept(report["last"]))]
+    lines += [
+        ("offers", report["offered"]),
+        ("gained", _gain(report["gain"])),
+        ("rollouts", _rollouts(report["rollouts"])),
+    ]
+    lines += [("time", _time(report["seconds"])), ("judge", _judge(report["judge"]))]
+    return [(name, value) for name, value in lines if value]
+
+
+def _kept(kept: Mapping[str, Any] | None) -> str:
+    if kept is None:
+        return ""
+    reward = "not evaluated" if kept["reward"] is None else f"reward {kept['reward']:.3f}"
+    return f"step {kept['step']}, {reward}, {kept['checkpoint'] or 'checkpoint not kept'}"
+
+
+def _rollouts(rollouts: Mapping[str, Any]) -> str:
+    num = rollouts["num"]
+    if not num:
+        return ""
+    kinds = ", ".join(f"{kind} {count:,}" for kind, count in list(rollouts["failed"].items())[:5])
+    failed = f"{rollouts['num_failed']:,} failed ({rollouts['num_failed'] / num:.1%}{': ' if kinds else ''}{kinds})"
+    return (
+        f"{num:,} in training, {failed}, {rollouts['num_limited']:,} at a limit ({rollouts['num_limited'] / num:.1%})"
+    )
+
+
+def _time(seconds: Mapping[str, float]) -> str:
+    total = sum(seconds.values())
+    shares = ", ".join(f"{name} {value / total:.0%}" for name, value in seconds.items()) if total else ""
+    return f"{duration(total)}: {shares}" if total else ""
+
+
+def _judge(judge: Mapping[str, Any] | None) -> str:
+    if judge is None:
+        return ""
+    cost = "price unknown" if judge["usd"] is None else f"${judge['usd']:.4f}"
+    return f"{judge['calls']:,} calls, {judge['tokens']:,} tokens, {cost}"
+
+
+def _gain(gain: Mapping[str, Any] | None) -> str:
+    """Example: "+0.447 evaluation reward from step 0 to step 18 in 2 min, 4,608 rollouts: 0.20 a minute, ..."."""
+    if gain is None:
+        return ""
+    first, best = gain["first"]["step"], gain["best"]["step"]
+    spent = f"{duration(gain['minutes'] * 60)} and {gain['rollouts']:,} rollouts"
+    rates = {
+        "a minute": gain["per_minute"],
+        "per 1,000 rollouts": gain["per_1000_rollouts"],
+        "a dollar": gain["per_usd"],
+    }
+    shown = ", ".join(f"{rate:.3g} {name}" for name, rate in rates.items() if rate is not None)
+    text = f"{gain['points']:+.3f} {gain['of']} reward from step {first} to {best} in {spent}"
+    return f"{text}: {shown}" if shown else text
+
+
+def duration(seconds: float) -> str:
+    """Example: "2 min 54 s"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours:,} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.3g} s"
+
+
+def evaluation_rows(report: Report, *, limit: int = MAX_ROWS) -> list[tuple[str, str, str]]:
+    """(step, reward, note) of the evaluations: first, last, best, and others at even distances, at most `limit`."""
+    done = report["evaluations"]
+    best = report["best"]["step"] if report["best"] else None
+    evenly = {round(place * (len(done) - 1) / max(limit - 2, 1)) for place in range(limit - 1)}
+    rows = []
+    for place, each in enumerate(done):
+        if place in evenly or each["step"] == best:
+            num = f"{each['num_scenarios']:,} scenarios" if each["num_scenarios"] else ""
+            rows.append(
+                (
+                    str(each["step"]),
+                    _interval(each["reward"]),
+                    " ".join(filter(None, [num, "best" * (each["step"] == best)])),
+                )
+            )
+    return rows
+
+
+def _interval(point: Mapping[str, Any] | None) -> str:
+    if point is None:
+        return "no reward"
+    if point["low"] is None:
+        return f"{point['mean']:.3f}"
+    return f"{point['mean']:.3f} [{point['low']:.3f}, {point['high']:.3f}]"
+
+
+def span(finding: Mapping[str, Any]) -> str:
+    """Example: "20 to 24"."""
+    return str(finding["step"]) if finding["step"] == finding["until"] else f"{finding['step']} to {finding['until']}"
+
+
+def cures(finding: Mapping[str, Any]) -> list[str]:
+    return list(dict.fromkeys([reason["cure"] for reason in finding["reasons"]] or [finding["cure"]]))
+
+
+def _spark(points: Sequence[Sequence[float]]) -> str:
+    """Example: "    0.31 ▁▃▅▇█     0.7"; each character is the mean of some neighbouring steps."""
+    values = [value for _, value in points]
+    num = min(WIDTH, len(values))
+    parts = [values[len(values) * i // num : len(values) * (i + 1) // num] for i in range(num)]
+    means = [sum(part) / len(part) for part in parts]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    bars = "".join(BARS[round((mean - low) * scale)] for mean in means)
+    return f"{values[0]:9.3g} {bars:{WIDTH}s} {values[-1]:9.3g}"
