@@ -273,7 +273,7 @@ NOTHING_TO_LEARN = (
     "or rewards with more levels"
 )
 MEND_ROLLOUT = "read the errors in step_*/trajectories.jsonl; rollout.timeout_s and rollout.concurrency bound the rest"
-GENTLER = "a smaller train.max_grad_norm or train.learning_rate"
+GENTLER = "train.clip_to_history=2, a smaller train.max_grad_norm or train.learning_rate, or train.decay=linear"
 FEWER_UPDATES = "fewer train.updates_per_step, or a smaller train.learning_rate"
 SAME_WEIGHTS = "model.dtype=float32, a smaller train.max_staleness, or train.max_logprob_gap to stop earlier"
 LIMITS = "rollout.max_turns, rollout.sampling.max_tokens and model.max_length, or a lower rollout.limit_reward"

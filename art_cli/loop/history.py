@@ -85,11 +85,13 @@ def _time(line: MetricsLine) -> float:
 def is_comparable(config: Mapping[str, Any]) -> bool:
     """Whether training rewards of different steps can be compared, by the resolved configuration as a dict.
 
-    RULER only compares the attempts of a group, and without shuffling the scenarios may get harder by design.
+    RULER only compares the attempts of a group. Scenarios that come in the file's order, or are chosen by past success,
+    may get harder by design.
     """
-    judge, rollout = config.get("judge"), config.get("rollout")
-    is_shuffled = not isinstance(rollout, Mapping) or rollout.get("shuffle") is not False
-    return is_shuffled and not _names_ruler(judge)
+    rollout = config.get("rollout")
+    order = rollout if isinstance(rollout, Mapping) else {}
+    is_alike = order.get("shuffle") is not False and order.get("choose") != "adaptive"
+    return is_alike and not _names_ruler(config.get("judge"))
 
 
 def _names_ruler(section: Any) -> bool:

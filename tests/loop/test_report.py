@@ -42,7 +42,7 @@ def test_a_collapse_is_found_at_its_step_with_its_reasons(tmp_path: Path) -> Non
     reasons = {reason.kind: reason.text for reason in fell.reasons}
     assert reasons.keys() == {"entropy", "signal", "gradient"}
     assert reasons["gradient"].startswith("gradient norm 9 at step 17, median 0.3")
-    assert "rollout.refill" in str(fell) and "train.max_grad_norm" in str(fell)
+    assert "rollout.refill" in str(fell) and "train.clip_to_history" in str(fell)
 
 
 def test_a_collapse_is_found_without_any_evaluation(tmp_path: Path) -> None:
@@ -134,6 +134,7 @@ def test_every_key_that_is_recommended_exists() -> None:
         ({"judge": {"name": "blend", "blend": {"ruler": 0.5, "rollout": 0.5}, "judges": {}}}, False),
         ({"judge": {"name": "blend", "blend": {"x": 1}, "judges": {"x": {"name": "ruler"}}}}, False),
         ({"rollout": {"shuffle": False}}, False),
+        ({"rollout": {"choose": "adaptive"}}, False),
         ({"judge": 7, "rollout": []}, True),
     ],
 )
@@ -216,7 +217,7 @@ def test_the_text_names_the_fall_and_what_to_try(art: Art, tmp_path: Path) -> No
     code, out, err = art("report", run.root)
     assert (code, err) == (0, "")
     assert "step 20 to 24: evaluation fell: the evaluation at step 20 is" in out
-    assert "beside it: gradient norm 9 at step 17" in out and "try: a smaller train.max_grad_norm" in out
+    assert "beside it: gradient norm 9 at step 17" in out and "try: train.clip_to_history=2, a smaller" in out
     assert "step    16  0.810 [0.755, 0.865]  200 scenarios best" in out
     assert all(len(line) < 200 for line in out.splitlines())
     good = art("report", write_run(tmp_path / "good", seed=3).root)[1]
