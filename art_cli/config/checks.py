@@ -17,6 +17,8 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "algorithm", "takes the place of 'loss', which is set too; leave one of them out"
     if config.learns_by.kl > 0 and config.model.lora is None:
         yield f"{section}.kl", "needs model.lora: the reference policy is the model with its adapter off; set it to 0"
+    if config.learns_by.echo > 0 and config.rollout.max_turns == 1:
+        yield f"{section}.echo", "what the environment answers is in a later prompt, and rollout.max_turns is 1"
     if isinstance(config.learner, UnslothLearnerConfig) and config.model.lora is None:
         yield "learner", "'unsloth' trains LoRA adapters only; set model.lora, or learner=torch"
     if config.model.quantize is not None and config.model.lora is None:

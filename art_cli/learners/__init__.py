@@ -45,10 +45,12 @@ class StepMetrics(msgspec.Struct, kw_only=True):
     tokens_trained: int  # tokens with a weight in the loss
     tokens_flat: int  # number of tokens in one row per sample
     tokens_computed: int  # number of tokens in the packs, which hold every shared token once
+    tokens_imitated: int = 0  # of these, tokens in cross_entropy: with loss.echo, those of the environment's answers
     # share of replies whose state another reply of their group answered too; NaN: the algorithm compares no states
     shared_states: float = float("nan")
     packed: float = float("nan")  # 1: samples ran as packs; 0: packs did not hold, so one sample ran at a time
     loss: float = float("nan")
+    cross_entropy: float = float("nan")  # mean -log p of the tokens imitated; NaN: there are none
     kl: float = float("nan")  # k3 estimate against the reference policy; NaN: not computed
     entropy: float = float("nan")
     clip_fraction: float = float("nan")

@@ -11,7 +11,15 @@ from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.shares import Finished, UpdateCounts
 from art_cli.learners.algorithms.step_credit import count_shared
 from art_cli.learners.samples import Sample, count_sampled, trajectory_samples
-from art_cli.learners.token_weights import NUM_COMPONENTS, POLICY, REFERENCE_KL, Credit, token_weights
+from art_cli.learners.token_weights import (
+    CROSS_ENTROPY,
+    NUM_COMPONENTS,
+    POLICY,
+    REFERENCE_KL,
+    Credit,
+    observed_tokens,
+    token_weights,
+)
 from art_cli.outcome import MAX_NUMBER
 from art_cli.trajectory import ScoredTrajectory
 
@@ -35,12 +43,13 @@ class StepSamples(NamedTuple):
 
 
 def make_step_samples(
-    groups: Sequence[Sequence[ScoredTrajectory]], algorithm: Algorithm, *, kl: float = 0.0
+    groups: Sequence[Sequence[ScoredTrajectory]], algorithm: Algorithm, *, kl: float = 0.0, echo: float = 0.0
 ) -> StepSamples:
     """The samples of all groups with signal, in an order that does not depend on which trajectory finished first.
 
-    `kl` is the weight in reference_kl of every token in the policy component to which the algorithm gives none. A
-    trajectory with an error is counted and left out. Raises LearnerError: a finished trajectory without a reward.
+    `kl` is the weight in reference_kl of every token in the policy component, and `echo` that in cross_entropy of every
+    token of the environment's answers, where the algorithm gives none. A trajectory with an error is counted and left
+    out. Raises LearnerError: a finished trajectory without a reward.
     """
     ordered = [sorted(group, key=lambda trajectory: trajectory.index) for group in groups]
     finished = [[trajectory for trajectory in group if trajectory.error is None] for group in ordered]
@@ -48,7 +57,7 @@ def make_step_samples(
     mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
     credited = [group for group in finished if group]
     samples = [
-        _group_samples(group, credits, kl)
+        _group_samples(group, credits, kl=kl, echo=echo)
         for group, credits in zip(credited, algorithm.credit_step(credited), strict=True)
     ]
     return StepSamples(
@@ -112,9 +121,12 @@ def _shared_states(groups: Sequence[Sequence[ScoredTrajectory]]) -> float:
 
 
 def _group_samples(
-    group: Sequence[ScoredTrajectory], credits: Sequence[Credit | float | None], kl: float
+    group: Sequence[ScoredTrajectory], credits: Sequence[Credit | float | None], *, kl: float, echo: float
 ) -> list[Sample]:
-    """The group's samples. A component whose weights are all zero in the group is left out (contract 4)."""
+    """The group's samples. A component whose weights are all zero in the group is left out (contract 4).
+
+    `echo` is for all groups, because what the environment answers says something whatever the rewards are.
+    """
     chosen = [
         (trajectory, token_weights(trajectory, credit))
         for trajectory, credit in zip(group, credits, strict=True)
@@ -124,6 +136,8 @@ def _group_samples(
         if not any(np.nan_to_num(weights[component]).any() for _, weights in chosen):
             for _, weights in chosen:
                 weights[component] = np.nan
+    for trajectory, weights in chosen if echo > 0 else []:
+        weights[CROSS_ENTROPY, np.isnan(weights[CROSS_ENTROPY]) & observed_tokens(trajectory)] = echo
     for _, weights in chosen if kl > 0 else []:
         weights[REFERENCE_KL, np.isnan(weights[REFERENCE_KL]) & ~np.isnan(weights[POLICY])] = kl
     return [sample for trajectory, weights in chosen for sample in trajectory_samples(trajectory, weights)]

@@ -12,7 +12,7 @@ from art_cli.learners.algorithms.streams import PackLoss
 from art_cli.learners.logprobs import TokenScores
 from art_cli.learners.packing import Pack, Terms
 from art_cli.learners.step_samples import StepSamples
-from art_cli.learners.token_weights import POLICY
+from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY
 
 
 class _Mean:
@@ -44,11 +44,12 @@ class StepStatistics:
     """The counts and means of one step, over its packs and optimizer steps."""
 
     def __init__(self) -> None:
-        self.num_samples = self.tokens_trained = self.tokens_flat = self.tokens_computed = 0
+        self.num_samples = self.tokens_flat = self.tokens_computed = 0
+        self.tokens_trained = self.tokens_imitated = 0
         self.losses: list[float] = []  # loss of each optimizer step, the sum over its packs
         self.grad_norms: list[float] = []  # of each optimizer step's gradient, before clipping
         self.grad_clips: list[float] = []  # and after it
-        self.kl, self.entropy, self.clipped, self.gap = _Mean(), _Mean(), _Mean(), _Mean()
+        self.kl, self.entropy, self.clipped, self.gap, self.imitated = (_Mean() for _ in range(5))
 
     @classmethod
     def total(cls, parts: Sequence["StepStatistics"]) -> "StepStatistics":
@@ -58,9 +59,9 @@ class StepStatistics:
         # the same in all processes, because they share the summed gradients
         total.grad_norms, total.grad_clips = parts[0].grad_norms, parts[0].grad_clips
         for part in parts:
-            for name in ("num_samples", "tokens_trained", "tokens_flat", "tokens_computed"):
+            for name in ("num_samples", "tokens_trained", "tokens_imitated", "tokens_flat", "tokens_computed"):
                 setattr(total, name, getattr(total, name) + getattr(part, name))
-            for name in ("kl", "entropy", "clipped", "gap"):
+            for name in ("kl", "entropy", "clipped", "gap", "imitated"):
                 getattr(total, name).join(getattr(part, name))
         return total
 
@@ -69,6 +70,7 @@ class StepStatistics:
         for pack in packs:
             self.num_samples += len(pack.samples)
             self.tokens_trained += len(pack.terms.edges)
+            self.tokens_imitated += int(np.count_nonzero(~np.isnan(pack.terms.weights[CROSS_ENTROPY])))
             self.tokens_flat += sum(len(sample.token_ids) for sample in pack.samples)
             self.tokens_computed += len(pack.token_ids)
 
@@ -80,6 +82,8 @@ class StepStatistics:
         sampled = pack.terms.edges[~np.isnan(pack.terms.weights[POLICY])]
         self.losses[-1] += float(loss.loss.detach())
         self.entropy.add(scores.entropies[torch.from_numpy(sampled).to(scores.entropies.device)])
+        imitated = pack.terms.edges[~np.isnan(pack.terms.weights[CROSS_ENTROPY])]
+        self.imitated.add(-scores.logprobs.detach()[torch.from_numpy(imitated).to(scores.logprobs.device)])
         if loss.is_clipped is not None:
             self.clipped.add(loss.is_clipped)
         if loss.kl is not None:
@@ -99,10 +103,12 @@ class StepStatistics:
             shared_states=batch.shared_states,
             num_updates=len(self.grad_norms),
             tokens_trained=self.tokens_trained,
+            tokens_imitated=self.tokens_imitated,
             tokens_flat=self.tokens_flat,
             tokens_computed=self.tokens_computed,
             packed=math.nan if packed is None or not has_updates else float(packed),
             loss=sum(self.losses) / len(self.losses) if has_updates else math.nan,
+            cross_entropy=self.imitated.mean,
             kl=self.kl.mean,
             entropy=self.entropy.mean,
             clip_fraction=self.clipped.mean,

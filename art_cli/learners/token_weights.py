@@ -55,6 +55,22 @@ def sampled_tokens(trajectory: Trajectory) -> npt.NDArray[np.bool_]:
     return np.repeat(np.tile([False, True], len(lengths)), np.array(lengths, dtype=np.int64).ravel())
 
 
+def observed_tokens(trajectory: Trajectory) -> npt.NDArray[np.bool_]:
+    """[M] whether each token is of the environment's answer to a reply: a tool's output, a further user message.
+
+    These are the prompt tokens that a turn adds right after the end of an earlier reply, with what the chat template
+    puts around the messages, which no record tells apart. A turn that leaves the earlier tokens elsewhere renders its
+    replies anew, or begins another conversation: its prompt tokens are not taken for the environment's.
+    """
+    ends: list[set[int]] = []  # for each turn, the places in its whole sequence where a reply ends
+    parts = [np.zeros(0, dtype=np.bool_)]
+    for turn in trajectory.turns:
+        before = set() if turn.parent is None else {end for end in ends[turn.parent] if end <= turn.kept}
+        parts += [np.full(len(turn.prompt_ids), turn.kept in before), np.zeros(len(turn.sampled_ids), dtype=np.bool_)]
+        ends.append(before | {turn.kept + len(turn.prompt_ids) + len(turn.sampled_ids)})
+    return np.concatenate(parts)
+
+
 def _row(name: str, weights: Weights | None, trajectory: Trajectory, is_sampled: npt.NDArray[np.bool_]) -> Floats:
     """[M] the weights of one component."""
     row = np.full(len(is_sampled), np.nan)

@@ -66,7 +66,8 @@ class TorchLearner:
             raise LearnerError("loss.kl needs a reference policy, the model without its adapter: set model.lora")
         self.weights = weights
         self.train_config, self.sft_config = train, sft
-        self.kl, self.algorithm = loss.kl, build_algorithm(loss, max_tokens=sampling_max_tokens, directory=directory)
+        self.kl, self.echo = loss.kl, loss.echo
+        self.algorithm = build_algorithm(loss, max_tokens=sampling_max_tokens, directory=directory)
         self.ranks = ranks or Ranks()
         self.runner = PackRunner(weights, learner, self.ranks)
         self.gradient = LossGradient(
@@ -85,7 +86,7 @@ class TorchLearner:
         weights (contract 2).
         """
         begin = time.perf_counter()
-        batch = make_step_samples(groups, self.algorithm, kl=self.kl)
+        batch = make_step_samples(groups, self.algorithm, kl=self.kl, echo=self.echo)
         parts = split_by_update(batch.groups, self.train_config.updates_per_step)
         # a step of few groups with signal takes fewer updates, and each is as large as if all groups had signal
         finished = batch.finished.divided(max(1, min(self.train_config.updates_per_step, batch.num_groups)))

@@ -23,6 +23,7 @@ async def rollout(policy: Policy, scenario: dict[str, Any]) -> Outcome:
     result, num_moves = None, 0
     while result is None:
         messages.append({"role": "user", "content": show(board)})
+        policy.state(board)  # equal boards are compared, also where other moves led to them
         reply = await policy.client.chat.completions.create(model=policy.model, messages=messages)
         move = reply.choices[0].message.content or ""
         messages.append({"role": "assistant", "content": move})

@@ -366,12 +366,21 @@ def test_the_advice_on_quoting_works() -> None:
         ("loss: {kl: 0.1}\n", "config.yaml:4: loss.kl: needs model.lora: the reference policy is the model"),
         ("engine: vllm\n", "config.yaml:4: engine: 'vllm' swaps LoRA adapters and cannot follow whole weights"),
         ("loss: {name: dapo, overlong_buffer: 9}\n", "config.yaml:4: loss.overlong_buffer: used with loss.overlong"),
+        (
+            "loss: {name: gigpo, step_weight: 0, gamma: 0.9}\n",
+            "config.yaml:4: loss.gamma: used within equal states only",
+        ),
         ("train: {updates_per_step: 17}\n", "config.yaml:4: train.updates_per_step: at most rollout.groups_per_step"),
     ],
 )
 def test_sections_that_contradict_each_other_are_refused(addition: str, line: str) -> None:
     text = "model: {base: m, lora: null}\n\n" + PLAIN.splitlines(keepends=True)[1] + addition
     assert [line] == [found[: len(line)] for found in mistakes(text)]
+
+
+def test_echo_needs_a_second_turn() -> None:
+    [line] = mistakes(PLAIN, "loss.echo=0.1", "rollout.max_turns=1")
+    assert "loss.echo: what the environment answers is in a later prompt, and rollout.max_turns is 1" in line
 
 
 def test_entry_and_command_exclude_each_other() -> None:

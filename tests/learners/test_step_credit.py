@@ -1,13 +1,17 @@
 """Credit per step: a small group written by hand, its states, and both algorithms worked out on paper."""
 
+import asyncio
 import math
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from art_cli.config.compose import load_config
 from art_cli.config.schema import GagpoConfig, GigpoConfig, GrpoConfig, LossConfig
 from art_cli.learners.algorithms.credit import advantages
 from art_cli.learners.algorithms.presets import build_algorithm
@@ -22,7 +26,10 @@ from art_cli.learners.algorithms.step_credit import (
     step_advantages,
 )
 from art_cli.learners.token_weights import Credit, token_weights
+from art_cli.loop.train import train
+from art_cli.run_dir import RunDir
 from art_cli.trajectory import ScoredTrajectory, Turn, prompt
+from tests.support.paths import LETTERS
 from tests.support.trees import scored, turn, turn_trees
 
 
@@ -241,3 +248,35 @@ def test_states_are_the_prompts_of_whole_trees(turns: list[Turn]) -> None:
         for second in range(first):
             same = prompt(turns, first) == prompt(turns, second)
             assert (states[first] == states[second]) == same
+
+
+# --- a whole run ------------------------------------------------------------------------------------------------------
+
+
+ROLLOUT = """
+async def rollout(policy, scenario):
+    ids, said = [10, 11, 12], []
+    for number in range(2):
+        policy.state(f"reply {number}")
+        reply = await policy.client.completions.create(
+            model=policy.model, prompt=ids, max_tokens=3, extra_body={"return_token_ids": True}
+        )
+        said += reply.choices[0].token_ids
+        ids = [*ids, *reply.choices[0].token_ids, 20, 21]
+    return sum(id % 2 for id in said) / len(said)
+"""
+
+
+@pytest.mark.parametrize("loss", ["gigpo", "gagpo"])
+def test_a_run_compares_the_states_that_its_rollout_names(tmp_path: Path, loss: str) -> None:
+    """12 attempts of two replies in two states: all are shared. Between its replies each is told 20 and 21."""
+    shutil.copytree(LETTERS, tmp_path / "project")
+    (tmp_path / "project/rollout.py").write_text(ROLLOUT)
+    overrides = [f"runs={tmp_path}/runs", "eval=null", "train.steps=2", f"loss={loss}", "loss.echo=0.1"]
+    loaded = load_config(tmp_path / "project/config.yaml", overrides)
+    run_dir = RunDir(asyncio.run(train(loaded)).root)
+    for metrics in (line.metrics for line in run_dir.metrics()):
+        assert (metrics["shared_states"], metrics["tokens_imitated"]) == (1.0, 24.0)
+        assert metrics["tokens_trained"] > 24 and metrics["cross_entropy"] > 0 and metrics["logprob_gap_max"] < 1e-4
+    played = [each for step in (0, 1) for each in run_dir.trajectories(step)]
+    assert {tuple(turn.state for turn in each.turns) for each in played} == {("reply 0", "reply 1")}

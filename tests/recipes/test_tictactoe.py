@@ -107,9 +107,13 @@ class ScriptedPolicy:
 
     def __init__(self, choose: Any) -> None:
         self.seen: list[list[dict[str, str]]] = []
+        self.states: list[str] = []
         completions = SimpleNamespace(create=self._create)
         self.client = SimpleNamespace(chat=SimpleNamespace(completions=completions))
         self._choose = choose
+
+    def state(self, key: str) -> None:
+        self.states.append(key)
 
     async def _create(self, *, model: str, messages: list[dict[str, str]]) -> Any:
         self.seen.append(list(messages))
@@ -126,6 +130,11 @@ def play(choose: Any, scenario: dict[str, Any]) -> tuple[Any, ScriptedPolicy]:
 def test_what_is_no_free_cell_loses_at_once(answer: str) -> None:
     outcome, policy = play(lambda board: answer, {"seed": 1, "starts": True})
     assert (outcome.reward, outcome.metrics["illegal"], len(policy.seen)) == (0.0, True, 1)
+
+
+def test_each_move_names_the_board_that_it_is_made_on() -> None:
+    _, policy = play(lambda board: game.free_cells(board)[0], {"seed": 1, "starts": True})
+    assert policy.states == [seen[-1]["content"].replace("\n", "") for seen in policy.seen]
 
 
 def test_legal_random_play_scores_as_known() -> None:

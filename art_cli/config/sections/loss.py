@@ -13,6 +13,10 @@ class BaseLossConfig(Section):
     """Weight of KL(policy || reference), k3 estimate; the reference is the model, adapter off. 0: not computed."""
     importance_cap: PositiveFloat | None = None
     """Truncated importance sampling: each token's weight is min(learner / engine, cap). null: off."""
+    echo: NonNegative = 0.0
+    """ECHO (Shrivastava et al. 2026, arXiv:2605.24517): weight of the cross entropy of what the environment answered
+    to a reply (tool outputs, further user messages), over these tokens' own count. Attempts of groups without signal
+    are learned from too. 0: off."""
     mean_over: Literal["trained", "all"] = "trained"
     """What the loss is a mean over. `trained`: the trajectories of groups with signal, so that a step of few such
     groups is as large as one of many. `all`: every finished trajectory of the step, so that steps shrink with the

@@ -21,7 +21,7 @@ import numpy as np
 from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.samples import Ints
 from art_cli.learners.token_weights import Credit
-from art_cli.trajectory import ScoredTrajectory, Trajectory, Turn
+from art_cli.trajectory import EQUAL_REWARDS, ScoredTrajectory, Trajectory, Turn
 
 State = str | bytes  # a rollout's key, or the digest of a prompt
 
@@ -65,8 +65,9 @@ def grouped_gae(episodes: Sequence[Episode], *, gamma: float, gae_lambda: float)
         A_t     = delta_t + gamma lambda A_t+1
 
     GAGPO, Zhu et al. 2026 (arXiv:2605.13217), as summaries of the paper describe it; its own equations were not at
-    hand. The recursion is that of GAE, Schulman et al. 2016 (arXiv:1506.02438), equation 16. A step before and after
-    which only its own trajectory was there has A = 0. A turn that is no step gives 0.
+    hand. The recursion is that of GAE, Schulman et al. 2016 (arXiv:1506.02438), equation 16. Where no other step of the
+    group acts in the states from t on, their values are the trajectory's own returns, and A_t is 0; up to 1e-8 it is
+    rounding. A turn that is no step gives 0.
     """
     values = {
         state: math.fsum(_step(episodes, place).returned for place in places) / len(places)
@@ -78,7 +79,8 @@ def grouped_gae(episodes: Sequence[Episode], *, gamma: float, gae_lambda: float)
         for column in reversed(range(len(episode))):
             if (step := episode[column]) is not None:
                 delta = step.reward + gamma * value_after - values[step.state]
-                advantage_after = worth[row][column] = delta + gamma * gae_lambda * advantage_after
+                advantage_after = delta + gamma * gae_lambda * advantage_after
+                worth[row][column] = advantage_after if abs(advantage_after) > EQUAL_REWARDS else 0.0
                 value_after = values[step.state]
     return worth
 
