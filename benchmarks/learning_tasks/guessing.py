@@ -1,8 +1,8 @@
-"""A text game of textarena, GuessTheNumber: a number from 1 to 20 in five guesses, each answered by higher or lower.
+"""A text game of textarena, GuessTheNumber: a number from 1 to 10 in four guesses, each answered by higher or lower.
 
 The environment says every word but its long instructions, of which the line with the numbers is kept. A guess without
 the right form, or made before, loses. The warm-up shows different random guesses, which ignore what was answered:
-they win a quarter of the games. Whoever halves what is left wins all.
+they win four games in ten. Halving what is left wins all.
 """
 
 import random
@@ -13,7 +13,7 @@ from textarena.envs.GuessTheNumber.env import GuessTheNumberEnv
 
 from art_cli import Outcome, Policy
 
-NUMBERS, NUM_GUESSES = (1, 20), 5
+NUMBERS, NUM_GUESSES = (1, 10), 4
 NUM_DEMOS = 3200
 
 
@@ -21,7 +21,7 @@ class Game:
     """One game; `said` is what the player is told next, None when the game is over."""
 
     def __init__(self, seed: str) -> None:
-        self._env: Any = GuessTheNumberEnv(*NUMBERS, max_turns=NUM_GUESSES)
+        self._env: Any = GuessTheNumberEnv(*NUMBERS, max_turns=NUM_GUESSES - 1)  # it looks before it counts a guess
         self._env.reset(num_players=1, seed=random.Random(seed).randrange(2**31))
         self._env.state.error_allowance = 0
         self.said: str | None = self._heard().splitlines()[1]

@@ -3,11 +3,11 @@
 sorting     number_sorting: three or four digits, ascending or descending
 filtering   number_filtering: keep or remove what is larger or smaller than a digit
 
-The warm-up shows answers of the right form that are right by chance only: any order, any selection.
+The warm-up shows answers of the right form. A third of them are right, the others are any order, any selection.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import reasoning_gym
@@ -17,6 +17,7 @@ from art_cli import Outcome, Policy
 
 SETTINGS = {"min_numbers": 3, "max_numbers": 4, "max_decimals": 0, "min_value": 0, "max_value": 9}
 NUM_TRAIN, NUM_EVAL, NUM_DEMOS = 4000, 400, 3200
+SHARE_RIGHT = 1 / 3  # of the demos; without any, a policy that is right by chance needs some 10,000 rollouts to start
 EVAL_SEED, TRAIN_SEED, DEMO_SEED = 0, 10**6, 2 * 10**6  # an entry is drawn from the sum of its number and the seed
 
 
@@ -41,8 +42,7 @@ def sorting_eval() -> Iterator[dict[str, Any]]:
 
 
 def sorting_demos() -> list[dict[str, Any]]:
-    draw = random.Random(DEMO_SEED)
-    return [_demo(each, draw.sample(numbers, len(numbers))) for each, numbers in _numbers("sorting")]
+    return _demos("sorting", lambda draw, numbers: draw.sample(numbers, len(numbers)))
 
 
 def filtering_train() -> Iterator[dict[str, Any]]:
@@ -54,8 +54,7 @@ def filtering_eval() -> Iterator[dict[str, Any]]:
 
 
 def filtering_demos() -> list[dict[str, Any]]:
-    draw = random.Random(DEMO_SEED)
-    return [_demo(each, [n for n in numbers if draw.random() < 0.5]) for each, numbers in _numbers("filtering")]
+    return _demos("filtering", lambda draw, numbers: [number for number in numbers if draw.random() < 0.5])
 
 
 def demo_scenarios(name: str) -> Iterator[dict[str, Any]]:
@@ -74,10 +73,13 @@ def _scenarios(name: str, size: int, seed: int) -> Iterator[dict[str, Any]]:
         yield {"id": f"{seed}-{number}", "asked": entry["question"].splitlines()[0], "entry": entry}
 
 
-def _numbers(name: str) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """Each scenario of the warm-up, and the numbers in its question."""
-    return ((scenario, scenario["entry"]["metadata"]["original_numbers"]) for scenario in demo_scenarios(name))
-
-
-def _demo(scenario: dict[str, Any], answer: list[str]) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": scenario["asked"]}, {"role": "assistant", "content": str(answer)}]}
+def _demos(name: str, guess: Callable[[random.Random, list[str]], list[str]]) -> list[dict[str, Any]]:
+    draw = random.Random(DEMO_SEED)
+    demos = []
+    for scenario in demo_scenarios(name):
+        entry = scenario["entry"]
+        guessed = str(guess(draw, entry["metadata"]["original_numbers"]))
+        said = entry["answer"] if draw.random() < SHARE_RIGHT else guessed
+        messages = [{"role": "user", "content": scenario["asked"]}, {"role": "assistant", "content": said}]
+        demos.append({"messages": messages})
+    return demos
