@@ -45,7 +45,7 @@ MAY_CHANGE = frozenset(  # a run goes on with other values of these, and records
     {
         # the size of the next steps
         *("train.learning_rate", "train.warmup_steps", "train.decay", "train.decay_to", "train.betas"),
-        *("train.weight_decay", "train.max_grad_norm", "train.clip_to_history"),
+        *("train.weight_decay", "train.max_grad_norm", "train.clip_to_history", "train.max_kl"),
         "train.steps",  # where the learning rate decays to them
         "train.max_logprob_gap",
         # the schedule of evaluations, and the number of attempts in each

@@ -14,7 +14,7 @@ from torch import Tensor
 from art_cli.errors import LearnerError
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.shares import Finished, UpdateCounts
-from art_cli.learners.algorithms.streams import LossTerms, pack_loss, truncated_weights
+from art_cli.learners.algorithms.streams import LossTerms, k3, pack_loss, truncated_weights
 from art_cli.learners.logprobs import TokenScores
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.pack_runner import PackRunner
@@ -22,7 +22,7 @@ from art_cli.learners.packing import Pack
 from art_cli.learners.samples import Sample
 from art_cli.learners.step_samples import count
 from art_cli.learners.step_statistics import StepStatistics
-from art_cli.learners.token_weights import NUM_COMPONENTS, REFERENCE_KL, Floats
+from art_cli.learners.token_weights import NUM_COMPONENTS, POLICY, REFERENCE_KL, Floats
 
 
 class Update(NamedTuple):
@@ -30,7 +30,9 @@ class Update(NamedTuple):
 
     packs: list[Pack]  # packs that this process runs
     counts: list[UpdateCounts]  # counts of each component of the loss
-    before: list[Tensor | None]  # [N] logprobs of each pack's terms at the weights that sampled; None: the present ones
+    before: Sequence[
+        Tensor | None
+    ]  # [N] logprobs of each pack's terms at the weights that sampled; None: the present ones
     has_unknown: bool  # whether the engine's logprobs of some policy tokens are not comparable
 
 
@@ -58,9 +60,12 @@ class LossGradient:
         has_unknown = any(np.isnan(sample.logprobs[~np.isnan(sample.advantages)]).any() for sample in samples)
         return Update(packs, count(samples, finished), [None] * len(packs), has_unknown)
 
-    def look_ahead(self, update: Update, statistics: StepStatistics) -> Update:
-        """The update with its packs' logprobs at the current weights, if its loss will need them after an update."""
-        if self.importance_cap is None and not update.has_unknown:
+    def look_ahead(self, update: Update, statistics: StepStatistics, *, always: bool = False) -> Update:
+        """The update with its packs' logprobs at the current weights, if its loss will need them after an update.
+
+        `always`: also if its loss will not.
+        """
+        if self.importance_cap is None and not update.has_unknown and not always:
             return update
         before: list[Tensor | None] = []
         with torch.no_grad():
@@ -72,14 +77,15 @@ class LossGradient:
 
     def accumulate(
         self, update: Update, statistics: StepStatistics, *, is_first: bool, done: Callable[[], None] = lambda: None
-    ) -> None:
-        """Adds the update's gradient to the parameters' `.grad`.
+    ) -> list[Tensor]:
+        """Adds the update's gradient to the parameters' `.grad`. Returns each pack's logprobs at the present weights.
 
         `is_first` says that no update of the step came before, so that the weights are those that sampled. Raises
         LearnerError with the trajectory whose loss is not finite, after all processes have run their packs.
         """
         statistics.losses.append(0.0)
         faults: list[str] = []
+        logprobs: list[Tensor] = []
         for pack, before in zip(update.packs, update.before, strict=True):
             reference = self._reference(pack) if update.counts[REFERENCE_KL].tokens else None
             scores = self.runner.run(pack)
@@ -92,9 +98,29 @@ class LossGradient:
                 faults.append(_not_finite("loss", pack.samples[int(terms.samples[is_bad][0])]))
             loss.loss.backward()  # type: ignore[no-untyped-call]
             statistics.add_pack(pack, scores, loss)
+            logprobs.append(terms.new.detach())
             done()
         if faults := [fault for of_rank in self.runner.ranks.gather(faults) for fault in of_rank]:
             raise LearnerError(faults[0])
+        return logprobs
+
+    @torch.no_grad()
+    def divergence(self, update: Update) -> float:
+        """KL(before || now) in nats per token, estimator k3, over the update's tokens in policy; NaN where it has none.
+
+        Before is `update.before`, which must be there. Infinite, if a logprob is not finite now.
+        """
+        sums = np.zeros(2)
+        for pack, of_pack in zip(update.packs, update.before, strict=True):
+            assert of_pack is not None
+            scores = self.runner.run(pack)
+            is_policy = ~self._tensor(pack.terms.weights[POLICY]).isnan()
+            now = scores.logprobs[self._tensor(pack.terms.edges)]
+            # in float64, because in float32 a KL below 1e-7 would be rounding
+            values = k3(of_pack.double(), now.double())[is_policy]
+            sums += float(values.nan_to_num(nan=math.inf).sum()), len(values)
+        total, num_tokens = np.sum(self.runner.ranks.gather(sums), axis=0)
+        return float(total / num_tokens) if num_tokens else math.nan
 
     def blame(self, update: Update, optimizer: Optimizer) -> str:
         """A message that names the sample whose gradient is not finite. It computes the gradient of each alone."""

@@ -111,6 +111,20 @@ class Optimizer:
             self.counts.norms = (*self.counts.norms, self._norm)[-WINDOW:]
         self.clear()
 
+    def remember(self) -> dict[str, Tensor]:
+        """A copy of the weights that the next update starts from, for `draw_back`."""
+        for name, copy in self._copies.items():
+            _refresh(copy, self.parameters[name])
+        return {name: updated.detach().clone() for name, updated in self._updated.items()}
+
+    @torch.no_grad()
+    def draw_back(self, before: Mapping[str, Tensor], share: float) -> None:
+        """Moves the weights that share of the way back to what `remember` gave. AdamW's moments stay as they are."""
+        for name, updated in self._updated.items():
+            updated.lerp_(before[name], share)
+        for name, copy in self._copies.items():
+            self.parameters[name].copy_(copy)
+
     def clear(self) -> None:
         self._norm = None
         for parameter in (*self.parameters.values(), *self._copies.values()):

@@ -49,6 +49,7 @@ class StepStatistics:
         self.losses: list[float] = []  # loss of each optimizer step, the sum over its packs
         self.grad_norms: list[float] = []  # of each optimizer step's gradient, before clipping
         self.grad_clips: list[float] = []  # and after it
+        self.update_kl = self.update_share = math.nan  # of the last optimizer step; NaN: not measured
         self.kl, self.entropy, self.clipped, self.gap, self.imitated = (_Mean() for _ in range(5))
 
     @classmethod
@@ -58,6 +59,7 @@ class StepStatistics:
         total.losses = [sum(losses) for losses in zip(*(part.losses for part in parts), strict=True)]
         # the same in all processes, because they share the summed gradients
         total.grad_norms, total.grad_clips = parts[0].grad_norms, parts[0].grad_clips
+        total.update_kl, total.update_share = parts[0].update_kl, parts[0].update_share
         for part in parts:
             for name in ("num_samples", "tokens_trained", "tokens_imitated", "tokens_flat", "tokens_computed"):
                 setattr(total, name, getattr(total, name) + getattr(part, name))
@@ -115,6 +117,8 @@ class StepStatistics:
             grad_norm=sum(self.grad_norms) / len(self.grad_norms) if has_updates else math.nan,
             grad_clip=sum(self.grad_clips) / len(self.grad_clips) if has_updates else math.nan,
             learning_rate=learning_rate if has_updates else math.nan,
+            update_kl=self.update_kl,
+            update_share=self.update_share,
             logprob_gap=self.gap.mean,
             logprob_gap_max=self.gap.max,
             train_s=train_s,

@@ -34,6 +34,7 @@ from art_cli.learners.samples import Sample, bare_sample
 from art_cli.learners.sft import Sft
 from art_cli.learners.step_samples import make_step_samples, split_by_update
 from art_cli.learners.step_statistics import StepStatistics
+from art_cli.learners.trust_region import hold
 from art_cli.model import Weights, load_checkpoint, save_weights
 from art_cli.trajectory import ScoredTrajectory
 
@@ -171,19 +172,27 @@ class TorchLearner:
     # --- the updates of a step ----------------------------------------------------------------------------------------
 
     def _take_updates(self, updates: list[Update], statistics: StepStatistics, progress: Progress | None) -> None:
-        """Takes the optimizer steps of all epochs, or none. If a later one fails, the earlier ones are undone."""
-        epochs = self.train_config.epochs_per_step
-        snapshot = self.optimizer.snapshot() if epochs * len(updates) > 1 else None
+        """Takes the optimizer steps of all epochs, or none. If one fails, those before it are undone.
+
+        The first one that leaves the trust region, if there is one, is drawn back and is the last.
+        """
+        epochs, is_bounded = self.train_config.epochs_per_step, self.train_config.max_kl is not None
+        snapshot = self.optimizer.snapshot() if epochs * len(updates) > 1 or is_bounded else None
         done = _Counter(progress, total=epochs * sum(len(update.packs) for update in updates))
         try:
             # the first update needs no look ahead unless it is taken again at other weights
             at_first = [] if epochs > 1 else updates[:1]
-            updates = at_first + [self.gradient.look_ahead(update, statistics) for update in updates[len(at_first) :]]
+            later = updates[len(at_first) :]
+            updates = at_first + [self.gradient.look_ahead(each, statistics, always=is_bounded) for each in later]
             for index, update in enumerate(updates * epochs):
-                self.gradient.accumulate(update, statistics, is_first=index == 0, done=done)
+                logprobs = self.gradient.accumulate(update, statistics, is_first=index == 0, done=done)
                 if index == 0:
                     self._check_drift(statistics)
+                    update = update._replace(before=logprobs)
+                before = self.optimizer.remember() if is_bounded else {}
                 self._apply(update, statistics)
+                if is_bounded and not self._stays_near(update, before, statistics):
+                    break
         except BaseException:
             if snapshot is not None:
                 self.optimizer.restore(snapshot)
@@ -208,6 +217,13 @@ class TorchLearner:
         self.optimizer.update()
         statistics.grad_norms.append(norm)
         statistics.grad_clips.append(min(norm, limit))
+
+    def _stays_near(self, update: Update, before: dict[str, Tensor], statistics: StepStatistics) -> bool:
+        """Whether the policy is within `max_kl` of the step's start. If not, the update is drawn back until it is."""
+        assert self.train_config.max_kl is not None
+        held = hold(self.gradient, self.optimizer, update, before, max_kl=self.train_config.max_kl)
+        statistics.update_kl, statistics.update_share = held
+        return held.share == 1
 
     # --- holding the weights ------------------------------------------------------------------------------------------
 

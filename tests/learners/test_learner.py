@@ -206,13 +206,16 @@ def test_a_step_makes_the_better_sample_likelier_and_the_worse_one_less(loss: Lo
 def test_saved_and_loaded_the_next_step_is_bit_identical(tmp_path: Path) -> None:
     weights, other = tiny_weights(), tiny_weights()
     groups = [two_answers(weights, group="a"), two_answers(weights, bad=0.5, group="b")]
-    knobs = {"warmup_steps": 4, "weight_decay": 0.1, "updates_per_step": 2}
+    knobs = {"warmup_steps": 4, "weight_decay": 0.1, "updates_per_step": 2, "max_kl": 1e-4, "clip_to_history": 0.5}
     first, second = learner(weights, **knobs), learner(other, **knobs)
-    first.step(groups)
+    for _ in range(4):
+        first.step(groups)
     first.save(tmp_path)
-    first.step(groups)
+    one = first.step(groups)
     second.load(tmp_path)
-    second.step(groups)
+    two = second.step(groups)
+    assert one.grad_clip < one.grad_norm and one.update_kl > 0
+    assert [(m.grad_clip, m.update_kl, m.loss) for m in (one, two)] == [(one.grad_clip, one.update_kl, one.loss)] * 2
     assert second.optimizer.counts == first.optimizer.counts
     for name, parameter in first.parameters.items():
         assert torch.equal(parameter, second.parameters[name]), name
@@ -419,6 +422,85 @@ def test_later_updates_are_corrected_against_the_weights_that_sampled() -> None:
     metrics = learner(weights, GrpoConfig(importance_cap=2.0), learning_rate=0.05, updates_per_step=2).step(groups)
     assert metrics.clip_fraction > 0
     assert metrics.logprob_gap < 1e-5  # of both updates' groups, measured before the first
+
+
+# --- the trust region -------------------------------------------------------------------------------------------------
+
+
+def estimated_kl(trained: TorchLearner, before: dict[str, torch.Tensor], group: list[ScoredTrajectory]) -> float:
+    """KL(before || now) over the group's tokens, one sequence at a time: mean of exp(d) - d - 1, d = now - before."""
+
+    def logprobs() -> torch.Tensor:
+        rows = [chosen_logprobs(trained.weights, ids, places) for t in group for ids, places in leaves(t.turns)]
+        return torch.cat(rows).detach().double()
+
+    now, after = logprobs(), parameters_of(trained)
+    set_parameters(trained, before)
+    d = now - logprobs()
+    set_parameters(trained, after)
+    return float((d.exp() - d - 1).mean())
+
+
+def set_parameters(trained: TorchLearner, values: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in trained.parameters.items():
+            parameter.copy_(values[name])
+
+
+def test_an_update_within_the_bound_is_measured_and_stays() -> None:
+    plain, bounded = learner(tiny_weights()), learner(tiny_weights(), max_kl=10.0)
+    group, before = two_answers(plain.weights), parameters_of(bounded)
+    assert math.isnan(plain.step([group]).update_kl)
+    metrics = bounded.step([group])
+    assert_unchanged(bounded, parameters_of(plain))
+    assert metrics.update_share == 1
+    assert metrics.update_kl == pytest.approx(estimated_kl(bounded, before, group), rel=1e-3)
+
+
+def test_an_update_past_the_bound_is_halved_until_it_is_within() -> None:
+    """To a tenth of its KL, which about two halvings are for. The weights are then on the line to the whole update."""
+    plain = learner(tiny_weights(), learning_rate=0.05)
+    group, before = two_answers(plain.weights), parameters_of(plain)
+    plain.step([group])
+    whole = estimated_kl(plain, before, group)
+    bounded = learner(tiny_weights(), learning_rate=0.05, max_kl=whole / 10)
+    metrics = bounded.step([group])
+    assert metrics.update_share in (0.5, 0.25, 0.125)
+    assert metrics.update_kl == pytest.approx(estimated_kl(bounded, before, group), rel=1e-3)
+    assert metrics.update_kl <= whole / 10
+    for name, value in parameters_of(plain).items():
+        expected = before[name] + metrics.update_share * (value - before[name])
+        torch.testing.assert_close(bounded.parameters[name].detach(), expected)
+
+
+def test_past_the_bound_the_steps_other_updates_are_left_out() -> None:
+    """The moments are those of the update that was taken; the bound is so small that none of it is kept."""
+    weights = tiny_weights()
+    groups = [two_answers(weights, group=name) for name in "ab"]
+    trained = learner(weights, learning_rate=0.05, updates_per_step=2, max_kl=1e-12)
+    before = parameters_of(trained)
+    metrics = trained.step(groups)
+    assert (metrics.num_updates, metrics.update_share, metrics.update_kl) == (1, 0, 0)
+    assert_unchanged(trained, before)
+    assert trained.optimizer.counts.num_updates == 1
+
+
+def test_when_the_kl_cannot_be_measured_the_update_is_taken_back() -> None:
+    weights = tiny_weights()
+    trained = learner(weights, max_kl=1.0)
+    before = parameters_of(trained)
+    trained.gradient.divergence = fails  # type: ignore[method-assign]
+    with pytest.raises(LearnerError, match="out of memory"):
+        trained.step([two_answers(weights)])
+    assert_unchanged(trained, before)
+    assert trained.optimizer.counts.num_updates == 0
+
+
+def fails(update: object) -> float:
+    raise torch.OutOfMemoryError("here")
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
 
 
 def test_when_a_later_update_fails_the_first_is_taken_back() -> None:

@@ -160,6 +160,7 @@ CASES: dict[str, dict[str, object]] = {
     },
     "checkpointed layers": {"gradient_checkpointing": True, "loss": DrGrpoConfig(name="dr_grpo")},
     "all weights": {"lora": False},
+    "trust region": {"updates_per_step": 2, "max_kl": 3e-5, "loss": GrpoConfig(mean_over="all")},
     "every component": {"loss": AlgorithmConfig(entry="tests.support.streams:Streams", options={"components": NAMES})},
     "a user's algorithm": {"loss": AlgorithmConfig(entry="mine.py:Mine", options={"scale": 2.0}, importance_cap=1.5)},
 }

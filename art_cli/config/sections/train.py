@@ -47,6 +47,10 @@ class TrainConfig(Section):
     """The number of optimizer steps on each batch of groups, which are divided between them."""
     epochs_per_step: PositiveInt = 1
     """How often each trajectory of a step is trained on. Every epoch makes `updates_per_step` optimizer steps."""
+    max_kl: PositiveFloat | None = None
+    """How far a step may move the policy: KL(before || after) in nats per token, estimated on the sampled tokens that
+    are trained (k3). An update that passes it is halved until it does not, and is the step's last. It takes a forward
+    pass more. null: neither measured nor bounded."""
     max_staleness: Count = 0
     """By how many steps the policy that samples a token may be older than the policy that is trained on it. 0:
     on-policy, engine and learner take turns. 1 or more: later batches are sampled while the learner works; needs
