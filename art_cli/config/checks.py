@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 
 from art_cli.config.schema import (
+    DistillConfig,
+    NoJudgeConfig,
     RunConfig,
+    SdpoConfig,
     TorchLearnerConfig,
     UnslothLearnerConfig,
     VllmEngineConfig,
@@ -36,6 +39,7 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield f"{section}.{knob}", message
     for knob, message in config.train.conflicts():
         yield f"train.{knob}", message
+    yield from _judge_conflicts(config)
     if config.rollout.command is not None and "processes" in config.rollout.model_fields_set:
         yield "rollout.processes", "used with rollout.entry only: each attempt of a command is a process of its own"
     if config.rollout.python is not None and config.rollout.command is not None:
@@ -51,6 +55,25 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.train.updates_per_step > config.rollout.groups_per_step:
         groups = config.rollout.groups_per_step
         yield "train.updates_per_step", f"at most rollout.groups_per_step ({groups}): a step is split by groups"
+
+
+def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
+    name = config.judge.name
+    if name == "none" and config.learns_by.needs_rewards:
+        yield "judge", "'none' gives no rewards, which this loss learns from; leave it out, or set loss=distill"
+    if isinstance(config.loss, SdpoConfig) and name in ("rollout", "none", "reward_model"):
+        yield "loss", f"'sdpo' teaches what the judge says, and judge {name!r} gives no reasons; choose judge=ruler"
+    if config.rollout.refill > 0 and not config.learns_by.needs_rewards:
+        yield (
+            "rollout.refill",
+            "refills groups with equal rewards, and this loss learns from no rewards; set it to 0",
+        )
+    teacher = config.loss.teacher if isinstance(config.loss, DistillConfig) else None
+    if teacher is not None and teacher.base_url is not None and config.rollout.sampling.temperature != 1:
+        yield (
+            "rollout.sampling.temperature",
+            "a teacher behind a server gives logprobs at temperature 1 only; set it to 1",
+        )
 
 
 def _stale_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:
@@ -80,7 +103,7 @@ def untrainable(config: RunConfig) -> Iterator[tuple[str, str]]:
             "engine",
             f"{config.engine.name!r} samples from a model of its own and cannot be trained; choose another",
         )
-    if config.rollout.group_size == 1:
+    if config.rollout.group_size == 1 and not isinstance(config.judge, NoJudgeConfig):
         yield "rollout.group_size", "1 gives nothing to compare an attempt with; set it to 2 or more"
     if config.rollout.sampling.temperature == 0:
         yield "rollout.sampling.temperature", "at 0 all attempts are the same; set it to 1 to train"

@@ -36,6 +36,9 @@ NOT_TRAINING = frozenset(
         "learner.offload_optimizer",
         # the engine: after each step the run proves that it samples from the learner's weights
         "engine",
+        # how a teacher's server is reached
+        *("loss.teacher.base_url", "loss.teacher.api_key_env", "loss.teacher.timeout_s", "loss.teacher.retries"),
+        "loss.teacher.concurrency",
         # the learner: all learners compute the same step
         "learner.name",
     }

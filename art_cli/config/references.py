@@ -28,11 +28,13 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.places import show
 from art_cli.config.schema import (
     BlendJudgeConfig,
+    DistillConfig,
     FunctionJudgeConfig,
     JudgeModelConfig,
     LoraConfig,
     ModelConfig,
     NamedJudgeConfig,
+    NoJudgeConfig,
     OpenAIEngineConfig,
     OwnEngineConfig,
     OwnTrackerConfig,
@@ -146,7 +148,7 @@ def _judge(loaded: LoadedConfig) -> Iterator[Wrong]:
         yield from _one_judge("judge", judge, loaded.directory)
 
 
-def _one_judge(key: str, judge: NamedJudgeConfig, directory: Path) -> Iterator[Wrong]:
+def _one_judge(key: str, judge: NamedJudgeConfig | NoJudgeConfig, directory: Path) -> Iterator[Wrong]:
     if isinstance(judge, FunctionJudgeConfig):
         yield from _entry(f"{key}.entry", judge.entry, directory)
     elif isinstance(judge, RewardModelJudgeConfig):
@@ -179,6 +181,12 @@ def _judge_file(key: str, path: Path, directory: Path) -> Iterator[Wrong]:
 def _algorithm(loaded: LoadedConfig) -> Iterator[Wrong]:
     if loaded.config.algorithm is not None:
         yield from _entry("algorithm.entry", loaded.config.algorithm.entry, loaded.directory)
+    elif isinstance(loaded.config.loss, DistillConfig):
+        teacher = loaded.config.loss.teacher
+        if teacher.base_url is not None:
+            yield from _url("loss.teacher.base_url", teacher.base_url)
+        elif not os.path.isdir(loaded.directory / teacher.model):
+            yield from _base("loss.teacher.model", teacher.model, loaded.directory, is_buildable=False)
 
 
 def _sft(loaded: LoadedConfig) -> Iterator[Wrong]:

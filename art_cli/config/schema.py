@@ -7,8 +7,9 @@ imported from here; a file that implements one variant imports its section from 
 """
 
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from art_cli.config.sections.base import MAX_COUNT, MAX_NAME, YEAR_S, Section
 from art_cli.config.sections.engine import (
@@ -26,6 +27,7 @@ from art_cli.config.sections.judge import (
     JudgeConfig,
     JudgeModelConfig,
     NamedJudgeConfig,
+    NoJudgeConfig,
     PanelMemberConfig,
     PriceConfig,
     RewardModelJudgeConfig,
@@ -45,6 +47,7 @@ from art_cli.config.sections.loss import (
     BaseLossConfig,
     CispoConfig,
     DapoConfig,
+    DistillConfig,
     DrGrpoConfig,
     GagpoConfig,
     GdpoConfig,
@@ -56,6 +59,8 @@ from art_cli.config.sections.loss import (
     ReinforcePlusPlusConfig,
     RlooConfig,
     ScaledLossConfig,
+    SdpoConfig,
+    TeacherConfig,
 )
 from art_cli.config.sections.model import LoraConfig, ModelConfig
 from art_cli.config.sections.rollout import GatewayConfig, RolloutConfig, SamplingConfig
@@ -71,6 +76,7 @@ __all__ = [
     "BlendJudgeConfig",
     "CispoConfig",
     "DapoConfig",
+    "DistillConfig",
     "DrGrpoConfig",
     "GagpoConfig",
     "GigpoConfig",
@@ -93,6 +99,7 @@ __all__ = [
     "MaxrlConfig",
     "ModelConfig",
     "NamedJudgeConfig",
+    "NoJudgeConfig",
     "NoTrackerConfig",
     "OpenAIEngineConfig",
     "OwnEngineConfig",
@@ -108,8 +115,10 @@ __all__ = [
     "RunConfig",
     "SamplingConfig",
     "ScaledLossConfig",
+    "SdpoConfig",
     "Section",
     "SftConfig",
+    "TeacherConfig",
     "TorchLearnerConfig",
     "TrackerConfig",
     "TrainConfig",
@@ -132,6 +141,7 @@ class RunConfig(Section):
     gateway: GatewayConfig = GatewayConfig()
     engine: EngineConfig = AutoEngineConfig()
     judge: JudgeConfig = RolloutJudgeConfig()
+    """The default is `none` for a loss that learns from no rewards: distill, unless it has a reward_weight."""
     loss: LossConfig = GrpoConfig()
     algorithm: AlgorithmConfig | None = None
     """null: the one that `loss` names."""
@@ -142,6 +152,17 @@ class RunConfig(Section):
     tracker: TrackerConfig = NoTrackerConfig()
     trackers: list[TrackerConfig] = []
     """A list of trackers, besides `tracker`: [wandb, {name: wandb, project: mine}, {entry: "mine.py:MyTracker"}]."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_rewards(cls, data: Any) -> Any:
+        """A run that names no judge and learns from no rewards has none, so that its rollouts need not return any."""
+        loss = data.get("loss") if isinstance(data, dict) and "judge" not in data else None
+        if isinstance(loss, dict):
+            is_silent = loss.get("name") == "distill" and not loss.get("reward_weight")
+        else:
+            is_silent = isinstance(loss, DistillConfig) and not loss.needs_rewards
+        return {**data, "judge": {"name": "none"}} if is_silent else data
 
     @property
     def learns_by(self) -> LossConfig | AlgorithmConfig:

@@ -3,7 +3,7 @@
 A judge sees the trajectories of one group that finished without error, and answers by trajectory id. It never makes up
 a score: when it cannot score a group, it raises JudgeError and the group stays owed.
 
-    rollout.py function.py reward_model.py blend.py   the judges of one file; function.py also runs a user's own
+    rollout.py none.py function.py reward_model.py blend.py   the judges of one file; function.py also runs a user's own
     ruler/       RULER: a language model scores the attempts of a group against each other
     providers/   the models that judge: one call to one of them, and when to make it again
     costs.py     usage, prices, estimates, budget
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 BUILT_INS = {
     "rollout": "art_cli.judges.rollout:RolloutJudge",
+    "none": "art_cli.judges.none:NoJudge",
     "function": "art_cli.judges.function:FunctionJudge",
     "ruler": "art_cli.judges.ruler.judge:RulerJudge",
     "reward_model": "art_cli.judges.reward_model:RewardModelJudge",

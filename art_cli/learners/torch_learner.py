@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,6 +31,7 @@ from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing_check import PackingCheck
 from art_cli.learners.ranks import Ranks
+from art_cli.learners.reader import Reader
 from art_cli.learners.samples import Sample, bare_sample
 from art_cli.learners.sft import Sft
 from art_cli.learners.step_samples import make_step_samples, split_by_update
@@ -76,6 +78,7 @@ class TorchLearner:
         )
         self.warm_up: Sft | None = None  # set between begin_sft and end_sft
         self.packing = PackingCheck(self.runner)
+        self.algorithm.bind(Reader(self.runner, self.packing), directory)
         self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
         self.optimizer_device = torch.device("cpu") if learner.offload_optimizer else None
         self.optimizer = Optimizer(self.parameters, train, device=self.optimizer_device, ranks=self.ranks)
@@ -87,7 +90,8 @@ class TorchLearner:
         weights (contract 2).
         """
         begin = time.perf_counter()
-        batch = make_step_samples(groups, self.algorithm, kl=self.kl, echo=self.echo)
+        with self._naming_memory():
+            batch = make_step_samples(groups, self.algorithm, kl=self.kl, echo=self.echo)
         parts = split_by_update(batch.groups, self.train_config.updates_per_step)
         # a step of few groups with signal takes fewer updates, and each is as large as if all groups had signal
         finished = batch.finished.divided(max(1, min(self.train_config.updates_per_step, batch.num_groups)))
@@ -101,7 +105,8 @@ class TorchLearner:
                 self._take_updates(updates, statistics, progress)
         statistics = StepStatistics.total(self.ranks.gather(statistics))
         seconds = time.perf_counter() - begin
-        return statistics.metrics(batch, packed=self.runner.can_pack, learning_rate=learning_rate, train_s=seconds)
+        metrics = statistics.metrics(batch, packed=self.runner.can_pack, learning_rate=learning_rate, train_s=seconds)
+        return msgspec.structs.replace(metrics, **self.algorithm.numbers())
 
     def begin_sft(self, demos: Sequence[dict[str, Any]]) -> int:
         """The number of optimizer steps to come. Raises LearnerError: no demos, or one that cannot be trained on."""
@@ -230,13 +235,18 @@ class TorchLearner:
     @contextlib.contextmanager
     def _running(self, sample: Sample, *, batch: Sequence[Sample] = ()) -> Iterator[None]:
         """Holds the weights inside the block. Running out of memory becomes a LearnerError that says what to do."""
+        with self._naming_memory(), self.weights.lock:
+            self.packing.probe(sample)
+            if batch:
+                self.packing.compare(batch)
+            with self.runner.running():
+                yield
+
+    @contextlib.contextmanager
+    def _naming_memory(self) -> Iterator[None]:
+        """Running out of memory inside the block becomes a LearnerError that says what to do."""
         try:
-            with self.weights.lock:
-                self.packing.probe(sample)
-                if batch:
-                    self.packing.compare(batch)
-                with self.runner.running():
-                    yield
+            yield
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise

@@ -29,7 +29,7 @@ def is_judged(config: RunConfig, trajectories: Sequence[Trajectory]) -> bool:
     assert config.eval is not None, "no eval section"
     finished = [trajectory for trajectory in trajectories if trajectory.error is None]
     is_silent = bool(finished) and all(trajectory.returned_reward is None for trajectory in finished)
-    return config.eval.judge and config.judge.name != "rollout" and is_silent
+    return config.eval.judge and config.judge.name not in ("rollout", "none") and is_silent
 
 
 async def judge_contest(

@@ -437,7 +437,7 @@ def _check_targets(loaded: LoadedConfig, base: Path) -> None:
 
 
 def _announce(step: int, steps: int, metrics: dict[str, float]) -> None:
-    shown = ["reward_mean", "loss", "kl", "grad_norm", "logprob_gap", "sample_s", "train_s"]
+    shown = ["reward_mean", "loss", "teacher_kl", "kl", "grad_norm", "logprob_gap", "sample_s", "train_s"]
     numbers = "  ".join(f"{n} {metrics[n]:.3g}" for n in shown if n in metrics)
     log.info("step %d/%d: %s  %s", step + 1, steps, numbers, _describe_failures(metrics))
     if metrics.get("packed") == 0:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from art_cli.config.schema import JudgeModelConfig
+from art_cli.environment import load_environment
 from art_cli.errors import UsageError
 from art_cli.judges.providers import CallFailed
 from art_cli.judges.providers.http import HttpProvider
-from art_cli.judges.providers.keys import load_environment
 from art_cli.secrets import Secrets
 from tests.support.judge_server import JudgeServer
 

@@ -21,12 +21,14 @@ from safetensors.torch import load_file, save_file
 from art_cli.config.compose import load_config
 from art_cli.config.schema import (
     AlgorithmConfig,
+    DistillConfig,
     DrGrpoConfig,
     GrpoConfig,
     LoraConfig,
     LossConfig,
     ModelConfig,
     SftConfig,
+    TeacherConfig,
     TorchLearnerConfig,
     TrainConfig,
 )
@@ -162,6 +164,7 @@ CASES: dict[str, dict[str, object]] = {
     "all weights": {"lora": False},
     "trust region": {"updates_per_step": 2, "max_kl": 3e-5, "loss": GrpoConfig(mean_over="all")},
     "every component": {"loss": AlgorithmConfig(entry="tests.support.streams:Streams", options={"components": NAMES})},
+    "a teacher": {"loss": DistillConfig(name="distill", teacher=TeacherConfig(model="."), reward_weight=0.5)},
     "a user's algorithm": {"loss": AlgorithmConfig(entry="mine.py:Mine", options={"scale": 2.0}, importance_cap=1.5)},
 }
 

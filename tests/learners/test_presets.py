@@ -17,7 +17,11 @@ from tests.learners.test_learner import Caught, learner
 from tests.support.tiny import tiny_weights
 from tests.support.trees import sampled, scored, turn
 
-NEEDED: dict[str, dict[str, Any]] = {"gdpo": {"reward_parts": {"reward": 1.0, "brevity": -0.5}}}  # by preset
+NEEDED: dict[str, dict[str, Any]] = {  # by preset
+    "gdpo": {"reward_parts": {"reward": 1.0, "brevity": -0.5}},
+    "sdpo": {"reward_weight": 1.0},  # no judge explains these attempts
+}
+NAMES = sorted(PRESETS.keys() - {"distill"})  # test_teachers.py holds the same of it, with a teacher
 PACKINGS = [(24, "tree"), (4096, "tree"), (4096, "rows")]  # micro_batch_tokens, packing
 WEIGHTS = tiny_weights(seed=3)
 
@@ -63,7 +67,7 @@ def gradient(name: str, budget: int, packing: str) -> dict[str, torch.Tensor]:
     return caught.gradient
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_is_the_same_for_every_packing_and_micro_batch_size(name: str) -> None:
     """Contract 1, against one row at a time: equal to 1e-5 of the gradient's norm."""
     expected = gradient(name, 1, "rows")
@@ -76,7 +80,7 @@ def test_the_gradient_is_the_same_for_every_packing_and_micro_batch_size(name: s
         assert error <= 1e-5 * norm, (budget, packing)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", NAMES)
 def test_saved_and_loaded_the_next_step_is_bit_identical(name: str, tmp_path: Path) -> None:
     """Contract 6."""
     knobs = {"updates_per_step": 2, "weight_decay": 0.1}

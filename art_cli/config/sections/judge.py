@@ -14,6 +14,12 @@ class RolloutJudgeConfig(Section):
     name: Literal["rollout"] = "rollout"
 
 
+class NoJudgeConfig(Section):
+    """No judge, for a loss that learns from no rewards. A rollout's reward is what it returned, or 0."""
+
+    name: Literal["none"]
+
+
 class FunctionJudgeConfig(Section):
     """A user's own judge: a class, or a function `judge(group: list[Trajectory])`, which returns a list of rewards or a
     dict from id to reward. `judge: {entry: ...}` means this one."""
@@ -185,4 +191,4 @@ class BlendJudgeConfig(Section):
         return self
 
 
-JudgeConfig = Annotated[_OneJudgeConfig | BlendJudgeConfig, Field(discriminator="name")]
+JudgeConfig = Annotated[_OneJudgeConfig | BlendJudgeConfig | NoJudgeConfig, Field(discriminator="name")]

@@ -5,7 +5,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from art_cli.config.sections.base import Float, NonNegative, PositiveFloat, PositiveInt, Section, UnitInterval
+from art_cli.config.sections.base import (
+    Count,
+    Float,
+    NonNegative,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+    UnitInterval,
+)
 
 
 class BaseLossConfig(Section):
@@ -21,6 +30,11 @@ class BaseLossConfig(Section):
     """What the loss is a mean over. `trained`: the trajectories of groups with signal, so that a step of few such
     groups is as large as one of many. `all`: every finished trajectory of the step, so that steps shrink with the
     signal instead of getting noisier."""
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether it learns from the rewards of a group, so that every attempt must have one."""
+        return True
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """(knob, message) for each knob that is set and has no effect."""
@@ -154,6 +168,72 @@ class GdpoConfig(ClippedLossConfig):
                 yield f"reward_parts.{name}", "a part of weight 0 has no effect; leave it out"
 
 
+class TeacherConfig(Section):
+    """The model whose logprobs of the policy's tokens are taught. It must have the policy's tokenizer."""
+
+    model: str
+    """A directory, a hub id, a run or a checkpoint of art; with `base_url` the name that the server knows it by."""
+    base_url: str | None = None
+    """A vLLM server: http://127.0.0.1:8000/v1. null: the model is loaded beside the policy, on the learner's device."""
+    api_key_env: str | None = None
+    """The variable, in the environment or in .env, that holds the server's key. null: no key is sent."""
+    timeout_s: Seconds = 120.0
+    """The longest time for one request to the server."""
+    retries: Count = 5
+    """How often a request is made again after a rate limit, a server error, a lost connection or its deadline."""
+    concurrency: PositiveInt = 16
+    """The number of requests at once."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """(knob, message) for each knob that is set and has no effect."""
+        for knob in ("api_key_env", "timeout_s", "retries", "concurrency"):
+            if self.base_url is None and knob in self.model_fields_set:
+                yield knob, "used with loss.teacher.base_url only: a model that is loaded here needs no requests"
+
+
+class TaughtLossConfig(ScaledLossConfig, ClippedLossConfig):
+    reward_weight: NonNegative = 0.0
+    """Weight of GRPO's advantage, which is added to the teacher's of each token. 0: rewards are not learned from."""
+
+    @property
+    def needs_rewards(self) -> bool:
+        return self.reward_weight > 0
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        if "scale_advantages" in self.model_fields_set and not self.needs_rewards:
+            yield (
+                "scale_advantages",
+                "used with loss.reward_weight above 0 only: the teacher's advantages are not scaled",
+            )
+
+
+class DistillConfig(TaughtLossConfig):
+    """On-policy distillation (Thinking Machines 2025): a teacher's log-ratio as each sampled token's advantage."""
+
+    name: Literal["distill"]
+    teacher: TeacherConfig
+    prefix_weight: NonNegative = 0.0
+    """IW-OPD (Xie et al. 2026, arXiv:2606.22600): tokens before the policy left the teacher count up to 1 + this."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from super().conflicts()
+        yield from ((f"teacher.{knob}", message) for knob, message in self.teacher.conflicts())
+
+
+class SdpoConfig(TaughtLossConfig):
+    """SDPO (2026, arXiv:2601.20802): the policy that has read the judge's explanation teaches the one that has not."""
+
+    name: Literal["sdpo"]
+    feedback: str | None = None
+    """The text added to the first user message, where {explanation}, {score}, {rank} and {attempts} are the judge's.
+    null: the one on docs/teachers.md."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from super().conflicts()
+        if self.feedback is not None and "{explanation}" not in self.feedback:
+            yield "feedback", "has no {explanation}, so that the policy would not read what the judge said"
+
+
 LossConfig = Annotated[
     GrpoConfig
     | DrGrpoConfig
@@ -165,7 +245,9 @@ LossConfig = Annotated[
     | MaxrlConfig
     | RlooConfig
     | ReinforcePlusPlusConfig
-    | GdpoConfig,
+    | GdpoConfig
+    | DistillConfig
+    | SdpoConfig,
     Field(discriminator="name"),
 ]
 

@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from art_cli.config.schema import JudgeModelConfig, PanelMemberConfig, RulerJudgeConfig
+from art_cli.environment import load_environment
 from art_cli.errors import UsageError
 from art_cli.judges import Judge, Verdict, make_key
 from art_cli.judges.costs import Budget, CostEstimate, Spent, Usage, find_price
 from art_cli.judges.providers.caller import FIRST_DELAY_S, Caller, make_provider
-from art_cli.judges.providers.keys import load_environment, missing_key, openai_base
+from art_cli.judges.providers.keys import missing_key, openai_base
 from art_cli.judges.ruler.ask import Voter, all_of
 from art_cli.judges.ruler.cache import VerdictCache, user_cache_path
 from art_cli.judges.ruler.group import read_group

@@ -11,12 +11,17 @@ Tensors and numbers in, tensors and numbers out; float32 whatever the model's dt
 """
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, clip_tokens
 from art_cli.learners.algorithms.shares import UpdateCounts, token_mean
 from art_cli.learners.token_weights import Credit
 from art_cli.trajectory import ScoredTrajectory
+
+if TYPE_CHECKING:
+    from art_cli.learners.reader import Reader
 
 
 class Algorithm:
@@ -27,6 +32,13 @@ class Algorithm:
     """
 
     compares_states = False  # whether credit depends on which replies of a group answered equal states (step_credit.py)
+
+    def bind(self, policy: "Reader", directory: Path) -> None:
+        """Called once by the learner, before the first step. An algorithm whose credit needs a model keeps `policy`.
+
+        `policy.logprobs` reads samples with the policy's present weights; in `credit_step` those are the weights before
+        the step's first update. Paths in the knobs are relative to `directory`.
+        """
 
     def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[Credit | float | None]:
         """[G] the advantage of each trajectory's sampled tokens, or a Credit with weights for each of its tokens.
@@ -42,6 +54,10 @@ class Algorithm:
         `groups` holds those groups of the step that have a finished trajectory.
         """
         return [self.credit(group) for group in groups]
+
+    def numbers(self) -> dict[str, float]:
+        """Metrics of the last `credit_step`, by the names that StepMetrics has for them."""
+        return {}
 
     def objective(self, terms: PolicyTerms) -> Objective:
         """[N] what each term adds to the loss. All terms of a sample are in one call; a pack may have no terms."""

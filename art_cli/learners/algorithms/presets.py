@@ -10,6 +10,7 @@ from typing import Any
 from art_cli.config.sections import loss
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.baselines import Gdpo, Maxrl, ReinforcePlusPlus, Rloo
+from art_cli.learners.algorithms.distillation import Distill, Sdpo
 from art_cli.learners.algorithms.gigpo import Gagpo, Gigpo
 from art_cli.learners.algorithms.grpo import Cispo, Dapo, DrGrpo, Grpo, Gspo
 from art_cli.learners.algorithms.preset import Preset
@@ -27,6 +28,8 @@ PRESETS: dict[str, type[Preset[Any]]] = {
     "rloo": Rloo,
     "reinforce++": ReinforcePlusPlus,
     "gdpo": Gdpo,
+    "distill": Distill,
+    "sdpo": Sdpo,
 }
 
 

@@ -1,0 +1,132 @@
+"""Distillation and SDPO: a teacher's opinion of each token the policy sampled is the token's advantage.
+
+The arithmetic is in teaching.py, the teachers are in ../teachers/.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from art_cli.config.sections import loss
+from art_cli.learners.algorithms.credit import advantages, rewards_of
+from art_cli.learners.algorithms.preset import ClippedPreset
+from art_cli.learners.algorithms.teaching import (
+    lesson,
+    lesson_numbers,
+    prefix_weights,
+    sampled_tokens,
+    student_logprobs,
+    taught_credit,
+)
+from art_cli.learners.token_weights import Credit, Floats
+from art_cli.trajectory import ScoredTrajectory
+
+if TYPE_CHECKING:
+    from art_cli.learners.reader import Reader
+    from art_cli.learners.teachers import Teacher
+    from art_cli.learners.teachers.feedback import Feedback
+
+TaughtKnobs = TypeVar("TaughtKnobs", bound=loss.TaughtLossConfig)
+
+
+class TaughtPreset(ClippedPreset[TaughtKnobs]):
+    """A preset whose advantages a teacher gives token by token; those of rewards are added with `reward_weight`."""
+
+    _policy: "Reader"
+    _numbers: dict[str, float] = {}
+
+    def bind(self, policy: "Reader", directory: Path) -> None:
+        self._policy = policy
+
+    def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> Sequence[Sequence[Credit | float | None]]:
+        """A trajectory without a lesson learns from its rewards alone, or is left out if these count nothing."""
+        lessons = self.lessons(groups)
+        self._numbers = lesson_numbers(lessons, sum(map(len, groups)))
+        return [
+            [
+                taught_credit(trajectory, lessons.get(trajectory.id), reward_part)
+                for trajectory, reward_part in zip(group, self._reward_parts(group), strict=True)
+            ]
+            for group in groups
+        ]
+
+    def _reward_parts(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:
+        weight = self.knobs.reward_weight
+        if weight == 0:
+            return [None] * len(group)
+        return [weight * value for value in advantages(rewards_of(group), scale=self.knobs.scale_advantages)]
+
+    def lessons(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, Floats]:
+        """Trajectory id -> [M] the teacher's advantage of each of its tokens, NaN where it was not asked."""
+        raise NotImplementedError
+
+    def numbers(self) -> dict[str, float]:
+        return self._numbers
+
+
+class Distill(TaughtPreset[loss.DistillConfig]):
+    """On-policy distillation: Lu and Thinking Machines Lab 2025, "On-Policy Distillation".
+
+    A_t = log teacher(y_t | y_<t) - log student(y_t | y_<t), detached, both at the temperature that sampled. Its
+    expectation over the student's own tokens is the gradient of -KL(student || teacher), token by token; as there, a
+    token is not charged with what it leads to later. `prefix_weight` multiplies it by IW-OPD's weights, one sequence
+    at a time.
+    """
+
+    _teacher: "Teacher"
+
+    def bind(self, policy: "Reader", directory: Path) -> None:
+        from art_cli.learners.teachers import make_teacher
+
+        super().bind(policy, directory)
+        self._teacher = make_teacher(self.knobs.teacher, policy, directory)
+
+    def lessons(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, Floats]:
+        trajectories = [trajectory for group in groups for trajectory in group]
+        samples_of = [sampled_tokens(trajectory) for trajectory in trajectories]
+        samples = [sample for samples in samples_of for sample in samples]
+        students = student_logprobs(samples, self._policy.logprobs)
+        ratios = [teacher - student for teacher, student in zip(self._teacher.logprobs(samples), students, strict=True)]
+        if self.knobs.prefix_weight > 0:
+            ratios = [ratio * prefix_weights(ratio, self.knobs.prefix_weight) for ratio in ratios]
+        values = iter(ratios)
+        return {
+            trajectory.id: lesson(trajectory, samples, [next(values) for _ in samples])
+            for trajectory, samples in zip(trajectories, samples_of, strict=True)
+        }
+
+
+class Sdpo(TaughtPreset[loss.SdpoConfig]):
+    """SDPO: self-distillation policy optimization, 2026 (arXiv:2601.20802), on sampled tokens, with a judge's words.
+
+    A_t = log p(y_t | x, feedback, y_<t) - log p(y_t | x, y_<t), detached, under the weights that sampled (the paper's
+    teacher is a moving average of them). The feedback is the judge's explanation of this very attempt, its score and
+    rank, in the first user message; the paper's is a successful attempt or an environment's message. An attempt without
+    an explanation has no lesson, nor has one whose longer prompt would exceed the context.
+    """
+
+    _feedback: "Feedback"
+
+    def bind(self, policy: "Reader", directory: Path) -> None:
+        from art_cli.learners.teachers.feedback import Feedback
+
+        super().bind(policy, directory)
+        self._feedback = Feedback(policy.runner.weights.tokenizer, self.knobs.feedback)
+
+    def lessons(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, Floats]:
+        most = self._policy.runner.weights.max_length
+        found = []
+        for group in groups:
+            for trajectory in group:
+                samples = sampled_tokens(trajectory)
+                told = self._feedback.told(trajectory, samples, group)
+                if samples and told is not None and all(len(each.token_ids) <= most for each in told):
+                    found.append((trajectory, samples, told))
+        students = iter(
+            student_logprobs([sample for _, samples, _ in found for sample in samples], self._policy.logprobs)
+        )
+        teachers = iter(self._policy.logprobs([sample for _, _, told in found for sample in told]))
+        return {
+            trajectory.id: lesson(trajectory, samples, [next(teachers) - next(students) for _ in samples])
+            for trajectory, samples, _ in found
+        }

@@ -1,0 +1,68 @@
+"""Reader: a model's logprobs of given tokens, without a gradient, in the packs that the learner trains in.
+
+Tokens that samples share are computed once. A reader of the policy itself runs in all processes of the learner
+together; any other model is whole in each process, and `divided` gives each process a part of the samples.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from art_cli.errors import ArtError, LearnerError
+from art_cli.learners.pack_runner import PackRunner
+from art_cli.learners.packing_check import PackingCheck
+from art_cli.learners.ranks import Ranks
+from art_cli.learners.samples import Sample
+from art_cli.learners.token_weights import Floats
+
+
+class Reader:
+    """Reads with the weights of a runner. `packing`: the check of that runner; None: it gets one."""
+
+    def __init__(self, runner: PackRunner, packing: PackingCheck | None = None) -> None:
+        self.runner, self.packing = runner, packing or PackingCheck(runner)
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        """[N] of each sample: log p of its targets under softmax(logits / temperature), in nats."""
+        if not samples:
+            return []
+        places = {id(sample): index for index, sample in enumerate(samples)}
+        found: dict[int, Floats] = {}
+        with self.runner.weights.lock, torch.no_grad():
+            self.packing.probe(samples[0])
+            with self.runner.running():
+                for pack in self.runner.deal(samples):
+                    logprobs = self.runner.run(pack).logprobs.double().cpu().numpy()[pack.terms.edges]
+                    for index, sample in enumerate(pack.samples):
+                        found[places[id(sample)]] = logprobs[pack.terms.samples == index]
+        return _in_order(found, self.runner.ranks, len(samples))
+
+
+def divided(
+    samples: Sequence[Sample], ranks: Ranks, read: Callable[[Sequence[Sample]], Sequence[Floats]]
+) -> list[Floats]:
+    """What `read` gives for the samples, of which each process of a learner reads a part.
+
+    Raises LearnerError in all processes if `read` raises an ArtError in one.
+    """
+    alike = sorted(range(len(samples)), key=lambda index: samples[index].token_ids.tobytes())
+    mine = alike[len(alike) * ranks.rank // ranks.size : len(alike) * (ranks.rank + 1) // ranks.size]
+    found: dict[int, Floats] = {}
+    fault = None
+    try:
+        found = dict(zip(mine, read([samples[index] for index in mine]), strict=True))
+    except ArtError as error:
+        if ranks.size == 1:
+            raise
+        fault = str(error)
+    if faults := [each for each in ranks.gather(fault) if each is not None]:
+        raise LearnerError(faults[0])
+    return _in_order(found, ranks, len(samples))
+
+
+def _in_order(found: dict[int, Floats], ranks: Ranks, num_samples: int) -> list[Floats]:
+    """What all processes found, by the index of the sample."""
+    whole: dict[int, Floats] = {}
+    for part in ranks.gather(found):
+        whole |= part
+    return [whole[index] for index in range(num_samples)]

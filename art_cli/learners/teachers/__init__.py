@@ -1,0 +1,42 @@
+"""Teachers: models that give their logprobs of what the policy sampled.
+
+    local.py        a model in this process: a directory, a hub id, a run or a checkpoint
+    server.py       a vLLM server, asked over HTTP
+    feedback.py     no other model: the policy itself, after it has read what the judge said of the attempt
+    vocabulary.py   refuses a teacher that reads other tokens than the policy writes
+
+A Tinker server would be one more file with a `Teacher` of its own.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from art_cli.config.sections.loss import TeacherConfig
+from art_cli.learners.reader import Reader
+from art_cli.learners.samples import Sample
+from art_cli.learners.token_weights import Floats
+
+
+class Teacher(Protocol):
+    """A model with the policy's vocabulary."""
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        """[N] of each sample: log p of its targets, in nats, at the temperatures that they were sampled with.
+
+        All processes of a learner call it with the same samples. Raises LearnerError: it cannot be asked.
+        """
+
+
+def make_teacher(config: TeacherConfig, policy: Reader, directory: Path) -> Teacher:
+    """The teacher of that section; a model's path is relative to `directory`.
+
+    Raises UsageError: it cannot be loaded, or its vocabulary is not the policy's; LearnerError: no server answers.
+    """
+    if config.base_url is not None:
+        from art_cli.learners.teachers.server import ServerTeacher
+
+        return ServerTeacher(config, policy.runner.weights.tokenizer, directory, ranks=policy.runner.ranks)
+    from art_cli.learners.teachers.local import LocalTeacher
+
+    return LocalTeacher(config.model, policy, directory)
