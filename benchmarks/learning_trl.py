@@ -49,6 +49,9 @@ class Attempt:
     def client(self) -> Any:
         return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=self._create)))
 
+    def state(self, key: object) -> None:
+        """What our credit per step compares; TRL has none."""
+
     @property
     def ids(self) -> list[int]:
         return self.prompt + self.completion

@@ -1,7 +1,7 @@
 """Two tasks of reasoning-gym: the first line of its questions, scored by its own functions.
 
-sorting     number_sorting: three or four digits, ascending or descending
-filtering   number_filtering: keep or remove what is larger or smaller than a digit
+sorting     number_sorting: three digits, ascending or descending
+filtering   number_filtering: of three digits, keep or remove those larger or smaller than another
 
 The warm-up shows answers of the right form. A third of them are right, the others are any order, any selection.
 """
@@ -15,9 +15,9 @@ from reasoning_gym.factory import get_score_answer_fn
 
 from art_cli import Outcome, Policy
 
-SETTINGS = {"min_numbers": 3, "max_numbers": 4, "max_decimals": 0, "min_value": 0, "max_value": 9}
+SETTINGS = {"min_numbers": 3, "max_numbers": 3, "max_decimals": 0, "min_value": 0, "max_value": 9}
 NUM_TRAIN, NUM_EVAL, NUM_DEMOS = 4000, 400, 3200
-SHARE_RIGHT = 1 / 3  # of the demos; without any, a policy that is right by chance needs some 10,000 rollouts to start
+SHARE_RIGHT = 1 / 3  # of the demos; with none, sorting went from 0.11 to no more than 0.12 in 3,072 rollouts
 EVAL_SEED, TRAIN_SEED, DEMO_SEED = 0, 10**6, 2 * 10**6  # an entry is drawn from the sum of its number and the seed
 
 

@@ -30,15 +30,12 @@ def test_nothing_that_is_asked_in_the_evaluation_is_trained_on(name: str) -> Non
 
 @pytest.mark.parametrize("name", ["sorting", "filtering"])
 def test_a_third_of_the_warm_up_is_right_and_the_rest_by_chance(name: str) -> None:
-    """Any order of three digits is right once in 6, of four once in 24; a selection once in 8 and 16: about 0.1.
-
-    With a third of the demos right besides: 1 / 3 + 2 / 3 * 0.1 = 0.4.
-    """
+    """Any order of three digits is right once in 6, any selection once in 8; with a third right besides: 0.44, 0.42."""
     demos = getattr(reasoning, f"{name}_demos")()
     asked = list(reasoning.demo_scenarios(name))
     said = [demo["messages"][1]["content"] for demo in demos]
     right = sum(reasoning.score(scenario, answer) for scenario, answer in zip(asked, said, strict=True)) / len(said)
-    assert 0.37 < right < 0.45
+    assert 0.37 < right < 0.5
 
 
 def test_halving_what_is_left_wins_every_game() -> None:
