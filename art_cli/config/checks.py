@@ -48,6 +48,8 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "rollout.python", "with rollout.processes=0 the function runs in the Python of art; leave one of them out"
     if config.rollout.choose == "adaptive" and "shuffle" in config.rollout.model_fields_set:
         yield "rollout.shuffle", "used with rollout.choose 'epochs' only, which is 'adaptive'; leave one of them out"
+    if config.rollout.replay is not None:
+        yield from _replay_conflicts(config, section)
     if config.train.max_staleness > 0:
         yield from _stale_conflicts(config, section)
     if isinstance(config.learner, TorchLearnerConfig) and config.learner.processes > 1:
@@ -82,6 +84,17 @@ def _stale_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str
         yield "train.max_staleness", f"of an older policy, tokens need truncated importance weights: {cure}"
     if isinstance(config.engine, VllmEngineConfig) and config.engine.sleep in (1, 2):
         yield "engine.sleep", "with train.max_staleness the engine samples while the learner works; set it to 0"
+
+
+def _replay_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:
+    if config.learns_by.importance_cap is None:
+        cure = f"set {section}.importance_cap (2.0 is usual)"
+        yield "rollout.replay", f"groups of older policies need truncated importance weights: {cure}"
+    if config.rollout.num_replays == 0:
+        yield "rollout.replay", "with rollout.groups_per_step=1 there is no room for another group; set it to 2 or more"
+    if config.rollout.replay is not None and config.rollout.replay.max_age <= config.train.max_staleness:
+        stale = config.train.max_staleness
+        yield "rollout.replay.max_age", f"above train.max_staleness ({stale}): younger steps may not be done yet"
 
 
 def _process_conflicts(config: RunConfig, learner: TorchLearnerConfig) -> Iterator[tuple[str, str]]:

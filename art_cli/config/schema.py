@@ -63,7 +63,7 @@ from art_cli.config.sections.loss import (
     TeacherConfig,
 )
 from art_cli.config.sections.model import LoraConfig, ModelConfig
-from art_cli.config.sections.rollout import GatewayConfig, RolloutConfig, SamplingConfig
+from art_cli.config.sections.rollout import GatewayConfig, ReplayConfig, RolloutConfig, SamplingConfig
 from art_cli.config.sections.tracker import NoTrackerConfig, OwnTrackerConfig, TrackerConfig, WandbTrackerConfig
 from art_cli.config.sections.train import EvalConfig, SftConfig, TrainConfig
 
@@ -107,6 +107,7 @@ __all__ = [
     "PanelMemberConfig",
     "PriceConfig",
     "ReinforcePlusPlusConfig",
+    "ReplayConfig",
     "RewardModelJudgeConfig",
     "RlooConfig",
     "RolloutConfig",

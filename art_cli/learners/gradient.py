@@ -71,7 +71,7 @@ class LossGradient:
         with torch.no_grad():
             for pack in update.packs:
                 scores = self.runner.run(pack)
-                statistics.add_gap(scores, pack.terms)
+                statistics.add_gap(scores, pack)
                 before.append(scores.logprobs[self._tensor(pack.terms.edges)])
         return update._replace(before=before)
 
@@ -90,7 +90,7 @@ class LossGradient:
             reference = self._reference(pack) if update.counts[REFERENCE_KL].tokens else None
             scores = self.runner.run(pack)
             if is_first and before is None:  # else looking ahead has added it
-                statistics.add_gap(scores, pack.terms)
+                statistics.add_gap(scores, pack)
             terms = self._terms(pack, scores, update.counts, before, reference)
             loss = pack_loss(self.algorithm, terms)
             is_bad = ~loss.parts.isfinite()

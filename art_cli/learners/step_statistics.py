@@ -1,7 +1,7 @@
 """Adds up, pack by pack, what a step reports."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -43,7 +43,9 @@ class _Mean:
 class StepStatistics:
     """The counts and means of one step, over its packs and optimizer steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, replayed: Collection[str] = ()) -> None:
+        """`replayed` are the ids of trajectories that older policies sampled, whose gap says nothing of drift."""
+        self.replayed = replayed
         self.num_samples = self.tokens_flat = self.tokens_computed = 0
         self.tokens_trained = self.tokens_imitated = 0
         self.losses: list[float] = []  # loss of each optimizer step, the sum over its packs
@@ -76,8 +78,12 @@ class StepStatistics:
             self.tokens_flat += sum(len(sample.token_ids) for sample in pack.samples)
             self.tokens_computed += len(pack.token_ids)
 
-    def add_gap(self, scores: TokenScores, terms: Terms) -> None:
+    def add_gap(self, scores: TokenScores, pack: Pack) -> None:
         """Adds the distances between the learner's logprobs and the engine's. Call it at the weights that sampled."""
+        terms, is_old = pack.terms, np.array([sample.trajectory_id in self.replayed for sample in pack.samples])
+        if is_old.any():
+            hidden = np.where(is_old[terms.samples], np.nan, 0.0)
+            terms = terms._replace(logprobs=terms.logprobs + hidden, raw_logprobs=terms.raw_logprobs + hidden)
         self.gap.add(logprob_gaps(scores, terms))
 
     def add_pack(self, pack: Pack, scores: TokenScores, loss: PackLoss) -> None:

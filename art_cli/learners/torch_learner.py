@@ -95,7 +95,7 @@ class TorchLearner:
         parts = split_by_update(batch.groups, self.train_config.updates_per_step)
         # a step of few groups with signal takes fewer updates, and each is as large as if all groups had signal
         finished = batch.finished.divided(max(1, min(self.train_config.updates_per_step, batch.num_groups)))
-        statistics = StepStatistics()
+        statistics = StepStatistics(_replayed(groups))
         learning_rate = self.optimizer.current_rate()
         if parts:
             with self._changing_weights(parts[0][0], batch=parts[0]):
@@ -266,6 +266,12 @@ class TorchLearner:
                 self.weights.version += 1
                 if self.weights.device.type == "cuda":
                     torch.cuda.empty_cache()  # torch keeps freed memory, and an engine that wakes on this GPU needs it
+
+
+def _replayed(groups: Sequence[Sequence[ScoredTrajectory]]) -> set[str]:
+    """The ids of trajectories that were played for an earlier step than the newest ones."""
+    newest = max((trajectory.step for group in groups for trajectory in group), default=0)
+    return {trajectory.id for group in groups for trajectory in group if trajectory.step < newest}
 
 
 class _Counter:

@@ -32,7 +32,8 @@ CLOSE_TIMEOUT_S = 60.0  # longest wait for cancelled rollouts and verdicts to fi
 
 
 class Batch(NamedTuple):
-    """What a step trains on: its scored groups in the order of the plan, and metrics of playing and judging them."""
+    """What a step trains on: its scored groups in the order of the plan, then those of earlier steps that it replays;
+    and metrics of playing and judging them."""
 
     groups: list[list[ScoredTrajectory]]
     metrics: dict[str, float]
@@ -72,7 +73,9 @@ class Batches:
             await before.is_handed_out.wait()
         with LineWriter(self.run.trajectories_path(step)) as played, LineWriter(self.run.scored_path(step)) as out:
             scenarios = await asyncio.to_thread(self.choice.scenarios, step)
-            wave = StepGroups(self.config.rollout, step, scenarios, self.run.trajectories(step))
+            replayed = await asyncio.to_thread(self.choice.replays, step)
+            done = self.run.trajectories(step)
+            wave = StepGroups(self.config.rollout, step, scenarios, done, num_replayed=len(replayed))
             scorer = GroupScorer(self.judge, out, group(self.run.scored(step)))
             for trajectory in wave.done:
                 scorer.add(trajectory)
@@ -94,9 +97,12 @@ class Batches:
             finally:
                 scorer.cancel()
         numbers = _numbers(wave.done, step, sample_s, judge_s, len(scorer.progress.owed))
+        numbers |= _staleness([*wave.done, *(trajectory for members in replayed for trajectory in members)], step)
+        if self.config.rollout.replay is not None:
+            numbers["num_replayed"] = len(replayed)
         groups = wave.scored(scorer.scored)
         await asyncio.to_thread(self.choice.note, step, groups)
-        return Batch(groups, numbers | wave.numbers(scorer.scored) | self._judged())
+        return Batch(groups + replayed, numbers | wave.numbers(scorer.scored) | self._judged())
 
     def _judged(self) -> dict[str, float]:
         """What the judge's calls took since the batch before; no "judge_usd" where a price is not known."""
@@ -139,14 +145,23 @@ def _numbers(
         "num_unscored": num_unscored,
         "tokens_sampled": tokens,
         "turns": len(turns),
-        "staleness": sum((step - turn.step) * len(turn.sampled_ids) for turn in turns) / max(tokens, 1),
-        "staleness_max": max((step - turn.step for turn in turns), default=0),
     }
     numbers["sample_tokens_per_s"] = tokens / sample_s if sample_s else 0.0
     numbers["num_without_turns"] = sum(trajectory.is_silent and trajectory.error is None for trajectory in trajectories)
     numbers["num_limited"] = sum(trajectory.limit is not None for trajectory in trajectories)
     numbers |= {f"failed.{kind}": num for kind, num in _failures(trajectories).most_common(MAX_KINDS)}
     return numbers
+
+
+def _staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
+    """By how many steps the policies that sampled are older than the one that is trained: the mean over tokens, and
+    the largest. `trajectories` are all that the step trains on, those of earlier steps included."""
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    tokens = sum(len(turn.sampled_ids) for turn in turns)
+    return {
+        "staleness": sum((step - turn.step) * len(turn.sampled_ids) for turn in turns) / max(tokens, 1),
+        "staleness_max": max((step - turn.step for turn in turns), default=0),
+    }
 
 
 def _failures(trajectories: Sequence[Trajectory]) -> Counter[str]:

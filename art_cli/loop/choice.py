@@ -1,9 +1,12 @@
-"""ScenarioChoice: the scenarios of each step, from the seed, the step and what the run's files say of earlier steps."""
+"""ScenarioChoice: what each step plays and replays, from the seed, the step and what the files say of earlier steps."""
 
 from collections.abc import Sequence
 
 from art_cli.config.schema import RunConfig
+from art_cli.errors import RunError
+from art_cli.loop.generate import group
 from art_cli.rollouts.adaptive import AdaptiveOrder
+from art_cli.rollouts.replay import choose_replays
 from art_cli.rollouts.scenarios import ScenarioOrder, pools_of
 from art_cli.run_dir import RunDir
 from art_cli.trajectory import GroupRewards, Json, ScoredTrajectory
@@ -24,11 +27,32 @@ class ScenarioChoice:
     def scenarios(self, step: int) -> list[Json]:
         """Those of the step's own groups, then those that it may refill with."""
         rollout = self._config.rollout
+        num_own, num_more = rollout.groups_per_step - rollout.num_replays, rollout.num_spare + rollout.num_replays
         if rollout.choose == "epochs":
-            chosen = self._epochs.groups(step, rollout.groups_per_step, rollout.num_spare)
+            chosen = self._epochs.groups(step, num_own, num_more)
         else:
-            chosen = self._adaptive.groups(step, rollout.groups_per_step, rollout.num_spare, self.history(step))
+            chosen = self._adaptive.groups(step, num_own, num_more, self.history(step))
         return [self._scenarios[index] for index in chosen]
+
+    def replays(self, step: int) -> list[list[ScoredTrajectory]]:
+        """The groups of earlier steps to train on again. Raises RunError: the file of one lacks it."""
+        replay = self._config.rollout.replay
+        if replay is None:
+            return []
+        chosen = choose_replays(
+            self.history(step),
+            step=step,
+            num=self._config.rollout.num_replays,
+            max_age=replay.max_age,
+            seed=self._config.train.seed,
+        )
+        found = {past: group(self._run.scored(past)) for past in {past for past, _ in chosen}}
+        for past, group_id in chosen:
+            if group_id not in found[past]:
+                raise RunError(
+                    f"{self._run.scored_path(past)}: no complete group {group_id}, which step {step} replays"
+                )
+        return [found[past][group_id] for past, group_id in chosen]
 
     def history(self, step: int) -> dict[int, list[GroupRewards]]:
         """The groups of the earlier steps that are certainly done when `step` begins.
@@ -44,17 +68,17 @@ class ScenarioChoice:
 
     def note(self, step: int, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:
         """Writes down the rewards of a finished step's groups, for the choices of later steps."""
-        if self._config.rollout.choose == "epochs":
+        if self._config.rollout.choose == "epochs" and self._config.rollout.replay is None:
             return
         pools = dict(zip((str(scenario["id"]) for scenario in self._scenarios), self._pools, strict=True))
         self._run.write_group_rewards(step, [_rewards_of(members, pools) for members in groups])
 
 
-def _rewards_of(group: Sequence[ScoredTrajectory], pools: dict[str, str]) -> GroupRewards:
-    scenario = str(group[0].scenario.get("id"))
+def _rewards_of(members: Sequence[ScoredTrajectory], pools: dict[str, str]) -> GroupRewards:
+    scenario = str(members[0].scenario.get("id"))
     return GroupRewards(
-        group_id=group[0].group_id,
+        group_id=members[0].group_id,
         scenario=scenario,
         pool=pools.get(scenario, scenario),
-        rewards=[trajectory.reward for trajectory in group if trajectory.reward is not None],
+        rewards=[trajectory.reward for trajectory in members if trajectory.reward is not None],
     )

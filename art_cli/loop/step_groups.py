@@ -26,12 +26,21 @@ class StepGroups:
     """The groups of one step: those that were begun so far, and which ones come next.
 
     `scenarios` are those of the step's own groups, then those to refill with. `done` are its finished trajectories.
+    `num_replayed` groups of earlier steps take the places of as many own ones.
     """
 
-    def __init__(self, config: RolloutConfig, step: int, scenarios: Sequence[Json], done: Sequence[Trajectory]) -> None:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        step: int,
+        scenarios: Sequence[Json],
+        done: Sequence[Trajectory],
+        *,
+        num_replayed: int = 0,
+    ) -> None:
         self.done = list(done)
-        self._wanted, self._pool = config.groups_per_step, config.pool
-        plans = plan_groups(scenarios, step=step, group_size=config.group_size)
+        self._config, self._wanted = config, config.groups_per_step - num_replayed
+        plans = plan_groups(scenarios[: self._wanted + config.num_spare], step=step, group_size=config.group_size)
         self._plans: dict[str, list[RolloutPlan]] = {}  # group id -> its rollouts, in order
         for plan in plans:
             self._plans.setdefault(plan.group_id, []).append(plan)
@@ -66,10 +75,11 @@ class StepGroups:
             if name not in ("reward", "failed")
         }
         groups = [scored[name] for name in self._names[: self._wanted] if name in scored]
-        if self._pool is not None:
-            numbers |= _pool_numbers(groups, self._pool)
-        if len(self._names) > self._wanted:
+        if self._config.pool is not None:
+            numbers |= _pool_numbers(groups, self._config.pool)
+        if self._config.num_spare:
             numbers["num_refilled"] = self._num - self._wanted
+        if self._config.num_spare or self._config.replay is not None:
             numbers |= _reward_numbers(groups)
         return numbers
 

@@ -48,7 +48,7 @@ class AdaptiveOrder:
         probabilities = self.probabilities(expected_signal(history, step=step, half_life=half_life))
         drawn: list[int] = []
         while len(drawn) < groups_per_step + num_spare:
-            drawn += self._draw(f"{self._seed}/{step}/{len(drawn)}", probabilities)
+            drawn += draw(f"{self._seed}/{step}/{len(drawn)}", self._ids, probabilities)
         return drawn[: groups_per_step + num_spare]
 
     def probabilities(self, signals: Mapping[str, float]) -> list[float]:
@@ -59,14 +59,15 @@ class AdaptiveOrder:
             return [1 / len(found)] * len(found)
         return [(1 - EXPLORED_SHARE) * value / total + same for value in found]
 
-    def _draw(self, key: str, probabilities: Sequence[float]) -> list[int]:
-        """All indices in the order of drawing one after the other, each with a probability among those left.
 
-        Efraimidis and Spirakis 2006: sorted by u^(1/p), u uniform in (0, 1), largest first. Here by -log(u) / p,
-        smallest first, with u from a hash.
-        """
-        times = [-math.log(_uniform(f"{key}/{id}")) / p for id, p in zip(self._ids, probabilities, strict=True)]
-        return sorted(range(len(times)), key=times.__getitem__)
+def draw(key: str, ids: Sequence[str], weights: Sequence[float]) -> list[int]:
+    """All indices in the order of drawing one after the other, each with its weight's share among those left.
+
+    Weights are above 0. Efraimidis and Spirakis 2006: sorted by u^(1/w), u uniform in (0, 1), largest first. Here by
+    -log(u) / w, smallest first, with u from a hash of key and id.
+    """
+    times = [-math.log(_uniform(f"{key}/{id}")) / w for id, w in zip(ids, weights, strict=True)]
+    return sorted(range(len(times)), key=times.__getitem__)
 
 
 def expected_signal(history: History, *, step: int, half_life: float) -> dict[str, float]:

@@ -13,3 +13,9 @@ async def rollout(policy: Policy, scenario: dict[str, str]) -> Outcome:
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
     letters = sum(letter.isascii() and letter.isalpha() for letter in said)
     return Outcome(reward=letters / max(len(said), 1), metrics={"length": len(said)})
+
+
+async def coarse(policy: Policy, scenario: dict[str, str]) -> Outcome:
+    """Reward 1 where more than four in five characters are letters, else 0, so that many groups say nothing."""
+    outcome = await rollout(policy, scenario)
+    return Outcome(reward=float((outcome.reward or 0.0) > 0.8), metrics=outcome.metrics)

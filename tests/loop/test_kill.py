@@ -1,4 +1,8 @@
-"""Contract 6: a run killed at any instant and started again ends as an undisturbed one, and loses nothing."""
+"""Contract 6: a run killed at any instant and started again ends as an undisturbed one, and loses nothing.
+
+"Trains on none twice" is about work that a kill could repeat. With `rollout.replay` a run trains on a group again by
+choice, and the files of earlier steps say which; a killed run replays the same ones.
+"""
 
 import asyncio
 import json
@@ -18,9 +22,11 @@ import pytest
 
 from art_cli.config.compose import load_config
 from art_cli.loop.auto import resolve_auto
+from art_cli.loop.choice import ScenarioChoice
 from art_cli.loop.generate import group
 from art_cli.loop.policy import PolicySource, open_learner
 from art_cli.loop.train import train
+from art_cli.rollouts.scenarios import load_scenarios
 from art_cli.run_dir import RunDir, verify_checkpoint
 from art_cli.trajectory import ScoredTrajectory, Trajectory
 from tests.support.paths import LETTERS
@@ -180,6 +186,57 @@ def test_kills_outside_of_generation_give_a_bit_identical_adapter(tmp_path: Path
     for step in range(STEPS + 1):
         one, other = (run.checkpoint_path(step) / ADAPTER for run in (whole, files))
         assert one.read_bytes() == other.read_bytes(), f"step {step}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_that_refills_replays_and_adapts_makes_the_same_choices_after_kills(tmp_path: Path) -> None:
+    """Twelve kills at random instants, in the middle of waves too. Rewards are 0 or 1, so that many groups say nothing.
+
+    Every step's own groups are the shortest beginning of its scenarios with enough signal, each attempt played once,
+    and its adapter is what one update on them and on the groups that it replays gives, bit for bit.
+    """
+    choosing = ["rollout.entry=rollout.py:coarse", "rollout.refill=1.0", "rollout.choose=adaptive"]
+    settings = [f"runs={tmp_path}", *SETTINGS, *choosing, "+rollout.replay.share=0.3", "loss.importance_cap=2"]
+    trainer, draw, seen = Trainer(settings, tmp_path / "log"), random.Random(5), set[str]()
+    files = RunDir(tmp_path / "letters")
+    try:
+        for _ in range(12):
+            child = trainer.start()
+            if trainer.status(timeout_s=draw.uniform(0.5, 3.0)) is not None:
+                break
+            trainer.kill(child)
+            seen |= finished_lines(files.root)
+        else:
+            trainer.start()
+            assert trainer.status(timeout_s=300) == 0, (tmp_path / "log").read_text()[-2000:]
+    finally:
+        trainer.close()
+    assert seen <= finished_lines(files.root)
+    loaded = resolve_auto(load_config(LETTERS / "config.yaml", settings), "learner")
+    choice = ScenarioChoice(loaded.config, files, load_scenarios("scenarios.jsonl", LETTERS))
+    refilled = 0
+    for step in range(STEPS):
+        replays, own = choice.replays(step), group(files.scored(step))
+        ids = [t.id for t in files.trajectories(step)]
+        assert len(set(ids)) == len(ids) == 4 * len(own)
+        names = [f"s{step:04d}-g{number:04d}" for number in range(len(own))]
+        scenarios = choice.scenarios(step)[: len(own)]
+        assert [own[name][0].scenario for name in names] == scenarios
+        wanted = 3 - len(replays)
+        tells = [len({t.reward for t in own[name]}) > 1 for name in names]
+        assert sum(tells[:-1]) < wanted or len(names) == wanted
+        assert sum(tells) >= wanted or len(names) == wanted + 3
+        refilled += len(names) - wanted
+        with open_learner(loaded, PolicySource(files.checkpoint_path(step), step)) as learner:
+            learner.step([*(own[name] for name in names), *replays])
+            again = tmp_path / f"again-{step}"
+            again.mkdir()
+            learner.save(again)
+        assert (again / ADAPTER).read_bytes() == (files.checkpoint_path(step + 1) / ADAPTER).read_bytes(), (
+            f"step {step}"
+        )
+    assert refilled > 0
 
 
 def test_an_older_checkpoint_takes_over_when_the_newest_is_damaged_and_the_steps_come_out_the_same(

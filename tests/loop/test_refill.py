@@ -23,7 +23,7 @@ from art_cli.run_dir import RunDir
 from art_cli.trajectory import Json, ScoredTrajectory, Trajectory, score_trajectory
 from tests.support.paths import LETTERS
 
-CONFIG = RolloutConfig(entry="none.py:none", scenarios="none", group_size=2, groups_per_step=4)
+CONFIG = RolloutConfig(entry="none.py:none", scenarios="none", group_size=2, groups_per_step=4, refill=4.0)
 
 
 def config(**values: float) -> RolloutConfig:
@@ -113,7 +113,7 @@ def test_the_numbers_are_those_of_the_steps_own_groups() -> None:
 
 
 def test_without_a_budget_nothing_is_refilled_and_no_number_is_added() -> None:
-    groups = StepGroups(CONFIG, 0, scenarios(4 * [False]), [])
+    groups = StepGroups(config(refill=0.0), 0, scenarios(8 * [False]), [])
     groups.done += map(play, groups.next({}))
     assert groups.next(score(groups.done)) == []
     assert groups.numbers(score(groups.done)) == {"metrics.tells": 0.0}

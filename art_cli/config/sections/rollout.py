@@ -27,6 +27,15 @@ class SamplingConfig(Section):
     the call asked for."""
 
 
+class ReplayConfig(Section):
+    """Training again on groups of earlier steps, with importance weights."""
+
+    share: Annotated[Float, Field(gt=0, lt=1)] = 0.25
+    """The share of a step's groups that are groups with signal of earlier steps, so that fewer are played."""
+    max_age: PositiveInt = 8
+    """The largest number of steps since such a group was played."""
+
+
 class RolloutConfig(Section):
     """The user's agent, the scenarios, and how many attempts are made at once and in each step."""
 
@@ -69,6 +78,8 @@ class RolloutConfig(Section):
     pool: str | None = None
     """A key of the scenarios, such as "level". Scenarios with the same value are a pool, whose mean reward is a metric
     of each step, and which `choose: adaptive` sees as one. null: each scenario is seen alone."""
+    replay: ReplayConfig | None = None
+    """null: a step trains on its own groups only. Needs `loss.importance_cap`."""
     sampling: SamplingConfig = SamplingConfig()
 
     @property
@@ -76,6 +87,13 @@ class RolloutConfig(Section):
         """The largest number of further groups that a step may play; rounded up, so that a share above 0 is at least
         one group."""
         return math.ceil(round(self.refill * self.groups_per_step, 6))
+
+    @property
+    def num_replays(self) -> int:
+        """The number of groups of earlier steps that a step trains on again if there are as many; rounded up."""
+        if self.replay is None:
+            return 0
+        return min(math.ceil(round(self.replay.share * self.groups_per_step, 6)), self.groups_per_step - 1)
 
     @model_validator(mode="after")
     def _one_of_entry_and_command(self) -> Self:
