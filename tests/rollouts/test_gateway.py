@@ -136,6 +136,14 @@ async def test_a_header_names_the_state_of_the_turn(sent: str, state: str | None
     assert msgspec.json.decode(msgspec.json.encode(turns), type=list[Turn]) == turns
 
 
+def test_a_file_with_a_longer_state_than_is_ever_recorded_is_refused() -> None:
+    turn = {"parent": None, "kept": 0, "prompt_ids": [1], "sampled_ids": [2], "logprobs": [0.0], "raw_logprobs": None}
+    turn |= {"step": 0, "temperature": 1.0}
+    assert msgspec.convert(turn, Turn).state is None  # a file of before states were recorded
+    with pytest.raises(msgspec.ValidationError, match="length <= 256"):
+        msgspec.convert({**turn, "state": "b" * 257}, Turn)
+
+
 async def test_the_end_of_a_stream_is_recorded_before_the_client_sees_it() -> None:
     gateway = make_gateway(ScriptedBackend())
     key = gateway.open("t0")
