@@ -55,6 +55,7 @@ class StepMetrics(msgspec.Struct, kw_only=True):
     taught_share: float = float("nan")  # share of finished trajectories that the teacher said something of
     kl: float = float("nan")  # k3 estimate against the reference policy; NaN: not computed
     entropy: float = float("nan")
+    entropy_coefficient: float = float("nan")  # reward of a nat of entropy in this step; NaN: no loss.entropy_floor
     clip_fraction: float = float("nan")
     grad_norm: float = float("nan")  # before clipping, mean over updates
     grad_clip: float = float("nan")  # after clipping, mean over updates

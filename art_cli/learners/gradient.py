@@ -34,6 +34,7 @@ class Update(NamedTuple):
         Tensor | None
     ]  # [N] logprobs of each pack's terms at the weights that sampled; None: the present ones
     has_unknown: bool  # whether the engine's logprobs of some policy tokens are not comparable
+    entropy_bonus: float = 0.0  # reward of a nat of entropy, per token of the policy's component
 
 
 class LossGradient:
@@ -54,11 +55,16 @@ class LossGradient:
         self.runner, self.algorithm = runner, algorithm
         self.importance_cap, self.mean_over = importance_cap, mean_over
 
-    def plan(self, samples: Sequence[Sample], finished: Finished | None = None) -> Update:
-        """`finished` is the update's part of what the step's finished trajectories hold; None: that of its samples."""
+    def plan(
+        self, samples: Sequence[Sample], finished: Finished | None = None, *, entropy_bonus: float = 0.0
+    ) -> Update:
+        """`finished` is the update's part of what the step's finished trajectories hold; None: that of its samples.
+
+        `entropy_bonus` is the reward of a nat of entropy.
+        """
         packs = self.runner.deal(samples)
         has_unknown = any(np.isnan(sample.logprobs[~np.isnan(sample.advantages)]).any() for sample in samples)
-        return Update(packs, count(samples, finished), [None] * len(packs), has_unknown)
+        return Update(packs, count(samples, finished), [None] * len(packs), has_unknown, entropy_bonus)
 
     def look_ahead(self, update: Update, statistics: StepStatistics, *, always: bool = False) -> Update:
         """The update with its packs' logprobs at the current weights, if its loss will need them after an update.
@@ -88,10 +94,10 @@ class LossGradient:
         logprobs: list[Tensor] = []
         for pack, before in zip(update.packs, update.before, strict=True):
             reference = self._reference(pack) if update.counts[REFERENCE_KL].tokens else None
-            scores = self.runner.run(pack)
+            scores = self.runner.run(pack, entropy_gradient=update.entropy_bonus > 0)
             if is_first and before is None:  # else looking ahead has added it
                 statistics.add_gap(scores, pack)
-            terms = self._terms(pack, scores, update.counts, before, reference)
+            terms = self._terms(pack, scores, update, before, reference)
             loss = pack_loss(self.algorithm, terms)
             is_bad = ~loss.parts.isfinite()
             if is_bad.any():
@@ -129,7 +135,7 @@ class LossGradient:
         for pack, before in zip(update.packs, update.before, strict=True):
             for index, sample in enumerate(pack.samples):
                 own = None if before is None else before[self._tensor(pack.terms.samples) == index]
-                alone = Update(self.runner.deal([sample]), update.counts, [own], update.has_unknown)
+                alone = update._replace(packs=self.runner.deal([sample]), before=[own])
                 self.accumulate(alone, StepStatistics(), is_first=False)
                 norm = optimizer.clip()
                 optimizer.clear()
@@ -146,7 +152,7 @@ class LossGradient:
         self,
         pack: Pack,
         scores: TokenScores,
-        counts: Sequence[UpdateCounts],
+        update: Update,
         before: Tensor | None,
         reference: Tensor | None,
     ) -> LossTerms:
@@ -161,9 +167,11 @@ class LossGradient:
             old=torch.where(engine.isnan(), before, engine) if cap is None else before,
             samples=self._tensor(pack.terms.samples),
             weights=self._tensor(pack.terms.weights).float(),
-            shares=self._tensor(self._shares(pack.samples, counts)[:, pack.terms.samples]).float(),
+            shares=self._tensor(self._shares(pack.samples, update.counts)[:, pack.terms.samples]).float(),
             importance=None if cap is None else truncated_weights(before, engine, cap=cap),
             reference=reference,
+            entropies=scores.entropies[self._tensor(pack.terms.edges)] if update.entropy_bonus > 0 else None,
+            entropy_bonus=update.entropy_bonus,
         )
 
     def _shares(self, samples: Sequence[Sample], counts: Sequence[UpdateCounts]) -> Floats:

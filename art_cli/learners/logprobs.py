@@ -21,23 +21,31 @@ Head = Callable[[Tensor], Tensor]  # [n, H] -> [n, V] logits; any module: linear
 
 class TokenScores(NamedTuple):
     logprobs: Tensor  # [E] nats, log p of the targets under softmax(logits / temperature); carries the gradient
-    entropies: Tensor  # [E] nats, entropy of that distribution; detached
+    entropies: Tensor  # [E] nats, entropy of that distribution; detached, unless its gradient is asked for
     raw_logprobs: Tensor  # [E] nats, log p of the targets under softmax(logits); detached
 
 
 def token_scores(
-    hidden: Tensor, head: Head, targets: Tensor, temperatures: Tensor, *, chunk_logits: int | None = None
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    temperatures: Tensor,
+    *,
+    chunk_logits: int | None = None,
+    entropy_gradient: bool = False,
 ) -> TokenScores:
     """Scores of `targets` [E] given `hidden` [E, H]; `temperatures` [E] positive. No rows give empty tensors.
 
     log p(x) = z_x / t - log sum_v exp(z_v / t); its gradient by z_v is (1[v = x] - p_v) / t. The head's own parameters
-    get their gradients too. Example: logits 0 and log 3, target 1, t = 1 give log 3/4.
+    get their gradients too. With `entropy_gradient` each entropy H carries its own: -p_v (log p_v + H) / t.
+    Example: logits 0 and log 3, target 1, t = 1 give log 3/4.
     """
     wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
     is_frozen = isinstance(head, torch.nn.Module) and not any(p.requires_grad for p in head.parameters())
     rows = _rows_per_chunk(hidden, head, chunk_logits)
-    scores = _FrozenHead if wants_gradient and is_frozen else _TrainedHead
-    return TokenScores(*scores.apply(hidden, head, targets, temperatures, rows))  # type: ignore[no-untyped-call]
+    if wants_gradient and is_frozen and not entropy_gradient:
+        return TokenScores(*_FrozenHead.apply(hidden, head, targets, temperatures, rows))  # type: ignore[no-untyped-call]
+    return TokenScores(*_TrainedHead.apply(hidden, head, targets, temperatures, rows, entropy_gradient))  # type: ignore[no-untyped-call]
 
 
 class _TrainedHead(torch.autograd.Function):
@@ -45,20 +53,28 @@ class _TrainedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Head, targets: Tensor, temperatures: Tensor, rows: int
+        ctx: Any,
+        hidden: Tensor,
+        head: Head,
+        targets: Tensor,
+        temperatures: Tensor,
+        rows: int,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         scores = _Scores(hidden, temperatures)
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
             scores.fill(chunk, head(hidden[chunk]).float(), targets[chunk])
-        ctx.save_for_backward(hidden, targets, temperatures, scores.log_sums)
+        ctx.save_for_backward(hidden, targets, temperatures, scores.log_sums, scores.entropies)
         ctx.head, ctx.rows, ctx.is_tempered = head, rows, scores.is_tempered
-        ctx.mark_non_differentiable(scores.entropies, scores.raw_logprobs)
+        ctx.entropy_gradient = entropy_gradient
+        fixed = [scores.raw_logprobs] if entropy_gradient else [scores.entropies, scores.raw_logprobs]
+        ctx.mark_non_differentiable(*fixed)
         return scores.logprobs, scores.entropies, scores.raw_logprobs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
-        hidden, targets, temperatures, log_sums = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, grad_entropies: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+        hidden, targets, temperatures, log_sums, entropies = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         scaled = grad / temperatures
         for start in range(0, len(hidden), ctx.rows):
@@ -70,11 +86,16 @@ class _TrainedHead(torch.autograd.Function):
             slope = logits.detach().float()
             if ctx.is_tempered:
                 slope.div_(temperatures[chunk, None])
-            slope.sub_(log_sums[chunk, None]).exp_().mul_(-scaled[chunk, None])
+            slope.sub_(log_sums[chunk, None])  # log p
+            factors = -scaled[chunk, None]
+            if ctx.entropy_gradient:
+                scaled_entropies = (grad_entropies / temperatures)[chunk, None]
+                factors = factors - scaled_entropies * (slope + entropies[chunk, None])
+            slope.exp_().mul_(factors)
             slope.scatter_add_(1, targets[chunk, None], scaled[chunk, None])
             logits.backward(slope.to(logits.dtype))
             grad_hidden[chunk] = leaf.grad
-        return grad_hidden, None, None, None, None
+        return grad_hidden, None, None, None, None, None
 
 
 class _FrozenHead(torch.autograd.Function):

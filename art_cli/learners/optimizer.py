@@ -18,6 +18,7 @@ from torch import Tensor
 
 from art_cli.config.schema import SftConfig, TrainConfig
 from art_cli.errors import CheckpointError
+from art_cli.learners.entropy_floor import EntropyState
 from art_cli.learners.ranks import Ranks
 
 STATE_FILE = "optimizer.safetensors"
@@ -28,11 +29,12 @@ MIN_NORMS = 4  # least number of past norms that have a median to trust
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """optimizer.json. Example: Counts(num_steps=3, num_updates=6)"""
+    """optimizer.json: what a step leaves for the next besides tensors. Example: Counts(num_steps=3, num_updates=6)"""
 
     num_steps: int = 0  # policy steps that changed weights; warm-up counts these
     num_updates: int = 0  # optimizer steps
     norms: tuple[float, ...] = ()  # norms of the last WINDOW optimizer steps' gradients before clipping, newest last
+    entropy: EntropyState = EntropyState()
 
 
 class Optimizer:

@@ -7,6 +7,7 @@ runs the model as it is on one sample at a time. packing_check.py compares the t
 
 import contextlib
 import copy
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -116,21 +117,22 @@ class PackRunner:
         packs = pack_evenly(samples, self.ranks.size, budget=budget, share=share)
         return deal(packs, self.ranks.rank, self.ranks.size)
 
-    def run(self, pack: Pack) -> TokenScores:
-        """[E] scores of the pack's edges."""
+    def run(self, pack: Pack, *, entropy_gradient: bool = False) -> TokenScores:
+        """[E] scores of the pack's edges. `entropy_gradient`: the entropies carry a gradient too."""
         with contextlib.ExitStack() as stack:
             if self._checkpoints(pack):
                 stack.enter_context(_checkpointing_layers(self.model))
             if not self.can_pack:
-                return self._run_plain(pack)
-            return self.ranks.forward(self.model, self._run_packed, pack)
+                return self._run_plain(pack, entropy_gradient)
+            run = functools.partial(self._run_packed, entropy_gradient=entropy_gradient)
+            return self.ranks.forward(self.model, run, pack)
 
     def _checkpoints(self, pack: Pack) -> bool:
         """Whether the backward pass computes the pack's activations again instead of keeping them."""
         setting = self.config.gradient_checkpointing
         return setting is not False and len(pack.token_ids) >= setting and torch.is_grad_enabled()
 
-    def _run_packed(self, pack: Pack) -> TokenScores:
+    def _run_packed(self, pack: Pack, entropy_gradient: bool) -> TokenScores:
         backbone = self.model.base_model
         tree = Tree.of(pack, self.weights.device, self.flex)
         output = backbone(
@@ -144,16 +146,17 @@ class PackRunner:
         if len(hidden) == len(tree.rows):
             positions = torch.searchsorted(tree.rows, positions)
         hidden = hidden[positions]  # [E, H]
-        return self._score(hidden, self.model.get_output_embeddings(), pack)
+        return self._score(hidden, self.model.get_output_embeddings(), pack, entropy_gradient)
 
-    def _run_plain(self, pack: Pack) -> TokenScores:
+    def _run_plain(self, pack: Pack, entropy_gradient: bool) -> TokenScores:
         starts, ends, _, parents = pack.segments
         assert all(parent < 0 for parent in parents), "a shared pack cannot be run one sample at a time"
         logits = [
             self._row_logits(pack.token_ids[start:end], positions - start)
             for start, end, positions in zip(starts, ends, _split(pack.edges.positions, starts[1:]), strict=True)
         ]
-        return self._score(torch.cat(logits), torch.clone, pack)  # the logits are there, so the head only copies them
+        # the logits are there, so the head only copies them
+        return self._score(torch.cat(logits), torch.clone, pack, entropy_gradient)
 
     def _row_logits(self, token_ids: Ints, positions: Ints) -> Tensor:
         """[len(positions), V] logits of one sequence, the whole model run as it is."""
@@ -164,9 +167,10 @@ class PackRunner:
         logits: Tensor = output.logits[0, self._tensor(positions - first)]
         return logits
 
-    def _score(self, hidden: Tensor, head: Any, pack: Pack) -> TokenScores:
+    def _score(self, hidden: Tensor, head: Any, pack: Pack, entropy_gradient: bool) -> TokenScores:
         temperatures = self._tensor(pack.edges.temperatures).float()
-        return token_scores(hidden, head, self._tensor(pack.edges.targets), temperatures)
+        targets = self._tensor(pack.edges.targets)
+        return token_scores(hidden, head, targets, temperatures, entropy_gradient=entropy_gradient)
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array).to(self.weights.device)

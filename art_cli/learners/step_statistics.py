@@ -89,7 +89,7 @@ class StepStatistics:
     def add_pack(self, pack: Pack, scores: TokenScores, loss: PackLoss) -> None:
         sampled = pack.terms.edges[~np.isnan(pack.terms.weights[POLICY])]
         self.losses[-1] += float(loss.loss.detach())
-        self.entropy.add(scores.entropies[torch.from_numpy(sampled).to(scores.entropies.device)])
+        self.entropy.add(scores.entropies.detach()[torch.from_numpy(sampled).to(scores.entropies.device)])
         imitated = pack.terms.edges[~np.isnan(pack.terms.weights[CROSS_ENTROPY])]
         self.imitated.add(-scores.logprobs.detach()[torch.from_numpy(imitated).to(scores.logprobs.device)])
         if loss.is_clipped is not None:
@@ -97,7 +97,15 @@ class StepStatistics:
         if loss.kl is not None:
             self.kl.add(loss.kl)
 
-    def metrics(self, batch: StepSamples, *, packed: bool | None, learning_rate: float, train_s: float) -> StepMetrics:
+    def metrics(
+        self,
+        batch: StepSamples,
+        *,
+        packed: bool | None,
+        learning_rate: float,
+        train_s: float,
+        entropy_bonus: float | None = None,
+    ) -> StepMetrics:
         """`packed`: whether the samples ran as packs; None: not decided yet, because nothing ran."""
         has_updates = bool(self.grad_norms)
         return StepMetrics(
@@ -119,6 +127,7 @@ class StepStatistics:
             cross_entropy=self.imitated.mean,
             kl=self.kl.mean,
             entropy=self.entropy.mean,
+            entropy_coefficient=entropy_bonus if has_updates and entropy_bonus is not None else math.nan,
             clip_fraction=self.clipped.mean,
             grad_norm=sum(self.grad_norms) / len(self.grad_norms) if has_updates else math.nan,
             grad_clip=sum(self.grad_clips) / len(self.grad_clips) if has_updates else math.nan,

@@ -67,7 +67,7 @@ class TorchLearner:
         """
         if loss.kl > 0 and not weights.has_adapter:
             raise LearnerError("loss.kl needs a reference policy, the model without its adapter: set model.lora")
-        self.weights = weights
+        self.weights, self.loss = weights, loss
         self.train_config, self.sft_config = train, sft
         self.kl, self.echo = loss.kl, loss.echo
         self.algorithm = build_algorithm(loss, max_tokens=sampling_max_tokens, directory=directory)
@@ -96,16 +96,26 @@ class TorchLearner:
         # a step of few groups with signal takes fewer updates, and each is as large as if all groups had signal
         finished = batch.finished.divided(max(1, min(self.train_config.updates_per_step, batch.num_groups)))
         statistics = StepStatistics(_replayed(groups))
-        learning_rate = self.optimizer.current_rate()
+        learning_rate, bonus = self.optimizer.current_rate(), self._entropy_bonus()
         if parts:
             with self._changing_weights(parts[0][0], batch=parts[0]):
-                updates = [self.gradient.plan(part, finished) for part in parts]
+                updates = [self.gradient.plan(part, finished, entropy_bonus=bonus or 0.0) for part in parts]
                 for update in updates:
                     statistics.add_counts(update.packs)
                 self._take_updates(updates, statistics, progress)
         statistics = StepStatistics.total(self.ranks.gather(statistics))
+        if self.loss.entropy_floor is not None:
+            self.optimizer.counts.entropy = self.optimizer.counts.entropy.after(
+                statistics.entropy.mean, floor=self.loss.entropy_floor, step=self.loss.entropy_step
+            )
         seconds = time.perf_counter() - begin
-        metrics = statistics.metrics(batch, packed=self.runner.can_pack, learning_rate=learning_rate, train_s=seconds)
+        metrics = statistics.metrics(
+            batch,
+            packed=self.runner.can_pack,
+            learning_rate=learning_rate,
+            entropy_bonus=bonus,
+            train_s=seconds,
+        )
         return msgspec.structs.replace(metrics, **self.algorithm.numbers())
 
     def begin_sft(self, demos: Sequence[dict[str, Any]]) -> int:
@@ -173,6 +183,10 @@ class TorchLearner:
 
     def close(self) -> None:
         """Nothing to close, because there is no other process."""
+
+    def _entropy_bonus(self) -> float | None:
+        """The reward of a nat of entropy in the present step; None: the loss has no floor."""
+        return None if self.loss.entropy_floor is None else self.optimizer.counts.entropy.bonus
 
     # --- the updates of a step ----------------------------------------------------------------------------------------
 

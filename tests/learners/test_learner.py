@@ -21,6 +21,7 @@ from art_cli.config.schema import (
     TrainConfig,
 )
 from art_cli.errors import DriftError, LearnerError
+from art_cli.learners.entropy_floor import EntropyState
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.model import Weights
 from art_cli.trajectory import ScoredTrajectory, Turn, sequence
@@ -30,12 +31,14 @@ from tests.support.trees import logprobs_of, sampled, scored, turn, turn_trees
 LOSSES: dict[str, LossConfig] = {
     "grpo": GrpoConfig(),
     "grpo, kl and importance": GrpoConfig(kl=0.1, importance_cap=1.05, scale_advantages=False),
+    "grpo, entropy": GrpoConfig(entropy_floor=9.0),
     "dr_grpo": DrGrpoConfig(name="dr_grpo", kl=0.1),
     "dapo": DapoConfig(name="dapo"),
     "gspo": GspoConfig(name="gspo", kl=0.1, clip=0.02, clip_high=0.02),
     "cispo": CispoConfig(name="cispo", clip_high=0.05),
 }
 MAX_TOKENS = 16
+BONUS = 0.3  # reward of a nat of entropy, where the loss has a floor
 
 
 def learner(weights: Weights, loss: LossConfig | AlgorithmConfig | None = None, **knobs: object) -> TorchLearner:
@@ -101,6 +104,8 @@ def reference_gradient(
             terms = -torch.minimum(ratio * advantage, ratio.clamp(1 - loss.clip, 1 + high) * advantage)
         if loss.importance_cap:
             terms = terms * (new.detach() - engine).exp().clamp(max=loss.importance_cap)
+        if loss.entropy_floor:
+            terms = terms - BONUS * chosen_entropies(weights, ids, places)
         if loss.kl:
             with torch.no_grad(), weights.adapter_off():
                 reference = chosen_logprobs(weights, ids, places)
@@ -121,6 +126,13 @@ def chosen_logprobs(weights: Weights, ids: list[int], places: list[tuple[int, Tu
     """[N] the logprob of each place's token, at the temperature of the turn that sampled it."""
     rows = {t.temperature: logprobs_of(weights, ids, t.temperature) for _, t, _ in places}
     return torch.stack([rows[t.temperature][place - 1] for place, t, _ in places])
+
+
+def chosen_entropies(weights: Weights, ids: list[int], places: list[tuple[int, Turn, int]]) -> torch.Tensor:
+    """[N] the entropy of the distribution that each place's token was sampled from."""
+    logits = weights.model(torch.tensor([list(ids)])).logits[0].float()
+    rows = torch.stack([(logits[place - 1] / t.temperature).log_softmax(-1) for place, t, _ in places])
+    return -(rows.exp() * rows).sum(-1)
 
 
 def leaves(turns: list[Turn]) -> list[tuple[list[int], list[tuple[int, Turn, int]]]]:
@@ -171,6 +183,7 @@ def test_gradient_is_that_of_one_sequence_at_a_time(
             trajectory.turns = sampled(WEIGHTS, trajectory.turns, noise=0.1, seed=trajectory.index)
     expected = reference_gradient(WEIGHTS, groups, loss)
     trained = learner(WEIGHTS, loss, micro_batch_tokens=budget, packing=packing, max_grad_norm=1e9)
+    trained.optimizer.counts.entropy = EntropyState(BONUS, True)
     caught = Caught(trained)
     trained.step(groups)
     assert caught.gradient.keys() == expected.keys()
@@ -207,14 +220,14 @@ def test_saved_and_loaded_the_next_step_is_bit_identical(tmp_path: Path) -> None
     weights, other = tiny_weights(), tiny_weights()
     groups = [two_answers(weights, group="a"), two_answers(weights, bad=0.5, group="b")]
     knobs = {"warmup_steps": 4, "weight_decay": 0.1, "updates_per_step": 2, "max_kl": 1e-4, "clip_to_history": 0.5}
-    first, second = learner(weights, **knobs), learner(other, **knobs)
+    first, second = (learner(w, GrpoConfig(entropy_floor=9.0), **knobs) for w in (weights, other))
     for _ in range(4):
         first.step(groups)
     first.save(tmp_path)
     one = first.step(groups)
     second.load(tmp_path)
     two = second.step(groups)
-    assert one.grad_clip < one.grad_norm and one.update_kl > 0
+    assert one.grad_clip < one.grad_norm and one.update_kl > 0 and one.entropy_coefficient == pytest.approx(0.02)
     assert [(m.grad_clip, m.update_kl, m.loss) for m in (one, two)] == [(one.grad_clip, one.update_kl, one.loss)] * 2
     assert second.optimizer.counts == first.optimizer.counts
     for name, parameter in first.parameters.items():

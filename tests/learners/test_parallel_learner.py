@@ -34,6 +34,7 @@ from art_cli.config.schema import (
 )
 from art_cli.errors import ConfigError, DriftError, LearnerError
 from art_cli.learners import workers as workers_module
+from art_cli.learners.entropy_floor import EntropyState
 from art_cli.learners.packing import PACK_COST, pack_samples
 from art_cli.learners.parallel import Job, ParallelLearner
 from art_cli.learners.ranks import deal, pack_evenly
@@ -122,6 +123,7 @@ def played(base: Path, *, groups: int = 3, seed: int = 0, **knobs: object) -> li
 def started(base: Path, directory: Path, *, lora: bool = True) -> Path:
     """A checkpoint whose adapter is not the fresh one, which changes nothing and has no gradient for A."""
     learner = alone(job(base, lora=lora))
+    learner.optimizer.counts.entropy = EntropyState(0.1, True)  # matters where the loss has a floor
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in learner.parameters.items():
@@ -162,7 +164,7 @@ CASES: dict[str, dict[str, object]] = {
     },
     "checkpointed layers": {"gradient_checkpointing": True, "loss": DrGrpoConfig(name="dr_grpo")},
     "all weights": {"lora": False},
-    "trust region": {"updates_per_step": 2, "max_kl": 3e-5, "loss": GrpoConfig(mean_over="all")},
+    "trust region": {"updates_per_step": 2, "max_kl": 3e-5, "loss": GrpoConfig(mean_over="all", entropy_floor=9.0)},
     "every component": {"loss": AlgorithmConfig(entry="tests.support.streams:Streams", options={"components": NAMES})},
     "a teacher": {"loss": DistillConfig(name="distill", teacher=TeacherConfig(model="."), reward_weight=0.5)},
     "a user's algorithm": {"loss": AlgorithmConfig(entry="mine.py:Mine", options={"scale": 2.0}, importance_cap=1.5)},

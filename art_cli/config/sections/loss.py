@@ -30,6 +30,12 @@ class BaseLossConfig(Section):
     """What the loss is a mean over. `trained`: the trajectories of groups with signal, so that a step of few such
     groups is as large as one of many. `all`: every finished trajectory of the step, so that steps shrink with the
     signal instead of getting noisier."""
+    entropy_floor: PositiveFloat | None = None
+    """The mean entropy in nats per token below which the loss rewards entropy, with a coefficient that grows by
+    `entropy_step` in every step below the floor and falls by as much in every other (Skywork-OR1, arXiv:2505.22312).
+    null: no reward."""
+    entropy_step: PositiveFloat = 0.005
+    """By how much the coefficient changes in a step."""
 
     @property
     def needs_rewards(self) -> bool:
@@ -38,7 +44,8 @@ class BaseLossConfig(Section):
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """(knob, message) for each knob that is set and has no effect."""
-        yield from ()
+        if "entropy_step" in self.model_fields_set and self.entropy_floor is None:
+            yield "entropy_step", "used with entropy_floor only"
 
 
 class ScaledLossConfig(BaseLossConfig):
@@ -82,6 +89,7 @@ class DapoConfig(ScaledLossConfig):
     """Tokens before the limit in which the penalty grows from 0 to 1 (equation 13)."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from super().conflicts()
         if "overlong_buffer" in self.model_fields_set and self.overlong != "penalty":
             yield "overlong_buffer", f"used with loss.overlong 'penalty' only, which is {self.overlong!r}"
 
@@ -116,6 +124,7 @@ class GigpoConfig(ScaledLossConfig, ClippedLossConfig):
     """Discount per turn: with k turns still to come, a reply's return is gamma^k times the reward."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from super().conflicts()
         if "gamma" in self.model_fields_set and self.step_weight == 0:
             yield "gamma", "used within equal states only, and loss.step_weight is 0"
 
@@ -163,6 +172,7 @@ class GdpoConfig(ClippedLossConfig):
     the reward of the rollout or the judge. The reward as such does not count otherwise."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from super().conflicts()
         for name, weight in self.reward_parts.items():
             if weight == 0:
                 yield f"reward_parts.{name}", "a part of weight 0 has no effect; leave it out"
@@ -200,6 +210,7 @@ class TaughtLossConfig(ScaledLossConfig, ClippedLossConfig):
         return self.reward_weight > 0
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from super().conflicts()
         if "scale_advantages" in self.model_fields_set and not self.needs_rewards:
             yield (
                 "scale_advantages",

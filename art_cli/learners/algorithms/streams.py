@@ -24,6 +24,8 @@ class LossTerms(NamedTuple):
     shares: Tensor  # [3, N] the factor of each term in the mean of each component
     importance: Tensor | None = None  # [N] truncated importance weights of the objective
     reference: Tensor | None = None  # [N] logprobs under the reference policy; None: no term is in reference_kl
+    entropies: Tensor | None = None  # [N] entropy in nats where the term was sampled, with gradient; None: no bonus
+    entropy_bonus: float = 0.0  # reward of a nat of entropy
 
 
 class PackLoss(NamedTuple):
@@ -37,6 +39,7 @@ def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
     """Sum over terms of
 
         share * importance * objective      in policy
+        share * -bonus * entropy            in policy
         share * weight * -log p             in cross_entropy
         share * weight * k3                 in reference_kl
 
@@ -51,6 +54,10 @@ def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
         values = objective.values if terms.importance is None else objective.values * terms.importance[policy]
         parts = parts.index_add(0, policy, values * terms.shares[POLICY, policy])
         is_clipped = objective.is_clipped
+    if terms.entropies is not None:
+        parts = parts.index_add(
+            0, policy, -terms.entropy_bonus * terms.entropies[policy] * terms.shares[POLICY, policy]
+        )
     if terms.reference is not None:
         divergence = k3(terms.new[near], terms.reference[near])
         factors = terms.weights[REFERENCE_KL, near] * terms.shares[REFERENCE_KL, near]
