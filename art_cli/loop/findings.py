@@ -5,9 +5,9 @@ training_fell     the training reward of the last steps lies below that of the b
 no_signal         nearly all groups of several steps say nothing, because their attempts got equal rewards
 failures          many rollouts of several steps fail
 
-The best of many evaluations is good by luck too. Where no other number shows a reason, the level of the interval is
-divided by the number of pairs compared (Bonferroni), so that a run without any change is accused in at most 5 % of all
-cases. A reason beside it is evidence of its own, and then the plain 95 % interval counts.
+The best of many evaluations is good by luck too. So the level of the interval is divided by the number of pairs that
+were compared (Bonferroni), and of runs that never change about 5 % are accused. A reason beside the fall is evidence of
+its own; then the level is divided by the number of earlier evaluations only.
 
 Steps are numbered as `art train` shows them: "step 7" is the seventh update, and an evaluation at step 7 is of the
 policy that it made.

@@ -88,4 +88,4 @@ def _line(series: Series, colour: str, place: Place, row: int) -> str:
         f'<text x="{WIDTH - RIGHT + 28}" y="{y + 1}">{escape(series.name)}</text>'
     )
     path = f'<polyline points="{" ".join(placed)}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
-    return band + path + dots + legend
+    return band + path + dots + (legend if series.name else "")

@@ -39,6 +39,8 @@ def test_a_judge_that_follows_the_rule_trains_as_the_rollouts_own_reward_does(tm
         assert all(row.scores[0].judge == "ruler" for row in rows)
     rewards = [[line.metrics["reward_mean"] for line in files.metrics()] for files in (own, judged)]
     assert rewards[1] == pytest.approx(rewards[0], abs=1e-5)
+    for line in judged.metrics():  # a call for each group, by a model without a known price
+        assert line.metrics["judge_calls"] == 3 and line.metrics["judge_tokens"] > 0 and "judge_usd" not in line.metrics
 
 
 def test_a_judge_that_gives_no_usable_answer_stops_the_run_and_a_mended_one_goes_on(tmp_path: Path) -> None:
