@@ -37,6 +37,7 @@ ROWS = ROOT / "benchmarks" / "learning.jsonl"
 RECIPE = Path("recipes/tictactoe/config.yaml")
 TASKS_HOME = Path("benchmarks/learning_tasks")
 OLD = "b3e1eac"  # the last version before this benchmark: GRPO with scaled advantages, learning rate 5e-4
+NOT_ALONE = ("gdpo", "distill", "sdpo")  # losses that need a reward in parts, a teacher, or a judge that explains
 DEADLINE_S = 3 * 3600.0  # longest time for one command
 SCENE = ("entry", "scenarios", "group_size", "groups_per_step", "max_turns", "processes", "sampling")  # a task's own
 SEARCH_RATES = ("2.5e-4", "5e-4", "1e-3", "2e-3")
@@ -254,7 +255,8 @@ def presets() -> list[Contestant]:
     from art_cli.learners.algorithms.presets import PRESETS
 
     used = load_config(ROOT / RECIPE, []).config.loss
-    return [Contestant(f"loss={name}", (f"loss={name}",)) for name in PRESETS if name != getattr(used, "name", "")]
+    others = [name for name in PRESETS if name != getattr(used, "name", "") and name not in NOT_ALONE]
+    return [Contestant(f"loss={name}", (f"loss={name}",)) for name in others]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,29 @@
+"""The judge of benchmarks/distill.py: the words it says, and the demos from which they are learned."""
+
+from benchmarks.distill_words import better_moves, games
+
+
+def said(*boards_and_moves: tuple[str, str]) -> list[dict[str, str]]:
+    messages = [{"role": "system", "content": "play"}]
+    for board, move in boards_and_moves:
+        messages += [{"role": "user", "content": board}, {"role": "assistant", "content": move}]
+    return messages
+
+
+def test_the_words_name_a_winning_cell_then_a_blocking_one_then_a_legal_one() -> None:
+    """X has 1 2 and takes 9: 3 wins. O has 4 5 and X takes 9: 6 stops it. Taking 3 itself, or a free cell, is fine."""
+    assert better_moves(said(("123\n456\n789", "5"))) == "-"
+    assert better_moves(said(("XX3\nOO6\n789", "9"))) == "3"
+    assert better_moves(said(("XX3\nOO6\n789", "3"))) == "-"
+    assert better_moves(said(("X23\nOO6\n78X", "2"))) == "6"
+    assert better_moves(said(("X23\n4O6\n789", "1"))) == "2"
+    assert better_moves(said(("123\n456\n789", "5"), ("1O3\nOX6\n789", "1"))) == "- -"
+
+
+def test_every_second_demo_has_words_that_name_its_own_moves() -> None:
+    plain, told = games()[:2]
+    assert "better" not in plain["messages"][1]["content"]
+    words = told["messages"][1]["content"].partition("better: ")[2].split(" ")
+    moves = [message["content"] for message in told["messages"] if message["role"] == "assistant"]
+    assert len(words) == len(moves)
+    assert all(word in ("-", move) for word, move in zip(words, moves, strict=True))
