@@ -65,11 +65,15 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "judge", "'none' gives no rewards, which this loss learns from; leave it out, or set loss=distill"
     if isinstance(config.loss, SdpoConfig) and name in ("rollout", "none", "reward_model"):
         yield "loss", f"'sdpo' teaches what the judge says, and judge {name!r} gives no reasons; choose judge=ruler"
-    if config.rollout.refill > 0 and not config.learns_by.needs_rewards:
-        yield (
-            "rollout.refill",
-            "refills groups with equal rewards, and this loss learns from no rewards; set it to 0",
-        )
+    if not config.learns_by.needs_rewards:
+        rollout = config.rollout
+        chosen = {
+            "refill": rollout.refill > 0,
+            "choose": rollout.choose == "adaptive",
+            "replay": rollout.replay is not None,
+        }
+        for knob in (knob for knob, is_set in chosen.items() if is_set):
+            yield f"rollout.{knob}", "goes by rewards, and this loss learns from none; leave it out"
     teacher = config.loss.teacher if isinstance(config.loss, DistillConfig) else None
     if teacher is not None and teacher.base_url is not None and config.rollout.sampling.temperature != 1:
         yield (

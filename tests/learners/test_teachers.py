@@ -419,7 +419,8 @@ def test_saved_and_loaded_the_next_step_is_bit_identical(loss: str, directory: P
         (["judge=none", "loss.reward_weight=1"], "judge", "'none' gives no rewards"),
         (["loss=sdpo"], "loss", "judge 'rollout' gives no reasons; choose judge=ruler"),
         (["loss=sdpo", "judge=ruler", "loss.feedback=x"], "loss.feedback", r"has no \{explanation\}"),
-        (["rollout.refill=0.5"], "rollout.refill", "this loss learns from no rewards"),
+        (["rollout.refill=0.5"], "rollout.refill", "goes by rewards, and this loss learns from none"),
+        (["rollout.choose=adaptive"], "rollout.choose", "goes by rewards, and this loss learns from none"),
         (["loss.scale_advantages=false"], "loss.scale_advantages", "with loss.reward_weight above 0 only"),
         (["loss.teacher.retries=2"], "loss.teacher.retries", "used with loss.teacher.base_url only"),
         (
