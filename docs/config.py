@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from art_cli.config.knobs import Schema, sections, variants
+from art_cli.config.knobs import Schema, sections, variant_name, variants
 from art_cli.config.schema import MAX_COUNT, YEAR_S, RunConfig
 
 REFERENCE = Path(__file__).with_name("config.md")
@@ -70,14 +70,17 @@ def _table(prefix: str, fields: dict[str, FieldInfo]) -> str:
 
 
 def _rows(prefix: str, name: str, field: FieldInfo) -> Iterator[str]:
-    """The key's row, and a row for each key below it, where it is a section of one form."""
-    found = sections(field)
-    if len(found) == 1 and get_origin(field.annotation) is not list:
-        yield _row(prefix, name, field)
-        for below, each in found[0].model_fields.items():
-            yield from _rows(f"{prefix}.{name}" if prefix else name, below, each)
-    else:
-        yield _row(prefix, name, field)
+    """The key's row, and a row for each key below it. Of a section of several forms, each form's come apart."""
+    yield _row(prefix, name, field)
+    key, found = f"{prefix}.{name}" if prefix else name, sections(field)
+    if get_origin(field.annotation) in (list, dict):
+        return
+    for section in found:
+        if len(found) > 1:
+            yield _line(f"`{key}.name`", f"`{variant_name(section)}`", "", _about(section))
+        for below, each in section.model_fields.items():
+            if len(found) == 1 or below != "name":
+                yield from _rows(key, below, each)
 
 
 def _row(prefix: str, name: str, field: FieldInfo | None) -> str:
@@ -85,7 +88,10 @@ def _row(prefix: str, name: str, field: FieldInfo | None) -> str:
         return ""
     key = f"{prefix}.{name}" if prefix else name
     default = "the file's name" if key == "name" else _default(field)
-    cells = [f"`{key}`", kind(field.annotation, field.metadata), default, _text(field) or _about_section(field)]
+    return _line(f"`{key}`", kind(field.annotation, field.metadata), default, _text(field) or _about_section(field))
+
+
+def _line(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

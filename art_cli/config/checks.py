@@ -83,17 +83,17 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _stale_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:
-    if config.learns_by.importance_cap is None:
-        cure = f"set {section}.importance_cap (2.0 is usual)"
-        yield "train.max_staleness", f"of an older policy, tokens need truncated importance weights: {cure}"
+    if config.learns_by.off_policy is None:
+        cure = f"set {section}.off_policy.name (truncate is usual)"
+        yield "train.max_staleness", f"tokens of an older policy need weights: {cure}"
     if isinstance(config.engine, VllmEngineConfig) and config.engine.sleep in (1, 2):
         yield "engine.sleep", "with train.max_staleness the engine samples while the learner works; set it to 0"
 
 
 def _replay_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:
-    if config.learns_by.importance_cap is None:
-        cure = f"set {section}.importance_cap (2.0 is usual)"
-        yield "rollout.replay", f"groups of older policies need truncated importance weights: {cure}"
+    if config.learns_by.off_policy is None:
+        cure = f"set {section}.off_policy.name (truncate is usual)"
+        yield "rollout.replay", f"tokens of older policies need weights: {cure}"
     if config.rollout.num_replays == 0:
         yield "rollout.replay", "with rollout.groups_per_step=1 there is no room for another group; set it to 2 or more"
     if config.rollout.replay is not None and config.rollout.replay.max_age <= config.train.max_staleness:

@@ -194,8 +194,10 @@ def _message(key: str, details: Sequence[ErrorDetails], data: dict[str, Any], sc
 
 
 def _noun(section: str, schema: Schema) -> str:
-    """What a section is one of. Example: "tracker" for "trackers.0", and "judge" for "judge.judges.strict"."""
-    return section if section in schema.model_fields else section.split(".")[-2].removesuffix("s")
+    """What a section is one of. Example: "tracker" for "trackers.0", "off_policy" for "loss.off_policy"."""
+    if section in all_keys(schema):
+        return section.split(".")[-1]
+    return section.split(".")[-2].removesuffix("s")  # an item of a list or map
 
 
 def _expected(detail: ErrorDetails) -> str:

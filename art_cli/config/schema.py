@@ -61,6 +61,7 @@ from art_cli.config.sections.loss import (
     ScaledLossConfig,
     SdpoConfig,
     TeacherConfig,
+    TruncateConfig,
 )
 from art_cli.config.sections.model import LoraConfig, ModelConfig
 from art_cli.config.sections.rollout import GatewayConfig, ReplayConfig, RolloutConfig, SamplingConfig
@@ -123,6 +124,7 @@ __all__ = [
     "TorchLearnerConfig",
     "TrackerConfig",
     "TrainConfig",
+    "TruncateConfig",
     "UnslothLearnerConfig",
     "VllmEngineConfig",
     "WandbTrackerConfig",

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from art_cli.errors import LearnerError
 from art_cli.learners.algorithms import Algorithm
+from art_cli.learners.algorithms.off_policy import Correction, SampledTerms
 from art_cli.learners.algorithms.shares import Finished, UpdateCounts
-from art_cli.learners.algorithms.streams import LossTerms, k3, pack_loss, truncated_weights
+from art_cli.learners.algorithms.streams import LossTerms, k3, pack_loss
 from art_cli.learners.logprobs import TokenScores
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.pack_runner import PackRunner
@@ -40,7 +41,7 @@ class Update(NamedTuple):
 class LossGradient:
     """The gradient of an algorithm's loss, pack by pack.
 
-    `importance_cap` is the cap of truncated importance weights; None: there are none. `mean_over` says which
+    `correction` gives the weights of tokens that another policy sampled; None: there are none. `mean_over` says which
     trajectories the algorithm's share counts: those with signal, or all.
     """
 
@@ -49,11 +50,11 @@ class LossGradient:
         runner: PackRunner,
         algorithm: Algorithm,
         *,
-        importance_cap: float | None = None,
+        correction: Correction | None = None,
         mean_over: Literal["trained", "all"] = "trained",
     ) -> None:
         self.runner, self.algorithm = runner, algorithm
-        self.importance_cap, self.mean_over = importance_cap, mean_over
+        self.correction, self.mean_over = correction, mean_over
 
     def plan(
         self, samples: Sequence[Sample], finished: Finished | None = None, *, entropy_bonus: float = 0.0
@@ -71,7 +72,7 @@ class LossGradient:
 
         `always`: also if its loss will not.
         """
-        if self.importance_cap is None and not update.has_unknown and not always:
+        if self.correction is None and not update.has_unknown and not always:
             return update
         before: list[Tensor | None] = []
         with torch.no_grad():
@@ -103,7 +104,7 @@ class LossGradient:
             if is_bad.any():
                 faults.append(_not_finite("loss", pack.samples[int(terms.samples[is_bad][0])]))
             loss.loss.backward()  # type: ignore[no-untyped-call]
-            statistics.add_pack(pack, scores, loss)
+            statistics.add_pack(pack, scores, loss, importance=terms.importance)
             logprobs.append(terms.new.detach())
             done()
         if faults := [fault for of_rank in self.runner.ranks.gather(faults) for fault in of_rank]:
@@ -159,16 +160,17 @@ class LossGradient:
         new = scores.logprobs[self._tensor(pack.terms.edges)]
         before = new.detach() if before is None else before
         engine = self._tensor(pack.terms.logprobs).float()
-        cap = self.importance_cap
+        samples, weights = self._tensor(pack.terms.samples), self._tensor(pack.terms.weights).float()
+        sampled = SampledTerms(new.detach(), before, engine, weights[POLICY], samples)
         return LossTerms(
             new=new,
             # the engine's logprobs of what it sampled. The learner's own, where the engine's are not comparable or
-            # importance weights correct for the difference between the two
-            old=torch.where(engine.isnan(), before, engine) if cap is None else before,
-            samples=self._tensor(pack.terms.samples),
-            weights=self._tensor(pack.terms.weights).float(),
+            # weights correct for the difference between the two
+            old=torch.where(engine.isnan(), before, engine) if self.correction is None else before,
+            samples=samples,
+            weights=weights,
             shares=self._tensor(self._shares(pack.samples, update.counts)[:, pack.terms.samples]).float(),
-            importance=None if cap is None else truncated_weights(before, engine, cap=cap),
+            importance=None if self.correction is None else self.correction(sampled),
             reference=reference,
             entropies=scores.entropies[self._tensor(pack.terms.edges)] if update.entropy_bonus > 0 else None,
             entropy_bonus=update.entropy_bonus,

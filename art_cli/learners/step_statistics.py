@@ -52,7 +52,7 @@ class StepStatistics:
         self.grad_norms: list[float] = []  # of each optimizer step's gradient, before clipping
         self.grad_clips: list[float] = []  # and after it
         self.update_kl = self.update_share = math.nan  # of the last optimizer step; NaN: not measured
-        self.kl, self.entropy, self.clipped, self.gap, self.imitated = (_Mean() for _ in range(5))
+        self.kl, self.entropy, self.clipped, self.masked, self.gap, self.imitated = (_Mean() for _ in range(6))
 
     @classmethod
     def total(cls, parts: Sequence["StepStatistics"]) -> "StepStatistics":
@@ -65,7 +65,7 @@ class StepStatistics:
         for part in parts:
             for name in ("num_samples", "tokens_trained", "tokens_imitated", "tokens_flat", "tokens_computed"):
                 setattr(total, name, getattr(total, name) + getattr(part, name))
-            for name in ("kl", "entropy", "clipped", "gap", "imitated"):
+            for name in ("kl", "entropy", "clipped", "masked", "gap", "imitated"):
                 getattr(total, name).join(getattr(part, name))
         return total
 
@@ -86,14 +86,18 @@ class StepStatistics:
             terms = terms._replace(logprobs=terms.logprobs + hidden, raw_logprobs=terms.raw_logprobs + hidden)
         self.gap.add(logprob_gaps(scores, terms))
 
-    def add_pack(self, pack: Pack, scores: TokenScores, loss: PackLoss) -> None:
-        sampled = pack.terms.edges[~np.isnan(pack.terms.weights[POLICY])]
+    def add_pack(self, pack: Pack, scores: TokenScores, loss: PackLoss, *, importance: Tensor | None = None) -> None:
+        """`importance`: [N] weights of the objective of the pack's terms; None: there are none."""
+        in_policy = ~np.isnan(pack.terms.weights[POLICY])
+        sampled = pack.terms.edges[in_policy]
         self.losses[-1] += float(loss.loss.detach())
         self.entropy.add(scores.entropies.detach()[torch.from_numpy(sampled).to(scores.entropies.device)])
         imitated = pack.terms.edges[~np.isnan(pack.terms.weights[CROSS_ENTROPY])]
         self.imitated.add(-scores.logprobs.detach()[torch.from_numpy(imitated).to(scores.logprobs.device)])
         if loss.is_clipped is not None:
             self.clipped.add(loss.is_clipped)
+        if importance is not None:
+            self.masked.add(importance[torch.from_numpy(in_policy).to(importance.device)] == 0)
         if loss.kl is not None:
             self.kl.add(loss.kl)
 
@@ -129,6 +133,7 @@ class StepStatistics:
             entropy=self.entropy.mean,
             entropy_coefficient=entropy_bonus if has_updates and entropy_bonus is not None else math.nan,
             clip_fraction=self.clipped.mean,
+            off_policy_masked=self.masked.mean,
             grad_norm=sum(self.grad_norms) / len(self.grad_norms) if has_updates else math.nan,
             grad_clip=sum(self.grad_clips) / len(self.grad_clips) if has_updates else math.nan,
             learning_rate=learning_rate if has_updates else math.nan,

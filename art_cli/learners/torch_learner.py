@@ -24,6 +24,7 @@ from art_cli.config.schema import AlgorithmConfig, BaseLearnerConfig, LossConfig
 from art_cli.errors import DriftError, LearnerError
 from art_cli.learners import Progress, StepMetrics
 from art_cli.learners.algorithms import Algorithm
+from art_cli.learners.algorithms.off_policy import build_correction
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.demos import demo_samples
 from art_cli.learners.gradient import LossGradient, Update
@@ -74,7 +75,7 @@ class TorchLearner:
         self.ranks = ranks or Ranks()
         self.runner = PackRunner(weights, learner, self.ranks)
         self.gradient = LossGradient(
-            self.runner, self.algorithm, importance_cap=loss.importance_cap, mean_over=loss.mean_over
+            self.runner, self.algorithm, correction=build_correction(loss.off_policy), mean_over=loss.mean_over
         )
         self.warm_up: Sft | None = None  # set between begin_sft and end_sft
         self.packing = PackingCheck(self.runner)

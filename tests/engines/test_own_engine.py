@@ -59,7 +59,12 @@ def test_an_engine_from_a_file_beside_the_configuration_trains(project: Path, st
     """After every step it is proved to hold the learner's weights; what it sampled has the learner's logprobs."""
     engine = "engine={entry: 'mine.py:PlainEngine', options: {max_tokens: 4}}"
     loaded = load(
-        project, engine, "train.steps=2", "eval=null", f"train.max_staleness={staleness}", "loss.importance_cap=2.0"
+        project,
+        engine,
+        "train.steps=2",
+        "eval=null",
+        f"train.max_staleness={staleness}",
+        "loss.off_policy.name=truncate",
     )
     run = RunDir(asyncio.run(train(loaded)).root)
     assert json.loads(run.config_path.read_text())["engine"] == {

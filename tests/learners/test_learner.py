@@ -19,6 +19,7 @@ from art_cli.config.schema import (
     LossConfig,
     TorchLearnerConfig,
     TrainConfig,
+    TruncateConfig,
 )
 from art_cli.errors import DriftError, LearnerError
 from art_cli.learners.entropy_floor import EntropyState
@@ -30,7 +31,7 @@ from tests.support.trees import logprobs_of, sampled, scored, turn, turn_trees
 
 LOSSES: dict[str, LossConfig] = {
     "grpo": GrpoConfig(),
-    "grpo, kl and importance": GrpoConfig(kl=0.1, importance_cap=1.05, scale_advantages=False),
+    "grpo, kl and importance": GrpoConfig(kl=0.1, off_policy={"name": "truncate", "cap": 1.05}, scale_advantages=False),
     "grpo, entropy": GrpoConfig(entropy_floor=9.0),
     "dr_grpo": DrGrpoConfig(name="dr_grpo", kl=0.1),
     "dapo": DapoConfig(name="dapo"),
@@ -93,7 +94,7 @@ def reference_gradient(
     for _, advantage, ids, places in sequences:
         new = chosen_logprobs(weights, ids, places)
         engine = torch.tensor([t.logprobs[offset] for _, t, offset in places])
-        old = new.detach() if loss.importance_cap else engine
+        old = new.detach() if loss.off_policy else engine
         ratio = (new - old).exp()
         if isinstance(loss, GspoConfig):
             ratio = (new - old).mean().exp().expand(len(new))
@@ -102,8 +103,8 @@ def reference_gradient(
         else:
             high = loss.clip_high if isinstance(loss, DapoConfig | GspoConfig) else loss.clip
             terms = -torch.minimum(ratio * advantage, ratio.clamp(1 - loss.clip, 1 + high) * advantage)
-        if loss.importance_cap:
-            terms = terms * (new.detach() - engine).exp().clamp(max=loss.importance_cap)
+        if isinstance(loss.off_policy, TruncateConfig):
+            terms = terms * (new.detach() - engine).exp().clamp(max=loss.off_policy.cap)
         if loss.entropy_floor:
             terms = terms - BONUS * chosen_entropies(weights, ids, places)
         if loss.kl:
@@ -419,7 +420,7 @@ def test_importance_weights_of_every_epoch_are_those_of_the_weights_that_sampled
     weighted, plain = tiny_weights(), tiny_weights()
     knobs = {"epochs_per_step": 3, "learning_rate": 0.02}
     groups = [two_answers(weighted)]
-    metrics = learner(weighted, GrpoConfig(importance_cap=1.5), **knobs).step(groups)
+    metrics = learner(weighted, GrpoConfig(off_policy={"name": "truncate", "cap": 1.5}), **knobs).step(groups)
     expected = learner(plain, **knobs).step(groups)
     assert metrics.loss == pytest.approx(expected.loss, abs=1e-5)
     assert metrics.clip_fraction == expected.clip_fraction
@@ -427,12 +428,14 @@ def test_importance_weights_of_every_epoch_are_those_of_the_weights_that_sampled
 
 
 def test_later_updates_are_corrected_against_the_weights_that_sampled() -> None:
-    """With importance_cap the old logprobs are the learner's at the step's start, not at the update's: after a first
+    """With off_policy the old logprobs are the learner's at the step's start, not at the update's: after a first
     update with a large rate the second's ratios are off 1, and some are clipped.
     """
     weights = tiny_weights()
     groups = [two_answers(weights, group=name) for name in "ab"]
-    metrics = learner(weights, GrpoConfig(importance_cap=2.0), learning_rate=0.05, updates_per_step=2).step(groups)
+    metrics = learner(
+        weights, GrpoConfig(off_policy={"name": "truncate"}), learning_rate=0.05, updates_per_step=2
+    ).step(groups)
     assert metrics.clip_fraction > 0
     assert metrics.logprob_gap < 1e-5  # of both updates' groups, measured before the first
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from art_cli.config.schema import CispoConfig, DapoConfig, DrGrpoConfig, GrpoConfig, GspoConfig, LossConfig
+from art_cli.config.schema import CispoConfig, DapoConfig, DrGrpoConfig, GrpoConfig, GspoConfig, LossConfig, RlooConfig
 from art_cli.learners.algorithms.credit import overlong_penalty
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.algorithms.shares import Finished, UpdateCounts, sample_mean, token_mean, trajectory_sum
-from art_cli.learners.algorithms.streams import LossTerms, k3, pack_loss, truncated_weights
+from art_cli.learners.algorithms.streams import LossTerms, k3, pack_loss
 from art_cli.learners.entropy_floor import EntropyState
 
 
@@ -95,13 +95,6 @@ def test_k3_is_zero_at_the_reference_and_positive_on_both_sides() -> None:
     torch.testing.assert_close(new.grad, torch.tensor([0.0, -1.0, 0.5]))
 
 
-def test_importance_weights_are_capped_and_one_where_the_engine_is_silent() -> None:
-    """learner / engine: 1/2 stays, 3 is cut to 2, unknown is 1."""
-    engine = torch.tensor([0.0, -math.log(3), math.nan])
-    weights = truncated_weights(torch.tensor([-math.log(2), 0.0, -1.0]), engine, cap=2.0)
-    torch.testing.assert_close(weights, torch.tensor([0.5, 2.0, 1.0]))
-
-
 def test_means_are_over_the_whole_update() -> None:
     """8 tokens in 2 samples (6 and 2) of 1 trajectory: each token 1/8; or 1/12 and 1/4; or 1/100 of a constant."""
     update = UpdateCounts(tokens=8, samples=2, trajectories=1, all=Finished(tokens=32, samples=4, trajectories=2))
@@ -118,6 +111,16 @@ def test_over_all_a_mean_is_over_the_steps_finished_trajectories() -> None:
     assert token_mean(6, whole) == 1 / 32
     assert sample_mean(6, whole) == 1 / 24
     assert trajectory_sum(6, whole, max_tokens=100) == 1 / 200
+
+
+def test_rloo_has_one_ratio_per_sample_the_product_of_its_tokens() -> None:
+    """Sample 0: ratios 2 and 1/2, product 1: each token -1, and by each log p -1 for each of two tokens, so -2.
+
+    Sample 1: ratios 1.5 and 1.2, product 1.8, clipped at 1.5: no gradient.
+    """
+    result, gradient = evaluate(RlooConfig(name="rloo", clip=0.5), [2.0, 0.5, 1.5, 1.2], [1] * 4, [0, 0, 1, 1])
+    torch.testing.assert_close(result.values, torch.tensor([-1.0, -1.0, -1.5, -1.5]))
+    torch.testing.assert_close(gradient, torch.tensor([-2.0, -2.0, 0.0, 0.0]))
 
 
 @pytest.mark.parametrize(("num_tokens", "penalty"), [(10, 0), (80, 0), (90, -0.5), (95, -0.75), (100, -1), (300, -1)])

@@ -158,7 +158,7 @@ CASES: dict[str, dict[str, object]] = {
     "rows": {"packing": "rows"},
     "one pack in each process": {"micro_batch_tokens": 10_000},
     "kl, importance, three updates": {
-        "loss": GrpoConfig(kl=0.1, importance_cap=1.5),
+        "loss": GrpoConfig(kl=0.1, off_policy={"name": "icepop", "low": 0.9, "high": 1.5}),
         "updates_per_step": 3,
         "micro_batch_tokens": 100,
     },
@@ -167,7 +167,9 @@ CASES: dict[str, dict[str, object]] = {
     "trust region": {"updates_per_step": 2, "max_kl": 3e-5, "loss": GrpoConfig(mean_over="all", entropy_floor=9.0)},
     "every component": {"loss": AlgorithmConfig(entry="tests.support.streams:Streams", options={"components": NAMES})},
     "a teacher": {"loss": DistillConfig(name="distill", teacher=TeacherConfig(model="."), reward_weight=0.5)},
-    "a user's algorithm": {"loss": AlgorithmConfig(entry="mine.py:Mine", options={"scale": 2.0}, importance_cap=1.5)},
+    "a user's algorithm": {
+        "loss": AlgorithmConfig(entry="mine.py:Mine", options={"scale": 2.0}, off_policy={"name": "truncate"})
+    },
 }
 
 

@@ -63,7 +63,7 @@ def test_a_whole_run_trains_with_it(project: Path) -> None:
     assert "clip_fraction" not in lines[0]
     over = {"echo": 0.0, "mean_over": "trained"}
     recorded = json.loads(run_dir.config_path.read_text())["algorithm"]
-    assert recorded == {"entry": "mine.py:Mine", "options": {"scale": 2.0}, "kl": 0.0, "importance_cap": None, **over}
+    assert recorded == {"entry": "mine.py:Mine", "options": {"scale": 2.0}, "kl": 0.0, "off_policy": None, **over}
 
 
 def test_with_another_option_it_is_another_run(project: Path) -> None:
@@ -99,7 +99,7 @@ def test_it_takes_the_place_of_a_loss_and_both_are_refused(project: Path) -> Non
 
 def test_knobs_that_it_shares_with_a_loss_are_checked_under_its_own_name(project: Path) -> None:
     [line] = problems(project, "train.max_staleness=1", "engine={name: embedded}")
-    assert "train.max_staleness: " in line and "set algorithm.importance_cap (2.0 is usual)" in line
+    assert "train.max_staleness: " in line and "set algorithm.off_policy.name (truncate is usual)" in line
     [line] = problems(project, "algorithm.kl=0.1", "model.lora=null")
     assert "algorithm.kl: needs model.lora" in line
 

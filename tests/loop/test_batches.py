@@ -25,7 +25,7 @@ from art_cli.trajectory import ScoredTrajectory, Trajectory
 from tests.support.paths import LETTERS
 from tests.support.tiny import tiny_weights
 
-STALE = ("loss.importance_cap=2", "train.learning_rate=1e-2", "eval=null", "train.keep_checkpoints=9")
+STALE = ("loss.off_policy.name=truncate", "train.learning_rate=1e-2", "eval=null", "train.keep_checkpoints=9")
 DEADLINE_S = 60.0
 
 
@@ -160,5 +160,5 @@ def test_a_twin_shares_the_base_and_moves_alone() -> None:
 
 
 def test_stale_tokens_need_importance_weights() -> None:
-    with pytest.raises(UsageError, match=r"train\.max_staleness.*loss\.importance_cap"):
+    with pytest.raises(UsageError, match=r"train\.max_staleness.*loss\.off_policy"):
         load_config(LETTERS / "config.yaml", ["train.max_staleness=1"])

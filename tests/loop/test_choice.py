@@ -62,7 +62,9 @@ def test_what_is_written_are_the_rewards_of_each_group_and_its_pool(tmp_path: Pa
 def test_only_steps_that_are_certainly_done_count(tmp_path: Path, staleness: int) -> None:
     """Step 5 with max_staleness 2 may begin when step 2 is trained: it knows steps 0 to 2."""
     settings = config(
-        "rollout.choose=adaptive", "loss.importance_cap=2", *([f"train.max_staleness={staleness}"] if staleness else [])
+        "rollout.choose=adaptive",
+        "loss.off_policy.name=truncate",
+        *([f"train.max_staleness={staleness}"] if staleness else []),
     )
     choice = ScenarioChoice(settings, RunDir(tmp_path), SCENARIOS)
     for step in range(5):
@@ -104,11 +106,11 @@ def test_a_run_that_chooses_by_its_own_past_is_resumed_to_the_same_choices(tmp_p
 
 # --- replay -----------------------------------------------------------------------------------------------------------
 
-REPLAY = ("rollout.replay.share=0.5", "loss.importance_cap=2", "eval=null", "rollout.concurrency=1")
+REPLAY = ("rollout.replay.share=0.5", "loss.off_policy.name=truncate", "eval=null", "rollout.concurrency=1")
 
 
 def test_replay_needs_importance_weights_room_and_steps_that_are_done() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.replay: .*loss\.importance_cap"):
+    with pytest.raises(ConfigError, match=r"rollout\.replay: .*loss\.off_policy"):
         config("rollout.replay.share=0.5")
     with pytest.raises(ConfigError, match=r"rollout\.replay: .*groups_per_step"):
         config(*REPLAY, "rollout.groups_per_step=1")

@@ -197,7 +197,7 @@ def test_a_run_that_refills_replays_and_adapts_makes_the_same_choices_after_kill
     and its adapter is what one update on them and on the groups that it replays gives, bit for bit.
     """
     choosing = ["rollout.entry=rollout.py:coarse", "rollout.refill=1.0", "rollout.choose=adaptive"]
-    settings = [f"runs={tmp_path}", *SETTINGS, *choosing, "+rollout.replay.share=0.3", "loss.importance_cap=2"]
+    settings = [f"runs={tmp_path}", *SETTINGS, *choosing, "+rollout.replay.share=0.3", "loss.off_policy.name=truncate"]
     trainer, draw, seen = Trainer(settings, tmp_path / "log"), random.Random(5), set[str]()
     files = RunDir(tmp_path / "letters")
     try:

@@ -1,9 +1,9 @@
 """The `loss` and `algorithm` sections: how scored groups become a gradient."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from art_cli.config.sections.base import (
     Count,
@@ -17,11 +17,75 @@ from art_cli.config.sections.base import (
 )
 
 
+class TruncateConfig(Section):
+    """Truncated importance sampling (Yao et al. 2025, fengyao.notion.site/off-policy-rl): the weight is min(ρ, cap)."""
+
+    name: Literal["truncate"]
+    cap: PositiveFloat = 2.0
+    """The largest weight of a token."""
+
+
+class IcepopConfig(Section):
+    """IcePop (Ring-1T 2025, arXiv:2510.18855): the weight is ρ, and tokens whose ρ is out of bounds are left out."""
+
+    name: Literal["icepop"]
+    low: PositiveFloat = 0.5
+    """The smallest ρ of a token that is trained on."""
+    high: PositiveFloat = 5.0
+    """The largest ρ of a token that is trained on."""
+
+    @model_validator(mode="after")
+    def _bounds_hold_1(self) -> Self:
+        return _check_bounds(self, self.low, self.high)
+
+
+class SequenceMaskConfig(Section):
+    """Samples whose geometric mean of ρ is out of bounds are left out whole (Liu et al. 2025, "When Speed Kills
+    Stability"); the weight of other tokens is min(ρ, cap)."""
+
+    name: Literal["sequence_mask"]
+    low: PositiveFloat = 0.8
+    """The smallest geometric mean of ρ of a sample that is trained on."""
+    high: PositiveFloat = 1.25
+    """The largest geometric mean of ρ of a sample that is trained on."""
+    cap: PositiveFloat = 2.0
+    """The largest weight of a token."""
+
+    @model_validator(mode="after")
+    def _bounds_hold_1(self) -> Self:
+        return _check_bounds(self, self.low, self.high)
+
+
+class DppoConfig(Section):
+    """DPPO (Qi et al. 2026, arXiv:2602.04879): tokens whose probability moved further than delta, and that the update
+    would move on, are left out; the weight of others is min(ρ, cap)."""
+
+    name: Literal["dppo"]
+    divergence: Literal["tv", "kl"] = "tv"
+    """tv: the difference of the token's probabilities. kl: KL(engine || learner) of the token against all others."""
+    delta: PositiveFloat = 0.15
+    """The largest divergence; for kl a third of it is usual."""
+    cap: PositiveFloat = 20.0
+    """The largest weight of a token."""
+
+
+OffPolicyConfig = TruncateConfig | IcepopConfig | SequenceMaskConfig | DppoConfig
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def _check_bounds(section: AnySection, low: float, high: float) -> AnySection:
+    if not low < 1 < high:
+        raise ValueError(f"low {low:g} and high {high:g}: a ratio of 1, which is on-policy, must lie between them")
+    return section
+
+
 class BaseLossConfig(Section):
     kl: NonNegative = 0.0
     """Weight of KL(policy || reference), k3 estimate; the reference is the model, adapter off. 0: not computed."""
-    importance_cap: PositiveFloat | None = None
-    """Truncated importance sampling: each token's weight is min(learner / engine, cap). null: off."""
+    off_policy: Annotated[OffPolicyConfig, Field(discriminator="name")] | None = None
+    """Which weight a token has that an older policy sampled, or an engine that rounds differently. ρ is the token's
+    probability under the learner, at the start of the step, over that of the engine. null: PPO's ratio is to the
+    engine's probability instead, and there are no weights."""
     echo: NonNegative = 0.0
     """ECHO (Shrivastava et al. 2026, arXiv:2605.24517): weight of the cross entropy of what the environment answered
     to a reply (tool outputs, further user messages), over these tokens' own count. Attempts of groups without signal

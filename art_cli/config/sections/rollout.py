@@ -79,7 +79,7 @@ class RolloutConfig(Section):
     """A key of the scenarios, such as "level". Scenarios with the same value are a pool, whose mean reward is a metric
     of each step, and which `choose: adaptive` sees as one. null: each scenario is seen alone."""
     replay: ReplayConfig | None = None
-    """null: a step trains on its own groups only. Needs `loss.importance_cap`."""
+    """null: a step trains on its own groups only. Needs `loss.off_policy`."""
     sampling: SamplingConfig = SamplingConfig()
 
     @property

@@ -54,7 +54,7 @@ class TrainConfig(Section):
     max_staleness: Count = 0
     """By how many steps the policy that samples a token may be older than the policy that is trained on it. 0:
     on-policy, engine and learner take turns. 1 or more: later batches are sampled while the learner works; needs
-    `loss.importance_cap`."""
+    `loss.off_policy`."""
     max_logprob_gap: PositiveFloat = 0.1
     """The mean difference in nats between the engine's and the learner's logprobs at which an on-policy run stops,
     because they no longer hold the same weights."""

@@ -32,7 +32,7 @@ def clip_tokens(terms: PolicyTerms, low: float, high: float) -> Objective:
 
 def clip_samples(terms: PolicyTerms, low: float, high: float) -> Objective:
     """PPO's surrogate with one ratio per sample: the geometric mean of its tokens' ratios. GSPO, equations 5 to 7."""
-    return clipped_surrogate(_sample_mean(terms.new - terms.old, terms.samples).exp(), terms.advantages, low, high)
+    return clipped_surrogate(sample_mean(terms.new - terms.old, terms.samples).exp(), terms.advantages, low, high)
 
 
 def clip_sums(terms: PolicyTerms, low: float, high: float) -> Objective:
@@ -67,7 +67,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
     return Objective(values, is_clipped)
 
 
-def _sample_mean(values: Tensor, samples: Tensor) -> Tensor:
+def sample_mean(values: Tensor, samples: Tensor) -> Tensor:
     """[N] each value replaced by the mean over its sample. No terms give no terms."""
     return _sample_sum(values, samples) / _sample_sum(torch.ones_like(values), samples)
 

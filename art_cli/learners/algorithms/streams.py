@@ -22,7 +22,7 @@ class LossTerms(NamedTuple):
     samples: Tensor  # [N] int64: index of the term's sample in the pack
     weights: Tensor  # [3, N] in each component; NaN: not in it
     shares: Tensor  # [3, N] the factor of each term in the mean of each component
-    importance: Tensor | None = None  # [N] truncated importance weights of the objective
+    importance: Tensor | None = None  # [N] weights of the objective (off_policy.py); 0: the term is left out
     reference: Tensor | None = None  # [N] logprobs under the reference policy; None: no term is in reference_kl
     entropies: Tensor | None = None  # [N] entropy in nats where the term was sampled, with gradient; None: no bonus
     entropy_bonus: float = 0.0  # reward of a nat of entropy
@@ -76,13 +76,3 @@ def k3(new: Tensor, reference: Tensor) -> Tensor:
     """
     difference = reference - new
     return difference.exp() - difference - 1
-
-
-def truncated_weights(learner: Tensor, engine: Tensor, *, cap: float) -> Tensor:
-    """[N] min(pi_learner / pi_engine, cap) of each token, both at the weights that sampled it; detached.
-
-    Where the engine's logprob is NaN (it sampled from a cut distribution) there is nothing to correct with: 1.
-    Truncated importance sampling: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training" (fengyao.notion.site/off-policy-rl); Ionides 2008, equation 2.
-    """
-    return (learner - engine).exp().clamp(max=cap).nan_to_num(nan=1.0).detach()

@@ -1,0 +1,95 @@
+"""Off-policy corrections: the weight of each token that another policy sampled than the one that learns.
+
+The ratio rho = pi_learner / pi_engine is of the learner's probability of a token at the start of the step to the
+probability that the engine reported when it sampled it. The two differ by the engine's rounding, and with
+train.max_staleness by the steps in between. Where the engine's logprob is NaN (it sampled from a cut distribution)
+there is nothing to correct with: the weight is 1. All weights are detached.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from art_cli.config.sections import loss
+from art_cli.learners.algorithms.objectives import sample_mean
+
+
+class SampledTerms(NamedTuple):
+    """N terms of a pack, as tensors of [N]. `advantages` is NaN where the term is not in the policy component."""
+
+    new: Tensor  # logprobs under the current weights
+    learner: Tensor  # logprobs under the learner's weights at the start of the step
+    engine: Tensor  # logprobs that the engine reported; NaN: not comparable
+    advantages: Tensor
+    samples: Tensor  # int64: index of the term's sample in the pack
+
+
+Correction = Callable[[SampledTerms], Tensor]  # [N] weights of the objective; 0: the term is left out
+
+
+def build_correction(config: loss.OffPolicyConfig | None) -> Correction | None:
+    """The correction that a configuration names. None: there is none."""
+    match config:
+        case None:
+            return None
+        case loss.TruncateConfig():
+            return lambda terms: truncated_weights(terms.learner, terms.engine, cap=config.cap)
+        case loss.IcepopConfig():
+            return lambda terms: icepop_weights(terms.learner, terms.engine, low=config.low, high=config.high)
+        case loss.SequenceMaskConfig():
+            return lambda terms: sequence_mask_weights(terms, low=config.low, high=config.high, cap=config.cap)
+        case loss.DppoConfig():
+            return lambda terms: dppo_weights(terms, divergence=config.divergence, delta=config.delta, cap=config.cap)
+
+
+def truncated_weights(learner: Tensor, engine: Tensor, *, cap: float) -> Tensor:
+    """[N] min(rho, cap).
+
+    Truncated importance sampling: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training" (fengyao.notion.site/off-policy-rl); Ionides 2008, equation 2.
+    """
+    return (learner - engine).nan_to_num(nan=0.0).exp().clamp(max=cap).detach()
+
+
+def icepop_weights(learner: Tensor, engine: Tensor, *, low: float, high: float) -> Tensor:
+    """[N] rho where it lies from `low` to `high`, and 0 elsewhere. IcePop, Ring-1T 2025 (arXiv:2510.18855)."""
+    ratio = (learner - engine).nan_to_num(nan=0.0).exp().detach()
+    return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+
+
+def sequence_mask_weights(terms: SampledTerms, *, low: float, high: float, cap: float) -> Tensor:
+    """[N] min(rho, cap) in samples whose geometric mean of rho lies from `low` to `high`, and 0 in all others.
+
+    The mean is over the sample's tokens in the policy component whose engine logprob is comparable. Liu et al. 2025,
+    "When Speed Kills Stability" (geometric rejection sampling); the mean, unlike the product, does not fall or grow
+    with the sample's length.
+    """
+    difference = (terms.learner - terms.engine).detach()
+    is_known = ~(difference.isnan() | terms.advantages.isnan())
+    mean = sample_mean(difference.nan_to_num(nan=0.0) * is_known, terms.samples)
+    known_share = sample_mean(is_known.to(mean.dtype), terms.samples)
+    ratio = torch.where(known_share > 0, mean / known_share, 0.0).exp()
+    weights = truncated_weights(terms.learner, terms.engine, cap=cap)
+    return torch.where((ratio >= low) & (ratio <= high), weights, 0.0)
+
+
+def dppo_weights(terms: SampledTerms, *, divergence: Literal["tv", "kl"], delta: float, cap: float) -> Tensor:
+    """[N] min(rho, cap), and 0 where the update would go on moving away from a policy that is further than `delta`.
+
+    DPPO, Qi et al. 2026 (arXiv:2602.04879), the binary approximations: with mu the engine's and p the current
+    probability of the sampled token against all others, the divergence is |p - mu| (tv) or
+    mu log(mu / p) + (1 - mu) log((1 - mu) / (1 - p)) (kl). A token is left out where it is above `delta` and the
+    advantage is positive and p > mu, or negative and p < mu. The paper's ratio is not cut; `cap` is, as in verl, 20.
+    """
+    new, engine = terms.new.detach(), terms.engine
+    now, then = new.exp(), engine.exp()
+    if divergence == "tv":
+        distance = (now - then).abs()
+    else:
+        others = (1 - then).clamp(min=1e-8).log() - (1 - now).clamp(min=1e-8).log()
+        distance = then * (engine - new) + (1 - then) * others
+    moves_away = ((terms.advantages > 0) & (now > then)) | ((terms.advantages < 0) & (now < then))
+    weights = truncated_weights(terms.learner, engine, cap=cap)
+    return weights.masked_fill(moves_away & (distance > delta), 0.0)
