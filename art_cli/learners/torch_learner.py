@@ -26,6 +26,7 @@ from art_cli.learners import Progress, StepMetrics
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.off_policy import build_correction
 from art_cli.learners.algorithms.presets import build_algorithm
+from art_cli.learners.covariance import without_covariant
 from art_cli.learners.demos import demo_samples
 from art_cli.learners.gradient import LossGradient, Update
 from art_cli.learners.optimizer import Optimizer
@@ -94,6 +95,8 @@ class TorchLearner:
         with self._naming_memory():
             batch = make_step_samples(groups, self.algorithm, kl=self.kl, echo=self.echo)
         parts = split_by_update(batch.groups, self.train_config.updates_per_step)
+        if self.loss.clip_cov is not None:
+            parts = [without_covariant(part, self.loss.clip_cov) for part in parts]
         # a step of few groups with signal takes fewer updates, and each is as large as if all groups had signal
         finished = batch.finished.divided(max(1, min(self.train_config.updates_per_step, batch.num_groups)))
         statistics = StepStatistics(_replayed(groups))

@@ -100,6 +100,9 @@ class BaseLossConfig(Section):
     null: no reward."""
     entropy_step: PositiveFloat = 0.005
     """By how much the coefficient changes in a step."""
+    clip_cov: Annotated[Float, Field(gt=0, lt=1)] | None = None
+    """The share of an optimizer step's sampled tokens without gradient: those whose logprob and advantage are furthest
+    above their means together, because they cost most entropy (Clip-Cov, arXiv:2505.22617). null: none."""
 
     @property
     def needs_rewards(self) -> bool:
