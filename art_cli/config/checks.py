@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from art_cli.config.schema import (
     DistillConfig,
     NoJudgeConfig,
+    PpoConfig,
     RunConfig,
     SdpoConfig,
     TorchLearnerConfig,
@@ -54,6 +55,8 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from _stale_conflicts(config, section)
     if isinstance(config.learner, TorchLearnerConfig) and config.learner.processes > 1:
         yield from _process_conflicts(config, config.learner)
+    if isinstance(config.learns_by, PpoConfig):
+        yield from _critic_conflicts(config, config.learns_by)
     if config.train.updates_per_step > config.rollout.groups_per_step:
         groups = config.rollout.groups_per_step
         yield "train.updates_per_step", f"at most rollout.groups_per_step ({groups}): a step is split by groups"
@@ -113,6 +116,17 @@ def _process_conflicts(config: RunConfig, learner: TorchLearnerConfig) -> Iterat
         yield "learner.device", "with learner.processes each takes a GPU of its own: auto, cuda or cpu"
 
 
+def _critic_conflicts(config: RunConfig, loss: PpoConfig) -> Iterator[tuple[str, str]]:
+    if config.rollout.refill > 0:
+        yield "rollout.refill", "replaces groups of equal rewards, and with a critic these teach as much; set it to 0"
+    is_set = "value_clip" in loss.model_fields_set and loss.value_clip is not None
+    if is_set and config.train.updates_per_step * config.train.epochs_per_step == 1:
+        yield (
+            "loss.value_clip",
+            "used with train.updates_per_step or train.epochs_per_step above 1 only: else a value moves once in a step",
+        )
+
+
 def untrainable(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(dotted key, message) for each setting with which a configuration can be evaluated but not trained."""
     if not config.engine.can_train:
@@ -120,7 +134,11 @@ def untrainable(config: RunConfig) -> Iterator[tuple[str, str]]:
             "engine",
             f"{config.engine.name!r} samples from a model of its own and cannot be trained; choose another",
         )
-    if config.rollout.group_size == 1 and not isinstance(config.judge, NoJudgeConfig):
+    if (
+        config.rollout.group_size == 1
+        and config.learns_by.compares_attempts
+        and not isinstance(config.judge, NoJudgeConfig)
+    ):
         yield "rollout.group_size", "1 gives nothing to compare an attempt with; set it to 2 or more"
     if config.rollout.sampling.temperature == 0:
         yield "rollout.sampling.temperature", "at 0 all attempts are the same; set it to 1 to train"

@@ -65,6 +65,9 @@ class StepMetrics(msgspec.Struct, kw_only=True):
     update_share: float = float("nan")  # share of the last update that was kept; below 1: it passed train.max_kl
     logprob_gap: float = float("nan")  # mean |engine - learner| over trained tokens, before the first update
     logprob_gap_max: float = float("nan")
+    value_loss: float = float("nan")  # mean clipped squared error of the critic's values; NaN: there is no critic
+    value_mean: float = float("nan")  # mean of the critic's values before the step
+    explained_variance: float = float("nan")  # 1 - Var(return - value) / Var(return), before the step
     train_s: float = 0.0
 
     def known(self) -> dict[str, float]:

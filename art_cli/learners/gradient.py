@@ -23,7 +23,7 @@ from art_cli.learners.packing import Pack
 from art_cli.learners.samples import Sample
 from art_cli.learners.step_samples import count
 from art_cli.learners.step_statistics import StepStatistics
-from art_cli.learners.token_weights import NUM_COMPONENTS, POLICY, REFERENCE_KL, Floats
+from art_cli.learners.token_weights import NUM_COMPONENTS, POLICY, REFERENCE_KL, VALUE, Floats
 
 
 class Update(NamedTuple):
@@ -63,9 +63,11 @@ class LossGradient:
 
         `entropy_bonus` is the reward of a nat of entropy.
         """
-        packs = self.runner.deal(samples)
+        packs, counts = self.runner.deal(samples), count(samples, finished)
+        if counts[VALUE].tokens and self.runner.value_head is None:
+            raise LearnerError("credit: targets for a critic's values, and only loss=ppo has a critic")
         has_unknown = any(np.isnan(sample.logprobs[~np.isnan(sample.advantages)]).any() for sample in samples)
-        return Update(packs, count(samples, finished), [None] * len(packs), has_unknown, entropy_bonus)
+        return Update(packs, counts, [None] * len(packs), has_unknown, entropy_bonus)
 
     def look_ahead(self, update: Update, statistics: StepStatistics, *, always: bool = False) -> Update:
         """The update with its packs' logprobs at the current weights, if its loss will need them after an update.
@@ -107,6 +109,9 @@ class LossGradient:
             statistics.add_pack(pack, scores, loss, importance=terms.importance)
             logprobs.append(terms.new.detach())
             done()
+        for parameter in [] if self.runner.value_head is None else self.runner.value_head.parameters():
+            if parameter.grad is not None:  # every process runs as many packs, so all have one or none has
+                self.runner.ranks.add_up(parameter.grad)
         if faults := [fault for of_rank in self.runner.ranks.gather(faults) for fault in of_rank]:
             raise LearnerError(faults[0])
         return logprobs
@@ -157,7 +162,8 @@ class LossGradient:
         before: Tensor | None,
         reference: Tensor | None,
     ) -> LossTerms:
-        new = scores.logprobs[self._tensor(pack.terms.edges)]
+        edges = self._tensor(pack.terms.edges)
+        new = scores.logprobs[edges]
         before = new.detach() if before is None else before
         engine = self._tensor(pack.terms.logprobs).float()
         samples, weights = self._tensor(pack.terms.samples), self._tensor(pack.terms.weights).float()
@@ -174,15 +180,21 @@ class LossGradient:
             reference=reference,
             entropies=scores.entropies[self._tensor(pack.terms.edges)] if update.entropy_bonus > 0 else None,
             entropy_bonus=update.entropy_bonus,
+            values=None if scores.values is None else scores.values[edges],
         )
 
     def _shares(self, samples: Sequence[Sample], counts: Sequence[UpdateCounts]) -> Floats:
-        """[3, samples] the factor of each token of a sample in the mean of each component; 0: it has none there."""
+        """[4, samples] the factor of each token of a sample in the mean of each component; 0: it has none there."""
         shares = np.zeros((NUM_COMPONENTS, len(samples)))
         for component, index in np.ndindex(shares.shape):
             if num_tokens := samples[index].num_in(component):
-                shares[component, index] = self.algorithm.share(num_tokens, counts[component].over(self.mean_over))
+                shares[component, index] = self._share(component, num_tokens, counts[component])
         return shares
+
+    def _share(self, component: int, num_tokens: int, update: UpdateCounts) -> float:
+        if component == VALUE:
+            return self.algorithm.value_share(update)
+        return self.algorithm.share(num_tokens, update.over(self.mean_over))
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array).to(self.runner.weights.device)

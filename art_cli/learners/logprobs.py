@@ -23,6 +23,7 @@ class TokenScores(NamedTuple):
     logprobs: Tensor  # [E] nats, log p of the targets under softmax(logits / temperature); carries the gradient
     entropies: Tensor  # [E] nats, entropy of that distribution; detached, unless its gradient is asked for
     raw_logprobs: Tensor  # [E] nats, log p of the targets under softmax(logits); detached
+    values: Tensor | None = None  # [E] the critic's value of the state before each target; None: there is no critic
 
 
 def token_scores(

@@ -19,12 +19,14 @@ from torch import Tensor
 from art_cli import openmp
 from art_cli.config.schema import BaseLearnerConfig
 from art_cli.decoder.layers import known_layers
+from art_cli.errors import LearnerError
 from art_cli.learners.flex_attention import FlexAttention
 from art_cli.learners.logprobs import TokenScores, token_scores
 from art_cli.learners.packing import Pack, pack_small, reuse
 from art_cli.learners.ranks import Ranks, deal, pack_evenly
 from art_cli.learners.samples import Ints, Sample
 from art_cli.learners.tree_attention import Tree, attend, tree_attention
+from art_cli.learners.value_head import ValueHead
 from art_cli.model import Weights, count_parameters
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class PackRunner:
         self.model = weights.model.get_base_model() if weights.has_adapter else weights.model
         self._is_small = weights.device.type == "cpu" and count_parameters(weights.model).whole < SMALL
         self.can_pack: bool | None = None  # None: not decided yet, see packing_check.py
+        self.value_head: ValueHead | None = None  # set by a critic; then scores have values
         self.flex = FlexAttention(self.micro_batch_tokens) if weights.device.type == "cuda" else None
         if config.gradient_checkpointing is not False:
             _enable_checkpointing(self.model)
@@ -146,26 +149,42 @@ class PackRunner:
         if len(hidden) == len(tree.rows):
             positions = torch.searchsorted(tree.rows, positions)
         hidden = hidden[positions]  # [E, H]
-        return self._score(hidden, self.model.get_output_embeddings(), pack, entropy_gradient)
+        scores = self._score(hidden, self.model.get_output_embeddings(), pack, entropy_gradient)
+        return scores if self.value_head is None else scores._replace(values=self.value_head(hidden))
 
     def _run_plain(self, pack: Pack, entropy_gradient: bool) -> TokenScores:
         starts, ends, _, parents = pack.segments
         assert all(parent < 0 for parent in parents), "a shared pack cannot be run one sample at a time"
-        logits = [
-            self._row_logits(pack.token_ids[start:end], positions - start)
+        rows = [
+            self._run_row(pack.token_ids[start:end], positions - start)
             for start, end, positions in zip(starts, ends, _split(pack.edges.positions, starts[1:]), strict=True)
         ]
+        logits = torch.cat([logits for logits, _ in rows])
         # the logits are there, so the head only copies them
-        return self._score(torch.cat(logits), torch.clone, pack, entropy_gradient)
+        scores = self._score(logits, torch.clone, pack, entropy_gradient)
+        if self.value_head is None:
+            return scores
+        return scores._replace(values=self.value_head(torch.cat([hidden for _, hidden in rows])))
 
-    def _row_logits(self, token_ids: Ints, positions: Ints) -> Tensor:
-        """[len(positions), V] logits of one sequence, the whole model run as it is."""
+    def _run_row(self, token_ids: Ints, positions: Ints) -> tuple[Tensor, Tensor]:
+        """Logits [len(positions), V] and last hidden states of one sequence, the whole model run as it is.
+
+        The hidden states are [len(positions), H] where there is a value head, else empty.
+        """
         first = int(positions.min())
-        output = self.model(
-            input_ids=self._tensor(token_ids)[None], use_cache=False, logits_to_keep=len(token_ids) - first
-        )
-        logits: Tensor = output.logits[0, self._tensor(positions - first)]
-        return logits
+        with contextlib.ExitStack() as stack:
+            hidden = [] if self.value_head is None else stack.enter_context(_head_input(self.model))
+            output = self.model(
+                input_ids=self._tensor(token_ids)[None], use_cache=False, logits_to_keep=len(token_ids) - first
+            )
+        chosen = self._tensor(positions - first)
+        logits: Tensor = output.logits[0, chosen]
+        if self.value_head is None:
+            return logits, logits[:, :0]
+        if len(hidden) != 1 or hidden[0].shape[:2] != output.logits.shape[:2]:
+            name = type(self.model).__name__
+            raise LearnerError(f"{name} does not show the hidden states that a value head reads: choose another loss")
+        return logits, hidden[0][0, chosen]
 
     def _score(self, hidden: Tensor, head: Any, pack: Pack, entropy_gradient: bool) -> TokenScores:
         temperatures = self._tensor(pack.edges.temperatures).float()
@@ -181,6 +200,17 @@ def _packing(model: Any) -> Iterator[None]:
     """While inside, the model's layers compute packs."""
     with tree_attention(model), known_layers(model, attend):
         yield
+
+
+@contextlib.contextmanager
+def _head_input(model: Any) -> Iterator[list[Tensor]]:
+    """Collects what the model's output head is called with while inside: the last hidden states [1, n, H]."""
+    inputs: list[Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda head, given: inputs.append(given[0]))
+    try:
+        yield inputs
+    finally:
+        hook.remove()
 
 
 def _split(positions: Ints, bounds: list[int]) -> list[Ints]:

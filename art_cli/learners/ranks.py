@@ -14,7 +14,7 @@ from torch import Tensor
 from art_cli.learners.logprobs import TokenScores
 from art_cli.learners.packing import PACK_COST, Pack, Terms, pack_samples
 from art_cli.learners.samples import Sample, bare_sample
-from art_cli.learners.token_weights import NUM_COMPONENTS
+from art_cli.learners.token_weights import NUM_ROWS
 
 Value = TypeVar("Value")
 
@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 class Ranks:
     """This process among those of its learner: here the only one.
 
-    All processes call `gather`, `forward` and `whole`, in the same order.
+    All processes call `gather`, `forward`, `add_up` and `whole`, in the same order.
     """
 
     rank, size = 0, 1
@@ -34,6 +34,9 @@ class Ranks:
     def forward(self, model: Any, run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
         """`run(pack)`, which calls parts of the model, as one forward pass of the model."""
         return run(pack)
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Replaces a tensor that every process holds by the sum over all processes."""
 
     def whole(self, tensor: Tensor) -> Tensor:
         """The whole tensor of which this process holds a part."""
@@ -79,6 +82,6 @@ def _longest_first(packs: Sequence[Pack]) -> list[Pack]:
 def _idle(pack: Pack) -> Pack:
     """A pack of two tokens with nothing to train, so that its loss and gradient are zero."""
     [short] = pack_samples([bare_sample(pack.token_ids[:2], np.array([1]), "idle")], budget=2)
-    floats, ints, weights = np.empty(0), np.empty(0, dtype=np.int64), np.empty((NUM_COMPONENTS, 0))
+    floats, ints, weights = np.empty(0), np.empty(0, dtype=np.int64), np.empty((NUM_ROWS, 0))
     nothing = Terms(edges=ints, samples=ints, weights=weights, logprobs=floats, raw_logprobs=floats)
     return replace(short, terms=nothing, samples=[])

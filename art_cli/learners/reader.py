@@ -1,4 +1,4 @@
-"""Reader: a model's logprobs of given tokens, without a gradient, in the packs that the learner trains in.
+"""Reader: a model's logprobs of given tokens, or a critic's values, without a gradient, in the learner's packs.
 
 Tokens that samples share are computed once. A reader of the policy itself runs in all processes of the learner
 together; any other model is whole in each process, and `divided` gives each process a part of the samples.
@@ -7,8 +7,10 @@ together; any other model is whole in each process, and `divided` gives each pro
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from art_cli.errors import ArtError, LearnerError
+from art_cli.learners.logprobs import TokenScores
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing_check import PackingCheck
 from art_cli.learners.ranks import Ranks
@@ -24,6 +26,13 @@ class Reader:
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
         """[N] of each sample: log p of its targets under softmax(logits / temperature), in nats."""
+        return self._read(samples, lambda scores: scores.logprobs)
+
+    def values(self, samples: Sequence[Sample]) -> list[Floats]:
+        """[N] of each sample: the critic's value of the state before each of its targets. The policy's reader only."""
+        return self._read(samples, _values)
+
+    def _read(self, samples: Sequence[Sample], choose: Callable[[TokenScores], Tensor]) -> list[Floats]:
         if not samples:
             return []
         places = {id(sample): index for index, sample in enumerate(samples)}
@@ -32,10 +41,15 @@ class Reader:
             self.packing.probe(samples[0])
             with self.runner.running():
                 for pack in self.runner.deal(samples):
-                    logprobs = self.runner.run(pack).logprobs.double().cpu().numpy()[pack.terms.edges]
+                    numbers = choose(self.runner.run(pack)).double().cpu().numpy()[pack.terms.edges]
                     for index, sample in enumerate(pack.samples):
-                        found[places[id(sample)]] = logprobs[pack.terms.samples == index]
+                        found[places[id(sample)]] = numbers[pack.terms.samples == index]
         return _in_order(found, self.runner.ranks, len(samples))
+
+
+def _values(scores: TokenScores) -> Tensor:
+    assert scores.values is not None, "a reader of values needs a critic's head"
+    return scores.values
 
 
 def divided(

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from art_cli.errors import LearnerError
-from art_cli.learners.token_weights import CROSS_ENTROPY, NUM_COMPONENTS, POLICY, Floats, sampled_tokens
+from art_cli.learners.token_weights import CROSS_ENTROPY, NUM_ROWS, POLICY, Floats, sampled_tokens
 from art_cli.trajectory import Trajectory, Turn
 
 Ints = npt.NDArray[np.int64]
@@ -29,7 +29,7 @@ class Sample:
     """One token sequence to train on. L tokens, N of them trained.
 
     Example: Sample(token_ids=[1 2 3 4 5], targets=[3 4], logprobs=[-0.1 -0.7], raw_logprobs=[-0.1 -0.7],
-                    temperatures=[1.0 1.0], weights=[[0.5 0.5] [nan nan] [nan nan]], trajectory_id="t7", turn=0)
+                    temperatures=[1.0 1.0], weights=[[0.5 0.5] [nan nan] ...], trajectory_id="t7", turn=0)
     """
 
     token_ids: Ints  # [L]
@@ -37,7 +37,7 @@ class Sample:
     logprobs: Floats  # [N] the engine's under softmax(logits / temperature); NaN: from a cut distribution, or a prompt
     raw_logprobs: Floats  # [N] the engine's under softmax(logits); NaN: the engine did not report them
     temperatures: Floats  # [N] divisors of the logits
-    weights: Floats  # [3, N] in each component of the loss (token_weights.py); NaN: not in it
+    weights: Floats  # [5, N] in each component of the loss (token_weights.py); NaN: not in it
     trajectory_id: str
     turn: int  # index of the leaf
 
@@ -55,7 +55,7 @@ class Sample:
 def trajectory_samples(trajectory: Trajectory, weights: Floats) -> list[Sample]:
     """The trajectory's samples: every token with a weight is trained in exactly one, the first leaf that holds it.
 
-    `weights` [3, M] come from `token_weights`. A trajectory without turns, or without weights, gives []. The first
+    `weights` [5, M] come from `token_weights`. A trajectory without turns, or without weights, gives []. The first
     token of a sequence is never trained, because nothing predicts it. Raises LearnerError: logprobs that are not one
     per sampled token, or not finite.
     """
@@ -91,7 +91,7 @@ def count_sampled(trajectory: Trajectory) -> tuple[int, int]:
 def bare_sample(token_ids: Ints, targets: Ints, name: str, *, temperature: float = 1.0, turn: int = 0) -> Sample:
     """A sample that no engine sampled, to imitate: its targets have weight 1 in the cross entropy."""
     unknown = np.full(len(targets), np.nan)
-    weights = np.full((NUM_COMPONENTS, len(targets)), np.nan)
+    weights = np.full((NUM_ROWS, len(targets)), np.nan)
     weights[CROSS_ENTROPY] = 1.0
     return Sample(
         token_ids=token_ids,

@@ -37,6 +37,9 @@ class FsdpRanks(Ranks):
         scores: TokenScores = model.run_pack(run, pack)
         return scores
 
+    def add_up(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor)
+
     def whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -68,7 +71,9 @@ def shard(model: Any, mesh: DeviceMesh) -> None:
 
 def _run_pack(run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
     scores = run(pack)
-    return scores._replace(logprobs=scores.logprobs.clone())  # FSDP sets a hook on it, which a view might lose
+    # FSDP sets hooks on what carries a gradient, and a view might lose them
+    values = None if scores.values is None else scores.values.clone()
+    return scores._replace(logprobs=scores.logprobs.clone(), values=values)
 
 
 def make_mesh(device: torch.device) -> DeviceMesh:

@@ -16,6 +16,7 @@ from art_cli.learners.token_weights import (
     NUM_COMPONENTS,
     POLICY,
     REFERENCE_KL,
+    VALUE,
     Credit,
     observed_tokens,
     token_weights,
@@ -132,7 +133,7 @@ def _group_samples(
         for trajectory, credit in zip(group, credits, strict=True)
         if credit is not None
     ]
-    for component in range(NUM_COMPONENTS):
+    for component in range(VALUE):  # a target of 0 is one for the critic to learn
         if not any(np.nan_to_num(weights[component]).any() for _, weights in chosen):
             for _, weights in chosen:
                 weights[component] = np.nan

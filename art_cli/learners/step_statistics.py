@@ -53,6 +53,7 @@ class StepStatistics:
         self.grad_clips: list[float] = []  # and after it
         self.update_kl = self.update_share = math.nan  # of the last optimizer step; NaN: not measured
         self.kl, self.entropy, self.clipped, self.masked, self.gap, self.imitated = (_Mean() for _ in range(6))
+        self.value_loss = _Mean()
 
     @classmethod
     def total(cls, parts: Sequence["StepStatistics"]) -> "StepStatistics":
@@ -65,7 +66,7 @@ class StepStatistics:
         for part in parts:
             for name in ("num_samples", "tokens_trained", "tokens_imitated", "tokens_flat", "tokens_computed"):
                 setattr(total, name, getattr(total, name) + getattr(part, name))
-            for name in ("kl", "entropy", "clipped", "masked", "gap", "imitated"):
+            for name in ("kl", "entropy", "clipped", "masked", "gap", "imitated", "value_loss"):
                 getattr(total, name).join(getattr(part, name))
         return total
 
@@ -100,6 +101,8 @@ class StepStatistics:
             self.masked.add(importance[torch.from_numpy(in_policy).to(importance.device)] == 0)
         if loss.kl is not None:
             self.kl.add(loss.kl)
+        if loss.value_errors is not None:
+            self.value_loss.add(loss.value_errors)
 
     def metrics(
         self,
@@ -141,6 +144,7 @@ class StepStatistics:
             update_share=self.update_share,
             logprob_gap=self.gap.mean,
             logprob_gap_max=self.gap.max,
+            value_loss=self.value_loss.mean,
             train_s=train_s,
         )
 

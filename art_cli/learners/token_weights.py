@@ -3,6 +3,7 @@
     policy          the advantage, for the algorithm's objective; sampled tokens only
     cross_entropy   -weight * log p: imitation of any token, a tool's output included
     reference_kl    weight * KL(policy || reference), estimator k3
+    value           the error of the critic's value of the state before the token; the number is the value's target
 
 A token may be in several components, or in none. Each component is divided by its own counts over the whole optimizer
 step. M tokens of a trajectory: of each turn the prompt tokens that it adds, then the sampled ones.
@@ -17,8 +18,10 @@ import numpy.typing as npt
 from art_cli.errors import LearnerError, one_line
 from art_cli.trajectory import Trajectory
 
-POLICY, CROSS_ENTROPY, REFERENCE_KL = range(3)
-NUM_COMPONENTS = 3
+POLICY, CROSS_ENTROPY, REFERENCE_KL, VALUE = range(4)
+NUM_COMPONENTS = 4
+OLD_VALUE = 4  # the row behind the components: the critic's value before the step, where the token is in VALUE
+NUM_ROWS = 5
 
 Floats = npt.NDArray[np.float64]
 Weights = float | Sequence[Sequence[float] | Floats]
@@ -29,15 +32,20 @@ class Credit(NamedTuple):
 
     Each component is one weight for all sampled tokens, or a sequence of weights per turn, one for each of its
     prompt_ids and sampled_ids, NaN where the token is not in the component. None: no token is in it.
+
+    `value` holds targets of the critic, so a 0 there counts too, and `old_value` its values before the step. Only a
+    loss with a critic (loss=ppo) can train them.
     """
 
     policy: Weights | None = None
     cross_entropy: Weights | None = None
     reference_kl: Weights | None = None
+    value: Weights | None = None
+    old_value: Weights | None = None
 
 
 def token_weights(trajectory: Trajectory, credit: Credit | float) -> Floats:
-    """[3, M] the weight of each token in each component; NaN: the token is not in it. A number is a policy weight.
+    """[5, M] the weight of each token in each component; NaN: the token is not in it. A number is a policy weight.
 
     Raises LearnerError: not one weight per token, an infinite one, or a policy weight of a token of a prompt.
     """

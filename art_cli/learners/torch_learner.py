@@ -25,8 +25,10 @@ from art_cli.errors import DriftError, LearnerError
 from art_cli.learners import Progress, StepMetrics
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.off_policy import build_correction
+from art_cli.learners.algorithms.ppo import Ppo
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.covariance import without_covariant
+from art_cli.learners.critic import Critic
 from art_cli.learners.demos import demo_samples
 from art_cli.learners.gradient import LossGradient, Update
 from art_cli.learners.optimizer import Optimizer
@@ -38,6 +40,7 @@ from art_cli.learners.samples import Sample, bare_sample
 from art_cli.learners.sft import Sft
 from art_cli.learners.step_samples import make_step_samples, split_by_update
 from art_cli.learners.step_statistics import StepStatistics
+from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY, REFERENCE_KL
 from art_cli.learners.trust_region import hold
 from art_cli.model import Weights, load_checkpoint, save_weights
 from art_cli.trajectory import ScoredTrajectory
@@ -84,6 +87,14 @@ class TorchLearner:
         self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
         self.optimizer_device = torch.device("cpu") if learner.offload_optimizer else None
         self.optimizer = Optimizer(self.parameters, train, device=self.optimizer_device, ranks=self.ranks)
+        self.critic: Critic | None = None
+        if isinstance(self.algorithm, Ppo):
+            self.critic = Critic(self.runner, self.algorithm.knobs, train, device=self.optimizer_device)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The policy's optimizer, then the critic's if there is one."""
+        return [self.optimizer, *([] if self.critic is None else [self.critic.optimizer])]
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
         """Takes one policy step. After any failure every weight is what it was before.
@@ -163,6 +174,8 @@ class TorchLearner:
                 save_weights(self.weights, directory, tensors=tensors if self.ranks.size > 1 else None)
                 save_file(_rng_state(), directory / RNG_FILE)
             self.optimizer.save(directory)
+            if self.critic is not None:
+                self.critic.save(directory)
             if self.warm_up is not None:
                 self.warm_up.save(directory)
 
@@ -179,6 +192,8 @@ class TorchLearner:
             else:
                 self.optimizer.reset()
                 log.info("%s: weights without optimizer state; the optimizer starts anew", directory)
+            if self.critic is not None:
+                self.critic.load(directory)
             if self.warm_up is not None:
                 self.warm_up.load(directory)
 
@@ -200,7 +215,8 @@ class TorchLearner:
         The first one that leaves the trust region, if there is one, is drawn back and is the last.
         """
         epochs, is_bounded = self.train_config.epochs_per_step, self.train_config.max_kl is not None
-        snapshot = self.optimizer.snapshot() if epochs * len(updates) > 1 or is_bounded else None
+        is_undone = epochs * len(updates) > 1 or is_bounded
+        snapshots = [optimizer.snapshot() for optimizer in self.optimizers if is_undone]
         done = _Counter(progress, total=epochs * sum(len(update.packs) for update in updates))
         try:
             # the first update needs no look ahead unless it is taken again at other weights
@@ -214,13 +230,14 @@ class TorchLearner:
                     update = update._replace(before=logprobs)
                 before = self.optimizer.remember() if is_bounded else {}
                 self._apply(update, statistics)
-                if is_bounded and not self._stays_near(update, before, statistics):
+                if is_bounded and self._moves_policy(update) and not self._stays_near(update, before, statistics):
                     break
         except BaseException:
-            if snapshot is not None:
-                self.optimizer.restore(snapshot)
+            for optimizer, snapshot in zip(self.optimizers, snapshots, strict=False):
+                optimizer.restore(snapshot)
             raise
-        self.optimizer.counts.num_steps += 1
+        for optimizer in self.optimizers:
+            optimizer.counts.num_steps += 1
 
     def _check_drift(self, statistics: StepStatistics) -> None:
         if self.train_config.max_staleness > 0:
@@ -233,11 +250,14 @@ class TorchLearner:
             )
 
     def _apply(self, update: Update, statistics: StepStatistics) -> None:
-        limit, norm = self.optimizer.clip_limit(), self.optimizer.clip()
-        if not math.isfinite(norm):
-            self.optimizer.clear()
+        limit = self.optimizer.clip_limit()
+        norm, *others = [optimizer.clip() for optimizer in self.optimizers]
+        if not all(map(math.isfinite, (norm, *others))):
+            self._clear()
             raise LearnerError(self.gradient.blame(update, self.optimizer))
-        self.optimizer.update()
+        for optimizer in self.optimizers:
+            if optimizer is not self.optimizer or self._moves_policy(update):
+                optimizer.update()
         statistics.grad_norms.append(norm)
         statistics.grad_clips.append(min(norm, limit))
 
@@ -247,6 +267,15 @@ class TorchLearner:
         held = hold(self.gradient, self.optimizer, update, before, max_kl=self.train_config.max_kl)
         statistics.update_kl, statistics.update_share = held
         return held.share == 1
+
+    def _moves_policy(self, update: Update) -> bool:
+        """Whether the update says anything to the policy. Where all advantages are zero, only the critic may learn."""
+        in_policy = any(update.counts[component].tokens for component in (POLICY, CROSS_ENTROPY, REFERENCE_KL))
+        return in_policy or (self.critic is not None and self.critic.head.moves_trunk)
+
+    def _clear(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.clear()
 
     # --- holding the weights ------------------------------------------------------------------------------------------
 
@@ -280,7 +309,7 @@ class TorchLearner:
             try:
                 yield
             finally:
-                self.optimizer.clear()
+                self._clear()
                 self.weights.version += 1
                 if self.weights.device.type == "cuda":
                     torch.cuda.empty_cache()  # torch keeps freed memory, and an engine that wakes on this GPU needs it

@@ -370,6 +370,15 @@ def test_the_advice_on_quoting_works() -> None:
             "loss: {name: gigpo, step_weight: 0, gamma: 0.9}\n",
             "config.yaml:4: loss.gamma: used within equal states only",
         ),
+        (
+            "loss: {name: ppo, value_coefficient: 2}\n",
+            "config.yaml:4: loss.value_coefficient: used with loss.value_trunk",
+        ),
+        (
+            "loss: {name: ppo, value_clip: 0.1}\n",
+            "config.yaml:4: loss.value_clip: used with train.updates_per_step or",
+        ),
+        ("loss: {name: ppo, mean_over: all}\n", "config.yaml:4: loss.mean_over: has no effect here"),
         ("train: {updates_per_step: 17}\n", "config.yaml:4: train.updates_per_step: at most rollout.groups_per_step"),
     ],
 )
@@ -399,6 +408,11 @@ def test_entry_and_command_exclude_each_other() -> None:
 def test_what_composes_but_cannot_be_trained_is_refused_by_the_training_commands(override: str, key: str) -> None:
     assert list(untrainable(load(PLAIN))) == []
     assert [found for found, _ in untrainable(load(PLAIN, override))] == [key]
+
+
+def test_with_a_critic_a_group_of_one_can_be_trained_and_none_is_refilled() -> None:
+    assert list(untrainable(load(PLAIN, "rollout.group_size=1", "loss=ppo"))) == []
+    assert mistakes(PLAIN + "loss: ppo\n", "rollout.refill=0.5")[0].startswith("command line: rollout.refill: replaces")
 
 
 # --- paths, and what is left alone ------------------------------------------------------------------------------------

@@ -132,9 +132,9 @@ def test_overlong_penalty_grows_evenly_to_the_limit(num_tokens: int, penalty: fl
 def components(
     policy: list[float], cross_entropy: list[float] | None = None, reference_kl: list[float] | None = None
 ) -> Tensor:
-    """[3, N] weights; None: no term is in that component."""
+    """[5, N] weights; None: no term is in that component, and none is in `value`."""
     nothing = [math.nan] * len(policy)
-    return torch.tensor([policy, cross_entropy or nothing, reference_kl or nothing])
+    return torch.tensor([policy, cross_entropy or nothing, reference_kl or nothing, nothing, nothing])
 
 
 def test_a_pack_loss_is_objective_times_importance_plus_kl_times_share() -> None:

@@ -27,6 +27,7 @@ from art_cli.config.schema import (
     LoraConfig,
     LossConfig,
     ModelConfig,
+    PpoConfig,
     SftConfig,
     TeacherConfig,
     TorchLearnerConfig,
@@ -167,6 +168,11 @@ CASES: dict[str, dict[str, object]] = {
     "trust region": {"updates_per_step": 2, "max_kl": 3e-5, "loss": GrpoConfig(mean_over="all", entropy_floor=9.0)},
     "every component": {"loss": AlgorithmConfig(entry="tests.support.streams:Streams", options={"components": NAMES})},
     "a teacher": {"loss": DistillConfig(name="distill", teacher=TeacherConfig(model="."), reward_weight=0.5)},
+    "a critic that moves the trunk": {
+        "loss": PpoConfig(name="ppo", value_trunk=True),
+        "updates_per_step": 2,
+    },
+    "a critic, as plain rows": {"loss": PpoConfig(name="ppo"), "packing": "rows", "gradient_checkpointing": True},
     "a user's algorithm": {
         "loss": AlgorithmConfig(entry="mine.py:Mine", options={"scale": 2.0}, off_policy={"name": "truncate"})
     },
@@ -193,6 +199,9 @@ def test_two_processes_have_the_gradient_and_the_metrics_of_one(
     first, second = saved(one, tmp_path / "one"), saved(two, tmp_path / "two")
     assert distance(first / MOMENTS, second / MOMENTS, kind=":exp_avg") < 1e-5
     assert distance(first / MOMENTS, second / MOMENTS) < 1e-5
+    if isinstance(setup.loss, PpoConfig):
+        for file in (f"critic/{MOMENTS}", "critic/value_head.safetensors"):
+            assert distance(first / file, second / file) < 1e-5
     weights = MODEL if setup.model.lora is None else ADAPTER
     assert distance(first / weights, second / weights) < 1e-5
     for name in metrics[0].keys() - {"train_s", "tokens_computed"}:

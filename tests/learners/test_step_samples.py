@@ -121,7 +121,7 @@ def test_counts_are_of_tokens_samples_and_trajectories() -> None:
     [group] = make_step_samples(
         [[branched, *answers(0.0, 0.0)[1:]]], build_algorithm(GrpoConfig(), max_tokens=10)
     ).groups
-    assert [counts[:3] for counts in count(group)] == [(4, 3, 2), (0, 0, 0), (0, 0, 0)]
+    assert [counts[:3] for counts in count(group)] == [(4, 3, 2), (0, 0, 0), (0, 0, 0), (0, 0, 0)]
 
 
 def test_the_steps_finished_trajectories_are_counted_with_and_without_signal() -> None:
@@ -135,7 +135,7 @@ def test_the_steps_finished_trajectories_are_counted_with_and_without_signal() -
     batch = make_step_samples(groups, build_algorithm(GrpoConfig(), max_tokens=10))
     assert len(batch.groups) == 1
     assert batch.finished == (7, 5, 4)
-    policy, imitated, near = count(batch.groups[0], batch.finished.divided(2))
+    policy, imitated, near, _ = count(batch.groups[0], batch.finished.divided(2))
     assert policy == (3, 2, 2, (3.5, 2.5, 2.0))
     assert (imitated.all, near.all) == ((0, 0, 0), (3.5, 2.5, 2.0))
 

@@ -100,7 +100,7 @@ TALK = scored([turn([1, 2], [3, 4]), turn([5], [6], parent=0, kept=4)], 1.0)  # 
 
 
 def test_a_number_is_a_policy_weight_of_every_sampled_token() -> None:
-    expected = [[nan, nan, 0.5, 0.5, nan, 0.5], [nan] * 6, [nan] * 6]
+    expected = [[nan, nan, 0.5, 0.5, nan, 0.5], *[[nan] * 6] * 4]
     np.testing.assert_equal(token_weights(TALK, 0.5), expected)
     np.testing.assert_equal(token_weights(TALK, Credit(policy=0.5)), expected)
 
@@ -112,7 +112,7 @@ def test_tokens_of_a_tools_answer_are_trained_beside_those_that_were_sampled() -
     assert sample.targets.tolist() == [2, 3, 4, 5]
     np.testing.assert_equal(sample.weights[POLICY], [1, 1, nan, 1])
     np.testing.assert_equal(sample.weights[CROSS_ENTROPY], [nan, nan, 0.1, nan])
-    assert [counts[:3] for counts in count([sample])] == [(3, 1, 1), (1, 1, 1), (0, 0, 0)]
+    assert [counts[:3] for counts in count([sample])] == [(3, 1, 1), (1, 1, 1), (0, 0, 0), (0, 0, 0)]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_component_without_signal_in_a_group_is_left_out_there() -> None:
     group = [scored([turn([1, 2], [3])], 1.0, index=index) for index in range(2)]
     imitated = Credit(policy=0.0, cross_entropy=0.5)
     batch = make_step_samples([group], Fixed(imitated, imitated), kl=0.1)
-    assert [counts[:3] for counts in count(batch.groups[0])] == [(0, 0, 0), (2, 2, 2), (0, 0, 0)]
+    assert [counts[:3] for counts in count(batch.groups[0])] == [(0, 0, 0), (2, 2, 2), (0, 0, 0), (0, 0, 0)]
     assert batch.no_signal_share == 1.0
     assert make_step_samples([group], Fixed(0.0, 0.0), kl=0.1).groups == []
 

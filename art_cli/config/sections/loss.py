@@ -1,7 +1,7 @@
 """The `loss` and `algorithm` sections: how scored groups become a gradient."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -80,6 +80,8 @@ def _check_bounds(section: AnySection, low: float, high: float) -> AnySection:
 
 
 class BaseLossConfig(Section):
+    compares_attempts: ClassVar[bool] = True  # whether an attempt's worth is relative to the others of its group
+
     kl: NonNegative = 0.0
     """Weight of KL(policy || reference), k3 estimate; the reference is the model, adapter off. 0: not computed."""
     off_policy: Annotated[OffPolicyConfig, Field(discriminator="name")] | None = None
@@ -312,6 +314,33 @@ class SdpoConfig(TaughtLossConfig):
             yield "feedback", "has no {explanation}, so that the policy would not read what the judge said"
 
 
+class PpoConfig(ClippedLossConfig):
+    """PPO with a critic (Schulman et al. 2017, arXiv:1707.06347), with advantages of turns as in Turn-PPO (Li et al.
+    2025, arXiv:2512.17008). It compares no attempts with each other, so rollout.group_size may be 1."""
+
+    compares_attempts: ClassVar[bool] = False
+
+    name: Literal["ppo"]
+    gamma: UnitInterval = 0.99
+    """The discount of the reward for each turn that follows."""
+    gae_lambda: UnitInterval = 0.9
+    """Generalized advantage estimation: 0 trusts the critic's value of the next turn, 1 the reward that was got."""
+    value_learning_rate: PositiveFloat = 1e-2
+    """AdamW's learning rate of the critic's value head, in units of the reward; else as in `train`."""
+    value_clip: PositiveFloat | None = 0.2
+    """By how much a value may move toward its target in one step that has several updates. null: by any amount."""
+    value_trunk: bool = False
+    """Whether the critic's gradient also moves the policy's weights, and not its value head alone."""
+    value_coefficient: PositiveFloat = 0.5
+    """Weight of the critic's error in the loss, where `value_trunk` is true."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        if "mean_over" in self.model_fields_set:
+            yield "mean_over", "has no effect here: with a critic every group has signal, so both means are the same"
+        if "value_coefficient" in self.model_fields_set and not self.value_trunk:
+            yield "value_coefficient", "used with loss.value_trunk=true only; else loss.value_learning_rate says it all"
+
+
 LossConfig = Annotated[
     GrpoConfig
     | DrGrpoConfig
@@ -325,7 +354,8 @@ LossConfig = Annotated[
     | ReinforcePlusPlusConfig
     | GdpoConfig
     | DistillConfig
-    | SdpoConfig,
+    | SdpoConfig
+    | PpoConfig,
     Field(discriminator="name"),
 ]
 

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from art_cli.learners.algorithms.credit import advantages, rewards_of
-from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, clip_tokens
+from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, ValueTerms, clip_tokens, clipped_value_error
 from art_cli.learners.algorithms.shares import UpdateCounts, token_mean
 from art_cli.learners.token_weights import Credit
 from art_cli.trajectory import ScoredTrajectory
@@ -69,3 +71,11 @@ class Algorithm:
         `num_tokens` counts the component's tokens in the token's sample, `update` those in the whole optimizer step.
         """
         return token_mean(num_tokens, update)
+
+    def value_error(self, terms: ValueTerms) -> Tensor:
+        """[N] the error of each of the critic's values, not negative. Only a loss with a critic has such terms."""
+        return clipped_value_error(terms, None)
+
+    def value_share(self, update: UpdateCounts) -> float:
+        """The factor of each error of a value: `update.tokens` counts the values in the optimizer step."""
+        return 1.0 / update.tokens

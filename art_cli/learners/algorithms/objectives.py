@@ -18,6 +18,14 @@ class PolicyTerms(NamedTuple):
     samples: Tensor  # int64: index of the term's sample in the pack
 
 
+class ValueTerms(NamedTuple):
+    """N values of the critic, each of the state before a turn's first sampled token, as float32 tensors of [N]."""
+
+    new: Tensor  # under the current weights; carries the gradient
+    old: Tensor  # before the step
+    targets: Tensor
+
+
 class Objective(NamedTuple):
     """What an objective gives for N terms."""
 
@@ -65,6 +73,22 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
     values = -torch.minimum(ratio * advantages, bounded * advantages)
     is_clipped = ((ratio > 1 + high) & (advantages > 0)) | ((ratio < 1 - low) & (advantages < 0))
     return Objective(values, is_clipped)
+
+
+def clipped_value_error(terms: ValueTerms, clip: float | None) -> Tensor:
+    """[N] max((v - target)^2, (old + clamp(v - old, -clip, clip) - target)^2); without `clip` the first of the two.
+
+    A value that has moved by more than `clip` toward its target moves no further in this step. PPO, Schulman et al.
+    2017 (arXiv:1707.06347), equation 9; its clipped form is OpenAI Baselines' ppo2.
+
+    v 0.5, old 0.0, target 1.0, clip 0.2 -> max(0.25, 0.64) = 0.64, no gradient
+    v 0.5, old 0.0, target 0.0, clip 0.2 -> max(0.25, 0.04) = 0.25
+    """
+    errors = (terms.new - terms.targets).square()
+    if clip is None:
+        return errors
+    near = terms.old + (terms.new - terms.old).clamp(-clip, clip)
+    return torch.maximum(errors, (near - terms.targets).square())
 
 
 def sample_mean(values: Tensor, samples: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from art_cli.learners.algorithms.baselines import Gdpo, Maxrl, ReinforcePlusPlus
 from art_cli.learners.algorithms.distillation import Distill, Sdpo
 from art_cli.learners.algorithms.gigpo import Gagpo, Gigpo
 from art_cli.learners.algorithms.grpo import Cispo, Dapo, DrGrpo, Grpo, Gspo
+from art_cli.learners.algorithms.ppo import Ppo
 from art_cli.learners.algorithms.preset import Preset
 from art_cli.learners.algorithms.user import UserAlgorithm
 
@@ -30,6 +31,7 @@ PRESETS: dict[str, type[Preset[Any]]] = {
     "gdpo": Gdpo,
     "distill": Distill,
     "sdpo": Sdpo,
+    "ppo": Ppo,
 }
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from art_cli.learners.algorithms import Algorithm
-from art_cli.learners.algorithms.objectives import PolicyTerms
-from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY, REFERENCE_KL
+from art_cli.learners.algorithms.objectives import PolicyTerms, ValueTerms
+from art_cli.learners.token_weights import CROSS_ENTROPY, NUM_COMPONENTS, OLD_VALUE, POLICY, REFERENCE_KL, VALUE
 
 
 class LossTerms(NamedTuple):
@@ -20,12 +20,13 @@ class LossTerms(NamedTuple):
     new: Tensor  # [N] logprobs under the current weights; carries the gradient
     old: Tensor  # [N] logprobs under the weights that sampled
     samples: Tensor  # [N] int64: index of the term's sample in the pack
-    weights: Tensor  # [3, N] in each component; NaN: not in it
-    shares: Tensor  # [3, N] the factor of each term in the mean of each component
+    weights: Tensor  # [5, N] in each component; NaN: not in it
+    shares: Tensor  # [4, N] the factor of each term in the mean of each component
     importance: Tensor | None = None  # [N] weights of the objective (off_policy.py); 0: the term is left out
     reference: Tensor | None = None  # [N] logprobs under the reference policy; None: no term is in reference_kl
     entropies: Tensor | None = None  # [N] entropy in nats where the term was sampled, with gradient; None: no bonus
     entropy_bonus: float = 0.0  # reward of a nat of entropy
+    values: Tensor | None = None  # [N] the critic's value before each token; carries the gradient; None: no critic
 
 
 class PackLoss(NamedTuple):
@@ -33,6 +34,7 @@ class PackLoss(NamedTuple):
     parts: Tensor  # [N] the loss of each term, detached; their sum is `loss`
     is_clipped: Tensor | None  # one per term in the policy component; None: there is no clip
     kl: Tensor | None  # k3 of each term in reference_kl, detached; None: there are none
+    value_errors: Tensor | None = None  # error of each term in value, detached; None: there is no critic
 
 
 def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
@@ -42,11 +44,12 @@ def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
         share * -bonus * entropy            in policy
         share * weight * -log p             in cross_entropy
         share * weight * k3                 in reference_kl
+        share * error                       in value
 
     A pack without terms adds zero.
     """
-    policy, imitated, near = ((~row.isnan()).nonzero()[:, 0] for row in terms.weights)
-    parts, is_clipped, divergence = torch.zeros_like(terms.new), None, None
+    policy, imitated, near, valued = ((~row.isnan()).nonzero()[:, 0] for row in terms.weights[:NUM_COMPONENTS])
+    parts, is_clipped, divergence, errors = torch.zeros_like(terms.new), None, None, None
     if len(policy):
         objective = algorithm.objective(
             PolicyTerms(terms.new[policy], terms.old[policy], terms.weights[POLICY, policy], terms.samples[policy])
@@ -62,10 +65,19 @@ def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
         divergence = k3(terms.new[near], terms.reference[near])
         factors = terms.weights[REFERENCE_KL, near] * terms.shares[REFERENCE_KL, near]
         parts = parts.index_add(0, near, divergence * factors)
-    # computed without terms as well, because a process of several runs a backward pass even for an idle pack
+    # these two are computed without terms as well, because a process of several runs a backward pass even for an idle
+    # pack
+    if terms.values is not None:
+        targets, old = terms.weights[VALUE, valued], terms.weights[OLD_VALUE, valued]
+        errors = algorithm.value_error(ValueTerms(terms.values[valued], old, targets))
+        parts = parts.index_add(0, valued, errors * terms.shares[VALUE, valued])
     factors = terms.weights[CROSS_ENTROPY, imitated] * terms.shares[CROSS_ENTROPY, imitated]
     parts = parts.index_add(0, imitated, -terms.new[imitated] * factors)
-    return PackLoss(parts.sum(), parts.detach(), is_clipped, None if divergence is None else divergence.detach())
+    return PackLoss(parts.sum(), parts.detach(), is_clipped, _detached(divergence), _detached(errors))
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
 
 
 def k3(new: Tensor, reference: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from art_cli.learners.samples import Sample, trajectory_samples
-from art_cli.learners.token_weights import NUM_COMPONENTS, POLICY, Credit, Floats
+from art_cli.learners.token_weights import NUM_ROWS, POLICY, Credit, Floats
 from art_cli.trajectory import Trajectory
 
 Read = Callable[[Sequence[Sample]], Sequence[Floats]]  # samples -> [N] a model's logprobs of the targets of each
@@ -24,7 +24,7 @@ def sampled_tokens(trajectory: Trajectory) -> list[Sample]:
     """
     lengths = [(len(turn.prompt_ids), len(turn.sampled_ids)) for turn in trajectory.turns]
     is_sampled = np.repeat(np.tile([False, True], len(lengths)), np.array(lengths, dtype=np.int64).ravel())
-    weights = np.full((NUM_COMPONENTS, len(is_sampled)), np.nan)
+    weights = np.full((NUM_ROWS, len(is_sampled)), np.nan)
     weights[POLICY, is_sampled] = np.flatnonzero(is_sampled)
     return trajectory_samples(trajectory, weights)
 

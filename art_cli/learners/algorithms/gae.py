@@ -1,0 +1,137 @@
+"""Credit of turns by a critic: generalized advantage estimation; how good the critic is. Numbers in, numbers out."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from art_cli.learners.algorithms.credit import advantages, rewards_of
+from art_cli.learners.samples import Sample, trajectory_samples
+from art_cli.learners.token_weights import VALUE, Credit, Floats, token_weights
+from art_cli.trajectory import ScoredTrajectory, Trajectory, Turn
+
+Read = Callable[[Sequence[Sample]], Sequence[Floats]]  # samples -> [N] the critic's values before the targets of each
+
+# trajectory's id -> [K] the critic's value of the state before each of its turns; NaN: a turn that is not trained,
+# because no later turn goes on from what it sampled and the rollout never saw it, or because it sampled nothing
+TurnValues = Mapping[str, Sequence[float]]
+
+
+def turn_advantages(values: Sequence[float], reward: float, *, gamma: float, gae_lambda: float) -> list[float]:
+    """[K] the advantage of each of a trajectory's K turns, whose states have these values; the reward ends the last.
+
+    Generalized advantage estimation, Schulman et al. 2016 (arXiv:1506.02438), equation 16, over turns as in Turn-PPO
+    (arXiv:2512.17008): A_t = sum_l (gamma lambda)^l delta_(t+l) with delta_t = r_t + gamma V_(t+1) - V_t. r_t is the
+    reward after the last turn and 0 before, and V is 0 after the last turn. A_t + V_t is the lambda-return, the target
+    of V_t.
+
+    values 0.2 and 0.5, reward 1, gamma 1, lambda 0.5: deltas 0.3 and 0.5, advantages 0.3 + 0.5 * 0.5 = 0.55 and 0.5.
+    A turn of value NaN is passed over, and its advantage is NaN. No turns give [].
+    """
+    advantages: list[float] = []
+    gained, following, advantage = reward, 0.0, 0.0
+    for value in reversed(values):
+        if math.isnan(value):
+            advantages.append(value)
+            continue
+        advantage = gained + gamma * following - value + gamma * gae_lambda * advantage
+        advantages.append(advantage)
+        gained, following = 0.0, value
+    return advantages[::-1]
+
+
+def credit_by_values(
+    groups: Sequence[Sequence[ScoredTrajectory]], values: TurnValues, *, gamma: float, gae_lambda: float
+) -> list[list[Credit]]:
+    """Policy weights and the critic's targets of each trajectory's tokens, from the critic's values of all turns.
+
+    The advantages of all turns of the step are shifted and scaled to mean 0 and standard deviation 1 together, and each
+    turn's sampled tokens get its own. The target of a value is value + advantage, before the scaling; it is at the
+    turn's first sampled token, because the state before that is the turn's.
+    """
+    plain = [
+        [
+            turn_advantages(values[each.id], reward, gamma=gamma, gae_lambda=gae_lambda)
+            for each, reward in zip(group, rewards_of(group), strict=True)
+        ]
+        for group in groups
+    ]
+    known = [number for of_group in plain for turns in of_group for number in turns if not math.isnan(number)]
+    scaled = iter(advantages(known, scale=True))
+    return [
+        [_credit(each, values[each.id], turns, scaled) for each, turns in zip(group, of_group, strict=True)]
+        for group, of_group in zip(groups, plain, strict=True)
+    ]
+
+
+def _credit(trajectory: Trajectory, values: Sequence[float], plain: Sequence[float], scaled: Iterator[float]) -> Credit:
+    """`scaled` gives the scaled advantage of each turn that is trained, in order."""
+    turns = trajectory.turns
+    worth = [number if math.isnan(number) else next(scaled) for number in plain]
+    return Credit(
+        policy=[_row(turn, each, each) for turn, each in zip(turns, worth, strict=True)],
+        value=_at_first_sampled(turns, [value + each for value, each in zip(values, plain, strict=True)]),
+        old_value=_at_first_sampled(turns, values),
+    )
+
+
+def turn_values(trajectories: Sequence[Trajectory], read: Read) -> TurnValues:
+    """The critic's value of each turn. `read` gives its values of the states before the targets of samples."""
+    found = {trajectory.id: [math.nan] * len(trajectory.turns) for trajectory in trajectories}
+    samples = [sample for trajectory in trajectories for sample in _states(trajectory)]
+    for sample, values in zip(samples, read(samples), strict=True):
+        for turn, value in zip(sample.weights[VALUE], values, strict=True):
+            found[sample.trajectory_id][int(turn)] = float(value)
+    return found
+
+
+def _states(trajectory: Trajectory) -> list[Sample]:
+    """The trajectory's samples with each turn's first sampled token as a target; its weight is the turn's index."""
+    credit = Credit(value=_at_first_sampled(trajectory.turns, range(len(trajectory.turns))))
+    return trajectory_samples(trajectory, token_weights(trajectory, credit))
+
+
+def critic_numbers(trajectories: Sequence[ScoredTrajectory], values: TurnValues, *, gamma: float) -> dict[str, float]:
+    """What StepMetrics says of the values: `value_mean` and `explained_variance`, over all turns of the step."""
+    known, returns = [], []
+    for trajectory, reward in zip(trajectories, rewards_of(trajectories), strict=True):
+        of_turns = values[trajectory.id]
+        got = discounted_returns(of_turns, reward, gamma=gamma)
+        known += [value for value in of_turns if not math.isnan(value)]
+        returns += [each for each in got if not math.isnan(each)]
+    mean = math.fsum(known) / len(known) if known else math.nan
+    return {"value_mean": mean, "explained_variance": explained_variance(known, returns)}
+
+
+def discounted_returns(values: Sequence[float], reward: float, *, gamma: float) -> list[float]:
+    """[K] what was really got from each turn on: gamma^(turns after it) * reward. NaN where the value is NaN."""
+    returns: list[float] = []
+    gained = reward
+    for value in reversed(values):
+        returns.append(value if math.isnan(value) else gained)
+        gained = gained if math.isnan(value) else gamma * gained
+    return returns[::-1]
+
+
+def explained_variance(values: Sequence[float], returns: Sequence[float]) -> float:
+    """1 - Var(return - value) / Var(return): 1 foretold exactly, 0 no better than a constant, below 0 worse.
+
+    NaN where all returns are the same (to 1e-8), because there is nothing to explain.
+    """
+    if not returns or max(returns) - min(returns) <= 1e-8:
+        return math.nan
+    errors = [each - value for each, value in zip(returns, values, strict=True)]
+    return 1 - _variance(errors) / _variance(returns)
+
+
+def _at_first_sampled(turns: Sequence[Turn], numbers: Sequence[float]) -> list[list[float]]:
+    """Weights per turn, one for each of its prompt_ids and sampled_ids: the number at the first sampled, else NaN."""
+    return [_row(turn, number, math.nan) for turn, number in zip(turns, numbers, strict=True)]
+
+
+def _row(turn: Turn, first: float, rest: float) -> list[float]:
+    sampled = [first, *[rest] * (len(turn.sampled_ids) - 1)] if turn.sampled_ids else []
+    return [*[math.nan] * len(turn.prompt_ids), *sampled]
+
+
+def _variance(numbers: Sequence[float]) -> float:
+    mean = math.fsum(numbers) / len(numbers)
+    return math.fsum((number - mean) ** 2 for number in numbers) / len(numbers)
