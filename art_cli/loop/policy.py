@@ -39,13 +39,21 @@ class PolicySource(NamedTuple):
 def find_policy(loaded: LoadedConfig, wanted: Path | None, *, which: Which = "newest") -> PolicySource:
     """The policy a user means: a checkpoint directory, a run directory, a base, or nothing (this run).
 
-    `which` says which checkpoint of a run; training goes on from its newest. "base" is the configuration's base model
-    without an adapter, and RUN/base that of a run; so is the directory of any base model. Raises UsageError: named, and
-    not there; ConfigError: trained on another model than the configuration says; CheckpointError: not whole.
+    `which` says which checkpoint of a run; training goes on from its newest. One log line explains an offered one, once
+    the configuration is accepted. "base" is the configuration's base model without an adapter, and RUN/base that of a
+    run; so is the directory of any base model. Raises UsageError: named, and not there; ConfigError: trained on
+    another model than the configuration says; CheckpointError: not whole.
     """
     source = _find_base(wanted) or _find_trained(loaded, wanted, which)
     _check_model(loaded, source)
+    if which == "offered" and source.checkpoint is not None and source.checkpoint != wanted:
+        run = _run(loaded, wanted)
+        log.info("%s: %s", run.root, explain(run, source.step))
     return source
+
+
+def _run(loaded: LoadedConfig, wanted: Path | None) -> RunDir:
+    return RunDir(wanted or loaded.config.runs / loaded.config.name)
 
 
 def _find_base(wanted: Path | None) -> PolicySource | None:
@@ -71,11 +79,9 @@ def _find_trained(loaded: LoadedConfig, wanted: Path | None, which: Which) -> Po
         return PolicySource(wanted, manifest.step, dtype=manifest.dtype)
     if wanted is not None and is_base(wanted):
         return PolicySource(None, 0, base=str(wanted.resolve()))
-    run = RunDir(wanted or loaded.config.runs / loaded.config.name)
+    run = _run(loaded, wanted)
     found = run.newest_checkpoint(wanted_steps(run, which))
     if found is not None:
-        if which == "offered":
-            log.info("%s: %s", run.root, explain(run, found[1].step))
         return PolicySource(found[0], found[1].step, dtype=found[1].dtype)
     if wanted is not None:
         raise CheckpointError(f"{wanted}: neither a checkpoint (no manifest.json) nor a run with a valid one")
