@@ -151,3 +151,31 @@ def test_what_it_gives_is_checked_and_no_weight_is_changed(tmp_path: Path, metho
         trained.step([two_answers(weights)])
     assert all(torch.equal(parameter, before[name]) for name, parameter in trained.parameters.items())
     assert all(parameter.grad is None for parameter in trained.parameters.values())
+
+
+READS = """
+from art_cli.learners.algorithms import Algorithm
+from art_cli.learners.algorithms.teaching import sampled_tokens
+
+
+class Mine(Algorithm):
+    def bind(self, policy, directory):
+        self.policy, self.note = policy, (directory / "note").read_text()
+
+    def credit(self, group):
+        samples = [sampled_tokens(trajectory)[0] for trajectory in group]
+        return [float(self.note) * float(logprobs.sum()) for logprobs in self.policy.logprobs(samples)]
+"""
+
+
+def test_its_credit_may_ask_the_policy_for_logprobs(tmp_path: Path) -> None:
+    """The advantage of each attempt is twice its own logprob, and the loss from ratio 1 is -mean over tokens of it."""
+    (tmp_path / "note").write_text("2")
+    weights = tiny_weights()
+    group = two_answers(weights)
+    metrics = learner(tmp_path, READS, weights).step([group])
+    values = [2 * sum(trajectory.turns[0].logprobs) for trajectory in group]
+    assert metrics.loss == pytest.approx(-sum(values) / 2, rel=1e-5)
+    (tmp_path / "note").unlink()
+    with pytest.raises(LearnerError, match=r"mine.py:Mine: bind: FileNotFoundError.* \(mine.py:8\)"):
+        learner(tmp_path, READS, weights)

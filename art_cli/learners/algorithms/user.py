@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,6 +16,9 @@ from art_cli.learners.algorithms.shares import UpdateCounts
 from art_cli.learners.token_weights import Credit
 from art_cli.plugins import place_of, resolve
 from art_cli.trajectory import ScoredTrajectory
+
+if TYPE_CHECKING:
+    from art_cli.learners.reader import Reader
 
 
 class UserAlgorithm(Algorithm):
@@ -32,6 +35,10 @@ class UserAlgorithm(Algorithm):
         except Exception as error:  # the boundary to the user's class
             raise UsageError(f"{entry}: {self._told(error)}") from error
         self.compares_states = bool(self._own.compares_states)
+
+    def bind(self, policy: "Reader", directory: Path) -> None:
+        with self._calling("bind"):
+            self._own.bind(policy, directory)
 
     def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> Sequence[Sequence[Credit | float | None]]:
         method = "credit" if type(self._own).credit_step is Algorithm.credit_step else "credit_step"
