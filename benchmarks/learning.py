@@ -40,8 +40,14 @@ OLD = "b3e1eac"  # the last version before this benchmark: GRPO with scaled adva
 NOT_ALONE = ("gdpo", "distill", "sdpo")  # losses that need a reward in parts, a teacher, or a judge that explains
 DEADLINE_S = 3 * 3600.0  # longest time for one command
 SCENE = ("entry", "scenarios", "group_size", "groups_per_step", "max_turns", "processes", "sampling")  # a task's own
-SEARCH_RATES = ("2.5e-4", "5e-4", "1e-3", "2e-3")
-SEARCH_OTHERS = ("loss_type=dr_grpo", "scale_rewards=none", "beta=0.02", "lr_scheduler_type=linear")
+SEARCH_RATES = ("1e-4", "2.5e-4", "5e-4", "1e-3")
+SEARCH_OTHERS = (
+    "num_iterations=4",
+    "loss_type=dr_grpo",
+    "scale_rewards=none",
+    "beta=0.02",
+    "lr_scheduler_type=linear",
+)
 
 
 class Task(NamedTuple):
@@ -88,7 +94,7 @@ class Place:
         self.root, self.threads = root.resolve(), threads
 
     def start(self, name: str, task: Task, seed: int) -> Path:
-        """The warmed-up adapter from which everyone starts; made if it is not there."""
+        """The warmed-up policy from which everyone starts; made if it is not there."""
         start = self.root / name / f"start-{seed}"
         if not (start / "manifest.json").exists():
             config, base = ROOT / task.config, self.base(name, task)
@@ -154,7 +160,8 @@ class Place:
         if not run.checkpoint_steps():
             self.art(code, "checkpoints", run.root, "--import", start)
         num = num_steps(job)
-        settings = combine(learning_settings(recipe), contestant.settings)
+        lora = yaml.safe_load((ROOT / job.task.config).read_text())["model"].get("lora")
+        settings = [*_flat("model.lora", lora), *combine(learning_settings(recipe), contestant.settings)]
         settings += [f"train.steps={num}", f"eval.every={job.task.every}", "rollout.processes=1"]
         self.art(code, "train", config, *self._common(base, job.seed), f"name={run.root.name}", *settings)
         played = {step: count_lines(run.trajectories_path(step)) for step in range(num)}

@@ -182,6 +182,10 @@ class Player:
 
 @contextlib.contextmanager
 def _merged(model: Any) -> Iterator[None]:
+    """While inside, an adapter is part of the weights, which samples faster. Whole weights stay as they are."""
+    if not hasattr(model, "merge_adapter"):
+        yield
+        return
     model.merge_adapter()
     try:
         yield
@@ -209,9 +213,14 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     order = ScenarioOrder(list(scenarios), seed=given.seed, shuffle=config.shuffle)
     played = [i for step in range(given.steps) for i in order.groups(step, config.groups_per_step)]
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(given.base)
-    base = transformers.AutoModelForCausalLM.from_pretrained(given.base, dtype="float32")
+    has_adapter = (given.start / "adapter_config.json").exists()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        given.base if has_adapter else given.start, dtype="float32"
+    )
+    if has_adapter:
+        model = peft.PeftModel.from_pretrained(model, given.start, is_trainable=True)
     trainer = GRPOTrainer(
-        model=peft.PeftModel.from_pretrained(base, given.start, is_trainable=True),
+        model=model,
         reward_funcs=lambda completions, outcome, **_: outcome,
         args=_arguments(config, given),
         train_dataset=datasets.Dataset.from_list([{"prompt": list(scenarios)[i]} for i in played]),
@@ -242,7 +251,10 @@ def save(model: Any, given: argparse.Namespace, step: int) -> None:
 
     manifest = Manifest(step=step, base=str(given.base), config_hash="")
     with new_checkpoint(RunDir(given.out).checkpoint_path(step), manifest) as directory:
-        model.save_pretrained(directory, selected_adapters=["default"])
+        if hasattr(model, "merge_adapter"):
+            model.save_pretrained(directory, selected_adapters=["default"])
+        else:
+            model.save_pretrained(directory)
 
 
 def _arguments(config: Any, given: argparse.Namespace) -> Any:
@@ -288,7 +300,7 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", help="of the configuration: key=value")
     parser.add_argument("--base", type=Path, required=True)
-    parser.add_argument("--start", type=Path, required=True, help="the adapter to start from")
+    parser.add_argument("--start", type=Path, required=True, help="the adapter or the whole weights to start from")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, default=3, help="steps between two checkpoints")
