@@ -37,7 +37,7 @@ def better_moves(messages: Sequence[Mapping[str, Any]]) -> str:
     """Example: "- 7 -" where the second move should have been 7."""
     pairs = zip(messages, messages[1:], strict=False)
     boards = [(asked["content"], said["content"]) for asked, said in pairs if said["role"] == "assistant"]
-    return " ".join(_better(shown.replace("\n", ""), move) for shown, move in boards)
+    return " ".join(_better("".join(cell[0] for cell in shown.split()), move) for shown, move in boards)
 
 
 def _better(board: str, move: str) -> str:

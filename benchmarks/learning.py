@@ -9,8 +9,8 @@ Every run is one row of benchmarks/learning.jsonl: (task, contestant, seed) with
 run again, so that the work of a day can be broken off at any moment; `--again` runs them once more, and the newest row
 of each counts.
 
-Contestants: `old` is the recipe as it was at version OLD, run by the code of that version; `default` is the recipe as
-it is now; `loss=NAME` is `default` with that loss; a variant is `default` with its settings; `trl` is TRL's GRPOTrainer
+Contestants: `old` has the settings that the recipe had before this benchmark (OLD); `default` is the recipe as it is
+now; `loss=NAME` is `default` with that loss; a variant is `default` with its settings; `trl` is TRL's GRPOTrainer
 with the settings that won a search on seed 0. A point of that search is a contestant too, and can be named:
 `trl:learning_rate=1e-3,beta=0.02`. What the tic-tac-toe recipe sets for learning holds for the other tasks too. All
 contestants of a task and seed start from one checkpoint, made once by `art sft`.
@@ -36,7 +36,13 @@ ROOT = Path(__file__).parent.parent
 ROWS = ROOT / "benchmarks" / "learning.jsonl"
 RECIPE = Path("recipes/tictactoe/config.yaml")
 TASKS_HOME = Path("benchmarks/learning_tasks")
-OLD = "b3e1eac"  # the last version before this benchmark: GRPO with scaled advantages, learning rate 5e-4
+OLD = (
+    "loss=grpo",
+    "train.learning_rate=5e-4",
+    "train.decay=none",
+    "train.updates_per_step=1",
+    "train.epochs_per_step=1",
+)
 NOT_ALONE = ("gdpo", "distill", "sdpo")  # losses that need a reward in parts, a teacher, or a judge that explains
 DEADLINE_S = 3 * 3600.0  # longest time for one command
 SCENE = ("entry", "scenarios", "group_size", "groups_per_step", "max_turns", "processes", "sampling")  # a task's own
@@ -74,7 +80,6 @@ class Contestant(NamedTuple):
     name: str
     settings: tuple[str, ...] = ()  # key=value of ours, or of TRL's GRPOConfig
     is_trl: bool = False
-    is_old: bool = False
 
 
 class Job(NamedTuple):
@@ -115,18 +120,6 @@ class Place:
     def _common(self, base: Path, seed: int) -> list[str]:
         return [f"model.base={base}", f"train.seed={seed}", f"runs={self.root / 'runs'}"]
 
-    def old(self) -> Path:
-        """A checkout of the version OLD."""
-        place = self.root / OLD
-        if not place.exists():
-            beside = place.with_suffix(".tmp")
-            shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir(parents=True)
-            packed = subprocess.run(["git", "archive", OLD], cwd=ROOT, check=True, capture_output=True).stdout
-            subprocess.run(["tar", "-x", "-C", beside], input=packed, check=True)
-            beside.rename(place)
-        return place
-
     def art(self, code: Path, *arguments: object) -> str:
         return self.python(code, "-m", "art_cli", *arguments)
 
@@ -152,18 +145,15 @@ class Place:
         """The curve and the entropy of a run of `art train`, which goes on if it was broken off."""
         from art_cli.run_dir import RunDir
 
-        contestant, code = job.contestant, self.old() if job.contestant.is_old else ROOT
         start, base = self.start(job.name, job.task, job.seed), self.base(job.name, job.task)
         run = RunDir(self._run_path(job))
-        recipe = code / RECIPE
-        config = recipe if job.task.config == RECIPE else ROOT / job.task.config
+        config = ROOT / job.task.config
         if not run.checkpoint_steps():
-            self.art(code, "checkpoints", run.root, "--import", start)
+            self.art(ROOT, "checkpoints", run.root, "--import", start)
         num = num_steps(job)
-        lora = yaml.safe_load((ROOT / job.task.config).read_text())["model"].get("lora")
-        settings = [*_flat("model.lora", lora), *combine(learning_settings(recipe), contestant.settings)]
+        settings = combine(learning_settings(ROOT / RECIPE), job.contestant.settings)
         settings += [f"train.steps={num}", f"eval.every={job.task.every}", "rollout.processes=1"]
-        self.art(code, "train", config, *self._common(base, job.seed), f"name={run.root.name}", *settings)
+        self.art(ROOT, "train", config, *self._common(base, job.seed), f"name={run.root.name}", *settings)
         played = {step: count_lines(run.trajectories_path(step)) for step in range(num)}
         curve = [
             (sum(played[before] for before in range(step)), means[job.task.metric], count_lines(run.eval_path(step)))
@@ -304,7 +294,7 @@ class Runner:
         revision = ["git", "describe", "--always", "--dirty", "--abbrev=7"]
         self.version = subprocess.run(revision, cwd=ROOT, capture_output=True, text=True).stdout.strip()
         variants = [Contestant(name, tuple(settings.split())) for name, settings in given.variant]
-        self.ours = [Contestant("old", is_old=True), Contestant("default"), *presets(), *variants]
+        self.ours = [Contestant("old", OLD), Contestant("default"), *presets(), *variants]
         self.asked = given.contestant or [one.name for one in variants] or [*(one.name for one in self.ours), "trl"]
 
     def run(self) -> None:
@@ -363,7 +353,7 @@ class Runner:
             "seconds": round(time.perf_counter() - begin, 1),
             "cpu_s": round(_children_s() - cpu_s, 1),
             "threads": self.given.threads,
-            "version": OLD if contestant.is_old else self.version,
+            "version": self.version,
         }
         append(self.given.rows, row)
         print(

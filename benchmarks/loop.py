@@ -27,6 +27,7 @@ from typing import NamedTuple
 from art_cli.model import find_base
 from art_cli.run_dir import RunDir, write_lines
 from benchmarks.sides import Row, table
+from benchmarks.tictactoe_trl import SAME_WORK
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "tictactoe"
 CONFIG = RECIPE / "config.yaml"
@@ -65,14 +66,15 @@ def make_base(scratch: Path) -> Path:
 
     built = find_base("model.py:build", directory=RECIPE, built=scratch / "built")
     write_lines(scratch / "demos.jsonl", games())
-    _run([*ART, "sft", str(CONFIG), str(scratch / "demos.jsonl"), "-o", str(scratch / "sft")], threads=None)
+    _run([*ART, "sft", str(CONFIG), str(scratch / "demos.jsonl"), "-o", str(scratch / "sft"), *SAME_WORK], threads=None)
     _run([*ART, "export", str(scratch / "sft"), "-o", str(scratch / "base"), "--base", built], threads=None)
     return scratch / "base"
 
 
 def play_ours(base: Path, runs: Path, *, steps: int, threads: int | None) -> Played:
     name = f"run-{len(list(runs.glob('*')))}"
-    settings = [f"model.base={base}", "sft=null", "eval=null", f"train.steps={steps}", f"runs={runs}", f"name={name}"]
+    settings = [*SAME_WORK, f"model.base={base}", "sft=null", "eval=null"]
+    settings += [f"train.steps={steps}", f"runs={runs}", f"name={name}"]
     _, cpu_s = _run([*ART, "train", str(CONFIG), *settings], threads=threads)
     lines = RunDir(runs / name).metrics()
     found = [

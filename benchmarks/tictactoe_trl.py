@@ -24,6 +24,14 @@ from pathlib import Path
 from typing import Any
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "tictactoe"
+# what makes both sides' steps the same work: an adapter, and one update for each batch of games
+SAME_WORK = [
+    "model.lora={rank: 32, alpha: 64}",
+    "train.learning_rate=5e-4",
+    "train.decay=none",
+    "train.updates_per_step=1",
+    "train.epochs_per_step=1",
+]
 
 
 @dataclass
@@ -193,7 +201,7 @@ def train(base: Path, *, steps: int, batch: int, cache: bool, merge: bool) -> li
 
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(RECIPE))
-    config = load_config(RECIPE / "config.yaml", [f"model.base={base}"]).config
+    config = load_config(RECIPE / "config.yaml", [f"model.base={base}", *SAME_WORK]).config
     scenarios = {scenario["id"]: scenario for scenario in load_scenarios(config.rollout.scenarios, RECIPE)}
     order = ScenarioOrder(list(scenarios), seed=config.train.seed, shuffle=config.rollout.shuffle)
     played = [i for step in range(steps) for i in order.groups(step, config.rollout.groups_per_step)]

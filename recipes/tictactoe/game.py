@@ -27,8 +27,9 @@ def find_result(board: str) -> str | None:
 
 
 def show(board: str) -> str:
-    """Three lines of three cells."""
-    return "\n".join((board[:3], board[3:6], board[6:]))
+    """Three lines of three cells, each with its number, so that a mark tells where it is: "1 X2 3"."""
+    cells = [number if cell == number else cell + number for cell, number in zip(board, EMPTY, strict=True)]
+    return "\n".join(" ".join(cells[row : row + 3]) for row in (0, 3, 6))
 
 
 class RandomOpponent:

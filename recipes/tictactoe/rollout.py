@@ -10,7 +10,7 @@ from game import EMPTY, RandomOpponent, find_result, free_cells, put, show
 from art_cli import Outcome, Policy
 
 SYSTEM = (
-    "You play X in tic-tac-toe. The board shows X, O and the numbers of free cells. "
+    "You play X in tic-tac-toe. X1 is your mark in cell 1, O2 the other player's in cell 2, and 3 a free cell. "
     "Answer with the number of one free cell. Three in a row wins."
 )
 REWARDS = {"X": 1.0, "draw": 0.5, "O": 0.0, "illegal": 0.0}

@@ -13,7 +13,7 @@ def rule(conversations: list[list[tuple[str, str]]]) -> float:
     """1 for a win, 0.5 for a draw, 0 for a loss or an illegal move."""
     (_, shown), (role, move) = conversations[-1][-2:]
     assert role == "assistant", role
-    board = shown.replace("\n", "")
+    board = "".join(cell[0] for cell in shown.split())
     if move not in [cell for cell in board if cell.isdigit()]:
         return 0.0
     board = board.replace(move, "X")
