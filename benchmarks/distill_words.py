@@ -16,7 +16,7 @@ from art_cli.trajectory import Score, Trajectory
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes" / "tictactoe"))
 from demos import games as plain_games
-from game import find_result, free_cells, put
+from game import find_result, free_cells, put, read
 
 FEEDBACK = "\nbetter: {explanation}"
 SAID = 0.5  # share of a demo's moves that its words name
@@ -37,7 +37,7 @@ def better_moves(messages: Sequence[Mapping[str, Any]]) -> str:
     """Example: "- 7 -" where the second move should have been 7."""
     pairs = zip(messages, messages[1:], strict=False)
     boards = [(asked["content"], said["content"]) for asked, said in pairs if said["role"] == "assistant"]
-    return " ".join(_better("".join(cell[0] for cell in shown.split()), move) for shown, move in boards)
+    return " ".join(_better(read(shown), move) for shown, move in boards)
 
 
 def _better(board: str, move: str) -> str:

@@ -32,6 +32,11 @@ def show(board: str) -> str:
     return "\n".join(" ".join(cells[row : row + 3]) for row in (0, 3, 6))
 
 
+def read(shown: str) -> str:
+    """The board that `show` has written."""
+    return "".join(cell[0] for cell in shown.split())
+
+
 class RandomOpponent:
     """Plays O: a legal move drawn from its seed, so that the same moves against it meet the same answers."""
 

@@ -1,23 +1,30 @@
 """The judge of benchmarks/distill.py: the words it says, and the demos from which they are learned."""
 
+import sys
+
 from benchmarks.distill_words import better_moves, games
+from tests.support.paths import TICTACTOE
+
+sys.path.insert(0, str(TICTACTOE))
+
+import game  # noqa: E402
 
 
 def said(*boards_and_moves: tuple[str, str]) -> list[dict[str, str]]:
     messages = [{"role": "system", "content": "play"}]
     for board, move in boards_and_moves:
-        messages += [{"role": "user", "content": board}, {"role": "assistant", "content": move}]
+        messages += [{"role": "user", "content": game.show(board)}, {"role": "assistant", "content": move}]
     return messages
 
 
 def test_the_words_name_a_winning_cell_then_a_blocking_one_then_a_legal_one() -> None:
     """X has 1 2 and takes 9: 3 wins. O has 4 5 and X takes 9: 6 stops it. Taking 3 itself, or a free cell, is fine."""
-    assert better_moves(said(("123\n456\n789", "5"))) == "-"
-    assert better_moves(said(("XX3\nOO6\n789", "9"))) == "3"
-    assert better_moves(said(("XX3\nOO6\n789", "3"))) == "-"
-    assert better_moves(said(("X23\nOO6\n78X", "2"))) == "6"
-    assert better_moves(said(("X23\n4O6\n789", "1"))) == "2"
-    assert better_moves(said(("123\n456\n789", "5"), ("1O3\nOX6\n789", "1"))) == "- -"
+    assert better_moves(said(("123456789", "5"))) == "-"
+    assert better_moves(said(("XX3OO6789", "9"))) == "3"
+    assert better_moves(said(("XX3OO6789", "3"))) == "-"
+    assert better_moves(said(("X23OO678X", "2"))) == "6"
+    assert better_moves(said(("X234O6789", "1"))) == "2"
+    assert better_moves(said(("123456789", "5"), ("1O3OX6789", "1"))) == "- -"
 
 
 def test_every_second_demo_has_words_that_name_its_own_moves() -> None:

@@ -106,7 +106,7 @@ class Scripted(Player):
     def _generate(self, rows: list[list[int]]) -> Any:
         for place, ids in enumerate(rows):
             board = self.tokenizer.decode(ids).split("user\n")[-1].split("<|im_end|>")[0]
-            move = self.tokenize(next(cell for cell in board if cell.isdigit()))
+            move = self.tokenize(next(cell for cell in board.split() if cell.isdigit()))
             yield (move, [-1.0]) if place == 5 else ([*move, self.tokenizer.eos_token_id], [-1.0, 0.0])
 
 

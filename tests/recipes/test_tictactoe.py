@@ -47,7 +47,7 @@ def test_demonstrations_are_legal_and_no_move_is_preferred() -> None:
     for demo in shown:
         turns = demo["messages"][1:]
         for asked, answered in zip(turns[::2], turns[1::2], strict=True):
-            assert answered["content"] in game.free_cells(asked["content"].replace("\n", ""))
+            assert answered["content"] in game.free_cells(game.read(asked["content"]))
         if turns[0]["content"] == game.show(game.EMPTY):
             first[turns[1]["content"]] += 1
     expected = sum(first.values()) / 9
@@ -117,7 +117,7 @@ class ScriptedPolicy:
 
     async def _create(self, *, model: str, messages: list[dict[str, str]]) -> Any:
         self.seen.append(list(messages))
-        content = self._choose(messages[-1]["content"].replace("\n", ""))
+        content = self._choose(game.read(messages[-1]["content"]))
         return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=content))])
 
 
@@ -134,7 +134,7 @@ def test_what_is_no_free_cell_loses_at_once(answer: str) -> None:
 
 def test_each_move_names_the_board_that_it_is_made_on() -> None:
     _, policy = play(lambda board: game.free_cells(board)[0], {"seed": 1, "starts": True})
-    assert policy.states == [seen[-1]["content"].replace("\n", "") for seen in policy.seen]
+    assert policy.states == [game.read(seen[-1]["content"]) for seen in policy.seen]
 
 
 def test_legal_random_play_scores_as_known() -> None:

@@ -18,8 +18,11 @@ class Player:
         self.rng, self.messages = random.Random(seed), []
         self.client = SimpleNamespace(chat=SimpleNamespace(completions=self))
 
+    def state(self, key: str) -> None:
+        """Nothing is compared here."""
+
     async def create(self, *, model: str, messages: list[Any]) -> Any:
-        free = [cell for cell in messages[-1]["content"] if cell.isdigit()]
+        free = [cell for cell in messages[-1]["content"].split() if cell.isdigit()]
         move = self.rng.choice(free) if self.rng.random() < 0.97 else self.rng.choice(["", "X", "9 1", "none"])
         self.messages = [*messages, {"role": "assistant", "content": move}]
         return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=move))])
