@@ -44,8 +44,8 @@ class LazyCommands(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in commands.NAMES:
             raise KeyError(name)
-        single = typer.Typer(**PLAIN)
-        single.command(name)(import_module(f"art_cli.commands.{name}").run)
+        single, module = typer.Typer(**PLAIN), import_module(f"art_cli.commands.{name}")
+        single.command(name, cls=getattr(module, "Command", None))(module.run)
         return get_command(single)
 
     def __iter__(self) -> Iterator[str]:

@@ -27,7 +27,7 @@ from art_cli.errors import ArtError
 from art_cli.judges import Judge, trial
 from art_cli.judges.costs import CostEstimate
 from art_cli.learners import Learner, load_policy, make_learner
-from art_cli.learners.demos import load_demos
+from art_cli.learners.examples import load_examples
 from art_cli.loop.auto import describe
 from art_cli.loop.generate import plan_groups
 from art_cli.loop.record import find_clash
@@ -129,7 +129,10 @@ class Preflight:
             if config.eval.held_out is not None and not note:
                 counts[-1] += ", held out: none of them is trained on"
         if config.sft:
-            counts.append(f"{len(load_demos(config.sft.demos, self.loaded.directory))} sft transcripts")
+            examples = load_examples(config.sft, self.loaded.directory)
+            counts.append(f"{len(examples.trained)} sft examples")
+            if examples.evaluated:
+                counts[-1] += f" and {len(examples.evaluated)} to evaluate them on"
         return Finding("scenarios", True, ", ".join(counts), note)
 
     def check_entries(self) -> Finding:

@@ -40,6 +40,8 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield f"{section}.{knob}", message
     for knob, message in config.train.conflicts():
         yield f"train.{knob}", message
+    for knob, message in config.sft.conflicts() if config.sft is not None else ():
+        yield f"sft.{knob}", message
     yield from _judge_conflicts(config)
     if config.rollout.command is not None and "processes" in config.rollout.model_fields_set:
         yield "rollout.processes", "used with rollout.entry only: each attempt of a command is a process of its own"

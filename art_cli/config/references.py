@@ -190,8 +190,13 @@ def _algorithm(loaded: LoadedConfig) -> Iterator[Wrong]:
 
 
 def _sft(loaded: LoadedConfig) -> Iterator[Wrong]:
-    if loaded.config.sft is not None:
-        yield from _data("sft.demos", loaded.config.sft.demos, loaded.directory)
+    sft = loaded.config.sft
+    for key, spec in {"sft.demos": sft.demos, "sft.eval_demos": sft.eval_demos}.items() if sft is not None else ():
+        if spec is not None and sft is not None and sft.best_of is None:
+            yield from _data(key, spec, loaded.directory)
+        elif spec is not None and not os.path.exists(loaded.directory / spec):
+            path = loaded.directory / spec
+            yield Wrong(key, f"{_absence(path)}; with sft.best_of it names a scored file or the directory of a run")
 
 
 def _eval(loaded: LoadedConfig) -> Iterator[Wrong]:

@@ -26,6 +26,8 @@ BUILT_INS = dict.fromkeys(("torch", "unsloth"), "art_cli.learners.torch_learner:
 
 Progress = Callable[[int, int], None]  # (number done, total), counted in packs of a step or optimizer steps of an sft
 
+SFT_DIRECTORY = "sft"  # in a checkpoint: state of a warm-up that is not done
+
 
 class StepMetrics(msgspec.Struct, kw_only=True):
     """What one step did. Counts are of the whole step; shares are in [0, 1]; logprobs and entropy in nats per token.
@@ -75,21 +77,31 @@ class StepMetrics(msgspec.Struct, kw_only=True):
         return {name: value for name, value in msgspec.structs.asdict(self).items() if not math.isnan(value)}
 
 
+class SftProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a warm-up has come. Example: SftProgress(num_updates=40, is_done=False, numbers={"loss": 0.61})"""
+
+    num_updates: int  # optimizer steps taken so far
+    is_done: bool  # all are taken, or the evaluation loss stopped it
+    numbers: dict[str, float]  # of all optimizer steps so far; `loss` is that of the last epoch
+
+
 class Learner(Protocol):
     """Updates the policy. Failures raise LearnerError, CheckpointError or DriftError."""
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
         """Takes one policy step on the scored trajectories of whole groups. Groups without signal change no weight."""
 
-    def begin_sft(self, demos: Sequence[dict[str, Any]]) -> int:
+    def begin_sft(self, examples: Sequence[dict[str, Any]], evaluated: Sequence[dict[str, Any]] = ()) -> int:
         """The number of optimizer steps of a supervised warm-up, which this call prepares.
 
-        `demos` are chat transcripts `{"messages": [...], "tools": [...]}`. Only assistant tokens are trained, with a
-        separate optimizer, whose state `save` and `load` include until `end_sft`.
+        Examples are chat transcripts `{"messages": [...], "tools": [...]}`, of which the assistant's tokens are trained
+        on, or attempts `{"id": ..., "scenario": ..., "turns": [...]}`, of which the sampled ones are. The loss is
+        measured on `evaluated`. The warm-up has an optimizer of its own; `save` and `load` include its state until
+        `end_sft`.
         """
 
-    def take_sft(self, num_updates: int, *, progress: Progress | None = None) -> dict[str, float]:
-        """The numbers of all optimizer steps so far, after at most `num_updates` more; `loss` is the last epoch's."""
+    def take_sft(self, num_updates: int) -> SftProgress:
+        """Takes at most `num_updates` more optimizer steps, with the evaluations that are due between them."""
 
     def end_sft(self) -> None:
         """Frees what the warm-up needed. The weights stay as they are."""

@@ -47,13 +47,13 @@ class Optimizer:
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
-        config: TrainConfig | SftConfig,
+        config: TrainConfig,
         *,
         device: torch.device | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.parameters = dict(parameters)
-        self.config = config if isinstance(config, TrainConfig) else _constant(config)
+        self.config = config
         self.ranks = ranks or Ranks()
         self.counts = Counts()
         self._norm: float | None = None  # norm of the present gradients, once clipped
@@ -218,11 +218,14 @@ def decayed(shape: Literal["none", "linear", "cosine"], progress: float, *, to: 
     return to + (1 - to) * left
 
 
-def _constant(config: SftConfig) -> TrainConfig:
-    """The optimizer's settings of a warm-up. What `sft` does not set is as `train` has it by default."""
+def warm_up_settings(config: SftConfig, num_updates: int) -> TrainConfig:
+    """The optimizer's settings of a warm-up of that many updates. What `sft` lacks is as `train` has it by default."""
     return TrainConfig(
+        steps=num_updates,
         learning_rate=config.learning_rate,
         warmup_steps=config.warmup_steps,
+        decay=config.decay,
+        decay_to=config.decay_to,
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
     )

@@ -22,7 +22,7 @@ from art_cli.config.schema import (
     TrainConfig,
 )
 from art_cli.errors import LearnerError
-from art_cli.learners import Progress, StepMetrics
+from art_cli.learners import Progress, SftProgress, StepMetrics
 from art_cli.learners.workers import Workers
 from art_cli.trajectory import ScoredTrajectory
 
@@ -55,11 +55,11 @@ class ParallelLearner:
         written = msgspec.json.encode(groups).decode()
         return self._call("step", {"groups": written}, StepMetrics, progress=progress)
 
-    def begin_sft(self, demos: Sequence[dict[str, Any]]) -> int:
-        return self._call("begin_sft", {"demos": demos}, int)
+    def begin_sft(self, examples: Sequence[dict[str, Any]], evaluated: Sequence[dict[str, Any]] = ()) -> int:
+        return self._call("begin_sft", {"examples": examples, "evaluated": evaluated}, int)
 
-    def take_sft(self, num_updates: int, *, progress: Progress | None = None) -> dict[str, float]:
-        return self._call("take_sft", {"num_updates": num_updates}, dict[str, int | float], progress=progress)
+    def take_sft(self, num_updates: int) -> SftProgress:
+        return self._call("take_sft", {"num_updates": num_updates}, SftProgress)
 
     def end_sft(self) -> None:
         self._call("end_sft", {}, NoneType)

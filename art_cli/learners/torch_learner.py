@@ -22,22 +22,23 @@ from torch import Tensor
 
 from art_cli.config.schema import AlgorithmConfig, BaseLearnerConfig, LossConfig, SftConfig, TrainConfig
 from art_cli.errors import DriftError, LearnerError
-from art_cli.learners import Progress, StepMetrics
+from art_cli.learners import Progress, SftProgress, StepMetrics
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.off_policy import build_correction
 from art_cli.learners.algorithms.ppo import Ppo
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.covariance import without_covariant
 from art_cli.learners.critic import Critic
-from art_cli.learners.demos import demo_samples
+from art_cli.learners.examples import example_samples
 from art_cli.learners.gradient import LossGradient, Update
-from art_cli.learners.optimizer import Optimizer
+from art_cli.learners.optimizer import Optimizer, warm_up_settings
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing_check import PackingCheck
 from art_cli.learners.ranks import Ranks
 from art_cli.learners.reader import Reader
 from art_cli.learners.samples import Sample, bare_sample
 from art_cli.learners.sft import Sft
+from art_cli.learners.sft_batches import Batches
 from art_cli.learners.step_samples import make_step_samples, split_by_update
 from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY, REFERENCE_KL
@@ -133,25 +134,33 @@ class TorchLearner:
         )
         return msgspec.structs.replace(metrics, **self.algorithm.numbers())
 
-    def begin_sft(self, demos: Sequence[dict[str, Any]]) -> int:
-        """The number of optimizer steps to come. Raises LearnerError: no demos, or one that cannot be trained on."""
+    def begin_sft(self, examples: Sequence[dict[str, Any]], evaluated: Sequence[dict[str, Any]] = ()) -> int:
+        """The number of optimizer steps to come. Raises LearnerError: no examples, or one that cannot be trained on."""
         config = self.sft_config
         assert config is not None, "sft needs an sft section"
-        transcripts = [
-            demo_samples(demo, self.weights.tokenizer, name=f"demo {index + 1}", max_length=self.weights.max_length)
-            for index, demo in enumerate(demos)
-        ]
-        if not transcripts:
-            raise LearnerError("sft.demos: no transcripts")
-        optimizer = Optimizer(self.parameters, config, device=self.optimizer_device, ranks=self.ranks)
-        self.warm_up = Sft(transcripts, config, optimizer, seed=self.train_config.seed)
-        return self.warm_up.num_updates
+        if not examples:
+            raise LearnerError("sft.demos: no examples")
+        batches = Batches(self._sft_samples(examples, "demo"), config, seed=self.train_config.seed)
+        if config.decay != "none" and config.warmup_steps >= batches.num_updates:
+            raise LearnerError(f"sft.decay: the warm-up steps leave none of the {batches.num_updates} updates for it")
+        settings = warm_up_settings(config, batches.num_updates)
+        optimizer = Optimizer(self.parameters, settings, device=self.optimizer_device, ranks=self.ranks)
+        held_out = [sample for samples in self._sft_samples(evaluated, "evaluation demo") for sample in samples]
+        self.warm_up = Sft(batches, held_out, config, optimizer)
+        return batches.num_updates
 
-    def take_sft(self, num_updates: int, *, progress: Progress | None = None) -> dict[str, float]:
+    def _sft_samples(self, examples: Sequence[dict[str, Any]], kind: str) -> list[list[Sample]]:
+        weights = self.weights
+        limits = {"max_length": weights.max_length, "vocabulary": int(weights.model.config.vocab_size)}
+        return [
+            example_samples(example, weights.tokenizer, name=f"{kind} {number}", **limits)
+            for number, example in enumerate(examples, 1)
+        ]
+
+    def take_sft(self, num_updates: int) -> SftProgress:
         assert self.warm_up is not None, "begin_sft comes first"
-        with self._changing_weights(self.warm_up.transcripts[0][0]):
-            self.warm_up.take(LossGradient(self.runner, Algorithm()), num_updates, progress)
-        return self.warm_up.numbers()
+        with self._changing_weights(self.warm_up.batches.examples[0][0]):
+            return self.warm_up.take(LossGradient(self.runner, Algorithm()), num_updates)
 
     def end_sft(self) -> None:
         self.warm_up = None

@@ -70,11 +70,11 @@ class ServedLearner:
         trajectories = msgspec.json.decode(groups, type=list[list[ScoredTrajectory]])
         return self._learner.step(trajectories, progress=progress).known()
 
-    def begin_sft(self, demos: list[Json]) -> int:
-        return self._learner.begin_sft(demos)
+    def begin_sft(self, examples: list[Json], evaluated: list[Json]) -> int:
+        return self._learner.begin_sft(examples, evaluated)
 
-    def take_sft(self, num_updates: int, progress: "Progress") -> dict[str, float]:
-        return self._learner.take_sft(num_updates, progress=progress)
+    def take_sft(self, num_updates: int) -> Json:
+        return msgspec.structs.asdict(self._learner.take_sft(num_updates))
 
     def end_sft(self) -> None:
         self._learner.end_sft()

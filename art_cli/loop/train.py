@@ -13,7 +13,6 @@ import logging
 import os
 import shlex
 import shutil
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from art_cli.errors import ConfigError, Problem, UsageError, first_of_group
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.trial import require_keys
 from art_cli.learners import Learner, StepMetrics, has_own_weights, load_policy, make_learner
-from art_cli.learners.demos import load_demos
+from art_cli.learners.examples import load_examples
 from art_cli.loop.auto import describe, resolve_auto
 from art_cli.loop.batches import Batch, Batches
 from art_cli.loop.contest import is_judged, judge_contest
@@ -44,7 +43,7 @@ from art_cli.loop.history import Evaluated, Update, is_comparable, read_history
 from art_cli.loop.interrupts import Interrupts
 from art_cli.loop.record import claim_config
 from art_cli.loop.sampler import Sampler, open_sampler
-from art_cli.loop.warm_up import WarmUp, run_warm_up
+from art_cli.loop.warm_up import WarmUp, make_warm_up
 from art_cli.model import clone_trainable, count_parameters, find_base
 from art_cli.policy_spec import read_spec, spec_of
 from art_cli.rollouts.scenarios import pools_of
@@ -120,8 +119,10 @@ def _read_data(loaded: LoadedConfig) -> None:
         pools_of(training_scenarios(config, directory), config.rollout.pool)
     if config.eval is not None and (directory / (config.eval.scenarios or config.rollout.scenarios)).is_file():
         evaluation_scenarios(config, directory)
-    if config.sft is not None and (directory / config.sft.demos).is_file():
-        load_demos(config.sft.demos, directory)
+    if config.sft is not None and all(
+        (directory / spec).exists() for spec in (config.sft.demos, config.sft.eval_demos) if spec is not None
+    ):
+        load_examples(config.sft, directory)
 
 
 def _warn_of_overlap(loaded: LoadedConfig, training: Sequence[Json]) -> None:
@@ -245,23 +246,9 @@ class TrainingRun:
     async def _warm_up(self) -> dict[str, float]:
         """The warm-up's metrics. An interrupt ends it after the current update, and saves its state."""
         assert self.config.sft is not None
-        demos = await threads.call_in_thread(load_demos, self.config.sft.demos, self.loaded.directory)
-        make = partial(WarmUp, self.learner, self.loaded, demos, base=self.policy.base, start=None)
-        warm_up = await threads.call_in_thread(make)
-        is_left = threading.Event()  # set when this task is cancelled, because its thread cannot be
-
-        def is_stopped() -> bool:
-            return self.interrupts.num > 0 or is_left.is_set()
-
-        try:
-            with logs.shown_bar("sft: updates") as progress:
-                metrics = await self.interrupts.off_loop(run_warm_up, warm_up, is_stopped, progress)
-        finally:
-            is_left.set()
-        if metrics is None:
-            self.interrupts.stop_if_any()
-        assert metrics is not None, "only an interrupt ends it early"
-        return metrics
+        examples = await threads.call_in_thread(load_examples, self.config.sft, self.loaded.directory)
+        make = partial(WarmUp, self.learner, self.loaded, examples, base=self.policy.base, start=None)
+        return await make_warm_up(await threads.call_in_thread(make), self.interrupts)
 
     def _backfill(self, manifest: Manifest) -> None:
         """Writes the metrics line that is missing if a kill came right after the checkpoint."""

@@ -4,23 +4,26 @@ Runs that need the same warm-up share it.
 
     runs/.warm/<digest>/    a run directory of its own: step N there is the policy after N optimizer steps
 
-The digest covers everything that the result depends on: base model, transcripts, settings, and the checkpoint to start
+The digest covers everything that the result depends on: base model, examples, settings, and the checkpoint to start
 from. So a killed warm-up continues from its last save, and a second run with the same warm-up takes the result.
 """
 
 import hashlib
 import json
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
+from art_cli import log as logs
 from art_cli.base_files import base_digest
 from art_cli.config.compose import LoadedConfig
 from art_cli.errors import RunError
-from art_cli.learners import Learner, Progress
+from art_cli.learners import SFT_DIRECTORY, Learner, Progress, SftProgress
+from art_cli.learners.examples import Examples
+from art_cli.loop.interrupts import Interrupts
 from art_cli.run_dir import Manifest, RunDir, new_checkpoint, remove, verify_checkpoint
 
 log = logging.getLogger(__name__)
@@ -40,13 +43,14 @@ class WarmUp:
     """
 
     def __init__(
-        self, learner: Learner, loaded: LoadedConfig, demos: Sequence[dict[str, Any]], *, base: str, start: Path | None
+        self, learner: Learner, loaded: LoadedConfig, examples: Examples, *, base: str, start: Path | None
     ) -> None:
         """`base` is the hub id or directory of the learner's base, `start` the checkpoint that it was loaded from."""
-        self.learner, self.demos, self.base = learner, demos, base
-        self.digest = digest(loaded, demos, base=base, start=start)
+        self.learner, self.examples, self.base = learner, examples, base
+        self.digest = digest(loaded, examples, base=base, start=start)
         self.run = RunDir(loaded.config.runs / HOME / self.digest)
         self.num_updates = self.num_done = self._num_at_begin = 0
+        self.is_done = False
         self._numbers: dict[str, float] = {}
         self._lock = ExitStack()
         self._save_s = self._update_s = 0.0
@@ -64,20 +68,19 @@ class WarmUp:
     def release(self) -> None:
         self._lock.close()
 
-    @property
-    def is_done(self) -> bool:
-        return self.num_updates > 0 and self.num_done >= self.num_updates
-
     def begin(self) -> None:
-        """Prepares the learner and loads the newest saved state. Raises LearnerError: a bad transcript."""
-        self.num_updates = self.learner.begin_sft(self.demos)
-        log.info("sft: %d transcripts, %d updates", len(self.demos), self.num_updates)
+        """Prepares the learner and loads the newest saved state. Raises LearnerError: a bad example."""
+        trained, evaluated = self.examples
+        self.num_updates = self.learner.begin_sft(trained, evaluated)
+        held_out = f", {len(evaluated)} to evaluate on" if evaluated else ""
+        log.info("sft: %d examples%s, %d updates", len(trained), held_out, self.num_updates)
         newest = self.run.newest_checkpoint()
         if newest is not None:
             path, manifest = newest
-            if manifest.step >= self.num_updates:
+            self.is_done = not (path / SFT_DIRECTORY).is_dir()  # the state to go on from is left out at the end
+            self._numbers = dict(manifest.metrics)
+            if self.is_done:
                 self.learner.end_sft()
-                self._numbers = dict(manifest.metrics)
                 log.info("sft: taken from %s, made before; remove that directory to make it anew", self.run.root)
             else:
                 log.info("sft: goes on from update %d of %d", manifest.step, self.num_updates)
@@ -90,10 +93,11 @@ class WarmUp:
         """Computes for about `TAKE_S`, at least one update; saves and reports progress when that is due."""
         count = max(1, int(TAKE_S / self._update_s)) if self._update_s else 1
         count, begin = min(count, self.num_updates - self.num_done), time.monotonic()
-        self._numbers = self.learner.take_sft(count)
+        taken = self.learner.take_sft(count)
         now = time.monotonic()
-        self.num_done += count
-        self._update_s = (now - begin) / count
+        self._update_s = (now - begin) / max(1, taken.num_updates - self.num_done)
+        self._tell_evaluation(taken)
+        self.num_done, self.is_done, self._numbers = taken.num_updates, taken.is_done, taken.numbers
         if progress is not None:
             progress(self.num_done, self.num_updates)
         elif now - self._told >= TELL_EVERY_S or self.is_done:
@@ -113,8 +117,24 @@ class WarmUp:
             self.num_updates,
             100 * self.num_done / self.num_updates,
             self._numbers["loss"],
-            left,
+            0.0 if self.is_done else left,
         )
+
+    def _tell_evaluation(self, taken: SftProgress) -> None:
+        """Logs the newest evaluation loss if there is a new one, and what an early stop keeps."""
+        numbers = taken.numbers
+        if numbers.get("num_evaluations", 0) > self._numbers.get("num_evaluations", 0):
+            log.info("sft: update %d of %d  eval_loss %.4g", taken.num_updates, self.num_updates, numbers["eval_loss"])
+        if taken.is_done and "best_update" in numbers:
+            stop = "" if taken.num_updates >= self.num_updates else ", stopped early"
+            best, loss = numbers["best_update"], numbers["eval_loss_best"]
+            log.info(
+                "sft: %d updates%s; keeps the weights of update %.0f, eval_loss %.4g",
+                taken.num_updates,
+                stop,
+                best,
+                loss,
+            )
 
     def save(self) -> None:
         """Writes the current state, then removes older ones."""
@@ -160,7 +180,25 @@ def run_warm_up(
         warm_up.release()
 
 
-def digest(loaded: LoadedConfig, demos: Sequence[dict[str, Any]], *, base: str, start: Path | None) -> str:
+async def make_warm_up(warm_up: WarmUp, interrupts: Interrupts) -> dict[str, float]:
+    """The metrics of a warm-up, made in a thread. Raises Interrupted: its state is saved after the current update."""
+    is_left = threading.Event()  # set when this task is cancelled, because its thread cannot be
+
+    def is_stopped() -> bool:
+        return interrupts.num > 0 or is_left.is_set()
+
+    try:
+        with logs.shown_bar("sft: updates") as progress:
+            metrics = await interrupts.off_loop(run_warm_up, warm_up, is_stopped, progress)
+    finally:
+        is_left.set()
+    if metrics is None:
+        interrupts.stop_if_any()
+    assert metrics is not None, "only an interrupt ends it early"
+    return metrics
+
+
+def digest(loaded: LoadedConfig, examples: Examples, *, base: str, start: Path | None) -> str:
     """16 hexadecimal digits of everything that the result depends on, except the machine's rounding."""
     config = loaded.config
     assert config.sft is not None, "a warm-up needs an sft section"
@@ -170,8 +208,9 @@ def digest(loaded: LoadedConfig, demos: Sequence[dict[str, Any]], *, base: str, 
         "model": config.model.model_dump(mode="json", exclude={"base", "chat_template"}),
         "template": None if template is None else template.read_text(encoding="utf-8"),
         "base": base_digest(base),
-        "sft": config.sft.model_dump(mode="json", exclude={"demos"}),
-        "demos": demos,
+        "sft": config.sft.model_dump(mode="json", exclude={"demos", "eval_demos", "best_of", "min_reward", "held_out"}),
+        "demos": examples.trained,
+        "evaluated": examples.evaluated,
         "seed": config.train.seed,
         "learner": config.learner.name,
         "start": None if start is None else verify_checkpoint(start).files,

@@ -536,6 +536,8 @@ def test_the_length_of_a_run_trains_where_the_rate_decays_over_it() -> None:
             ["train.decay=cosine", "train.steps=5", "train.warmup_steps=5"],
             "train.decay: the warm-up of 5 steps leaves none of train.steps (5) for it",
         ),
+        (["sft={demos: d, patience: 2}"], "sft.patience: used with an evaluation loss only"),
+        (["sft={demos: d, min_reward: 1}"], "sft.min_reward: used with sft.best_of only"),
         (["train.betas=[0.9]"], "train.betas: "),
         (["train.betas=[0.9,1.0]"], "train.betas"),
     ],

@@ -84,7 +84,7 @@ def job(base: Path, *, lora: bool = True, loss: LossConfig | AlgorithmConfig | N
         train=TrainConfig(**{"learning_rate": 1e-3, "max_logprob_gap": 100.0, **knobs}),
         loss=loss or GrpoConfig(),
         learner=TorchLearnerConfig(**{"processes": 2, "micro_batch_tokens": 60, **shape}),
-        sft=SftConfig(demos="", batch_size=2),
+        sft=SftConfig(demos="", batch_size=2, patience=1),
         sampling_max_tokens=16,
         directory=base,
     )
@@ -224,9 +224,9 @@ def test_the_distance_would_show_a_gradient_that_is_a_mean_instead_of_a_sum(base
 def test_demos_train_the_same_in_two_processes(base: Path, workers: Workers, tmp_path: Path) -> None:
     setup = job(base)
     one, two = alone(setup), ParallelLearner(setup, workers)
-    numbers = [warm_up(learner, DEMOS) for learner in (one, two)]
+    numbers = [warm_up(learner, DEMOS[1:], DEMOS[:1]) for learner in (one, two)]
     assert distance(saved(one, tmp_path / "one") / ADAPTER, saved(two, tmp_path / "two") / ADAPTER) < 1e-4
-    for name in ("loss", "loss_first", "grad_norm", "num_updates", "tokens_trained"):
+    for name in ("loss", "loss_first", "eval_loss", "eval_loss_best", "grad_norm", "num_updates", "tokens_trained"):
         assert numbers[1][name] == pytest.approx(numbers[0][name], rel=1e-4), name
 
 

@@ -3,16 +3,23 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from art_cli.config.schema import GrpoConfig, SftConfig, TorchLearnerConfig, TrainConfig
 from art_cli.errors import DataError, LearnerError
+from art_cli.learners import SftProgress
+from art_cli.learners.best_of import best_attempts
 from art_cli.learners.demos import demo_samples, load_demos
+from art_cli.learners.samples import bare_sample
+from art_cli.learners.sft_batches import Batches, even_bounds
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.model import Weights
+from art_cli.run_dir import write_lines
 from tests.support.tiny import tiny_tokenizer, tiny_weights
+from tests.support.trees import scored, turn
 from tests.support.warm_up import warm_up
 
 SUM = {
@@ -28,12 +35,13 @@ OTHER = {"messages": [{"role": "user", "content": "say b"}, {"role": "assistant"
 
 
 def learner(weights: Weights, **knobs: object) -> TorchLearner:
+    shape = {name: knobs.pop(name) for name in list(knobs) if name in TorchLearnerConfig.model_fields}
     section = {"demos": "demos.jsonl", "learning_rate": 1e-3, "batch_size": 2, **knobs}
     return TorchLearner(
         weights,
         train=TrainConfig(),
         loss=GrpoConfig(),
-        learner=TorchLearnerConfig(micro_batch_tokens=40),
+        learner=TorchLearnerConfig.model_validate({"micro_batch_tokens": 40, **shape}),
         sft=SftConfig.model_validate(section),
     )
 
@@ -133,3 +141,94 @@ def test_reads_transcripts_from_a_function(tmp_path: Path) -> None:
     assert load_demos("make.py:demos", tmp_path) == [{**SUM, "tools": []}]
     with pytest.raises(DataError, match="make.py:broken, item 1: .*messages"):
         load_demos("make.py:broken", tmp_path)
+
+
+def test_batches_of_about_equal_numbers_of_tokens() -> None:
+    assert even_bounds(np.array([5, 1, 1, 1]), 2).tolist() == [0, 1, 4]
+    assert even_bounds(np.array([1, 1, 9]), 3).tolist() == [0, 1, 2, 3]
+    assert even_bounds(np.array([9, 1, 1]), 3).tolist() == [0, 1, 2, 3]
+    examples = [[bare_sample(np.arange(n + 1), np.arange(1, n + 1), str(n))] for n in range(1, 21)]
+    batches = Batches(examples, SftConfig(demos="", batch_tokens=42, epochs=2), seed=0)
+    assert batches.num_updates == 10  # 210 tokens in 5 batches, twice
+    for first in (0, 5):
+        dealt = [batches.batch(index) for index in range(first, first + 5)]
+        assert sorted(s.trajectory_id for each in dealt for s in each) == sorted(map(str, range(1, 21)))
+        assert all(22 <= sum(len(s.targets) for s in each) <= 62 for each in dealt)
+
+
+def test_the_gradient_of_attempts_is_the_same_for_every_packing(tmp_path: Path) -> None:
+    """Two attempts that share a beginning and branch: as trees, as rows, in large and small packs."""
+    prompt, turns = list(range(5, 30)), []
+    for token in (40, 50):
+        turns.append([turn(prompt, [token, 41], temperature=0.8), turn([7], [8, 9], parent=0, kept=26)])
+    write_lines(tmp_path / "scored.jsonl", [scored(each, 1.0, index=index) for index, each in enumerate(turns)])
+    attempts = best_attempts(tmp_path / "scored.jsonl", 2, min_reward=1.0)
+    moments = []
+    for packing, size in (("tree", 40), ("tree", 500), ("rows", 40)):
+        one = learner(tiny_weights(), packing=packing, micro_batch_tokens=size, epochs=2)
+        one.begin_sft(attempts)
+        one.take_sft(1)
+        assert one.warm_up is not None
+        moments.append(one.warm_up.optimizer.tensors())
+    for other in moments[1:]:
+        for name, tensor in moments[0].items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_the_evaluation_loss_is_the_cross_entropy_of_what_is_not_trained() -> None:
+    plain = tiny_weights()
+    numbers = warm_up(learner(tiny_weights(), epochs=3, eval_every=2), [OTHER], [SUM])
+    [sample] = demo_samples(SUM, plain.tokenizer, name="", max_length=1000)
+    out = plain.model(torch.tensor(sample.token_ids)[None]).logits[0]
+    loss = cross_entropy(out[sample.targets - 1], torch.tensor(sample.token_ids[sample.targets]))
+    assert numbers["eval_loss_first"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert numbers["num_evaluations"] == 3  # after 0, 2 and 3 updates
+    assert numbers["eval_loss"] != numbers["eval_loss_first"]
+
+
+def test_an_early_stop_keeps_the_best_weights_and_can_be_resumed_anywhere(tmp_path: Path) -> None:
+    """What is trained on contradicts what is evaluated, so the loss falls while both learn the format, then rises."""
+    held_out = [{"messages": [OTHER["messages"][0], {"role": "assistant", "content": "a"}]}]
+    knobs = {"epochs": 30, "learning_rate": 3e-3, "patience": 2, "eval_every": 1}
+
+    def finish(one: TorchLearner) -> SftProgress:
+        taken = one.take_sft(99)
+        assert taken.is_done
+        return taken
+
+    whole = learner(tiny_weights(), **knobs)
+    whole.begin_sft([OTHER], held_out)
+    taken = finish(whole)
+    best = int(taken.numbers["best_update"])
+    assert 0 < best == taken.num_updates - 2
+    assert taken.numbers["eval_loss"] == taken.numbers["eval_loss_best"] < taken.numbers["eval_loss_first"]
+    short = learner(tiny_weights(), **knobs)
+    short.begin_sft([OTHER], held_out)
+    for cut in range(1, taken.num_updates):
+        short.take_sft(1)
+        if cut == best:
+            for ours, theirs in zip(whole.parameters.values(), short.parameters.values(), strict=True):
+                assert torch.equal(ours, theirs)
+        if cut in (best, best + 1):
+            (place := tmp_path / str(cut)).mkdir()
+            short.save(place)
+            again = learner(tiny_weights(), **knobs)
+            again.begin_sft([OTHER], held_out)
+            again.load(place)
+            other = finish(again)
+            assert {**other.numbers, "train_s": 0, "eval_s": 0} == {**taken.numbers, "train_s": 0, "eval_s": 0}
+            for ours, theirs in zip(whole.parameters.values(), again.parameters.values(), strict=True):
+                assert torch.equal(ours, theirs)
+
+
+def test_the_rate_decays_to_the_last_update() -> None:
+    one = learner(tiny_weights(), epochs=4, batch_size=1, warmup_steps=2, decay="linear", decay_to=0.5)
+    one.begin_sft([OTHER])
+    assert one.warm_up is not None
+    rates = []
+    for _ in range(4):
+        rates.append(one.warm_up.optimizer.current_rate() / 1e-3)
+        one.take_sft(1)
+    assert rates == pytest.approx([0.5, 1, 1, 0.75])
+    with pytest.raises(LearnerError, match="leave none of the 1 updates"):
+        learner(tiny_weights(), warmup_steps=2, decay="linear").begin_sft([OTHER])

@@ -76,22 +76,61 @@ class TrainConfig(Section):
 
 
 class SftConfig(Section):
-    """A warm-up on chat transcripts before the first step; only the assistant's tokens are trained on."""
+    """A supervised warm-up before the first step; only what the assistant writes is trained on."""
 
     demos: str
-    """A JSON-lines file of {"messages": [...], "tools": [...]}, or "file.py:function" that returns such objects."""
+    """A JSON-lines file of {"messages": [...], "tools": [...]}, or "file.py:function" that returns such objects. With
+    `best_of`: scored trajectories, a file or the directory of a run."""
+    best_of: PositiveInt | None = None
+    """Learn from scored trajectories: from the best that many attempts of each group, with the tokens that the policy
+    sampled. They must be better than the worst of their group, so a group with equal rewards is left out."""
+    min_reward: Float | None = None
+    """The lowest reward of an attempt that `best_of` takes, instead of the comparison with the worst of its group. So
+    a group in which all succeeded is learned from too."""
     epochs: PositiveInt = 1
-    """How often each transcript is trained on."""
+    """How often each example is trained on."""
     learning_rate: PositiveFloat = 1e-4
-    """AdamW's learning rate, constant after the warm-up steps."""
+    """AdamW's learning rate after the warm-up steps and before any decay."""
     batch_size: PositiveInt = 16
-    """The number of transcripts per optimizer step."""
+    """The number of examples per optimizer step."""
+    batch_tokens: PositiveInt | None = None
+    """Instead of `batch_size`: about how many trained tokens an optimizer step has. Its examples are whole."""
     warmup_steps: Count = 0
     """The number of optimizer steps over which the learning rate grows from 0."""
+    decay: Literal["none", "linear", "cosine"] = "none"
+    """How the learning rate falls from the end of the warm-up steps to the last update, as `train.decay`."""
+    decay_to: UnitInterval = 0.0
+    """The share of the learning rate that is left at the end of the decay."""
     weight_decay: NonNegative = 0.0
     """AdamW's weight decay."""
     max_grad_norm: PositiveFloat = 1.0
     """The norm to which a larger gradient is clipped."""
+    eval_demos: str | None = None
+    """Examples that the loss is measured on and that are not trained on, written as `demos`."""
+    held_out: Annotated[Float, Field(gt=0, lt=1)] | None = None
+    """Instead of `eval_demos`: the share of `demos` that the loss is measured on and that is never trained on. A hash
+    of the transcript, or the id of an attempt's scenario, says which they are."""
+    eval_every: PositiveInt | None = None
+    """The number of updates between two evaluations. The first and the last weights are always evaluated. null: the
+    updates of an epoch."""
+    patience: PositiveInt | None = None
+    """Stops when the evaluation loss has not fallen for that many evaluations, and in any case keeps the weights of the
+    best evaluation. null: all updates are taken, and the last weights are kept."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """(knob, message) for each knob that is set and has no effect."""
+        if self.min_reward is not None and self.best_of is None:
+            yield "min_reward", "used with sft.best_of only"
+        if self.batch_tokens is not None and "batch_size" in self.model_fields_set:
+            yield "batch_tokens", "takes the place of sft.batch_size, which is set too; leave one of them out"
+        if "decay_to" in self.model_fields_set and self.decay == "none":
+            yield "decay_to", "used with sft.decay 'linear' or 'cosine' only"
+        if self.eval_demos is not None and self.held_out is not None:
+            yield "held_out", "takes the place of sft.eval_demos, which is set too; leave one of them out"
+        if self.eval_demos is None and self.held_out is None:
+            for knob in ("eval_every", "patience"):
+                if getattr(self, knob) is not None:
+                    yield knob, "used with an evaluation loss only; set sft.eval_demos or sft.held_out"
 
 
 class EvalConfig(Section):
