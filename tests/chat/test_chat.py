@@ -29,7 +29,7 @@ from art_cli.chat.wires.openai import NEUTRAL
 from art_cli.chat.wires.openai_chat import ChatBody
 from art_cli.chat.wires.openai_completions import CompletionBody
 from art_cli.errors import EngineError
-from tests.support.scripted import ScriptedBackend, encode, logprob, tool_call
+from tests.support.scripted import BreakingBackend, ScriptedBackend, encode, logprob, tool_call
 
 KEY = "key-of-the-test"
 USER = {"role": "user", "content": "hi"}
@@ -353,13 +353,7 @@ async def test_a_defect_of_the_backend_is_a_500_without_its_details(caplog: pyte
 
 
 async def test_a_failure_in_the_middle_of_a_stream_reaches_the_client() -> None:
-    class Breaking(ScriptedBackend):
-        async def stream(self, request: Request) -> AsyncIterator[Any]:
-            async for chunk in super().stream(request):
-                yield chunk
-                raise ChatError(503, "the engine died")
-
-    async with openai_client(Breaking(lambda request: "yo")) as client:
+    async with openai_client(BreakingBackend(lambda request: "yo")) as client:
         stream = await client.chat.completions.create(model="policy", messages=[USER], stream=True)
         with pytest.raises(openai.APIError, match="the engine died"):
             async for _ in stream:

@@ -23,7 +23,7 @@ from art_cli.chat.server import serve
 from art_cli.chat.wires import WIRES, Events, Wire, Wires
 from art_cli.rollouts.gateway import Gateway
 from art_cli.trajectory import prompt, sequence
-from tests.support.scripted import Engine, ScriptedBackend, encode
+from tests.support.scripted import BreakingBackend, Engine, ScriptedBackend, encode
 
 Json = dict[str, Any]
 KEY = "key-of-the-test"
@@ -162,13 +162,7 @@ async def test_its_errors_and_its_key_are_its_own() -> None:
 
 
 async def test_a_stream_that_breaks_ends_with_its_error_event() -> None:
-    class Breaking(ScriptedBackend):
-        async def stream(self, request: Request) -> AsyncIterator[Any]:
-            async for chunk in super().stream(request):
-                yield chunk
-                raise ChatError(503, "the engine died")
-
-    async with through_app(Breaking(lambda request: "yo")) as http:
+    async with through_app(BreakingBackend(lambda request: "yo")) as http:
         reply = await http.post("/talk", json=talk("hi", stream=True))
     (_, (_, piece), (name, data)) = events_of(reply.text)
     assert (reply.status_code, piece, name, data["error"]["message"]) == (200, "y", "error", "the engine died")

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request, text_of
 
@@ -86,6 +87,15 @@ class ScriptedBackend:
             self.was_cancelled.set()
             raise
         return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+
+
+class BreakingBackend(ScriptedBackend):
+    """Its streams end in an error after their first token."""
+
+    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        async for chunk in super().stream(request):
+            yield chunk
+            raise ChatError(503, "the engine died")
 
 
 def tool_call(name: str, **arguments: Any) -> Json:
