@@ -32,9 +32,7 @@ from tests.support.hostile import NUM_MUTATIONS, MemoryBound, assert_in_words, m
 from tests.support.tiny import tiny_tokenizer
 
 Art = Callable[..., tuple[int, str, str]]
-NUM_COMMANDS = max(
-    20, NUM_MUTATIONS // 50
-)  # mutations played through the whole command, which takes a tenth of a second
+NUM_COMMANDS = max(8, NUM_MUTATIONS // 50)  # mutations that the whole command reads, a tenth of a second each
 BOUND_MIB = 600  # the largest mutation has a million characters, 50 times over at most
 
 CALLS = [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}]

@@ -162,7 +162,10 @@ def blend(**weights: float) -> str:
 
 
 def test_scores_of_two_judges_are_not_mixed_in_one_file(art: Art) -> None:
-    """Every pair of different judges over a file that the first left half done; the same judge goes on."""
+    """Each judge, and the next one, over a file that the first left half done; the same judge goes on.
+
+    What tells them apart is the digest of their settings, of which no two are equal.
+    """
     for name, number in (("one", 1), ("two", 2)):
         Path(f"{name}.py").write_text(FUNCTION.format(number))
     judges = [
@@ -174,12 +177,14 @@ def test_scores_of_two_judges_are_not_mixed_in_one_file(art: Art) -> None:
         [blend(two=1, rollout=3)],
     ]
     first, second = write("first.jsonl", 0.25, 1.0), write("second.jsonl", 0.5, 0.75, group="h")
-    for mine in judges:
+    digests = set()
+    for mine, following in zip(judges, [*judges[1:], judges[0]], strict=True):
         write_lines(Path("t.jsonl"), first)
         assert art("judge", "t.jsonl", *mine, "--fresh")[0] == 0
         write_lines(Path("t.jsonl"), [*first, *second])
         before = Path("t.scored.jsonl").read_bytes()
-        for other in judges:
+        digests |= {row.judge_settings for row in read_lines(Path("t.scored.jsonl"), ScoredTrajectory)}
+        for other in (mine, following):
             Path("t.scored.jsonl").write_bytes(before)
             code, out, err = art("judge", "t.jsonl", *other)
             if mine is other:
@@ -187,6 +192,7 @@ def test_scores_of_two_judges_are_not_mixed_in_one_file(art: Art) -> None:
             else:
                 assert code == 1 and "t.scored.jsonl:1: judged with other settings" in err, (mine, other, err)
                 assert Path("t.scored.jsonl").read_bytes() == before
+    assert len(digests) == len(judges)
 
 
 def test_a_digest_changes_with_all_that_decides_a_reward_and_with_nothing_else(tmp_path: Path) -> None:
