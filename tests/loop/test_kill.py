@@ -32,17 +32,19 @@ from art_cli.trajectory import ScoredTrajectory, Trajectory
 from tests.support.paths import LETTERS
 
 ADAPTER = "adapter_model.safetensors"
-STEPS = 12
+STEPS = 8
+# Kills at random instants: few by default, and as many as one likes to hunt for a rare one.
+KILLS = int(os.environ.get("ART_TEST_KILLS", "8"))
 # One rollout at a time, so that what is sampled does not depend on which others happened to share a forward pass.
 SETTINGS = [f"train.steps={STEPS}", "train.keep_checkpoints=99", "rollout.concurrency=1", "eval=null"]
 
 
 class Trainer:
-    """Starts training processes and kills them."""
+    """Starts training processes and kills them. What they say goes to `log_path`."""
 
-    def __init__(self, overrides: list[str], log: Path) -> None:
-        self.overrides = overrides
-        self.log = log.open("ab")
+    def __init__(self, log_path: Path) -> None:
+        self.log_path = log_path
+        self.log = log_path.open("ab")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.fork_train"],
             stdin=subprocess.PIPE,
@@ -54,9 +56,9 @@ class Trainer:
         self.listener = threading.Thread(target=self._listen)
         self.listener.start()
 
-    def start(self) -> int:
+    def start(self, overrides: list[str]) -> int:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(self.overrides).encode() + b"\n")
+        self.process.stdin.write(json.dumps(overrides).encode() + b"\n")
         self.process.stdin.flush()
         return int(self.lines.get(timeout=240))
 
@@ -85,9 +87,9 @@ class Trainer:
         self.log.close()
 
 
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
-    trainer = Trainer([f"runs={tmp_path}", *SETTINGS], tmp_path / "log")
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    trainer = Trainer(tmp_path_factory.mktemp("trainer") / "log")
     yield trainer
     trainer.close()
 
@@ -124,32 +126,32 @@ def check_record(root: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_killed_at_thirty_random_instants_loses_nothing_and_trains_on_nothing_twice(
+def test_a_run_killed_at_random_instants_loses_nothing_and_trains_on_nothing_twice(
     tmp_path: Path, trainer: Trainer
 ) -> None:
     """Kills come 0.3 to 1.5 s after each start, wherever that is: loading, sampling, judging, training, writing.
 
     After every kill each trajectory that stood on disk still stands there at the end. Each step's adapter is, bit for
     bit, what one update of the checkpoint before it on that step's scored groups gives: no group counted twice or not
-    at all. Runs that finish early are followed by fresh ones until there have been thirty kills.
+    at all. Runs that finish early are followed by fresh ones until there have been KILLS kills.
     """
-    draw = random.Random(7)
+    draw, settings = random.Random(7), [f"runs={tmp_path}", *SETTINGS]
     root, seen, kills = tmp_path / "letters", set[str](), 0
     begin = time.monotonic()
     while True:
-        child = trainer.start()
-        status = trainer.status(timeout_s=draw.uniform(0.3, 1.5) if kills < 30 else 300)
+        child = trainer.start(settings)
+        status = trainer.status(timeout_s=draw.uniform(0.3, 1.5) if kills < KILLS else 300)
         if status is None:
             trainer.kill(child)
             kills += 1
             seen |= finished_lines(root)
-        elif kills < 30:
+        elif kills < KILLS:
             assert status == 0
             check_record(root)
             root.rename(tmp_path / f"finished-{kills}")
             seen = set()
         else:
-            assert status == 0, (tmp_path / "log").read_text()[-2000:]
+            assert status == 0, trainer.log_path.read_text()[-2000:]
             break
         assert time.monotonic() - begin < 800
     assert seen <= finished_lines(root)
@@ -161,19 +163,19 @@ def test_a_run_killed_at_thirty_random_instants_loses_nothing_and_trains_on_noth
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kills_outside_of_generation_give_a_bit_identical_adapter(tmp_path: Path, trainer: Trainer) -> None:
-    """Killed right after each of 6 steps' last trajectory was written: during judging, training or checkpointing.
+    """Killed right after every second step's last trajectory was written: during judging, training or checkpointing.
 
     The undisturbed run is given the same trajectories and does the rest in one go: judging, training, checkpoints.
     """
-    draw = random.Random(3)
+    draw, settings = random.Random(3), [f"runs={tmp_path}", *SETTINGS]
     files = RunDir(tmp_path / "letters")
     for step in range(0, STEPS, 2):
-        child = trainer.start()
+        child = trainer.start(settings)
         while len(files.trajectories(step)) < 12:
             assert trainer.status(timeout_s=0.002) is None
         assert trainer.status(timeout_s=draw.uniform(0.0, 0.05)) is None
         trainer.kill(child)
-    trainer.start()
+    trainer.start(settings)
     assert trainer.status(timeout_s=300) == 0
     check_record(files.root)
 
@@ -190,28 +192,29 @@ def test_kills_outside_of_generation_give_a_bit_identical_adapter(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_that_refills_replays_and_adapts_makes_the_same_choices_after_kills(tmp_path: Path) -> None:
-    """Twelve kills at random instants, in the middle of waves too. Rewards are 0 or 1, so that many groups say nothing.
+def test_a_run_that_refills_replays_and_adapts_makes_the_same_choices_after_kills(
+    tmp_path: Path, trainer: Trainer
+) -> None:
+    """KILLS / 2 kills at random instants, in the middle of waves too.
+
+    Rewards are 0 or 1, so that many groups say nothing.
 
     Every step's own groups are the shortest beginning of its scenarios with enough signal, each attempt played once,
     and its adapter is what one update on them and on the groups that it replays gives, bit for bit.
     """
     choosing = ["rollout.entry=rollout.py:coarse", "rollout.refill=1.0", "rollout.choose=adaptive"]
     settings = [f"runs={tmp_path}", *SETTINGS, *choosing, "+rollout.replay.share=0.3", "loss.off_policy.name=truncate"]
-    trainer, draw, seen = Trainer(settings, tmp_path / "log"), random.Random(5), set[str]()
+    draw, seen = random.Random(5), set[str]()
     files = RunDir(tmp_path / "letters")
-    try:
-        for _ in range(12):
-            child = trainer.start()
-            if trainer.status(timeout_s=draw.uniform(0.5, 3.0)) is not None:
-                break
-            trainer.kill(child)
-            seen |= finished_lines(files.root)
-        else:
-            trainer.start()
-            assert trainer.status(timeout_s=300) == 0, (tmp_path / "log").read_text()[-2000:]
-    finally:
-        trainer.close()
+    for _ in range(KILLS // 2):
+        child = trainer.start(settings)
+        if trainer.status(timeout_s=draw.uniform(0.5, 3.0)) is not None:
+            break
+        trainer.kill(child)
+        seen |= finished_lines(files.root)
+    else:
+        trainer.start(settings)
+        assert trainer.status(timeout_s=300) == 0, trainer.log_path.read_text()[-2000:]
     assert seen <= finished_lines(files.root)
     loaded = resolve_auto(load_config(LETTERS / "config.yaml", settings), "learner")
     choice = ScenarioChoice(loaded.config, files, load_scenarios("scenarios.jsonl", LETTERS))
