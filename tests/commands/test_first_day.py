@@ -351,9 +351,9 @@ async def test_a_contest_counts_comparisons_won(project: Path) -> None:
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three runs of the letters task under one directory, with adapters of other ranks; one of them learns nothing."""
     runs = tmp_path_factory.mktemp("sweep")
-    settings = [f"runs={runs}", "train.steps=6", "rollout.group_size=8", "eval=null", "train.keep_checkpoints=99"]
-    for name, rate, rank in (("a-still", 1e-9, 4), ("b-fast", 0.1, 4), ("c-wide", 0.1, 8)):
-        own = [f"name={name}", f"train.learning_rate={rate}", f"model.lora.rank={rank}"]
+    settings = [f"runs={runs}", "rollout.group_size=8", "eval=null", "train.keep_checkpoints=99"]
+    for name, steps, rate, rank in (("a-still", 1, 1e-9, 4), ("b-fast", 6, 0.1, 4), ("c-wide", 6, 0.1, 8)):
+        own = [f"name={name}", f"train.steps={steps}", f"train.learning_rate={rate}", f"model.lora.rank={rank}"]
         asyncio.run(train(load_config(LETTERS / "config.yaml", [*settings, *own])))
     return runs
 
