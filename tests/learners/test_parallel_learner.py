@@ -1,6 +1,7 @@
 """The learner in several processes: the gradient is that of one, and a dead process ends the run at once."""
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -104,18 +105,23 @@ def alone(job: Job) -> TorchLearner:
     )
 
 
-def played(base: Path, *, groups: int = 3, seed: int = 0, **knobs: object) -> list[list[ScoredTrajectory]]:
-    """Groups of 4 attempts of uneven length, of two turns, as an older policy sampled them."""
+def played(base: Path, *, seed: int = 0) -> list[list[ScoredTrajectory]]:
+    """3 groups of 4 attempts of uneven length, of two turns, as an older policy sampled them."""
+    return [list(group) for group in _played(base, seed)]
+
+
+@functools.cache
+def _played(base: Path, seed: int) -> list[list[ScoredTrajectory]]:
     draw = np.random.default_rng(seed)
     weights = load_weights(ModelConfig(base=str(base), lora=None), str(base), device="cpu")
 
     def attempt(prompt: list[int]) -> list[object]:
         first, more, second = (draw.integers(3, 250, draw.integers(1, 16)).tolist() for _ in range(3))
-        turns = [turn(prompt, first), turn(more, second, parent=0, kept=len(prompt) + len(first), **knobs)]
+        turns = [turn(prompt, first), turn(more, second, parent=0, kept=len(prompt) + len(first))]
         return sampled(weights, turns, noise=0.3, seed=int(draw.integers(1000)))
 
     made = []
-    for group in range(groups):
+    for group in range(3):
         prompt = draw.integers(3, 250, 12 * (group + 1)).tolist()
         made.append([scored(attempt(prompt), float(draw.normal()), index=i, group=f"g{group}") for i in range(4)])
     return made
