@@ -21,7 +21,7 @@ from tests.support.malformed import Malformed, malformed
 from tests.support.openapi import describe
 from tests.support.served import make_run
 
-NUM_REQUESTS = int(os.environ.get("ART_FUZZ", "3000"))
+NUM_REQUESTS = int(os.environ.get("ART_FUZZ", "1500"))
 NUM_CONNECTIONS = 16
 ANSWER_S = 30.0
 PART_S = 0.2  # what is not whole need not be answered
