@@ -1,4 +1,4 @@
-"""The records that flow through a run: Turn, Trajectory, Score, ScoredTrajectory, GroupRewards.
+"""The records that flow through a run: Turn, Trajectory, Score, RewardNoise, ScoredTrajectory, GroupRewards.
 
 They are plain data: no torch, no files, no network. The gateway makes trajectories, judges score them, the learner
 makes samples of them. `run_dir` writes and reads them as JSON lines.
@@ -119,6 +119,29 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     settings: str | None = None  # digest of the judge's rubric and parameters; the same in a whole file
 
 
+class RewardNoise(msgspec.Struct, frozen=True, kw_only=True):
+    """What a judge knows of the errors in its rewards: the flip rates of verdicts 0 and 1, or the variance of a score.
+
+    Example: RewardNoise(false_positive=0.1, false_negative=0.2). `reliability.py` says what follows for a group.
+    """
+
+    false_positive: float | None = None  # P(says 1 | truth 0)
+    false_negative: float | None = None  # P(says 0 | truth 1)
+    variance: float | None = None  # of a score about what more and more votes would come to; the same in a whole group
+    min_reliability: float = 0.0  # a group whose reliability is not above it is left out
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: numbers that no judge can have."""
+        rates = (self.false_positive, self.false_negative)
+        known = [rate for rate in rates if rate is not None]
+        if len(known) == 1 or not all(rate >= 0 for rate in known) or not sum(known) < 1:
+            raise ValueError("flip rates come in pairs, are at least 0, and their sum is below 1")
+        if (self.variance is None) == (not known) or not 0 <= (self.variance or 0.0) < math.inf:
+            raise ValueError("noise is a pair of flip rates, or a finite variance of at least 0")
+        if not 0 <= self.min_reliability <= 1:
+            raise ValueError("min_reliability is from 0 to 1")
+
+
 class ScoredTrajectory(Trajectory, kw_only=True):
     """A trajectory, unchanged, with its final `reward` and the scores behind it.
 
@@ -127,6 +150,7 @@ class ScoredTrajectory(Trajectory, kw_only=True):
 
     reward: float | None = None
     scores: list[Score] = []
+    noise: RewardNoise | None = None  # None: the judge says nothing of its errors
     # Digest of the judge behind the reward: model, rubric, function, weights. `art judge` writes it, and continues a
     # file only under the same digest. None: a run or an older art wrote the line.
     judge_settings: str | None = None
@@ -146,11 +170,16 @@ class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def score_trajectory(
-    trajectory: Trajectory, reward: float | None, scores: Sequence[Score] = (), *, settings: str | None = None
+    trajectory: Trajectory,
+    reward: float | None,
+    scores: Sequence[Score] = (),
+    *,
+    settings: str | None = None,
+    noise: RewardNoise | None = None,
 ) -> ScoredTrajectory:
     """The trajectory as a ScoredTrajectory, all other fields unchanged."""
     fields = {name: getattr(trajectory, name) for name in Trajectory.__struct_fields__}
-    return ScoredTrajectory(**fields, reward=reward, scores=list(scores), judge_settings=settings)
+    return ScoredTrajectory(**fields, reward=reward, scores=list(scores), judge_settings=settings, noise=noise)
 
 
 def has_signal(rewards: Sequence[float]) -> bool:

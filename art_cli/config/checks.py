@@ -3,9 +3,14 @@
 from collections.abc import Iterator
 
 from art_cli.config.schema import (
+    BlendJudgeConfig,
     DistillConfig,
+    FunctionJudgeConfig,
+    JudgeConfig,
     NoJudgeConfig,
     PpoConfig,
+    RolloutJudgeConfig,
+    RulerJudgeConfig,
     RunConfig,
     SdpoConfig,
     TorchLearnerConfig,
@@ -68,6 +73,17 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     name = config.judge.name
     if name == "none" and config.learns_by.needs_rewards:
         yield "judge", "'none' gives no rewards, which this loss learns from; leave it out, or set loss=distill"
+    if (noise := None if isinstance(config.judge, NoJudgeConfig) else config.judge.noise) is not None:
+        if not config.learns_by.takes_noise:
+            yield (
+                "judge.noise",
+                "weighs comparisons within a group, and this loss learns from something else besides: set it to null",
+            )
+        if noise.is_from_votes and not has_votes(config.judge):
+            cure = "ask for several votes (judge=ruler, judge.votes=4), or set false_positive and false_negative"
+            yield "judge.noise", f"judge {name!r} gives each attempt one score, which says nothing of its error: {cure}"
+        if not noise.is_from_votes and name not in ("rollout", "function"):
+            yield "judge.noise", f"flip rates are of verdicts 0 and 1, and judge {name!r} gives scores; set it to votes"
     if isinstance(config.loss, SdpoConfig) and name in ("rollout", "none", "reward_model"):
         yield "loss", f"'sdpo' teaches what the judge says, and judge {name!r} gives no reasons; choose judge=ruler"
     if not config.learns_by.needs_rewards:
@@ -85,6 +101,13 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
             "rollout.sampling.temperature",
             "a teacher behind a server gives logprobs at temperature 1 only; set it to 1",
         )
+
+
+def has_votes(judge: JudgeConfig) -> bool:
+    """Whether a judge may give an attempt several votes; only at run time is it known of a user's own."""
+    if isinstance(judge, BlendJudgeConfig):
+        return any(has_votes(judge.judges.get(name, RolloutJudgeConfig())) for name in judge.blend)
+    return isinstance(judge, FunctionJudgeConfig) or (isinstance(judge, RulerJudgeConfig) and judge.votes > 1)
 
 
 def _stale_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:

@@ -26,7 +26,7 @@ from art_cli.plugins import resolve
 from art_cli.trajectory import Score, Trajectory
 
 if TYPE_CHECKING:
-    from art_cli.config.schema import JudgeConfig
+    from art_cli.config.schema import JudgeConfig, NoiseConfig
 
 BUILT_INS = {
     "rollout": "art_cli.judges.rollout:RolloutJudge",
@@ -43,6 +43,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     reward: float  # finite
     scores: list[Score] = []
+    # error variance of the reward's distance to its group's mean, at least 0; None: unknown, as with a single vote
+    variance: float | None = None
 
 
 class Judge:
@@ -61,6 +63,8 @@ class Judge:
     """Groups to judge at once: enough to keep the judge busy while other groups are read and written."""
     needs_reward: bool = False
     """Whether it refuses a rollout that returned no reward."""
+    noise: "NoiseConfig | None" = None
+    """What the configuration says of its errors; `make_judge` sets it."""
 
     @property
     def settings(self) -> str:
@@ -112,6 +116,7 @@ def make_judge(config: "JudgeConfig", directory: Path, *, job: str = "") -> Judg
     the configuration names cannot be loaded.
     """
     judge: Judge = judge_class(config, directory)(config, directory, job=job)
+    judge.noise = None if config.name == "none" else config.noise
     return judge
 
 

@@ -33,7 +33,10 @@ class BlendJudge(Judge):
         return make_key(blend=parts)[:12]
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """The weighted mean, with every judge's scores beside it. Raises what the first failing judge raises."""
+        """The weighted mean, with every judge's scores beside it. Raises what the first failing judge raises.
+
+        A judge without a variance, which gives the same reward whenever it is asked, adds none.
+        """
         results = await asyncio.gather(*(judge.judge(group) for judge in self.judges.values()), return_exceptions=True)
         answers: dict[str, Mapping[str, Verdict]] = {}
         for name, result in zip(self.judges, results, strict=True):
@@ -50,7 +53,10 @@ class BlendJudge(Judge):
             for name, verdict in verdicts.items()
             for score in verdict.scores or [Score(judge=name, score=verdict.reward)]
         ]
-        return Verdict(reward=total / sum(self.weights.values()), scores=scores)
+        weight = sum(self.weights.values())
+        known = {name: each.variance for name, each in verdicts.items() if each.variance is not None}
+        variance = sum((self.weights[name] / weight) ** 2 * each for name, each in known.items()) if known else None
+        return Verdict(reward=total / weight, scores=scores, variance=variance)
 
     @property
     def usage(self) -> Usage:

@@ -8,13 +8,13 @@ there is room for them, so that memory does not grow with their number.
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from art_cli.errors import DataError, JudgeError, JudgeStopped, first_of_group, printable
-from art_cli.judges import Judge
-from art_cli.trajectory import ScoredTrajectory, Trajectory, score_trajectory
+from art_cli.judges import Judge, Verdict
+from art_cli.trajectory import RewardNoise, ScoredTrajectory, Trajectory, has_signal, score_trajectory
 
 log = logging.getLogger(__name__)
 
@@ -69,16 +69,40 @@ async def judge_group(judge: Judge, group: Sequence[Trajectory]) -> list[ScoredT
         verdicts = await judge.judge([trajectory for trajectory in group if trajectory.error is None])
     except RecursionError as error:  # texts, copies and digests of nested values walk them level by level
         raise JudgeError("its messages are nested too deeply to be judged") from error
+    for name, verdict in verdicts.items():
+        if not abs(verdict.reward) <= MAX_REWARD:
+            raise JudgeError(f"trajectory {name}: the reward {verdict.reward:g} is beyond {MAX_REWARD:g}")
+    known = noise(judge, verdicts)
     scored = []
     for trajectory in group:
         if trajectory.error is not None:
             scored.append(score_trajectory(trajectory, None))
         else:
             verdict = verdicts[trajectory.id]
-            if not abs(verdict.reward) <= MAX_REWARD:
-                raise JudgeError(f"trajectory {trajectory.id}: the reward {verdict.reward:g} is beyond {MAX_REWARD:g}")
-            scored.append(score_trajectory(trajectory, verdict.reward, verdict.scores))
+            scored.append(score_trajectory(trajectory, verdict.reward, verdict.scores, noise=known))
     return scored
+
+
+def noise(judge: Judge, verdicts: Mapping[str, Verdict]) -> RewardNoise | None:
+    """What the judge knows of the errors in a group's rewards; None: nothing was asked of it, or no votes differ.
+
+    Raises JudgeError: flip rates for other rewards than 0 and 1, or scores without a variance.
+    """
+    if judge.noise is None:
+        return None
+    rates, bound = (judge.noise.false_positive, judge.noise.false_negative), judge.noise.min_reliability
+    if not judge.noise.is_from_votes:
+        for name, verdict in verdicts.items():
+            if verdict.reward not in (0, 1):
+                told = f"trajectory {name}: its reward is {verdict.reward:g}"
+                raise JudgeError(f"{told}, and the flip rates of judge.noise are of rewards 0 and 1")
+        return RewardNoise(false_positive=rates[0], false_negative=rates[1], min_reliability=bound)
+    if not has_signal([verdict.reward for verdict in verdicts.values()]):
+        return None
+    known = [verdict.variance for verdict in verdicts.values() if verdict.variance is not None]
+    if len(known) < len(verdicts) or not all(0 <= variance <= MAX_REWARD for variance in known):
+        raise JudgeError("judge.noise is votes, and the judge gave no variance for each reward (Verdict.variance)")
+    return RewardNoise(variance=sum(known) / len(known), min_reliability=bound)
 
 
 async def judge_groups(

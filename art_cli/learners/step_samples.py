@@ -22,6 +22,7 @@ from art_cli.learners.token_weights import (
     token_weights,
 )
 from art_cli.outcome import MAX_NUMBER
+from art_cli.reliability import corrected_mean, reliabilities
 from art_cli.trajectory import ScoredTrajectory
 
 
@@ -37,6 +38,9 @@ class StepSamples(NamedTuple):
     num_failed: int
     finished: Finished  # what the trajectories without an error hold
     shared_states: float  # share of replies whose state another reply of the group answered; NaN: not compared
+    reliability: float  # mean over the groups whose rewards differ and whose judge knows its errors; NaN: none
+    num_unreliable: float  # of these, groups left out; NaN: no judge knows its errors
+    reward_corrected: float  # mean of the rewards without the flips that are expected; NaN: no flip rates are known
 
     @property
     def no_signal_share(self) -> float:
@@ -57,10 +61,12 @@ def make_step_samples(
     rewards = [_reward(trajectory) for group in finished for trajectory in group]
     mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
     credited = [group for group in finished if group]
+    believed = reliabilities(credited, is_scaled=algorithm.is_scaled)
     samples = [
-        _group_samples(group, credits, kl=kl, echo=echo)
-        for group, credits in zip(credited, algorithm.credit_step(credited), strict=True)
+        _group_samples(group, credits, 1.0 if found is None else found.factor, kl=kl, echo=echo)
+        for group, credits, found in zip(credited, algorithm.credit_step(credited), believed, strict=True)
     ]
+    known = [found for found in believed if found is not None]
     return StepSamples(
         groups=[group for group in samples if group],
         num_with_signal=sum(any(sample.num_in(POLICY) for sample in group) for group in samples),
@@ -71,6 +77,9 @@ def make_step_samples(
         num_failed=sum(map(len, groups)) - len(rewards),
         finished=_count_finished([trajectory for group in finished for trajectory in group]),
         shared_states=_shared_states(finished) if algorithm.compares_states else math.nan,
+        reliability=math.fsum(found.share for found in known) / len(known) if known else math.nan,
+        num_unreliable=sum(found.is_left_out for found in known) if known else math.nan,
+        reward_corrected=corrected_mean(credited),
     )
 
 
@@ -122,10 +131,16 @@ def _shared_states(groups: Sequence[Sequence[ScoredTrajectory]]) -> float:
 
 
 def _group_samples(
-    group: Sequence[ScoredTrajectory], credits: Sequence[Credit | float | None], *, kl: float, echo: float
+    group: Sequence[ScoredTrajectory],
+    credits: Sequence[Credit | float | None],
+    factor: float,
+    *,
+    kl: float,
+    echo: float,
 ) -> list[Sample]:
     """The group's samples. A component whose weights are all zero in the group is left out (contract 4).
 
+    `factor` is what the group's advantages are multiplied by, because of its judge's errors.
     `echo` is for all groups, because what the environment answers says something whatever the rewards are.
     """
     chosen = [
@@ -133,6 +148,8 @@ def _group_samples(
         for trajectory, credit in zip(group, credits, strict=True)
         if credit is not None
     ]
+    for _, weights in chosen:
+        weights[POLICY] *= factor
     for component in range(VALUE):  # a target of 0 is one for the critic to learn
         if not any(np.nan_to_num(weights[component]).any() for _, weights in chosen):
             for _, weights in chosen:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from art_cli.config.sections.rollout import RolloutConfig
 from art_cli.loop.evaluate import values_by_scenario
 from art_cli.loop.generate import plan_groups
+from art_cli.reliability import is_left_out
 from art_cli.rollouts.runner import RolloutPlan
 from art_cli.trajectory import Json, ScoredTrajectory, Trajectory, has_signal
 
@@ -89,7 +90,7 @@ def _rewards(group: Sequence[ScoredTrajectory]) -> list[float]:
 
 
 def _tells(group: Sequence[ScoredTrajectory]) -> bool:
-    return has_signal(_rewards(group))
+    return has_signal(_rewards(group)) and not is_left_out(group)
 
 
 def _pool_numbers(groups: Sequence[Sequence[ScoredTrajectory]], key: str) -> dict[str, float]:

@@ -47,6 +47,24 @@ def mistakes(text: str, *overrides: str) -> list[str]:
     return str(caught.value).split("\n")
 
 
+NOISE = "judge.noise={false_positive: 0.2, false_negative: 0.1}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("judge.noise=votes",), "one score"),
+        (("judge=ruler", "judge.noise=votes"), "judge.votes=4"),
+        (("judge=ruler", NOISE), "gives scores"),
+        ((NOISE, "loss=gdpo", "loss.reward_parts={win: 1}"), "something else besides"),
+        (("judge.noise={false_positive: 0.5, false_negative: 0.5}",), "must be below 1"),
+        (("judge.noise={false_positive: 0.5}",), "or neither"),
+    ],
+)
+def test_noise_that_cannot_be_used_is_refused(overrides: tuple[str, ...], told: str) -> None:
+    assert told in "\n".join(mistakes(PLAIN, *overrides))
+
+
 # --- what composes ----------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +164,7 @@ JUDGED = PLAIN + "judge: {name: ruler, model: openai/o3, votes: 3}\n"
 def test_a_group_chosen_on_the_command_line_leaves_nothing_of_the_files_section(override: str, inherited: bool) -> None:
     write(JUDGED, "base.yaml")
     text = "defaults: [base]\njudge: {votes: 5}\n" if inherited else JUDGED
-    assert load(text, override).judge.model_dump() == {"name": "rollout"}
+    assert load(text, override).judge.model_dump() == {"name": "rollout", "noise": None}
 
 
 def test_the_same_group_chosen_again_forgets_the_files_knobs() -> None:

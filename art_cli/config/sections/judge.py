@@ -5,10 +5,58 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
-from art_cli.config.sections.base import Count, Int, NonNegative, PositiveFloat, PositiveInt, Seconds, Section, Seed
+from art_cli.config.sections.base import (
+    Count,
+    Float,
+    Int,
+    NonNegative,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+    Seed,
+    UnitInterval,
+)
+
+FlipRate = Annotated[Float, Field(ge=0, lt=1)]
 
 
-class RolloutJudgeConfig(Section):
+class NoiseConfig(Section):
+    """What is known of the judge's errors. With flip rates: of verdicts 0 and 1. Without (`noise: votes`): the votes
+    on each attempt say how far its score can be trusted."""
+
+    false_positive: FlipRate | None = None
+    """The share of wrong attempts that the judge gives a 1. `art judge --report --gold` measures it."""
+    false_negative: FlipRate | None = None
+    """The share of right attempts that the judge gives a 0."""
+    min_reliability: UnitInterval = 0.0
+    """A group is left out, and counts as one without signal, unless more than this share of its reward differences is
+    true. 0: unless its attempts differ by no more than their votes do."""
+
+    @property
+    def is_from_votes(self) -> bool:
+        return self.false_positive is None
+
+    @model_validator(mode="after")
+    def _pair_of_rates(self) -> Self:
+        if (self.false_positive is None) != (self.false_negative is None):
+            raise ValueError("set both 'false_positive' and 'false_negative', or neither")
+        if (self.false_positive or 0.0) + (self.false_negative or 0.0) >= 1:
+            raise ValueError("false_positive + false_negative must be below 1: such a judge says nothing of the truth")
+        return self
+
+
+def _noise_from_votes(section: Any) -> Any:
+    return {} if section == "votes" else section
+
+
+class ScoringJudgeConfig(Section):
+    noise: Annotated[NoiseConfig | None, BeforeValidator(_noise_from_votes)] = None
+    """The judge's errors, by which advantages are corrected: {false_positive: 0.1, false_negative: 0.2}, or votes.
+    null: rewards are taken as they are."""
+
+
+class RolloutJudgeConfig(ScoringJudgeConfig):
     """The reward that the rollout itself returned."""
 
     name: Literal["rollout"] = "rollout"
@@ -20,7 +68,7 @@ class NoJudgeConfig(Section):
     name: Literal["none"]
 
 
-class FunctionJudgeConfig(Section):
+class FunctionJudgeConfig(ScoringJudgeConfig):
     """A user's own judge: a class, or a function `judge(group: list[Trajectory])`, which returns a list of rewards or a
     dict from id to reward. `judge: {entry: ...}` means this one."""
 
@@ -92,7 +140,7 @@ class PanelMemberConfig(JudgeModelConfig):
     """The weight of its score in the panel's mean."""
 
 
-class RulerJudgeConfig(JudgeModelConfig):
+class RulerJudgeConfig(JudgeModelConfig, ScoringJudgeConfig):
     """RULER: a language model sees all attempts of a group at once and scores each in [0, 1] against the others."""
 
     name: Literal["ruler"]
@@ -142,7 +190,7 @@ class RulerJudgeConfig(JudgeModelConfig):
         return self
 
 
-class RewardModelJudgeConfig(Section):
+class RewardModelJudgeConfig(ScoringJudgeConfig):
     """A local sequence-classification model: the score is one logit (or its probability) of the whole conversation."""
 
     name: Literal["reward_model"]
@@ -171,7 +219,7 @@ _OneJudgeConfig = RolloutJudgeConfig | FunctionJudgeConfig | RulerJudgeConfig | 
 NamedJudgeConfig = Annotated[_OneJudgeConfig, Field(discriminator="name"), BeforeValidator(_own_judge)]
 
 
-class BlendJudgeConfig(Section):
+class BlendJudgeConfig(ScoringJudgeConfig):
     """The weighted mean of several judges' rewards."""
 
     name: Literal["blend"]
@@ -184,6 +232,8 @@ class BlendJudgeConfig(Section):
     def _known_names(self) -> Self:
         if not self.blend:
             raise ValueError("'blend' needs at least one judge")
+        if inner := [name for name, judge in self.judges.items() if judge.noise is not None]:
+            raise ValueError(f"'noise' is of the blended reward: set it beside 'blend', not in {', '.join(inner)}")
         if unknown := sorted(set(self.blend) - set(self.judges) - {"rollout", "ruler"}):
             raise ValueError(f"define {', '.join(unknown)} under 'judges'; only 'rollout' and 'ruler' have defaults")
         if unused := sorted(set(self.judges) - set(self.blend)):

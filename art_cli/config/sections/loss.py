@@ -111,6 +111,11 @@ class BaseLossConfig(Section):
         """Whether it learns from the rewards of a group, so that every attempt must have one."""
         return True
 
+    @property
+    def takes_noise(self) -> bool:
+        """Whether judge.noise can correct its advantages: comparisons of a group's rewards, and of nothing else."""
+        return self.compares_attempts
+
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """(knob, message) for each knob that is set and has no effect."""
         if "entropy_step" in self.model_fields_set and self.entropy_floor is None:
@@ -240,6 +245,10 @@ class GdpoConfig(ClippedLossConfig):
     """The weight of each part: {win: 1.0, brevity: 0.2}. A name is one of the rollout's metrics, or `reward`, which is
     the reward of the rollout or the judge. The reward as such does not count otherwise."""
 
+    @property
+    def takes_noise(self) -> bool:
+        return False
+
     def conflicts(self) -> Iterator[tuple[str, str]]:
         yield from super().conflicts()
         for name, weight in self.reward_parts.items():
@@ -277,6 +286,10 @@ class TaughtLossConfig(ScaledLossConfig, ClippedLossConfig):
     @property
     def needs_rewards(self) -> bool:
         return self.reward_weight > 0
+
+    @property
+    def takes_noise(self) -> bool:
+        return False
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         yield from super().conflicts()

@@ -122,7 +122,8 @@ def _find_fault(
 def _is_same(scored: ScoredTrajectory, trajectory: Trajectory) -> bool:
     """Whether the two are equal in everything but reward and scores."""
     try:
-        return score_trajectory(trajectory, scored.reward, scored.scores, settings=scored.judge_settings) == scored
+        settings, noise = scored.judge_settings, scored.noise
+        return score_trajectory(trajectory, scored.reward, scored.scores, settings=settings, noise=noise) == scored
     except RecursionError:
         return False
 

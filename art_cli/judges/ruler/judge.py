@@ -10,6 +10,7 @@ be scored stays owed (JudgeError).
 """
 
 import asyncio
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,8 +26,9 @@ from art_cli.judges.ruler.ask import Voter, all_of
 from art_cli.judges.ruler.cache import VerdictCache, user_cache_path
 from art_cli.judges.ruler.group import read_group
 from art_cli.judges.ruler.prompt import read_instructions
+from art_cli.reliability import error_variance
 from art_cli.secrets import find_secrets
-from art_cli.trajectory import Trajectory
+from art_cli.trajectory import Score, Trajectory
 
 TRIAL_RETRIES = 1  # tries after a failed call of a trial; few, because a user waits for it
 
@@ -86,11 +88,26 @@ class RulerJudge(Judge):
         judged = read_group(group, self.config)
         by_model = await all_of([voter.score(judged, settings=self.settings) for voter in self.voters])
         weights = [member.weight for member in self.panel]
+        variance = self._error_variance(by_model)
         verdicts: dict[str, Verdict] = {}
         for ids, *scores in zip(judged.members, *by_model, strict=True):
             reward = sum(weight * score.score for weight, score in zip(weights, scores, strict=True)) / sum(weights)
-            verdicts |= {name: Verdict(reward=min(1.0, max(0.0, reward)), scores=scores) for name in ids}
+            verdict = Verdict(reward=min(1.0, max(0.0, reward)), scores=scores, variance=variance)
+            verdicts |= dict.fromkeys(ids, verdict)
         return verdicts
+
+    def _error_variance(self, by_model: Sequence[Sequence[Score]]) -> float | None:
+        """The error variance of each attempt's reward, a weighted mean of the models' scores; None: too few votes.
+
+        That of a median is pi / 2 times that of a mean, which holds for many votes with normal errors.
+        """
+        variances = [error_variance([score.votes for score in scores]) for scores in by_model]
+        known = [variance for variance in variances if variance is not None]
+        if len(known) < len(variances):
+            return None
+        total = sum(member.weight for member in self.panel)
+        variance = sum((member.weight / total) ** 2 * each for member, each in zip(self.panel, known, strict=True))
+        return variance * (math.pi / 2 if self.config.aggregate == "median" and self.config.votes > 2 else 1.0)
 
     @property
     def usage(self) -> Usage:

@@ -33,6 +33,7 @@ class Algorithm:
     the whole step, overrides `credit_step` instead.
     """
 
+    is_scaled = True  # whether advantages are divided by the standard deviation of the group's rewards
     compares_states = False  # whether credit depends on which replies of a group answered equal states (step_credit.py)
 
     def bind(self, policy: "Reader", directory: Path) -> None:

@@ -19,6 +19,7 @@ class Preset(Algorithm, Generic[Knobs]):
 
     def __init__(self, knobs: Knobs, max_tokens: int) -> None:
         self.knobs, self.max_tokens = knobs, max_tokens
+        self.is_scaled = isinstance(knobs, loss.ScaledLossConfig) and knobs.scale_advantages
 
 
 class ScaledPreset(Preset[ScaledKnobs]):

@@ -34,7 +34,7 @@ class UserAlgorithm(Algorithm):
             self._own = kind(**options)
         except Exception as error:  # the boundary to the user's class
             raise UsageError(f"{entry}: {self._told(error)}") from error
-        self.compares_states = bool(self._own.compares_states)
+        self.is_scaled, self.compares_states = bool(self._own.is_scaled), bool(self._own.compares_states)
 
     def bind(self, policy: "Reader", directory: Path) -> None:
         with self._calling("bind"):
