@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-EQUAL = 1e-8  # rewards closer than this are the same (contract 4 of the design)
+from art_cli.trajectory import EQUAL_REWARDS
+
 MAX_DRAWS = 300_000  # number of groups drawn over all resamples; they take a few tenths of a second
 MIN_RESAMPLES, MAX_RESAMPLES = 200, 2000
 
@@ -55,10 +56,10 @@ def pairwise(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
     """(pairs that `scores` orders as the gold does, pairs whose gold differs). A tie in `scores` counts one half."""
     right, total = 0.0, 0
     for (score, true), (other_score, other_true) in combinations(zip(scores, gold, strict=True), 2):
-        if abs(true - other_true) > EQUAL:
+        if abs(true - other_true) > EQUAL_REWARDS:
             total += 1
             difference = (score - other_score) * math.copysign(1.0, true - other_true)
-            right += 0.5 if abs(difference) <= EQUAL else float(difference > 0)
+            right += 0.5 if abs(difference) <= EQUAL_REWARDS else float(difference > 0)
     return Ratio(right, total)
 
 
@@ -83,10 +84,10 @@ def best_of_group(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
 
     Of several attempts with the highest score, each is taken with the same chance.
     """
-    if not gold or max(gold) - min(gold) <= EQUAL:
+    if not gold or max(gold) - min(gold) <= EQUAL_REWARDS:
         return Ratio(0.0, 0.0)
-    top = [true for score, true in zip(scores, gold, strict=True) if score >= max(scores) - EQUAL]
-    return Ratio(sum(true >= max(gold) - EQUAL for true in top) / len(top), 1.0)
+    top = [true for score, true in zip(scores, gold, strict=True) if score >= max(scores) - EQUAL_REWARDS]
+    return Ratio(sum(true >= max(gold) - EQUAL_REWARDS for true in top) / len(top), 1.0)
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> Ratio:
@@ -101,4 +102,4 @@ def slope(xs: Sequence[float], ys: Sequence[float]) -> Ratio:
 
 
 def _sign(difference: float) -> int:
-    return 0 if abs(difference) <= EQUAL else 1 if difference > 0 else -1
+    return 0 if abs(difference) <= EQUAL_REWARDS else 1 if difference > 0 else -1

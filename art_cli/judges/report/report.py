@@ -17,9 +17,9 @@ from art_cli.errors import DataError, UsageError, printable
 from art_cli.judges.files.source import MAX_GROUP_SIZE
 from art_cli.judges.groups import MAX_REWARD, by_group
 from art_cli.judges.report import agreement
-from art_cli.judges.report.agreement import EQUAL, Measure, Ratio
+from art_cli.judges.report.agreement import Measure, Ratio
 from art_cli.run_dir import read_lines
-from art_cli.trajectory import Score
+from art_cli.trajectory import EQUAL_REWARDS, Score
 
 MEASURES = (agreement.pairwise, agreement.kendall_tau, agreement.best_of_group)  # the fields of Agreement
 MAX_POINTS = 2000  # most points that one plot gets
@@ -142,7 +142,7 @@ def make_report(path: Path, *, gold: str | None = None) -> tuple[Report, PlotPoi
         num_groups=len(groups),
         num_trajectories=sum(map(len, groups.values())),
         num_failed=sum(row.error is not None for rows in groups.values() for row in rows),
-        num_without_signal=sum(max(group) - min(group) <= EQUAL for group in rewards)
+        num_without_signal=sum(max(group) - min(group) <= EQUAL_REWARDS for group in rewards)
         + sum(not rows for rows in judged.values()),
         reward_mean=statistics.fmean(flat) if flat else None,
         reward_std=math.sqrt(statistics.fmean(spreads)) if spreads else None,
