@@ -216,7 +216,7 @@ def test_a_server_and_a_directory_give_the_same_step(
         ({"spoil": lambda given: [{"9": {"logprob": 0.0}}] * 6}, "has no logprob for some of 6 tokens"),
         ({"spoil": lambda given: "x"}, "an answer that is none of vLLM's"),
     ],
-    ids=str,
+    ids=["refused", "failing", "no logprobs", "too few", "other tokens", "no list"],
 )
 def test_a_server_that_cannot_be_used_ends_the_step_and_keeps_the_key_secret(
     server: dict[str, Any], message: str, teacher: Weights, monkeypatch: pytest.MonkeyPatch
