@@ -4,7 +4,7 @@ find              resolves a user's path: a checkpoint, one of a run, a plain ad
 choose            the checkpoint of a run that is meant: the one it offers (train.keep_best), the best, the newest
 listed, prune     lists a run's checkpoints with their metrics; removes those that training would not keep
 fork              makes a new run that begins at one checkpoint
-import_adapter    makes a new run that begins with a foreign PEFT adapter
+import_start      makes a new run that begins with a foreign PEFT adapter, or with a checkpoint of whole weights
 
 A checkpoint has a manifest with a hash of every file, written by `run_dir`. A plain adapter is a PEFT directory without
 a manifest. Importing makes it step 0 of a run; serving uses it as it is.
@@ -338,18 +338,22 @@ def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
     return _found(RunDir(root).checkpoint_path(found.step), RunDir(root))
 
 
-def import_adapter(adapter: Path, root: Path) -> Found:
-    """A new run at `root` whose step 0 is a plain PEFT adapter; training continues it with a new optimizer.
+def import_start(source: Path, root: Path) -> Found:
+    """A new run at `root` whose step 0 is a plain PEFT adapter, or what a checkpoint of whole weights holds.
 
-    Raises RunError: there are checkpoints at `root`; CheckpointError: no LoRA adapter with safetensors there.
+    Training continues it with a new optimizer. Raises RunError: there are checkpoints at `root`; CheckpointError: no
+    LoRA adapter with safetensors there, and no checkpoint that verifies.
     """
     run = RunDir(root)
     if run.checkpoint_steps():
         raise RunError(f"{root}: a run with checkpoints; an adapter is imported into a new one")
-    check_adapter(adapter)
-    base = base_of(Found(adapter, None, None, True))
-    with new_checkpoint(run.checkpoint_path(0), Manifest(step=0, base=base, config_hash="")) as directory:
-        for file in adapter.iterdir():
+    found = Found(source, None, None, True)
+    if (source / "manifest.json").exists() and not (source / ADAPTER_CONFIG).exists():
+        found = _found(source, None)
+    else:
+        check_adapter(source)
+    with new_checkpoint(run.checkpoint_path(0), Manifest(step=0, base=base_of(found), config_hash="")) as directory:
+        for file in source.iterdir():
             if file.is_file() and not file.name.startswith(".") and file.suffix in (".json", ".safetensors", ".jinja"):
                 shutil.copy(file, directory / file.name)
     return _found(run.checkpoint_path(0), run)

@@ -30,7 +30,8 @@ def run(
         int | None, typer.Option("--step", min=0, help="With --fork: the step; the newest if not given.")
     ] = None,
     adapter: Annotated[
-        Path | None, typer.Option("--import", metavar="DIR", help="Make RUN, with a PEFT adapter as its step 0.")
+        Path | None,
+        typer.Option("--import", metavar="DIR", help="Make RUN, with a PEFT adapter or a checkpoint as its step 0."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -52,7 +53,7 @@ def run(
     if step is not None and fork is None:
         raise UsageError("--step goes with --fork")
     if adapter is not None:
-        made = checkpoints.import_adapter(adapter, run)
+        made = checkpoints.import_start(adapter, run)
         _say(as_json, {"checkpoint": str(made.path)}, f"{made.path}: step 0, from {adapter}")
     elif fork is not None:
         made = checkpoints.fork(RunDir(run), _place(run, fork), step=step)

@@ -135,16 +135,30 @@ def test_an_imported_adapter_is_the_run_it_trains_on_from(art: Art, tmp_path: Pa
     assert "imported into a new one" in err
 
 
+def test_a_checkpoint_of_whole_weights_is_imported(tmp_path: Path) -> None:
+    """Step 0 of the new run has the weights of the old one's step 1, and is trained on from there."""
+    whole = ["model.lora=null", "eval=null", "train.steps=1", f"runs={tmp_path}"]
+    asyncio.run(train(load_config(CONFIG, [*whole, "name=first"])))
+    source = RunDir(tmp_path / "first").checkpoint_path(1)
+    run = RunDir(tmp_path / "second")
+    made = checkpoints.import_start(source, run.root)
+    old, new = load_file(source / "model.safetensors"), load_file(made.path / "model.safetensors")
+    assert all(torch.equal(old[name], new[name]) for name in old)
+    base = checkpoints.base_of(made)
+    asyncio.run(train(load_config(CONFIG, [*whole, "name=second", f"model.base={base}"])))
+    assert run.checkpoint_steps() == [0, 1]
+
+
 def test_what_is_no_lora_adapter_is_not_imported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no PEFT adapter there"):
-        checkpoints.import_adapter(tmp_path, tmp_path / "run")
+        checkpoints.import_start(tmp_path, tmp_path / "run")
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
     with pytest.raises(CheckpointError, match="a IA3 adapter; only LoRA"):
-        checkpoints.import_adapter(tmp_path, tmp_path / "run")
+        checkpoints.import_start(tmp_path, tmp_path / "run")
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     torch.save({}, tmp_path / "adapter_model.bin")
     with pytest.raises(CheckpointError, match="save the adapter as safetensors"):
-        checkpoints.import_adapter(tmp_path, tmp_path / "run")
+        checkpoints.import_start(tmp_path, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

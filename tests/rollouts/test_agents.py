@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from art_cli.chat.requests import Request
-from art_cli.checkpoints import import_adapter
+from art_cli.checkpoints import import_start
 from art_cli.run_dir import RunDir
 from art_cli.trajectory import Trajectory
 from tests.support.paths import CLIENTS
@@ -68,7 +68,7 @@ def test_an_agent_with_its_own_packages_is_trained(taught: RunDir, tmp_path: Pat
     project = taught.root.parent
     runs = tmp_path / "runs"
     run = RunDir(runs / "adder")
-    import_adapter(taught.checkpoint_path(0), run.root)
+    import_start(taught.checkpoint_path(0), run.root)
     settings = [f"rollout.entry={PLACE / agent}:rollout", f"rollout.python={PYTHON}", f"runs={runs}", "train.steps=2"]
     settings += ["rollout.group_size=4", "rollout.groups_per_step=1", "rollout.sampling.max_tokens=80", "sft=null"]
     command = [sys.executable, "-m", "art_cli", "train", str(project / "config.yaml"), *settings]
