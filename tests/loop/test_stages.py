@@ -16,7 +16,7 @@ from art_cli.loop.auto import resolve_auto
 from art_cli.loop.policy import PolicySource, open_policy
 from art_cli.loop.train import train
 from art_cli.run_dir import RunDir, read_lines
-from art_cli.trajectory import ScoredTrajectory, Trajectory
+from art_cli.trajectory import ScoredTrajectory, Trajectory, has_signal
 from tests.support.paths import LETTERS
 
 CONFIG = str(LETTERS / "config.yaml")
@@ -104,6 +104,24 @@ def test_sft_writes_a_checkpoint_that_says_what_it_was_shown(art: Art, tmp_path:
     assert art("sft", CONFIG, demos, *settings, "-o", out)[0] == 0
     code, _, _ = art("eval", CONFIG, "--checkpoint", out, "--gate", "reward>=0.5")
     assert code == 0
+
+
+def test_sft_learns_from_the_best_attempts_of_a_run(art: Art, trained: Path, tmp_path: Path) -> None:
+    """Of each group with signal the one best attempt, a bare --best-of before the settings; its loss falls."""
+    settings = [f"runs={tmp_path}", "sft.held_out=0.4", "sft.epochs=3", "sft.learning_rate=1e-2", "sft.patience=3"]
+    code, out, _ = art("sft", CONFIG, trained, "--best-of", *settings, "-o", tmp_path / "warm", "--json")
+    assert code == 0
+    groups: dict[str, list[float]] = {}
+    for step in range(12):
+        for trajectory in RunDir(trained).scored(step):
+            if trajectory.reward is not None:
+                groups.setdefault(trajectory.group_id, []).append(trajectory.reward)
+    found = json.loads(out)
+    assert found["trained"] + found["evaluated"] == sum(has_signal(rewards) for rewards in groups.values())
+    assert found["metrics"]["eval_loss"] < found["metrics"]["eval_loss_first"]
+    code, _, err = art("sft", CONFIG, trained, "-o", tmp_path / "warm")
+    assert code == 2
+    assert "a run's scored attempts are learned from with --best-of" in err
 
 
 def test_check_finds_the_demo_ready_and_names_what_is_not(art: Art, tmp_path: Path) -> None:
