@@ -19,8 +19,8 @@ from art_cli.trajectory import EQUAL_REWARDS, ScoredTrajectory, Trajectory, Turn
 Json = dict[str, Any]
 
 
-class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """What is learned of one attempt. Example: Attempt(id="t7", scenario="easy-17", turns=[Turn(...)])"""
+class ScoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
+    """What is learned of one attempt. Example: ScoredAttempt(id="t7", scenario="easy-17", turns=[Turn(...)])"""
 
     id: str
     scenario: str  # id of its scenario; that of its group, where the record names none
@@ -85,6 +85,6 @@ def _reward(trajectory: ScoredTrajectory, path: Path) -> float:
 
 def _example(trajectory: Trajectory) -> Json:
     scenario = trajectory.scenario.get("id", trajectory.group_id)
-    attempt = Attempt(id=trajectory.id, scenario=str(scenario), turns=trajectory.turns)
+    attempt = ScoredAttempt(id=trajectory.id, scenario=str(scenario), turns=trajectory.turns)
     example: Json = msgspec.to_builtins(attempt)
     return example

@@ -15,7 +15,7 @@ import numpy as np
 
 from art_cli.config.schema import SftConfig
 from art_cli.errors import DataError, LearnerError
-from art_cli.learners.best_of import Attempt, best_attempts
+from art_cli.learners.best_of import ScoredAttempt, best_attempts
 from art_cli.learners.demos import demo_samples, load_demos
 from art_cli.learners.samples import Sample, trajectory_samples
 from art_cli.learners.token_weights import Credit, token_weights
@@ -87,7 +87,7 @@ def example_samples(example: Json, tokenizer: Any, *, name: str, max_length: int
     """
     if "turns" not in example:
         return demo_samples(example, tokenizer, name=name, max_length=max_length)
-    attempt = msgspec.convert(example, Attempt)
+    attempt = msgspec.convert(example, ScoredAttempt)
     record = Trajectory(id=attempt.id, group_id="", group_size=1, index=0, turns=attempt.turns)
     samples = trajectory_samples(record, token_weights(record, Credit(cross_entropy=1.0)))
     for sample in samples:

@@ -14,7 +14,7 @@ from torch import Tensor
 from art_cli.errors import LearnerError
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.off_policy import Correction, SampledTerms
-from art_cli.learners.algorithms.shares import Finished, UpdateCounts
+from art_cli.learners.algorithms.shares import FinishedCounts, UpdateCounts
 from art_cli.learners.algorithms.streams import LossTerms, k3, pack_loss
 from art_cli.learners.logprobs import TokenScores
 from art_cli.learners.optimizer import Optimizer
@@ -57,7 +57,7 @@ class LossGradient:
         self.correction, self.mean_over = correction, mean_over
 
     def plan(
-        self, samples: Sequence[Sample], finished: Finished | None = None, *, entropy_bonus: float = 0.0
+        self, samples: Sequence[Sample], finished: FinishedCounts | None = None, *, entropy_bonus: float = 0.0
     ) -> Update:
         """`finished` is the update's part of what the step's finished trajectories hold; None: that of its samples.
 

@@ -22,7 +22,7 @@ from art_cli.learners.gradient import LossGradient
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.samples import Sample
-from art_cli.learners.sft_batches import Batches
+from art_cli.learners.sft_batches import SftBatches
 from art_cli.learners.step_statistics import StepStatistics
 
 SUMS_FILE, BEST_FILE = "sums.json", "best.safetensors"
@@ -49,7 +49,9 @@ class Sft:
     `patience`, the weights of the lowest one, of equals the earliest, are kept and put back at the end.
     """
 
-    def __init__(self, batches: Batches, evaluated: Sequence[Sample], config: SftConfig, optimizer: Optimizer) -> None:
+    def __init__(
+        self, batches: SftBatches, evaluated: Sequence[Sample], config: SftConfig, optimizer: Optimizer
+    ) -> None:
         self.batches, self.evaluated, self.config, self.optimizer = batches, evaluated, config, optimizer
         self.eval_every = config.eval_every or batches.epoch_updates
         self.sums = Sums()

@@ -8,7 +8,7 @@ from art_cli.config.schema import SftConfig
 from art_cli.learners.samples import Ints, Sample
 
 
-class Batches:
+class SftBatches:
     """The examples, each a list of samples, dealt into the optimizer steps of all epochs.
 
     Every epoch has its own order, drawn from `seed`, and as many steps as the others. So the index of a step says what

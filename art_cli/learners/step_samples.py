@@ -8,7 +8,7 @@ import numpy as np
 
 from art_cli.errors import LearnerError
 from art_cli.learners.algorithms import Algorithm
-from art_cli.learners.algorithms.shares import Finished, UpdateCounts
+from art_cli.learners.algorithms.shares import FinishedCounts, UpdateCounts
 from art_cli.learners.algorithms.step_credit import count_shared
 from art_cli.learners.samples import Sample, count_sampled, trajectory_samples
 from art_cli.learners.token_weights import (
@@ -36,7 +36,7 @@ class StepSamples(NamedTuple):
     num_groups: int
     num_trajectories: int
     num_failed: int
-    finished: Finished  # what the trajectories without an error hold
+    finished: FinishedCounts  # what the trajectories without an error hold
     shared_states: float  # share of replies whose state another reply of the group answered; NaN: not compared
     reliability: float  # mean over the groups whose rewards differ and whose judge knows its errors; NaN: none
     num_unreliable: float  # of these, groups left out; NaN: no judge knows its errors
@@ -93,7 +93,7 @@ def split_by_update(groups: Sequence[list[Sample]], parts: int) -> list[list[Sam
     ]
 
 
-def count(samples: Sequence[Sample], finished: Finished | None = None) -> list[UpdateCounts]:
+def count(samples: Sequence[Sample], finished: FinishedCounts | None = None) -> list[UpdateCounts]:
     """The counts of each component of the loss over the samples of an optimizer step.
 
     `finished` is its part of what the step's finished trajectories hold. None: the samples are all that there is.
@@ -102,16 +102,16 @@ def count(samples: Sequence[Sample], finished: Finished | None = None) -> list[U
     for component in range(NUM_COMPONENTS):
         inside = [sample for sample in samples if sample.num_in(component)]
         tokens, trajectories = sum(sample.num_in(component) for sample in inside), {s.trajectory_id for s in inside}
-        trained = Finished(tokens, len(inside), len(trajectories))
+        trained = FinishedCounts(tokens, len(inside), len(trajectories))
         is_of_policy = component in (POLICY, REFERENCE_KL)
         counts.append(UpdateCounts(*trained, all=finished if finished is not None and is_of_policy else trained))
     return counts
 
 
-def _count_finished(trajectories: Sequence[ScoredTrajectory]) -> Finished:
+def _count_finished(trajectories: Sequence[ScoredTrajectory]) -> FinishedCounts:
     counts = [count_sampled(trajectory) for trajectory in trajectories]
     tokens, samples = (sum(values) for values in zip((0, 0), *counts, strict=True))
-    return Finished(tokens, samples, sum(tokens > 0 for tokens, _ in counts))
+    return FinishedCounts(tokens, samples, sum(tokens > 0 for tokens, _ in counts))
 
 
 def _reward(trajectory: ScoredTrajectory) -> float:

@@ -38,7 +38,7 @@ from art_cli.learners.ranks import Ranks
 from art_cli.learners.reader import Reader
 from art_cli.learners.samples import Sample, bare_sample
 from art_cli.learners.sft import Sft
-from art_cli.learners.sft_batches import Batches
+from art_cli.learners.sft_batches import SftBatches
 from art_cli.learners.step_samples import make_step_samples, split_by_update
 from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY, REFERENCE_KL
@@ -140,7 +140,7 @@ class TorchLearner:
         assert config is not None, "sft needs an sft section"
         if not examples:
             raise LearnerError("sft.demos: no examples")
-        batches = Batches(self._sft_samples(examples, "demo"), config, seed=self.train_config.seed)
+        batches = SftBatches(self._sft_samples(examples, "demo"), config, seed=self.train_config.seed)
         if config.decay != "none" and config.warmup_steps >= batches.num_updates:
             raise LearnerError(f"sft.decay: the warm-up steps leave none of the {batches.num_updates} updates for it")
         settings = warm_up_settings(config, batches.num_updates)

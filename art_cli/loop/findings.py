@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from art_cli.loop.history import Evaluated, History, Update
+from art_cli.loop.history import Evaluated, History, UpdateNumbers
 
 LEVEL = 0.05  # share of runs without any change in which a fall is found by chance
 # What the number of compared pairs of evaluations, and of windows of training rewards, is multiplied by, because they
@@ -49,8 +49,11 @@ class Reason(msgspec.Struct, frozen=True):
     cure: str  # what to try: names keys of the configuration
 
 
-class Finding(msgspec.Struct, frozen=True):
-    """Example: Finding("evaluation_fell", 24, 24, "the evaluation at step 24 is 0.613, ...", [Reason(...)], "...")"""
+class RunFinding(msgspec.Struct, frozen=True):
+    """What went wrong, and when.
+
+    Example: RunFinding("evaluation_fell", 24, 24, "the evaluation at step 24 is 0.613, ...", [Reason(...)], "...")
+    """
 
     kind: str
     step: int  # the first step that shows it
@@ -69,7 +72,7 @@ class Finding(msgspec.Struct, frozen=True):
         return f"{self.text} ({beside}); try: {'; '.join(self.cures)}"
 
 
-def find(history: History, *, is_comparable: bool = True) -> list[Finding]:
+def find(history: History, *, is_comparable: bool = True) -> list[RunFinding]:
     """All findings of a history, by their first step.
 
     `is_comparable`: whether training rewards of different steps can be compared. Those of a judge that only compares
@@ -108,10 +111,10 @@ def student(probability: float, freedom: int) -> float:
     return z + sum(term / float(freedom) ** (power + 1) for power, term in enumerate(terms))
 
 
-def _evaluations_fell(history: History) -> Iterator[Finding]:
+def _evaluations_fell(history: History) -> Iterator[RunFinding]:
     """A finding for each time that evaluations begin to lie below the best one before them."""
     best: Evaluated | None = None
-    fall: Finding | None = None
+    fall: RunFinding | None = None
     for num, point in enumerate(history.evaluations):
         if "reward" not in point.metrics:
             continue
@@ -127,7 +130,7 @@ def _evaluations_fell(history: History) -> Iterator[Finding]:
     yield from [fall] if fall else []
 
 
-def _compare(history: History, best: Evaluated, point: Evaluated, num: int) -> Finding | None:
+def _compare(history: History, best: Evaluated, point: Evaluated, num: int) -> RunFinding | None:
     """The finding that `point`, which comes after `num` evaluations, lies below the best of them."""
     common = sorted(best.rewards.keys() & point.rewards.keys())
     differences = [point.rewards[name] - best.rewards[name] for name in common]
@@ -142,13 +145,13 @@ def _compare(history: History, best: Evaluated, point: Evaluated, num: int) -> F
         f"the evaluation at step {point.step} is {point.metrics['reward']:.3f}, below {best.metrics['reward']:.3f} at "
         f"step {best.step}; difference {plain.mean:+.3f} [{plain.low:+.3f}, {plain.high:+.3f}]"
     )
-    return Finding("evaluation_fell", point.step, point.step, text, reasons, SLOWER)
+    return RunFinding("evaluation_fell", point.step, point.step, text, reasons, SLOWER)
 
 
 # --- training rewards -------------------------------------------------------------------------------------------------
 
 
-def _training_fell(history: History) -> Iterator[Finding]:
+def _training_fell(history: History) -> Iterator[RunFinding]:
     """A finding for each time that the mean of the last steps begins to lie below the best mean before."""
     rewarded = [(update.number, update.metrics["reward_mean"]) for update in history.updates
                 if "reward_mean" in update.metrics]  # fmt: skip
@@ -208,7 +211,7 @@ def _training_finding(
     sums: Sequence[float],
     width: int,
     fall: tuple[int, int, int],
-) -> Finding:
+) -> RunFinding:
     first, last, top = fall
     before, now = ((sums[at + 1] - sums[at + 1 - width]) / width for at in (top, first))
     step, best = rewarded[first][0], rewarded[top][0]
@@ -217,28 +220,28 @@ def _training_finding(
         f"steps {rewarded[top - width + 1][0]} to {best}"
     )
     reasons = find_reasons(history.updates, rewarded[top - width // 2][0], step)  # since the middle of the best steps
-    return Finding("training_fell", step, rewarded[last][0], text, reasons, SLOWER)
+    return RunFinding("training_fell", step, rewarded[last][0], text, reasons, SLOWER)
 
 
 # --- lasting states ---------------------------------------------------------------------------------------------------
 
 
-def _lasting(history: History) -> Iterator[Finding]:
+def _lasting(history: History) -> Iterator[RunFinding]:
     for streak in _streaks(history.updates, lambda update: (update.get("no_signal_share") or 0.0) >= NO_SIGNAL):
         share = fmean(update.metrics["no_signal_share"] for update in streak)
         rewards = [update.metrics["reward_mean"] for update in streak if "reward_mean" in update.metrics]
         mean = f", reward {fmean(rewards):.3f}" if rewards else ""
         text = f"{share:.0%} of the groups of steps {_span(streak)} had no signal: equal rewards within a group{mean}"
-        yield Finding("no_signal", streak[0].number, streak[-1].number, text, [], NOTHING_TO_LEARN)
+        yield RunFinding("no_signal", streak[0].number, streak[-1].number, text, [], NOTHING_TO_LEARN)
     for streak in _streaks(history.updates, lambda update: (update.per_attempt("num_failed") or 0.0) >= FAILURES):
         share = fmean(update.per_attempt("num_failed") or 0.0 for update in streak)
         text = f"{share:.0%} of the rollouts of steps {_span(streak)} failed{_mostly(streak)}"
-        yield Finding("failures", streak[0].number, streak[-1].number, text, [], MEND_ROLLOUT)
+        yield RunFinding("failures", streak[0].number, streak[-1].number, text, [], MEND_ROLLOUT)
 
 
-def _streaks(updates: Sequence[Update], is_so: Callable[[Update], bool]) -> Iterator[list[Update]]:
+def _streaks(updates: Sequence[UpdateNumbers], is_so: Callable[[UpdateNumbers], bool]) -> Iterator[list[UpdateNumbers]]:
     """The longest runs of updates that are so, of at least `STREAK`."""
-    current: list[Update] = []
+    current: list[UpdateNumbers] = []
     for update in updates:
         if is_so(update):
             current.append(update)
@@ -250,11 +253,11 @@ def _streaks(updates: Sequence[Update], is_so: Callable[[Update], bool]) -> Iter
         yield current
 
 
-def _span(streak: Sequence[Update]) -> str:
+def _span(streak: Sequence[UpdateNumbers]) -> str:
     return f"{streak[0].number} to {streak[-1].number}"
 
 
-def _mostly(updates: Sequence[Update]) -> str:
+def _mostly(updates: Sequence[UpdateNumbers]) -> str:
     """Example: ", mostly timeout"."""
     counts: dict[str, float] = {}
     for update in updates:
@@ -282,7 +285,7 @@ LIMITS = "rollout.max_turns, rollout.sampling.max_tokens and model.max_length, o
 CURES = (SLOWER, EXPLORE, NOTHING_TO_LEARN, MEND_ROLLOUT, GENTLER, FEWER_UPDATES, SAME_WEIGHTS, LIMITS)
 
 
-def find_reasons(updates: Sequence[Update], best: int, step: int) -> list[Reason]:
+def find_reasons(updates: Sequence[UpdateNumbers], best: int, step: int) -> list[Reason]:
     """What changed between the updates up to step `best` and those up to `step`."""
     since = [update for update in updates if best < update.number <= step]
     if not since:
@@ -297,11 +300,11 @@ def find_reasons(updates: Sequence[Update], best: int, step: int) -> list[Reason
 class _Spans(NamedTuple):
     """The first updates of the run, those before the best policy, and the latest ones."""
 
-    first: Sequence[Update]
-    before: Sequence[Update]
-    now: Sequence[Update]
+    first: Sequence[UpdateNumbers]
+    before: Sequence[UpdateNumbers]
+    now: Sequence[UpdateNumbers]
 
-    def means(self, of: Callable[[Update], float | None]) -> tuple[float, float, float] | None:
+    def means(self, of: Callable[[UpdateNumbers], float | None]) -> tuple[float, float, float] | None:
         """The mean of each span; None: one of them has no such number."""
         spans = [[value for update in span if (value := of(update)) is not None] for span in self]
         return (fmean(spans[0]), fmean(spans[1]), fmean(spans[2])) if all(spans) else None
@@ -373,7 +376,7 @@ def _limits(spans: _Spans) -> Reason | None:
     return Reason("limits", f"rollouts at a limit rose from {means[1]:.0%} to {means[2]:.0%}", LIMITS)
 
 
-def _gradient(updates: Sequence[Update], since: Sequence[Update]) -> list[Reason]:
+def _gradient(updates: Sequence[UpdateNumbers], since: Sequence[UpdateNumbers]) -> list[Reason]:
     """The largest gradient since the best policy, if it is more than 5 times the median of the run up to there."""
     norms = [u.metrics["grad_norm"] for u in updates if "grad_norm" in u.metrics and u.number <= since[-1].number]
     latest = [(update.metrics["grad_norm"], update.number) for update in since if "grad_norm" in update.metrics]
@@ -385,16 +388,16 @@ def _gradient(updates: Sequence[Update], since: Sequence[Update]) -> list[Reason
 # --- while a run trains -----------------------------------------------------------------------------------------------
 
 
-class Watch:
+class RunWatch:
     """Follows a run while it trains: each finding is told once, when it begins. Those in `history` were told before."""
 
     def __init__(self, history: History, *, is_comparable: bool) -> None:
         self.history, self._is_comparable = history, is_comparable
         self._told = {_key(finding) for finding in find(history, is_comparable=is_comparable)}
 
-    def add(self, record: Update | Evaluated) -> list[Finding]:
+    def add(self, record: UpdateNumbers | Evaluated) -> list[RunFinding]:
         """The findings that begin with this record."""
-        if isinstance(record, Update):
+        if isinstance(record, UpdateNumbers):
             self.history.updates.append(record)
         else:
             self.history.evaluations.append(record)
@@ -404,5 +407,5 @@ class Watch:
         return new
 
 
-def _key(finding: Finding) -> tuple[str, int]:
+def _key(finding: RunFinding) -> tuple[str, int]:
     return finding.kind, finding.step

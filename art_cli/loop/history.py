@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 MAX_NUMBER, MAX_STEP = 1e15, 10**9  # larger ones are left out
 
 
-class Update(NamedTuple):
+class UpdateNumbers(NamedTuple):
     """One step's numbers. Update 1 makes the policy of step 1, from rollouts of the policy of step 0."""
 
     number: int
@@ -47,7 +47,7 @@ class Evaluated(NamedTuple):
 class History(NamedTuple):
     """All of them in ascending order, each update and step once."""
 
-    updates: list[Update]
+    updates: list[UpdateNumbers]
     evaluations: list[Evaluated]
     warm_up: dict[str, float] | None = None  # what the sft before the first step measured; None: there was none
 
@@ -61,8 +61,8 @@ def read_history(run: RunDir) -> History:
     return History(sorted(updates, key=lambda each: each.number), sorted(evaluations, key=lambda e: e.step), warm_up)
 
 
-def _update(line: MetricsLine) -> Update:
-    return Update(line.step + 1, sound(line.metrics), _time(line))
+def _update(line: MetricsLine) -> UpdateNumbers:
+    return UpdateNumbers(line.step + 1, sound(line.metrics), _time(line))
 
 
 def _evaluated(run: RunDir, line: MetricsLine) -> Evaluated:

@@ -1,6 +1,6 @@
 """Report: what happened in a run, as plain data: rewards with intervals, what each step's numbers say, time and cost.
 
-    read_report(RunDir) -> Report -> views/report_text.py, views/report_page.py, or JSON
+    read_report(RunDir) -> RunReport -> views/report_text.py, views/report_page.py, or JSON
 
 It reads the run's configuration, metrics and evaluations, and the names of its checkpoints. It reads no trajectory and
 no weights, so it is as quick for a run of a thousand steps, and it may be made while the run goes on.
@@ -14,15 +14,15 @@ import msgspec
 
 from art_cli.checkpoints import explain, run_config, wanted_steps
 from art_cli.errors import RunError, printable
-from art_cli.loop.findings import Finding, find, mean_interval
-from art_cli.loop.history import Evaluated, History, Update, is_comparable, read_history
+from art_cli.loop.findings import RunFinding, find, mean_interval
+from art_cli.loop.history import Evaluated, History, UpdateNumbers, is_comparable, read_history
 from art_cli.run_dir import RunDir
 
 SCHEMA = 1  # version of the JSON that `art report --json` prints
 MAX_WORD = 120  # characters of a value of the configuration that are shown
 SMOOTHED = 20  # the training reward is smoothed over this fraction of the run, and over 5 steps at least
 
-Getter = Callable[[Update], float | None]
+Getter = Callable[[UpdateNumbers], float | None]
 SERIES: dict[str, Getter] = {
     "reward": lambda update: update.get("reward_mean"),
     "no_signal_share": lambda update: update.get("no_signal_share"),
@@ -47,7 +47,7 @@ class Point(msgspec.Struct, frozen=True):
     high: float | None = None
 
 
-class Evaluation(msgspec.Struct, frozen=True):
+class ReportedEvaluation(msgspec.Struct, frozen=True):
     """One evaluation. `reward` None: it had none."""
 
     step: int
@@ -113,7 +113,7 @@ class Kept(msgspec.Struct, frozen=True):
     checkpoint: str | None
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `art report --json` prints."""
 
     schema_version: int = SCHEMA
@@ -123,7 +123,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     wanted_steps: int | None  # train.steps; None: not known
     updated: float | None  # when the last number was written, in seconds since the epoch; None: nothing was written yet
     warm_up: dict[str, float] | None
-    evaluations: list[Evaluation]
+    evaluations: list[ReportedEvaluation]
     training_reward: list[Point]  # smoothed
     series: dict[str, list[tuple[int, float]]]
     rollouts: Rollouts
@@ -133,10 +133,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     best: Kept | None  # the highest evaluated reward, of equals the latest
     last: Kept | None  # the newest checkpoint
     offered: str  # which checkpoint `art serve RUN` takes, and why; "": there is none
-    findings: list[Finding]
+    findings: list[RunFinding]
 
 
-def read_report(run: RunDir) -> Report:
+def read_report(run: RunDir) -> RunReport:
     """Raises RunError: no run there; DataError: its config.json or metrics.jsonl is damaged."""
     if not any(path.exists() for path in (run.metrics_path, run.checkpoints, run.config_path)):
         raise RunError(f"{run.root}: not a run (no metrics.jsonl, config.json or checkpoints/)")
@@ -147,7 +147,7 @@ def read_report(run: RunDir) -> Report:
     steps = run.checkpoint_steps()
     last = steps[-1] if steps else max((update.number for update in history.updates), default=None)
     offered = next(iter(wanted_steps(run, "offered")), None)
-    return Report(
+    return RunReport(
         run=str(run.root),
         made_with=_made_with(config),
         num_steps=max([update.number for update in history.updates] + steps, default=0),
@@ -193,12 +193,12 @@ def _whole(value: Any) -> int | None:
 # --- rewards ----------------------------------------------------------------------------------------------------------
 
 
-def _evaluation(each: Evaluated) -> Evaluation:
+def _evaluation(each: Evaluated) -> ReportedEvaluation:
     reward = each.metrics.get("reward")
     metrics = {name: value for name, value in each.metrics.items() if name != "reward"}
     if reward is None:
-        return Evaluation(each.step, None, None, metrics)
-    return Evaluation(
+        return ReportedEvaluation(each.step, None, None, metrics)
+    return ReportedEvaluation(
         each.step, _point(each.step, reward, list(each.rewards.values())), len(each.rewards) or None, metrics
     )
 
@@ -208,7 +208,7 @@ def _point(step: int, mean: float, values: Sequence[float]) -> Point:
     return Point(step, mean) if interval is None else Point(step, mean, interval.low, interval.high)
 
 
-def smooth(updates: Sequence[Update]) -> list[Point]:
+def smooth(updates: Sequence[UpdateNumbers]) -> list[Point]:
     """The training reward of each step as a mean over the steps around it, with the interval of that mean.
 
     Within the window a trend counts as noise, so the interval is too wide rather than too narrow.
@@ -222,18 +222,18 @@ def smooth(updates: Sequence[Update]) -> list[Point]:
     return points
 
 
-def _series(updates: Sequence[Update], of: Getter) -> list[tuple[int, float]]:
+def _series(updates: Sequence[UpdateNumbers], of: Getter) -> list[tuple[int, float]]:
     return [(update.number, value) for update in updates if (value := of(update)) is not None]
 
 
 # --- what it took -----------------------------------------------------------------------------------------------------
 
 
-def _sum(updates: Sequence[Update], name: str) -> float:
+def _sum(updates: Sequence[UpdateNumbers], name: str) -> float:
     return sum(update.metrics.get(name, 0.0) for update in updates)
 
 
-def _rollouts(updates: Sequence[Update]) -> Rollouts:
+def _rollouts(updates: Sequence[UpdateNumbers]) -> Rollouts:
     failed: dict[str, int] = {}
     for update in updates:
         for name, num in update.metrics.items():
@@ -251,7 +251,7 @@ def _seconds(history: History) -> Seconds:
     return Seconds(sampling, judging, training, sum(each.seconds or 0.0 for each in history.evaluations))
 
 
-def _judge(updates: Sequence[Update]) -> JudgeCost | None:
+def _judge(updates: Sequence[UpdateNumbers]) -> JudgeCost | None:
     asked = [update for update in updates if update.metrics.get("judge_calls")]
     if not asked:
         return None

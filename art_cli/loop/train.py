@@ -38,8 +38,8 @@ from art_cli.loop.batches import Batch, Batches
 from art_cli.loop.contest import is_judged, judge_contest
 from art_cli.loop.dtype import decide_dtype, follow_record
 from art_cli.loop.evaluate import play_evaluation, values_by_scenario
-from art_cli.loop.findings import Watch
-from art_cli.loop.history import Evaluated, Update, is_comparable, read_history
+from art_cli.loop.findings import RunWatch
+from art_cli.loop.history import Evaluated, UpdateNumbers, is_comparable, read_history
 from art_cli.loop.interrupts import Interrupts
 from art_cli.loop.record import claim_config
 from art_cli.loop.sampler import Sampler, open_sampler
@@ -283,7 +283,7 @@ class TrainingRun:
         While the engine samples from step s, batches up to s + max_staleness may be played.
         """
         ahead = self.config.train.max_staleness
-        self.watch = Watch(read_history(self.run), is_comparable=is_comparable(self.config.model_dump(mode="json")))
+        self.watch = RunWatch(read_history(self.run), is_comparable=is_comparable(self.config.model_dump(mode="json")))
         await self._prove(sampler, first)
         await self._evaluate(sampler, first)
         batches = Batches(self.config, self.run, sampler, self.judge, self.scenarios)
@@ -310,9 +310,9 @@ class TrainingRun:
         metrics["probe_gap"] = await self._hand_over(sampler, step + 1, metrics)
         self._record(step, "train", metrics)
         _announce(step, self.config.train.steps, metrics)
-        self._warn(Update(step + 1, metrics))
+        self._warn(UpdateNumbers(step + 1, metrics))
 
-    def _warn(self, record: Update | Evaluated) -> None:
+    def _warn(self, record: UpdateNumbers | Evaluated) -> None:
         """Warns of what goes wrong from this record on."""
         for finding in self.watch.add(record):
             log.warning("%s", finding)

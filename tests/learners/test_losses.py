@@ -13,7 +13,7 @@ from art_cli.config.schema import CispoConfig, DapoConfig, DrGrpoConfig, GrpoCon
 from art_cli.learners.algorithms.credit import overlong_penalty
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms
 from art_cli.learners.algorithms.presets import build_algorithm
-from art_cli.learners.algorithms.shares import Finished, UpdateCounts, sample_mean, token_mean, trajectory_sum
+from art_cli.learners.algorithms.shares import FinishedCounts, UpdateCounts, sample_mean, token_mean, trajectory_sum
 from art_cli.learners.algorithms.streams import LossTerms, k3, pack_loss
 from art_cli.learners.entropy_floor import EntropyState
 
@@ -97,7 +97,7 @@ def test_k3_is_zero_at_the_reference_and_positive_on_both_sides() -> None:
 
 def test_means_are_over_the_whole_update() -> None:
     """8 tokens in 2 samples (6 and 2) of 1 trajectory: each token 1/8; or 1/12 and 1/4; or 1/100 of a constant."""
-    update = UpdateCounts(tokens=8, samples=2, trajectories=1, all=Finished(tokens=32, samples=4, trajectories=2))
+    update = UpdateCounts(tokens=8, samples=2, trajectories=1, all=FinishedCounts(tokens=32, samples=4, trajectories=2))
     assert token_mean(6, update) == token_mean(2, update) == 1 / 8
     assert (sample_mean(6, update), sample_mean(2, update)) == (1 / 12, 1 / 4)
     assert trajectory_sum(6, update, max_tokens=100) == 1 / 100
@@ -106,7 +106,7 @@ def test_means_are_over_the_whole_update() -> None:
 
 def test_over_all_a_mean_is_over_the_steps_finished_trajectories() -> None:
     """32 tokens in 4 samples of 2 trajectories, whatever of these is trained."""
-    update = UpdateCounts(tokens=8, samples=2, trajectories=1, all=Finished(tokens=32, samples=4, trajectories=2))
+    update = UpdateCounts(tokens=8, samples=2, trajectories=1, all=FinishedCounts(tokens=32, samples=4, trajectories=2))
     whole = update.over("all")
     assert token_mean(6, whole) == 1 / 32
     assert sample_mean(6, whole) == 1 / 24
@@ -288,7 +288,7 @@ def test_value_and_gradient_are_trls(config: LossConfig, trl: dict[str, Any]) ->
     kept = mask.bool()
     ours = theirs.detach().clone().requires_grad_()
     loss = build_algorithm(config, max_tokens=MAX_TOKENS)
-    counts = Finished(tokens=sum(lengths), samples=B, trajectories=B)
+    counts = FinishedCounts(tokens=sum(lengths), samples=B, trajectories=B)
     of_sample = torch.arange(B)[:, None].expand(B, T)[kept]
     shares = torch.tensor([loss.share(length, UpdateCounts(*counts, counts)) for length in lengths])[of_sample]
     terms = LossTerms(

@@ -14,7 +14,7 @@ from art_cli.learners import SftProgress
 from art_cli.learners.best_of import best_attempts
 from art_cli.learners.demos import demo_samples, load_demos
 from art_cli.learners.samples import bare_sample
-from art_cli.learners.sft_batches import Batches, even_bounds
+from art_cli.learners.sft_batches import SftBatches, even_bounds
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.model import Weights
 from art_cli.run_dir import write_lines
@@ -148,7 +148,7 @@ def test_batches_of_about_equal_numbers_of_tokens() -> None:
     assert even_bounds(np.array([1, 1, 9]), 3).tolist() == [0, 1, 2, 3]
     assert even_bounds(np.array([9, 1, 1]), 3).tolist() == [0, 1, 2, 3]
     examples = [[bare_sample(np.arange(n + 1), np.arange(1, n + 1), str(n))] for n in range(1, 21)]
-    batches = Batches(examples, SftConfig(demos="", batch_tokens=42, epochs=2), seed=0)
+    batches = SftBatches(examples, SftConfig(demos="", batch_tokens=42, epochs=2), seed=0)
     assert batches.num_updates == 10  # 210 tokens in 5 batches, twice
     for first in (0, 5):
         dealt = [batches.batch(index) for index in range(first, first + 5)]

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from art_cli.config.knobs import all_keys
 from art_cli.config.schema import RunConfig
 from art_cli.loop import findings
-from art_cli.loop.findings import Finding, find, mean_interval, student
-from art_cli.loop.history import Evaluated, History, Update, is_comparable, read_history
+from art_cli.loop.findings import RunFinding, find, mean_interval, student
+from art_cli.loop.history import Evaluated, History, UpdateNumbers, is_comparable, read_history
 from art_cli.loop.report import SERIES, read_report
 from art_cli.run_dir import Evaluation
 from art_cli.views.report_text import KINDS, NAMES
@@ -26,7 +26,7 @@ from tests.support.runs import GAMES, write_run
 Art = Callable[..., tuple[int, str, str]]
 
 
-def kinds(found: list[Finding]) -> list[str]:
+def kinds(found: list[RunFinding]) -> list[str]:
     return [finding.kind for finding in found]
 
 
@@ -75,7 +75,7 @@ def _flat(seed: int) -> History:
         if step % 10 == 0:
             rewards = {str(number): float(draw.random() < 0.5) for number in range(100)}
             history.evaluations.append(Evaluated(step, {"reward": sum(rewards.values()) / 100}, rewards))
-        history.updates.append(Update(step + 1, {"reward_mean": 0.5 + draw.gauss(0, 0.05), "entropy": 0.5}))
+        history.updates.append(UpdateNumbers(step + 1, {"reward_mean": 0.5 + draw.gauss(0, 0.05), "entropy": 0.5}))
     return history
 
 
@@ -88,15 +88,16 @@ def test_a_reason_beside_it_makes_the_plain_interval_count() -> None:
         after = {str(game): float(worse <= game < 60 + better) for game in range(100)}
         points = [Evaluated(n * 10, {"reward": sum(won.values()) / 100}, won) for n, won in enumerate((before, after))]
         for entropy, num in zip((0.1, 0.9), expected, strict=True):
-            updates = [Update(n, {"entropy": 0.9 if n < 5 else entropy}) for n in range(1, 11)]
+            updates = [UpdateNumbers(n, {"entropy": 0.9 if n < 5 else entropy}) for n in range(1, 11)]
             assert len(find(History(updates, points))) == num, (worse, better, entropy)
 
 
 def test_lasting_states_are_findings_with_their_steps() -> None:
     """Updates 6 to 12 have 95 % of their groups without signal; updates 9 to 13 lose 64 of 256 rollouts."""
     updates = [
-        Update(n, {"no_signal_share": 0.95 if 6 <= n <= 12 else 0.2, "num_trajectories": 256.0, "reward_mean": 0.0,
-                   "num_failed": 64.0 if 9 <= n <= 13 else 0.0, "failed.timeout": 60.0, "failed.crash": 4.0})
+        UpdateNumbers(n, {"no_signal_share": 0.95 if 6 <= n <= 12 else 0.2, "reward_mean": 0.0,
+                          "num_trajectories": 256.0, "num_failed": 64.0 if 9 <= n <= 13 else 0.0,
+                          "failed.timeout": 60.0, "failed.crash": 4.0})
         for n in range(1, 21)
     ]  # fmt: skip
     found = find(History(updates, []))
@@ -108,13 +109,13 @@ def test_lasting_states_are_findings_with_their_steps() -> None:
 def test_the_watch_tells_each_finding_once_when_it_begins(tmp_path: Path) -> None:
     """Fed record by record, as training feeds it; what the report finds later is what was told, with its end."""
     whole = read_history(write_run(tmp_path / "mine", collapses_at=17))
-    watch, told = findings.Watch(History([], []), is_comparable=True), []
+    watch, told = findings.RunWatch(History([], []), is_comparable=True), []
     records = sorted([*whole.updates, *whole.evaluations], key=lambda r: (r[0], isinstance(r, Evaluated)))
     for record in records:
         told += [(finding.kind, finding.step, record[0]) for finding in watch.add(record)]
     assert [(kind, step) for kind, step, _ in told] == [(f.kind, f.step) for f in find(whole)]
     assert all(step == seen for _, step, seen in told)
-    resumed = findings.Watch(History(whole.updates[:], whole.evaluations[:]), is_comparable=True)
+    resumed = findings.RunWatch(History(whole.updates[:], whole.evaluations[:]), is_comparable=True)
     assert resumed.add(whole.updates[-1]._replace(number=25)) == []
 
 
@@ -165,7 +166,7 @@ NUMBERS = ["reward_mean", "entropy", "no_signal_share", "grad_norm", "num_trajec
 @settings(max_examples=60)
 @given(st.lists(st.dictionaries(st.sampled_from(NUMBERS), st.floats(-1e14, 1e14)), max_size=60))
 def test_no_numbers_break_the_findings(rows: list[dict[str, float]]) -> None:
-    updates = [Update(number, row) for number, row in enumerate(rows, 1)]
+    updates = [UpdateNumbers(number, row) for number, row in enumerate(rows, 1)]
     points = [
         Evaluated(n, {"reward": -float(n)}, {str(s): -float(n) for s in range(4)}) for n in range(0, len(rows), 9)
     ]

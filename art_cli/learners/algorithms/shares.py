@@ -7,19 +7,19 @@ the sum of `share * value` over any packing is the same mean. Which trajectories
 from typing import Literal, NamedTuple
 
 
-class Finished(NamedTuple):
+class FinishedCounts(NamedTuple):
     """What the finished trajectories of a step hold, those of groups without signal too.
 
-    Example: 4 trajectories of 3 sampled tokens each: Finished(tokens=12, samples=4, trajectories=4)
+    Example: 4 trajectories of 3 sampled tokens each: FinishedCounts(tokens=12, samples=4, trajectories=4)
     """
 
     tokens: float  # sampled tokens that could be trained on, each once
     samples: float
     trajectories: float  # those with at least one such token
 
-    def divided(self, parts: int) -> "Finished":
+    def divided(self, parts: int) -> "FinishedCounts":
         """The part of each of that many optimizer steps."""
-        return Finished(*(value / parts for value in self))
+        return FinishedCounts(*(value / parts for value in self))
 
 
 class UpdateCounts(NamedTuple):
@@ -32,7 +32,7 @@ class UpdateCounts(NamedTuple):
     tokens: float
     samples: float
     trajectories: float
-    all: Finished
+    all: FinishedCounts
 
     def over(self, mean_over: Literal["trained", "all"]) -> "UpdateCounts":
         """The counts as a share sees them: with `all`, tokens, samples and trajectories are those of `self.all`."""
