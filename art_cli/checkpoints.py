@@ -32,7 +32,7 @@ from art_cli.run_dir import (
 )
 
 ADAPTER_CONFIG, ADAPTER_FILE, TEMPLATE_FILE = "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"
-Which = Literal["offered", "best", "newest"]  # which checkpoint of a run is meant
+Which = Literal["offered", "best", "newest"]  # the checkpoint of a run that is meant
 log = logging.getLogger(__name__)
 KEEP = 3  # number of newest checkpoints kept by a run whose configuration does not say
 

@@ -127,7 +127,9 @@ class RewardNoise(msgspec.Struct, frozen=True, kw_only=True):
 
     false_positive: float | None = None  # P(says 1 | truth 0)
     false_negative: float | None = None  # P(says 0 | truth 1)
-    variance: float | None = None  # of a score about what more and more votes would come to; the same in a whole group
+    variance: float | None = (
+        None  # squared error of a score, against that of many more votes; the same in a whole group
+    )
     min_reliability: float = 0.0  # a group whose reliability is not above it is left out
 
     def __post_init__(self) -> None:
@@ -166,7 +168,7 @@ class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
     group_id: str
     scenario: str  # id
     pool: str  # the pool of the scenario; its id where `rollout.pool` names no key
-    rewards: list[float]  # of the attempts that have one
+    rewards: list[float]  # rewards of the attempts that have one
 
 
 def score_trajectory(

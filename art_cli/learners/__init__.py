@@ -47,7 +47,7 @@ class StepMetrics(msgspec.Struct, kw_only=True):
     tokens_trained: int  # tokens with a weight in the loss
     tokens_flat: int  # number of tokens in one row per sample
     tokens_computed: int  # number of tokens in the packs, which hold every shared token once
-    tokens_imitated: int = 0  # of these, tokens in cross_entropy: with loss.echo, those of the environment's answers
+    tokens_imitated: int = 0  # trained tokens in cross_entropy: with loss.echo, the environment's answers
     # share of replies whose state another reply of their group answered too; NaN: the algorithm compares no states
     shared_states: float = float("nan")
     # mean over groups of the share of reward differences that is true; NaN: judge.noise is not set, or nothing differs
@@ -86,7 +86,7 @@ class SftProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     num_updates: int  # optimizer steps taken so far
     is_done: bool  # all are taken, or the evaluation loss stopped it
-    numbers: dict[str, float]  # of all optimizer steps so far; `loss` is that of the last epoch
+    numbers: dict[str, float]  # means over all optimizer steps so far; `loss` is that of the last epoch
 
 
 class Learner(Protocol):

@@ -98,7 +98,7 @@ class LossGradient:
         for pack, before in zip(update.packs, update.before, strict=True):
             reference = self._reference(pack) if update.counts[REFERENCE_KL].tokens else None
             scores = self.runner.run(pack, entropy_gradient=update.entropy_bonus > 0)
-            if is_first and before is None:  # else looking ahead has added it
+            if is_first and before is None:  # looking ahead adds it where there is a `before`
                 statistics.add_gap(scores, pack)
             terms = self._terms(pack, scores, update, before, reference)
             loss = pack_loss(self.algorithm, terms)
@@ -128,7 +128,7 @@ class LossGradient:
             scores = self.runner.run(pack)
             is_policy = ~self._tensor(pack.terms.weights[POLICY]).isnan()
             now = scores.logprobs[self._tensor(pack.terms.edges)]
-            # in float64, because in float32 a KL below 1e-7 would be rounding
+            # float64, because in float32 a KL below 1e-7 would be rounding
             values = k3(of_pack.double(), now.double())[is_policy]
             sums += float(values.nan_to_num(nan=math.inf).sum()), len(values)
         total, num_tokens = np.sum(self.runner.ranks.gather(sums), axis=0)

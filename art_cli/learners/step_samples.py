@@ -36,10 +36,10 @@ class StepSamples(NamedTuple):
     num_groups: int
     num_trajectories: int
     num_failed: int
-    finished: FinishedCounts  # what the trajectories without an error hold
+    finished: FinishedCounts  # counts over the trajectories without an error
     shared_states: float  # share of replies whose state another reply of the group answered; NaN: not compared
     reliability: float  # mean over the groups whose rewards differ and whose judge knows its errors; NaN: none
-    num_unreliable: float  # of these, groups left out; NaN: no judge knows its errors
+    num_unreliable: float  # groups left out of these; NaN: no judge knows its errors
     reward_corrected: float  # mean of the rewards without the flips that are expected; NaN: no flip rates are known
 
     @property

@@ -49,9 +49,9 @@ class StepStatistics:
         self.num_samples = self.tokens_flat = self.tokens_computed = 0
         self.tokens_trained = self.tokens_imitated = 0
         self.losses: list[float] = []  # loss of each optimizer step, the sum over its packs
-        self.grad_norms: list[float] = []  # of each optimizer step's gradient, before clipping
+        self.grad_norms: list[float] = []  # norm of each optimizer step's gradient, before clipping
         self.grad_clips: list[float] = []  # and after it
-        self.update_kl = self.update_share = math.nan  # of the last optimizer step; NaN: not measured
+        self.update_kl = self.update_share = math.nan  # both of the last optimizer step; NaN: not measured
         self.kl, self.entropy, self.clipped, self.masked, self.gap, self.imitated = (_Mean() for _ in range(6))
         self.value_loss = _Mean()
 

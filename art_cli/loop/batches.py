@@ -49,7 +49,7 @@ class Batches:
         self.choice = ScenarioChoice(config, run, scenarios)
         self._tasks: dict[int, asyncio.Task[Batch]] = {}
         self._progress: dict[int, Progress] = {}
-        self._usage = judge.usage  # what the judge had taken when the last batch was complete
+        self._usage = judge.usage  # calls, tokens and dollars of the judge when the last batch was complete
 
     def allow(self, step: int) -> None:
         """Starts the batch of `step`. Steps are allowed in order, each once; a step past the last one is ignored."""

@@ -46,7 +46,7 @@ class Reason(msgspec.Struct, frozen=True):
 
     kind: str
     text: str
-    cure: str  # what to try: names keys of the configuration
+    cure: str  # advice, with the keys of the configuration to change
 
 
 class RunFinding(msgspec.Struct, frozen=True):

@@ -49,7 +49,7 @@ class History(NamedTuple):
 
     updates: list[UpdateNumbers]
     evaluations: list[Evaluated]
-    warm_up: dict[str, float] | None = None  # what the sft before the first step measured; None: there was none
+    warm_up: dict[str, float] | None = None  # numbers of the sft before the first step; None: there was none
 
 
 def read_history(run: RunDir) -> History:

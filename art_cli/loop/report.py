@@ -132,7 +132,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     gain: Gain | None
     best: Kept | None  # the highest evaluated reward, of equals the latest
     last: Kept | None  # the newest checkpoint
-    offered: str  # which checkpoint `art serve RUN` takes, and why; "": there is none
+    offered: str  # the checkpoint that `art serve RUN` takes, and why; "": there is none
     findings: list[RunFinding]
 
 
