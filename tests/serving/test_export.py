@@ -28,7 +28,7 @@ PROMPTS = [list(range(40, 90)), list(range(200, 100, -1)), [7, 7, 7, 250, 9]]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    made = make_run(tmp_path_factory.mktemp("runs") / "mine", (1, 2), rewards={1: 0.5, 2: 0.25})
+    made = make_run(tmp_path_factory.mktemp("runs") / "mine", (1, 2), rewards={1: 0.25, 2: 0.5})
     add_trajectories(made, 1, PROMPTS)
     return made
 
