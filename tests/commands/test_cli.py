@@ -147,7 +147,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(art: Art, arguments: list[str], l
 
 def test_all_mistakes_of_a_file_are_a_line_each(art: Art) -> None:
     Path("config.yaml").write_text("model: {bas: m}\nrollout: {scenarios: s, entry: e}\nlearning_rate: 1\n")
-    code, _, err = art("train", "config.yaml", "loss=ppo")
+    code, _, err = art("train", "config.yaml", "loss=ppoo")
     keys = [line.split(": ")[2] for line in err.splitlines()]
     assert (code, keys) == (2, ["model.bas", "model.base", "learning_rate", "loss"])
 

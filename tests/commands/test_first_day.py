@@ -319,6 +319,8 @@ async def test_a_contest_counts_comparisons_won(project: Path) -> None:
     """
 
     class Reader:
+        noise = None
+
         async def judge(self, group: Sequence[Trajectory]) -> dict[str, Verdict]:
             return {t.id: Verdict(reward=t.metrics["score"]) for t in group}
 

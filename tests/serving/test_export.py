@@ -28,7 +28,7 @@ PROMPTS = [list(range(40, 90)), list(range(200, 100, -1)), [7, 7, 7, 250, 9]]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    made = make_run(tmp_path_factory.mktemp("runs") / "mine", (1, 2), rewards={1: 0.25, 2: 0.5})
+    made = make_run(tmp_path_factory.mktemp("runs") / "mine", (1, 2), rewards={1: 0.5, 2: 0.25})
     add_trajectories(made, 1, PROMPTS)
     return made
 
@@ -49,8 +49,8 @@ def test_transformers_loads_it_and_every_logprob_is_the_adapters(run: RunDir, tm
     for ids in PROMPTS:
         with torch.no_grad():
             found = merged(torch.tensor([ids])).logits[0].log_softmax(-1)
-        assert float((found - reference_logits(run, 2, ids)).abs().max()) < 1e-4
-        assert float((found - reference_logits(run, 1, ids)).abs().max()) > 1e-2  # the other step would be seen
+        assert float((found - reference_logits(run, 1, ids)).abs().max()) < 1e-4
+        assert float((found - reference_logits(run, 2, ids)).abs().max()) > 1e-2  # the other step would be seen
     assert exported.num_prompts == 3
     assert exported.num_tokens == sum(len(ids) - 1 for ids in PROMPTS)
     assert 0 <= exported.mean_gap <= exported.max_gap < 1e-4
