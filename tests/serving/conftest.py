@@ -8,4 +8,4 @@ from tests.support.served import make_run
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    return make_run(tmp_path_factory.mktemp("runs") / "mine", (1, 2), rewards={1: 0.9, 2: 0.1})
+    return make_run(tmp_path_factory.mktemp("runs") / "mine", (1, 2), rewards={1: 0.1, 2: 0.9})
