@@ -15,6 +15,7 @@ from art_cli import cli
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A busy machine draws examples slowly and runs them slowly, which says nothing of the code.
 hypothesis.settings.register_profile("art", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("art"), derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("art")
 # No test asks the hub for anything.
 os.environ["HF_HUB_OFFLINE"] = "1"
