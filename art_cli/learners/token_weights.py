@@ -9,6 +9,7 @@ A token may be in several components, or in none. Each component is divided by i
 step. M tokens of a trajectory: of each turn the prompt tokens that it adds, then the sampled ones.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from art_cli.errors import LearnerError, one_line
-from art_cli.trajectory import Trajectory
+from art_cli.trajectory import Trajectory, Turn
 
 POLICY, CROSS_ENTROPY, REFERENCE_KL, VALUE = range(4)
 NUM_COMPONENTS = 4
@@ -55,6 +56,12 @@ def token_weights(trajectory: Trajectory, credit: Credit | float) -> Floats:
     if not np.isnan(rows[POLICY][~is_sampled]).all():
         raise LearnerError(f"trajectory {trajectory.id}: policy weights for tokens of a prompt, which were not sampled")
     return np.stack(rows)
+
+
+def turn_row(turn: Turn, first: float, rest: float) -> list[float]:
+    """One turn's weights in a component of Credit: `first` at its first sampled token, `rest` at the others."""
+    sampled = [first, *[rest] * (len(turn.sampled_ids) - 1)] if turn.sampled_ids else []
+    return [*[math.nan] * len(turn.prompt_ids), *sampled]
 
 
 def sampled_tokens(trajectory: Trajectory) -> npt.NDArray[np.bool_]:

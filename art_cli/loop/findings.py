@@ -332,25 +332,28 @@ def _signal(spans: _Spans) -> Reason | None:
     return Reason("signal", text, NOTHING_TO_LEARN)
 
 
+def _doubled(spans: _Spans, of: Callable[[UpdateNumbers], float | None], least: float) -> tuple[float, float] | None:
+    """The means before the best policy and now, where the number is now at least `least` and twice what it was."""
+    means = spans.means(of)
+    return None if means is None or means[2] < least or means[2] < 2 * means[1] else means[1:]
+
+
 def _gap(spans: _Spans) -> Reason | None:
-    means = spans.means(lambda update: update.get("logprob_gap"))
-    if means is None or means[2] < 0.01 or means[2] < 2 * means[1]:
+    if (rise := _doubled(spans, lambda update: update.get("logprob_gap"), 0.01)) is None:
         return None
-    return Reason("gap", f"logprob gap rose from {means[1]:.2g} to {means[2]:.2g} nats", SAME_WEIGHTS)
+    return Reason("gap", "logprob gap rose from {:.2g} to {:.2g} nats".format(*rise), SAME_WEIGHTS)
 
 
 def _clip(spans: _Spans) -> Reason | None:
-    means = spans.means(lambda update: update.get("clip_fraction"))
-    if means is None or means[2] < 0.1 or means[2] < 2 * means[1]:
+    if (rise := _doubled(spans, lambda update: update.get("clip_fraction"), 0.1)) is None:
         return None
-    return Reason("clip", f"clipped tokens rose from {means[1]:.1%} to {means[2]:.1%}", FEWER_UPDATES)
+    return Reason("clip", "clipped tokens rose from {:.1%} to {:.1%}".format(*rise), FEWER_UPDATES)
 
 
 def _kl(spans: _Spans) -> Reason | None:
-    means = spans.means(lambda update: update.get("kl"))
-    if means is None or means[2] < 0.05 or means[2] < 2 * means[1]:
+    if (rise := _doubled(spans, lambda update: update.get("kl"), 0.05)) is None:
         return None
-    return Reason("kl", f"KL to the reference rose from {means[1]:.2g} to {means[2]:.2g} nats", GENTLER)
+    return Reason("kl", "KL to the reference rose from {:.2g} to {:.2g} nats".format(*rise), GENTLER)
 
 
 def _length(spans: _Spans) -> Reason | None:

@@ -592,7 +592,7 @@ def test_a_sweep_is_the_product_of_its_values_the_last_key_fastest() -> None:
     ]
     assert expand(["a=choice(1,2)", "+b='x,y'"]) == [["a=1", "+b='x,y'"], ["a=2", "+b='x,y'"]]
     assert expand(["a=[1,2],[3]"]) == [["a=[1,2]"], ["a=[3]"]]
-    assert expand(["loss=glob(d*)"]) == [["loss=dapo"], ["loss=dr_grpo"]]
+    assert expand(["loss=glob(d*,exclude=di*)"]) == [["loss=dapo"], ["loss=dr_grpo"]]
     assert expand([]) == [[]]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.samples import Sample, trajectory_samples
-from art_cli.learners.token_weights import VALUE, Credit, Floats, token_weights
+from art_cli.learners.token_weights import VALUE, Credit, Floats, token_weights, turn_row
 from art_cli.trajectory import ScoredTrajectory, Trajectory, Turn
 
 Read = Callable[[Sequence[Sample]], Sequence[Floats]]  # samples -> [N] the critic's values before the targets of each
@@ -67,7 +67,7 @@ def _credit(trajectory: Trajectory, values: Sequence[float], plain: Sequence[flo
     turns = trajectory.turns
     worth = [number if math.isnan(number) else next(scaled) for number in plain]
     return Credit(
-        policy=[_row(turn, each, each) for turn, each in zip(turns, worth, strict=True)],
+        policy=[turn_row(turn, each, each) for turn, each in zip(turns, worth, strict=True)],
         value=_at_first_sampled(turns, [value + each for value, each in zip(values, plain, strict=True)]),
         old_value=_at_first_sampled(turns, values),
     )
@@ -124,12 +124,7 @@ def explained_variance(values: Sequence[float], returns: Sequence[float]) -> flo
 
 def _at_first_sampled(turns: Sequence[Turn], numbers: Sequence[float]) -> list[list[float]]:
     """Weights per turn, one for each of its prompt_ids and sampled_ids: the number at the first sampled, else NaN."""
-    return [_row(turn, number, math.nan) for turn, number in zip(turns, numbers, strict=True)]
-
-
-def _row(turn: Turn, first: float, rest: float) -> list[float]:
-    sampled = [first, *[rest] * (len(turn.sampled_ids) - 1)] if turn.sampled_ids else []
-    return [*[math.nan] * len(turn.prompt_ids), *sampled]
+    return [turn_row(turn, number, math.nan) for turn, number in zip(turns, numbers, strict=True)]
 
 
 def _variance(numbers: Sequence[float]) -> float:

@@ -19,8 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from art_cli.learners.algorithms.credit import advantages, rewards_of
+from art_cli.learners.algorithms.gae import turn_advantages
 from art_cli.learners.samples import Ints
-from art_cli.learners.token_weights import Credit
+from art_cli.learners.token_weights import Credit, turn_row
 from art_cli.trajectory import EQUAL_REWARDS, ScoredTrajectory, Trajectory, Turn
 
 State = str | bytes  # a rollout's key, or the digest of a prompt
@@ -65,7 +66,7 @@ def grouped_gae(episodes: Sequence[Episode], *, gamma: float, gae_lambda: float)
         A_t     = delta_t + gamma lambda A_t+1
 
     GAGPO, Zhu et al. 2026 (arXiv:2605.13217), as summaries of the paper describe it; its own equations were not at
-    hand. The recursion is that of GAE, Schulman et al. 2016 (arXiv:1506.02438), equation 16. Where no other step of the
+    hand. The recursion is that of `turn_advantages` (gae.py). Where no other step of the
     group acts in the states from t on, their values are the trajectory's own returns, and A_t is 0; up to 1e-8 it is
     rounding. A turn that is no step gives 0.
     """
@@ -73,15 +74,12 @@ def grouped_gae(episodes: Sequence[Episode], *, gamma: float, gae_lambda: float)
         state: math.fsum(_step(episodes, place).returned for place in places) / len(places)
         for state, places in _places_by_state(episodes).items()
     }
-    worth = [[0.0] * len(episode) for episode in episodes]
-    for row, episode in enumerate(episodes):
-        value_after = advantage_after = 0.0
-        for column in reversed(range(len(episode))):
-            if (step := episode[column]) is not None:
-                delta = step.reward + gamma * value_after - values[step.state]
-                advantage_after = delta + gamma * gae_lambda * advantage_after
-                worth[row][column] = advantage_after if abs(advantage_after) > EQUAL_REWARDS else 0.0
-                value_after = values[step.state]
+    worth = []
+    for episode in episodes:
+        of_turns = [math.nan if step is None else values[step.state] for step in episode]
+        reward = math.fsum(step.reward for step in episode if step is not None)
+        found = turn_advantages(of_turns, reward, gamma=gamma, gae_lambda=gae_lambda)
+        worth.append([value if abs(value) > EQUAL_REWARDS else 0.0 for value in found])  # NaN too is given as 0
     return worth
 
 
@@ -94,12 +92,8 @@ def normalized(worth: Sequence[Sequence[float]], episodes: Sequence[Episode]) ->
 
 def turn_credit(trajectory: Trajectory, worth: Sequence[float]) -> Credit:
     """Policy weights: each turn's sampled tokens have the turn's value."""
-    return Credit(
-        policy=[
-            np.concatenate([np.full(len(turn.prompt_ids), np.nan), np.full(len(turn.sampled_ids), value)])
-            for turn, value in zip(trajectory.turns, worth, strict=True)
-        ]
-    )
+    rows = [turn_row(turn, value, value) for turn, value in zip(trajectory.turns, worth, strict=True)]
+    return Credit(policy=rows)
 
 
 def count_shared(group: Sequence[Trajectory]) -> tuple[int, int]:
