@@ -37,8 +37,9 @@ from tests.support.tiny import tiny_weights
 from tests.support.waiting import until
 
 
-async def test_each_name_answers_with_its_own_weights_on_one_base(run: RunDir) -> None:
+async def test_each_name_answers_with_its_own_weights_on_one_base(tmp_path: Path) -> None:
     """Newest, best and bare base of one run, at once: each says what transformers says from its files."""
+    run = make_run(tmp_path / "mine", (1, 2), rewards={1: 0.9, 2: 0.1})
     loader = Loader(EmbeddedEngineConfig(max_batch=4), logs=Path("/nowhere"))
     sources = [
         find_source(f"newest={run.root}", which="newest"),
