@@ -314,7 +314,7 @@ def error_response(error: ChatError, wire: Wire) -> Response:
         headers["connection"] = "close"
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return _json(wire.error(error), error.status, headers)
+    return _json(wire.error(error), wire.status(error), headers)
 
 
 class _Refusals:

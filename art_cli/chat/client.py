@@ -200,7 +200,8 @@ class _Dialect:
         if status not in (400, 422) or not _REFUSED.search(error.message):
             return False
         body = self.body(request, "", is_stream=request.is_stream)
-        optional = {"max_tokens", "logprobs", "return_token_ids", "stream_options", *_sampling(request.sampling)}
+        optional = {"max_tokens", "logprobs", "return_token_ids", "stream_options", "chat_template_kwargs"}
+        optional |= _sampling(request.sampling).keys()
         optional = (optional & body.keys()) - (_asked_for(request) - {"max_tokens"})
         named = {name for name in optional if name == error.param or re.search(rf"\b{name}\b", error.message)}
         self._refused |= named
@@ -212,7 +213,8 @@ def _asked_for(request: Request) -> frozenset[str]:
     sampling, neutral = request.sampling, Sampling()
     decisive = ("temperature", "top_p", "top_k", "max_tokens", "stop", "n")
     differing = {name for name in decisive if getattr(sampling, name) != getattr(neutral, name)}
-    return request.user_set | differing | ({"logprobs"} if request.wants_logprobs else set())
+    asked = {"logprobs": request.wants_logprobs, "chat_template_kwargs": bool(request.template_kwargs)}
+    return request.user_set | differing | {name for name, is_asked in asked.items() if is_asked}
 
 
 def _question(request: Request) -> Json:
@@ -223,8 +225,9 @@ def _question(request: Request) -> Json:
         question |= {"tools": request.tools, "tool_choice": request.tool_choice}
     if request.response_format is not None:
         question["response_format"] = request.response_format
-    if request.template_kwargs:
-        question["chat_template_kwargs"] = request.template_kwargs
+    thinking = {} if request.thinks is None else {"enable_thinking": request.thinks}
+    if variables := {**thinking, **request.template_kwargs}:
+        question["chat_template_kwargs"] = variables
     return question
 
 
@@ -273,6 +276,7 @@ class _ChoiceJson(msgspec.Struct):
     text: str | None = None
     logprobs: _LogprobsJson | None = None
     finish_reason: str | None = None
+    stop_reason: Any = None  # vLLM's: the stop string that ended it, or the id of the stop token
     token_ids: list[int] | None = None  # vLLM's and art's
     prompt_token_ids: list[int] | None = None  # vLLM's, in plain completions
     raw_logprobs: list[float] | None = None  # art's
@@ -309,6 +313,7 @@ def _choice(parsed: _ChoiceJson) -> Choice:
         token_ids=parsed.token_ids or [],
         raw_logprobs=parsed.raw_logprobs,
         finish_reason=parsed.finish_reason or "stop",
+        stop_string=parsed.stop_reason if isinstance(parsed.stop_reason, str) else None,
     )
     if parsed.logprobs is not None:
         _add_logprobs(choice, parsed.logprobs)

@@ -30,6 +30,7 @@ class Choice(msgspec.Struct, kw_only=True):
     tokens: list[str] = []  # [L] each token as text, if the client asked for logprobs; see `token_bytes`
     top_logprobs: list[list[tuple[str, float]]] | None = None  # [L][k]
     finish_reason: str = "stop"  # stop, length, tool_calls
+    stop_string: str | None = None  # the stop string that ended it; None: none did, or the endpoint does not say which
 
 
 class Reply(msgspec.Struct, kw_only=True):
@@ -149,6 +150,7 @@ def _extend(whole: Choice, piece: Choice) -> None:
     """Adds a piece's text and tokens in place."""
     whole.text += piece.text
     whole.is_masked |= piece.is_masked
+    whole.stop_string = piece.stop_string or whole.stop_string
     for name in ("token_ids", "logprobs", "raw_logprobs", "tokens", "top_logprobs"):
         getattr(whole, name).extend(getattr(piece, name) or ())
 

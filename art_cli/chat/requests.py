@@ -42,6 +42,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: str | Json = "auto"  # "auto", "none", "required", or a named function
     response_format: Json | None = None  # OpenAI's json_object or json_schema; None: text
     template_kwargs: Json = {}  # chat_template_kwargs: {"enable_thinking": false}
+    thinks: bool | None = None  # whether the model is to think, where its template leaves the choice; None: its default
+    caps_tokens: bool = False  # True: max_tokens is only a bound, and the context may end the reply earlier
     is_stream: bool = False
     wants_usage: bool = False  # stream_options.include_usage
     wants_logprobs: bool = False
@@ -53,7 +55,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     num_retries: int = 0  # number of earlier times that the client's SDK sent this body and gave up
     state: str | None = None  # key of the environment's state, from the header X-Art-State; None: the client sent none
     user_set: frozenset[str] = frozenset()  # names of the sampling fields that the client gave
-    overridden: Json = {}  # sampling fields that `force_sampling` replaced, with the values that the client gave
+    overridden: Json = {}  # sampling fields that the gateway replaced, with the values that the client gave
 
 
 def demands_format(request: Request) -> bool:
@@ -77,7 +79,16 @@ def force_sampling(request: Request, defaults: Sampling) -> Request:
     overridden = {name: value for name, value in given.items() if value != getattr(defaults, name)}
     forced = {name: getattr(defaults, name) for name in FORCED}
     sampling = msgspec.structs.replace(request.sampling, **forced)
-    return msgspec.structs.replace(request, sampling=sampling, overridden=overridden)
+    return msgspec.structs.replace(request, sampling=sampling, overridden={**request.overridden, **overridden})
+
+
+def cap_tokens(request: Request, most: int | None) -> Request:
+    """The request with at most `most` tokens, if its max_tokens is only a bound. `overridden` holds the client's."""
+    asked = request.sampling.max_tokens
+    if not request.caps_tokens or most is None or asked is None or asked <= most:
+        return request
+    sampling = msgspec.structs.replace(request.sampling, max_tokens=most)
+    return msgspec.structs.replace(request, sampling=sampling, overridden={**request.overridden, "max_tokens": asked})
 
 
 def text_of(content: str | list[Json] | None) -> str:

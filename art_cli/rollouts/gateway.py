@@ -29,7 +29,7 @@ from art_cli.chat import Backend
 from art_cli.chat.app import build_app, closing_stream, error_response, wrong_key
 from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import Chunk, Reply, ReplyBuilder
-from art_cli.chat.requests import Request, Sampling, demands_format, force_sampling, with_defaults
+from art_cli.chat.requests import Request, Sampling, cap_tokens, demands_format, force_sampling, with_defaults
 from art_cli.chat.server import serve
 from art_cli.chat.wires import WIRES, Wires
 from art_cli.rollouts.peers import Peers
@@ -237,7 +237,7 @@ class RecordingBackend:
             raise ChatError(400, "this engine enforces neither response_format nor a forced tool call; leave them out")
         number = self._num_admitted
         self._num_admitted += 1
-        request = with_defaults(request, self._defaults)
+        request = cap_tokens(with_defaults(request, self._defaults), self._defaults.max_tokens)
         if self._gateway.is_forced:
             request = force_sampling(request, self._defaults)
         if request.sampling.seed is not None:

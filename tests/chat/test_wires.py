@@ -67,6 +67,9 @@ class Talk:
     def error(self, error: ChatError) -> bytes:
         return msgspec.json.encode({"type": "error", "error": {"type": error.type, "message": error.message}})
 
+    def status(self, error: ChatError) -> int:
+        return error.status
+
 
 class Pieces:
     def __init__(self, wire: Wire) -> None:

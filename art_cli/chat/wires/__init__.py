@@ -63,6 +63,9 @@ class Wire(Protocol):
     def error(self, error: ChatError) -> bytes:
         """The JSON body of a refusal or failure."""
 
+    def status(self, error: ChatError) -> int:
+        """Its HTTP status: `error.status`, unless the protocol has a status of its own for this failure."""
+
 
 class Wires:
     """The wires that one server speaks, found by path. The first one also speaks for paths that belong to no wire."""

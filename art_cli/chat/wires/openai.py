@@ -152,6 +152,9 @@ class OpenAI:
         fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
         return msgspec.json.encode({"error": fields})
 
+    def status(self, error: ChatError) -> int:
+        return error.status
+
     def _body(self, kind: str, request: Request, reply: Reply, choices: list[Json]) -> bytes:
         counts = reply.usage or (len(reply.prompt_ids), sum(len(choice.token_ids) for choice in reply.choices))
         body: Json = {

@@ -356,6 +356,7 @@ class _ChoiceWriter:
             tokens=[self._vocabulary.text_of(id) for id in piece.ids] if names else [],
             top_logprobs=self._top(piece),
             finish_reason=self._finish_reason(piece),
+            stop_string=self._stops.found if is_last else None,
         )
 
     def _delta(self, text: str, is_last: bool) -> Json | None:

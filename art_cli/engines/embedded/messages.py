@@ -85,9 +85,10 @@ def _num_letters(value: Any) -> int:
 
 
 def num_wanted(request: Request) -> int:
-    """Number of tokens that the reply needs: the client's max_tokens, or one."""
+    """Number of tokens that the reply needs: the client's max_tokens, or one where that is only a bound."""
     asked = request.sampling.max_tokens
-    return asked if asked is not None and "max_tokens" in request.user_set else 1
+    is_needed = "max_tokens" in request.user_set and not request.caps_tokens
+    return asked if asked is not None and is_needed else 1
 
 
 def too_long(request: Request, num_prompt: int | str, most: int) -> ChatError:
@@ -118,8 +119,9 @@ def _apply_template(vocabulary: Vocabulary, request: Request, tools: list[Json],
     keeps_text = "arguments is string" in (vocabulary.tokenizer.chat_template or "")
     messages = [_for_template(message, keeps_text) for message in request.messages]
     most = max_length * vocabulary.longest
+    wishes = {} if request.thinks is None else {"enable_thinking": request.thinks}
     try:
-        return vocabulary.template.render(messages, tools, request.template_kwargs, most=most)
+        return vocabulary.template.render(messages, tools, request.template_kwargs, most=most, wishes=wishes)
     except TooLong:
         raise too_long(request, f"more than {max_length}", max_length) from None
 

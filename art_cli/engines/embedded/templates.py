@@ -28,21 +28,25 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._variables: dict[str, frozenset[str]] = {}  # template -> the variables that a client may set
 
-    def render(self, messages: list[Json], tools: list[Json], variables: Json, *, most: int) -> str:
+    def render(
+        self, messages: list[Json], tools: list[Json], variables: Json, *, most: int, wishes: Json | None = None
+    ) -> str:
         """The prompt's text, `most` characters at most. Raises TooLong; ChatError 400: the template refuses it.
 
+        `wishes` are variables that are set where the template reads them and `variables` does not set them.
         The same text as `tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=True)`.
         """
         try:
             source = self._tokenizer.get_chat_template(None, tools or None)
             self._check(source, variables)
+            wished = {name: value for name, value in (wishes or {}).items() if name in self._read_by(source)}
             pieces = compiling._compile_jinja_template(source).generate(
                 messages=_ALIASED(messages),
                 tools=tools or None,
                 documents=None,
                 add_generation_prompt=True,
                 **self._tokenizer.special_tokens_map,
-                **variables,
+                **wished | variables,
             )
             return _joined(pieces, most)
         except (ChatError, TooLong):

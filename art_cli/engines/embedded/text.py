@@ -142,17 +142,22 @@ class StopWatch:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
-        self.is_stopped = False
+        self.found: str | None = None  # the stop string that the text was cut before
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.found is not None
 
     def push(self, text: str) -> str:
         """The text that may be shown now; "" after a stop string was found."""
         if self.is_stopped:
             return ""
         text = self._held + text
-        found = [place for place in map(text.find, self._stops) if place >= 0]
+        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if found:
-            self.is_stopped, self._held = True, ""
-            return text[: min(found)]
+            place, self.found = min(found)
+            self._held = ""
+            return text[:place]
         keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
