@@ -36,6 +36,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     sampling: Sampling
+    id: str = ""  # a name for the reply; "": the wire takes the reply's own
     messages: list[Json] | None = None  # messages in OpenAI's chat form, whatever the client's protocol
     prompt: str | list[int] | None = None
     tools: list[Json] = []
@@ -50,6 +51,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     wants_token_ids: bool = False  # vLLM's return_token_ids
     echo: bool = False  # the wire puts the prompt before the text; backends ignore it
+    repeated: Json = {}  # fields that the wire repeats in its reply; backends ignore them
     digest: bytes = b""  # hash of the body, by which the gateway recognises a retry
     is_recorded: bool = True  # False: the call only asks about a prompt, so the gateway writes no turn down
     num_retries: int = 0  # number of earlier times that the client's SDK sent this body and gave up

@@ -237,6 +237,7 @@ class RecordingBackend:
             raise ChatError(400, "this engine enforces neither response_format nor a forced tool call; leave them out")
         number = self._num_admitted
         self._num_admitted += 1
+        request = self.recorder.as_sampled(request)
         request = cap_tokens(with_defaults(request, self._defaults), self._defaults.max_tokens)
         if self._gateway.is_forced:
             request = force_sampling(request, self._defaults)

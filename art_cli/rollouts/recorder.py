@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from art_cli.chat.calls import are_same
 from art_cli.chat.replies import Choice, Reply
 from art_cli.chat.requests import Request, Sampling, text_of
 from art_cli.trajectory import Json, Turn
@@ -54,6 +55,7 @@ class Recorder:
         self.limit: str | None = None  # turn_limit or context_length_exceeded, where the latest call was refused for it
         self.used_foreign_key = False  # its program made a call with the key of another rollout
         self.upstream_error: str | None = None  # why the engine failed to answer the latest call
+        self._arguments: dict[str, str] = {}  # id of a tool call in a reply -> its arguments as they were sampled
         self._sequences: list[bytes] = []  # [turn] packed token ids, prompt and sampled
         self._conversations: list[_Conversation] = []  # the last one is the current one
 
@@ -74,6 +76,28 @@ class Recorder:
         candidates = seen or self._conversations
         return candidates[-1] if candidates else None
 
+    def as_sampled(self, request: Request) -> Request:
+        """The request with the arguments of earlier replies' calls written as they were sampled.
+
+        A client that parses arguments and writes them again changes spaces and the order of keys. Its prompt would not
+        continue the sampled tokens, although the client says the same.
+        """
+        if not self._arguments or not request.messages:
+            return request
+        return msgspec.structs.replace(request, messages=[self._message_as_sampled(sent) for sent in request.messages])
+
+    def _message_as_sampled(self, message: Json) -> Json:
+        calls = message.get("tool_calls") or []
+        restored = [self._call_as_sampled(call) for call in calls]
+        return message if restored == calls else {**message, "tool_calls": restored}
+
+    def _call_as_sampled(self, call: Json) -> Json:
+        function = call["function"]
+        sampled = self._arguments.get(call.get("id") or "")
+        if sampled is None or sampled == function["arguments"] or not are_same(sampled, function["arguments"]):
+            return call
+        return {**call, "function": {**function, "arguments": sampled}}
+
     def record(self, request: Request, reply: Reply) -> Recorded:
         """Adds one answered call: a turn and a conversation per choice.
 
@@ -87,11 +111,17 @@ class Recorder:
         self.tools += [tool for tool in request.tools if tool not in self.tools]
         num_before = len(self.turns)
         for choice in reply.choices:
+            self._keep_arguments(choice.message or {})
             if reply.prompt_ids and choice.token_ids and len(choice.logprobs) == len(choice.token_ids):
                 self._add_turn(request, reply, choice)
         # reversed, because most clients go on with the first choice, and the last conversation is the current one
         conversations = [self._add_conversation(request, choice) for choice in reversed(reply.choices)]
         return Recorded(range(num_before, len(self.turns)), conversations)
+
+    def _keep_arguments(self, message: Json) -> None:
+        for call in message.get("tool_calls") or ():
+            if call.get("id"):
+                self._arguments[call["id"]] = call["function"].get("arguments") or ""
 
     def leave(self, request: Request, reply: Reply | None) -> Recorded | None:
         """Adds a call that the rollout left before its end. `reply` is the streamed part; None where nothing was."""

@@ -6,6 +6,7 @@ vLLM's fields `prompt_token_ids` and `choices[].token_ids` and two of our own: `
 `choices[].raw_logprobs`, each token's logprob under the unmodified softmax(logits).
 """
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -14,8 +15,8 @@ from starlette.datastructures import Headers
 
 from art_cli.chat.errors import ChatError, invalid
 from art_cli.chat.reading import convert, decode_object
-from art_cli.chat.replies import Choice, Chunk, Reply
-from art_cli.chat.requests import Request
+from art_cli.chat.replies import Choice, Chunk, Reply, token_bytes, token_text
+from art_cli.chat.requests import RENDERERS_OWN, Request
 
 Json = dict[str, Any]
 
@@ -24,8 +25,14 @@ INT32 = 2**31 - 1
 LOWEST_TEMPERATURE = 1e-6  # logits divided by a lower temperature leave the range of float32
 LOWEST_LOGPROB = -9999.0  # OpenAI's and vLLM's stand-in for -inf, which JSON cannot express
 Count = Annotated[int, Meta(ge=1, le=INT32)]
-_Name = Annotated[str, Meta(max_length=1024)]  # bounded because errors repeat it
+Name = Annotated[str, Meta(max_length=1024)]  # bounded because errors repeat it
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=INT32)]  # vLLM's parameter; 0 and -1 turn it off
 _Stop = Annotated[str, Meta(min_length=1, max_length=1024)]  # bounded because each token's text is searched for it
+
+_MAX_VARIABLES = 16 * 1024  # characters of chat_template_kwargs as JSON
+_MAX_VARIABLE = 1_000_000  # largest number in chat_template_kwargs; a template may repeat a text that often
 
 # Parameters accepted and ignored: they identify, bill or cache, or ask a hosted service for what a model does anyway.
 HARMLESS = frozenset(
@@ -65,10 +72,10 @@ class _StreamOptions(msgspec.Struct):
 class Body(msgspec.Struct, kw_only=True):
     """The parameters that chat and plain completions share; null means that the client gave none."""
 
-    model: _Name
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=INT32)] | None = None  # vLLM's parameter; 0 and -1 turn it off
+    model: Name
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     max_tokens: Count | None = None
     stop: _Stop | Annotated[list[_Stop], Meta(max_length=16)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -85,19 +92,30 @@ def parse_body(body: bytes, kind: type[AnyBody]) -> tuple[Json, AnyBody]:
     """The fields of a JSON body as the client sent them, and checked. Raises ChatError 400."""
     fields = decode_object(body)
     checked = convert(fields, kind)
-    for name in fields.keys() - set(kind.__struct_fields__) - HARMLESS:
-        value = fields[name]
-        if name not in NEUTRAL:
-            raise invalid(f"unknown parameter: {name[:80]!r}", name[:80], "unknown_parameter")
-        if value is not None and (isinstance(value, bool) or value not in NEUTRAL[name]):
-            raise invalid(f"{name}: this endpoint does not support it", name, "unsupported_parameter")
+    check_names(fields, kind, HARMLESS, NEUTRAL)
     return fields, checked
+
+
+def check_names(
+    fields: Json, kind: type[msgspec.Struct], harmless: frozenset[str], neutral: Mapping[str, tuple[Any, ...]]
+) -> None:
+    """Raises ChatError 400 for a field that is none of `kind`'s, not harmless, and not neutral."""
+    for name in fields.keys() - set(kind.__struct_fields__) - harmless:
+        value = fields[name]
+        if name not in neutral:
+            raise invalid(f"unknown parameter: {name[:80]!r}", name[:80], "unknown_parameter")
+        if value is not None and (isinstance(value, bool) or value not in neutral[name]):
+            raise invalid(f"{name}: this endpoint does not support it", name, "unsupported_parameter")
+
+
+def check_temperature(temperature: float | None) -> None:
+    if temperature is not None and 0 < temperature < LOWEST_TEMPERATURE:
+        raise invalid(f"temperature: 0 (greedy) or at least {LOWEST_TEMPERATURE}", "temperature")
 
 
 def sampling_of(body: Body, max_tokens: int | None) -> dict[str, Any]:
     """The sampling parameters that the client gave, under the names of `Sampling`."""
-    if body.temperature is not None and 0 < body.temperature < LOWEST_TEMPERATURE:
-        raise invalid(f"temperature: 0 (greedy) or at least {LOWEST_TEMPERATURE}", "temperature")
+    check_temperature(body.temperature)
     given = {
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -114,6 +132,28 @@ def wants_usage(body: Body) -> bool:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options needs stream: true", "stream_options")
     return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def template_kwargs(variables: Json) -> Json:
+    """The variables for the chat template. The backend checks which of them its template reads."""
+    for name in variables:
+        if name in RENDERERS_OWN:
+            param = f"chattemplate_kwargs.{name}"
+            raise invalid(f"{param}: only variables of the model's own chat template can be set", param)
+    if len(msgspec.json.encode(variables)) > _MAX_VARIABLES:
+        raise invalid(f"chattemplate_kwargs: more than {_MAX_VARIABLES} characters", "chattemplate_kwargs")
+    if not all(abs(number) <= _MAX_VARIABLE for number in _numbers(variables)):
+        raise invalid(f"chattemplate_kwargs: a number beyond {_MAX_VARIABLE:,}", "chattemplate_kwargs")
+    return variables
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """The numbers in a JSON value."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(inner)
+    elif isinstance(value, int | float):
+        yield value
 
 
 # --- the reply --------------------------------------------------------------------------------------------------------
@@ -139,8 +179,35 @@ def tokens_of(choice: Choice) -> list[str]:
     return choice.tokens or [""] * len(choice.logprobs)
 
 
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob] = []
+
+
+def token_logprobs(choice: Choice) -> list[TokenLogprob]:
+    """One entry for each token; its bytes are those of a part of a character where the token is one."""
+    content = [
+        TokenLogprob(token_text(token), max(logprob, LOWEST_LOGPROB), list(token_bytes(token)))
+        for token, logprob in zip(tokens_of(choice), choice.logprobs, strict=True)
+    ]
+    for entry, top in zip(content, choice.top_logprobs or (), strict=False):
+        entry.top_logprobs = [
+            TopLogprob(token_text(token), max(logprob, LOWEST_LOGPROB), list(token_bytes(token)))
+            for token, logprob in top
+        ]
+    return content
+
+
 class OpenAI:
-    """The methods that both OpenAI wires have."""
+    """The methods that all OpenAI wires have."""
 
     def key(self, headers: Headers) -> str | None:
         """The key of `Authorization: Bearer KEY`."""

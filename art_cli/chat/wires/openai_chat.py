@@ -3,17 +3,15 @@
 https://platform.openai.com/docs/api-reference/chat
 """
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from art_cli.chat.errors import invalid
-from art_cli.chat.replies import Choice, Reply, token_bytes, token_text
-from art_cli.chat.requests import RENDERERS_OWN, Request, Sampling
+from art_cli.chat.replies import Choice, Reply
+from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.wires.openai import (
-    LOWEST_LOGPROB,
     Body,
     Count,
     Json,
@@ -21,14 +19,13 @@ from art_cli.chat.wires.openai import (
     OpenAIEvents,
     parse_body,
     sampling_of,
+    template_kwargs,
     token_fields,
-    tokens_of,
+    token_logprobs,
     wants_usage,
 )
 
 _Text = Annotated[str, Meta(min_length=1)]
-_MAX_VARIABLES = 16 * 1024  # characters of chat_template_kwargs as JSON
-_MAX_VARIABLE = 1_000_000  # largest number in chat_template_kwargs; a template may repeat a text that often
 
 
 class _Part(msgspec.Struct):
@@ -118,7 +115,7 @@ class OpenAIChat(OpenAI):
             tools=fields.get("tools") or [],
             tool_choice=_tool_choice(fields, chat),
             response_format=None if isinstance(chat.response_format, _PlainFormat) else fields.get("response_format"),
-            template_kwargs=_template_kwargs(chat.chat_template_kwargs or {}),
+            template_kwargs=template_kwargs(chat.chat_template_kwargs or {}),
             is_stream=bool(chat.stream),
             wants_usage=wants_usage(chat),
             wants_logprobs=bool(chat.logprobs),
@@ -148,28 +145,6 @@ class OpenAIChat(OpenAI):
 # --- the request ------------------------------------------------------------------------------------------------------
 
 
-def _template_kwargs(variables: Json) -> Json:
-    """The variables for the chat template. The backend checks which of them its template reads."""
-    for name in variables:
-        if name in RENDERERS_OWN:
-            param = f"chat_template_kwargs.{name}"
-            raise invalid(f"{param}: only variables of the model's own chat template can be set", param)
-    if len(msgspec.json.encode(variables)) > _MAX_VARIABLES:
-        raise invalid(f"chat_template_kwargs: more than {_MAX_VARIABLES} characters", "chat_template_kwargs")
-    if not all(abs(number) <= _MAX_VARIABLE for number in _numbers(variables)):
-        raise invalid(f"chat_template_kwargs: a number beyond {_MAX_VARIABLE:,}", "chat_template_kwargs")
-    return variables
-
-
-def _numbers(value: Any) -> Iterator[int | float]:
-    """The numbers in a JSON value."""
-    if isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _numbers(inner)
-    elif isinstance(value, int | float):
-        yield value
-
-
 def _tool_choice(fields: Json, chat: ChatBody) -> str | Json:
     names = {tool.function.name for tool in chat.tools or []}
     if isinstance(chat.tool_choice, _Tool):
@@ -185,31 +160,9 @@ def _tool_choice(fields: Json, chat: ChatBody) -> str | Json:
 # --- the reply --------------------------------------------------------------------------------------------------------
 
 
-class _TopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class _TokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[_TopLogprob] = []
-
-
 def _logprobs(choice: Choice) -> Json:
     """`{"content": [{token, logprob, bytes, top_logprobs}], "refusal": null}`"""
-    content = [
-        _TokenLogprob(token_text(token), max(logprob, LOWEST_LOGPROB), list(token_bytes(token)))
-        for token, logprob in zip(tokens_of(choice), choice.logprobs, strict=True)
-    ]
-    for entry, top in zip(content, choice.top_logprobs or (), strict=False):
-        entry.top_logprobs = [
-            _TopLogprob(token_text(token), max(logprob, LOWEST_LOGPROB), list(token_bytes(token)))
-            for token, logprob in top
-        ]
-    return {"content": content, "refusal": None}
+    return {"content": token_logprobs(choice), "refusal": None}
 
 
 class _ChatEvents(OpenAIEvents):

@@ -1,0 +1,237 @@
+"""OpenAIResponses: OpenAI's Responses as a wire. The input is a list of items (responses_items.py).
+
+https://platform.openai.com/docs/api-reference/responses
+
+What only a hosted service has is refused by name: its own tools (web search, code interpreter, MCP), images and files,
+conversations that it keeps, work in the background.
+"""
+
+import uuid
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from art_cli.chat.errors import ChatError, invalid
+from art_cli.chat.reading import convert, decode_object
+from art_cli.chat.replies import Reply
+from art_cli.chat.requests import Request, Sampling
+from art_cli.chat.wires.openai import (
+    HARMLESS,
+    Count,
+    Json,
+    Name,
+    OpenAI,
+    Temperature,
+    TopK,
+    TopP,
+    check_names,
+    check_temperature,
+    template_kwargs,
+)
+from art_cli.chat.wires.responses_items import Item, messages_of, name_kinds
+from art_cli.chat.wires.responses_reply import ENCRYPTED, ResponseEvents, whole_response
+
+_Text = Annotated[str, Meta(min_length=1)]
+
+_HARMLESS = (HARMLESS - {"reasoning_effort", "verbosity"}) | {
+    *("reasoning", "stream_options", "max_tool_calls", "client_metadata", "prompt_cache_options"),
+}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "truncation": ("disabled",),
+    "conversation": (),
+    "prompt": (),
+    "context_management": ([],),
+    "moderation": (),
+}
+_LOGPROBS = "message.output_text.logprobs"
+# What else a client may ask to include belongs to tools and images that are refused, so there is nothing to include.
+_INCLUDABLE = frozenset(
+    {
+        *(_LOGPROBS, ENCRYPTED, "file_search_call.results", "web_search_call.results"),
+        *("web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url"),
+        *("code_interpreter_call.outputs",),
+    }
+)
+_REPEATED: tuple[
+    tuple[str, Any], ...
+] = (  # fields of the request that a response repeats, with what is said where the client gave none
+    *(("instructions", None), ("max_output_tokens", None), ("metadata", {}), ("parallel_tool_calls", True)),
+    *(
+        ("previous_response_id", None),
+        ("reasoning", None),
+        ("temperature", None),
+        ("text", {"format": {"type": "text"}}),
+    ),
+    *(("tool_choice", "auto"), ("tools", []), ("top_p", None), ("truncation", "disabled"), ("user", None)),
+)
+
+
+class _Tool(msgspec.Struct):
+    name: _Text
+    type: Literal["function"]
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class _NamedTool(msgspec.Struct):
+    name: str
+    type: Literal["function"]
+
+
+class _PlainFormat(msgspec.Struct, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class _ObjectFormat(msgspec.Struct, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class _SchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
+    schema: Json
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None  # the answer follows the schema either way
+
+
+class _TextOptions(msgspec.Struct):
+    format: _PlainFormat | _ObjectFormat | _SchemaFormat | None = None
+    verbosity: str | None = None  # ignored, as on the other wires
+
+
+class ResponsesBody(msgspec.Struct, kw_only=True):
+    """The JSON body of a request for a response; null means that the client gave none."""
+
+    model: Name
+    input: str | Annotated[list[Item], Meta(min_length=1)]
+    instructions: str | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
+    text: _TextOptions | None = None
+    max_output_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    chat_template_kwargs: Json | None = None  # vLLM's parameter
+
+
+class OpenAIResponses(OpenAI):
+    path = "/v1/responses"
+
+    def parse(self, body: bytes, defaults: Sampling) -> Request:
+        """The request in a JSON body. Raises ChatError 400."""
+        fields = decode_object(body)
+        _refuse_by_name(fields)
+        asked = convert(fields, ResponsesBody)
+        check_names(fields, ResponsesBody, _HARMLESS, _NEUTRAL)
+        if asked.background:
+            raise _unsupported("background", "this endpoint answers while the client waits")
+        if asked.previous_response_id is not None:
+            raise _unsupported(
+                "previous_response_id", "this endpoint keeps no responses; send the conversation as input"
+            )
+        sampling = _sampling_of(asked)
+        include = _include_of(asked)
+        return Request(
+            id=uuid.uuid4().hex,
+            model=asked.model,
+            sampling=msgspec.structs.replace(defaults, **sampling),
+            messages=messages_of(asked.instructions, asked.input),
+            tools=[_chat_tool(tool) for tool in fields.get("tools") or []],
+            tool_choice=_tool_choice(asked),
+            response_format=_response_format(asked),
+            template_kwargs=template_kwargs(asked.chat_template_kwargs or {}),
+            is_stream=bool(asked.stream),
+            wants_logprobs=_LOGPROBS in include,
+            top_logprobs=(asked.top_logprobs or 0) if _LOGPROBS in include else 0,
+            user_set=frozenset(sampling),
+            repeated=_repeated(fields) | {"include": sorted(include), "store": False},
+        )
+
+    def render(self, request: Request, reply: Reply) -> bytes:
+        """The JSON body of a response."""
+        return msgspec.json.encode(whole_response(request, reply))
+
+    def stream(self, request: Request) -> ResponseEvents:
+        return ResponseEvents(request)
+
+
+# --- the request ------------------------------------------------------------------------------------------------------
+
+
+def _unsupported(param: str, message: str) -> ChatError:
+    return invalid(f"{param}: {message}", param, "unsupported_parameter")
+
+
+def _refuse_by_name(fields: Json) -> None:
+    """Raises ChatError 400 for tools, items and parts that only a hosted service has."""
+    tools, choice = fields.get("tools"), fields.get("tool_choice")
+    for place, tool in enumerate(tools if isinstance(tools, list) else []):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            message = f"no provider runs a {kind[:80]!r} tool here; offer tools of type 'function' only"
+            raise _unsupported(f"tools[{place}]", message)
+    if isinstance(choice, dict) and isinstance(kind := choice.get("type"), str) and kind != "function":
+        raise _unsupported(
+            "tool_choice", f"{kind[:80]!r} is not supported; 'auto', 'none', 'required' and a function are"
+        )
+    name_kinds(fields.get("input"))
+
+
+def _repeated(fields: Json) -> Json:
+    repeated = {name: fields.get(name) or default for name, default in _REPEATED}
+    return repeated | {"text": {"format": {"type": "text"}, **(fields.get("text") or {})}}
+
+
+def _sampling_of(asked: ResponsesBody) -> Json:
+    """The sampling parameters that the client gave, under the names of `Sampling`."""
+    check_temperature(asked.temperature)
+    given = {
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": None if asked.top_k is None else max(asked.top_k, 0),
+        "max_tokens": asked.max_output_tokens,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _include_of(asked: ResponsesBody) -> frozenset[str]:
+    include = frozenset(asked.include or ())
+    if unknown := sorted(include - _INCLUDABLE):
+        raise _unsupported("include", f"{unknown[0][:80]!r} is not known here")
+    return include
+
+
+def _chat_tool(tool: Json) -> Json:
+    """The tool as chat has it, so that a policy sees the same prompt on both wires."""
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+
+
+def _tool_choice(asked: ResponsesBody) -> str | Json:
+    names = {tool.name for tool in asked.tools or []}
+    if isinstance(asked.tool_choice, _NamedTool):
+        if asked.tool_choice.name not in names:
+            raise invalid(f"tool_choice: no tool is named {asked.tool_choice.name!r}", "tool_choice")
+        return {"type": "function", "function": {"name": asked.tool_choice.name}}
+    if asked.tool_choice == "required" and not names:
+        raise invalid("tool_choice: 'required' needs tools", "tool_choice")
+    return asked.tool_choice or "auto"
+
+
+def _response_format(asked: ResponsesBody) -> Json | None:
+    match asked.text.format if asked.text else None:
+        case _ObjectFormat():
+            return {"type": "json_object"}
+        case _SchemaFormat() as format:
+            given = {"name": format.name, "description": format.description, "strict": format.strict}
+            schema = {name: value for name, value in given.items() if value is not None}
+            return {"type": "json_schema", "json_schema": {**schema, "schema": format.schema}}
+    return None

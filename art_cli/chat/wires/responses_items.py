@@ -1,0 +1,235 @@
+"""Items of OpenAI's Responses as chat messages, and an assistant message as items.
+
+A reply is several items: a `reasoning`, a `message`, and one `function_call` for each call. Sent back as input, they
+have to become the one assistant message that they were made of, because the chat template then renders the tokens that
+were sampled. The ids of items name the response that they belong to; where a client leaves them out, the sequence of
+items tells.
+"""
+
+import base64
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from art_cli.chat.errors import invalid
+
+Json = dict[str, Any]
+
+_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})_\d+")  # as `item_id` writes it
+_ENCRYPTED = "art-reasoning-1."  # the beginning of our `encrypted_content`; base64 of the text follows
+_PARTS = ("input_text", "output_text", "text", "summary_text", "refusal")
+
+
+# --- from the client --------------------------------------------------------------------------------------------------
+
+
+class Part(msgspec.Struct):
+    """A piece of text, whatever its type calls it."""
+
+    type: str
+    text: str = ""
+    refusal: str = ""
+
+
+class _Item(msgspec.Struct, tag_field="type"):
+    id: str | None = None
+
+
+class MessageItem(_Item, tag="message", kw_only=True):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Part]
+
+
+class CallItem(_Item, tag="function_call", kw_only=True):
+    call_id: str
+    name: str
+    arguments: str
+
+
+class OutputItem(_Item, tag="function_call_output", kw_only=True):
+    call_id: str
+    output: str | list[Part]
+
+
+class ReasoningItem(_Item, tag="reasoning", kw_only=True):
+    summary: list[Part] = []
+    content: list[Part] | None = None
+    encrypted_content: str | None = None
+
+
+Item = MessageItem | CallItem | OutputItem | ReasoningItem
+KINDS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def name_kinds(items: Any) -> None:
+    """Writes the type into messages that were sent without one. Raises ChatError 400: items or parts of other kinds."""
+    for place, item in enumerate(items if isinstance(items, list) else []):
+        if not isinstance(item, dict):
+            continue
+        kind = item.setdefault("type", "message")
+        if kind not in KINDS:
+            message = f"input[{place}]: items of type {_shown(kind)} are not supported; there are {', '.join(KINDS)}"
+            raise invalid(message, f"input[{place}]", "unsupported_parameter")
+        for name in ("content", "output") if kind != "reasoning" else ():
+            _check_parts(item.get(name), f"input[{place}].{name}")
+
+
+def _check_parts(parts: Any, param: str) -> None:
+    for place, part in enumerate(parts if isinstance(parts, list) else []):
+        if isinstance(part, dict) and part.get("type") not in _PARTS:
+            message = f"{param}[{place}]: {_shown(part.get('type'))} is not supported; the model reads text"
+            raise invalid(message, f"{param}[{place}]", "unsupported_parameter")
+
+
+def _shown(kind: Any) -> str:
+    return repr(kind[:80]) if isinstance(kind, str) else "another kind"
+
+
+def messages_of(instructions: str | None, items: str | Sequence[Item]) -> list[Json]:
+    """The conversation as chat messages.
+
+    The system messages at the beginning are one, `instructions` first, because most templates take no more. Outputs of
+    functions that were called in one message stand in the order of its calls, because templates show no ids.
+    """
+    fold = _Fold()
+    for item in [MessageItem(role="user", content=items)] if isinstance(items, str) else items:
+        fold.add(item)
+    first = next((place for place, sent in enumerate(fold.messages) if sent["role"] != "system"), len(fold.messages))
+    texts = [text for text in (instructions, *(sent["content"] for sent in fold.messages[:first])) if text]
+    system = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
+    return [*system, *_in_order_of_calls(fold.messages[first:])]
+
+
+class _Fold:
+    """Messages that grow by items."""
+
+    def __init__(self) -> None:
+        self.messages: list[Json] = []
+        self._place = -1  # index of the assistant message that was written last
+        self._response: str | None = None  # response that this message came from, if an id of its items says so
+
+    def add(self, item: Item) -> None:
+        match item:
+            case MessageItem(role="assistant"):
+                message = self._assistant(item)
+                message["content"] += _text(item.content)
+            case MessageItem():
+                role = "user" if item.role == "user" else "system"
+                self.messages.append({"role": role, "content": _text(item.content)})
+            case ReasoningItem():
+                if thought := _thought(item):
+                    self._assistant(item)["reasoning_content"] = thought
+            case CallItem():
+                function = {"name": item.name, "arguments": item.arguments}
+                calls = self._assistant(item).setdefault("tool_calls", [])
+                calls.append({"id": item.call_id, "type": "function", "function": function})
+            case OutputItem():
+                output = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+                self.messages.append(output)
+
+    def _assistant(self, item: Item) -> Json:
+        """The message that this item is a part of."""
+        response = response_of(item.id)
+        if self._place < 0 or not self._continues(item, response):
+            self.messages.append({"role": "assistant", "content": ""})
+            self._place, self._response = len(self.messages) - 1, None
+        self._response = response or self._response
+        return self.messages[self._place]
+
+    def _continues(self, item: Item, response: str | None) -> bool:
+        """Whether the item belongs to the last assistant message. Outputs may stand between the calls of a response."""
+        message, later = self.messages[self._place], self.messages[self._place + 1 :]
+        if response is not None and self._response is not None:
+            return response == self._response and all(sent["role"] == "tool" for sent in later)
+        if later or isinstance(item, ReasoningItem):
+            return False
+        return isinstance(item, CallItem) or not message["content"]
+
+
+def _text(content: str | list[Part]) -> str:
+    return content if isinstance(content, str) else "".join(part.text or part.refusal for part in content)
+
+
+def _thought(item: ReasoningItem) -> str:
+    """The text of a reasoning item: as it is, as we packed it, or what its summary says."""
+    if item.content:
+        return _text(item.content)
+    return _text(item.summary) if item.encrypted_content is None else decrypted(item.encrypted_content)
+
+
+def _in_order_of_calls(messages: Sequence[Json]) -> list[Json]:
+    ordered: list[Json] = []
+    places: dict[str, int] = {}  # id of a call of the last assistant message -> its place among the calls
+    outputs: list[Json] = []
+
+    def flush() -> None:
+        ordered.extend(sorted(outputs, key=lambda sent: places.get(sent["tool_call_id"], len(places))))
+        outputs.clear()
+
+    for message in messages:
+        if message["role"] == "tool":
+            outputs.append(message)
+            continue
+        flush()
+        ordered.append(message)
+        if message["role"] == "assistant":
+            places = {call["id"]: place for place, call in enumerate(message.get("tool_calls", ()))}
+    flush()
+    return ordered
+
+
+# --- to the client ----------------------------------------------------------------------------------------------------
+
+
+def item_id(prefix: str, response: str, place: int) -> str:
+    """The id of an item at this place of the output of `response`, 32 hexadecimal digits."""
+    return f"{prefix}_{response}_{place}"
+
+
+def response_of(id: str | None) -> str | None:
+    """The response that an item's id names; None: the id is not one of ours."""
+    found = _ID.fullmatch(id or "")
+    return found[1] if found else None
+
+
+def reasoning_item(id: str, text: str, status: str, *, is_encrypted: bool) -> Json:
+    """The thought in plain text, and with `is_encrypted` a second time as the field that every client sends back."""
+    item: Json = {"id": id, "type": "reasoning", "summary": [], "content": [reasoning_part(text)], "status": status}
+    return item | ({"encrypted_content": encrypted(text)} if is_encrypted else {})
+
+
+def message_item(id: str, text: str, status: str, logprobs: Sequence[Any] = ()) -> Json:
+    content = [text_part(text, logprobs)]
+    return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def call_item(id: str, call: Json, status: str) -> Json:
+    function = call["function"]
+    item = {"id": id, "type": "function_call", "status": status, "call_id": call["id"]}
+    return item | {"name": function["name"], "arguments": function["arguments"]}
+
+
+def text_part(text: str, logprobs: Sequence[Any] = ()) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+
+def reasoning_part(text: str) -> Json:
+    return {"type": "reasoning_text", "text": text}
+
+
+def encrypted(text: str) -> str:
+    """The text as `encrypted_content`. It hides nothing: it is there for clients that keep no other field."""
+    return _ENCRYPTED + base64.b64encode(text.encode(errors="replace")).decode()
+
+
+def decrypted(packed: str) -> str:
+    """The text that `encrypted` packed. Raises ChatError 400: another endpoint made it."""
+    message = "input: the encrypted_content of a reasoning item does not come from this endpoint; leave the item out"
+    if not packed.startswith(_ENCRYPTED):
+        raise invalid(message, "input")
+    try:
+        return base64.b64decode(packed[len(_ENCRYPTED) :].encode(), validate=True).decode()
+    except ValueError:
+        raise invalid(message, "input") from None

@@ -1,0 +1,358 @@
+"""OpenAI's Responses at the gateway: each test is named after a failure that training of agents on this wire has had.
+
+The official client talks to the gateway over HTTP. Prompts are rendered by a chat template with thoughts and calls.
+"""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from art_cli.chat.requests import Sampling
+from art_cli.rollouts.gateway import Gateway
+from art_cli.rollouts.recorder import Recorder
+from art_cli.trajectory import prompt, sequence
+from tests.support.scripted import BreakingBackend, Engine, ScriptedBackend
+from tests.support.templated import TemplatedBackend
+
+Json = dict[str, Any]
+Rewrite = Callable[[Json], Json | None]
+
+OBJECT = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "number"}}}
+TOOLS: list[Any] = [{"type": "function", "name": "look", "parameters": OBJECT}]
+QUESTION = {"role": "user", "content": "Where is it warm?"}
+
+
+def call(**arguments: Any) -> str:
+    return f'<tool_call>\n{{"name": "look", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+def thinking(text: str) -> str:
+    return f"<think>\n{text}\n</think>\n\n"
+
+
+@asynccontextmanager
+async def playing(backend: Any, *, max_turns: int = 20) -> AsyncIterator[tuple[openai.AsyncOpenAI, Recorder]]:
+    """A client with the key of one rollout, and the record of its calls."""
+    gateway = Gateway(Engine(backend), defaults=Sampling(max_tokens=500), seed=0, max_turns=max_turns)
+    key = gateway.open("t0")
+    recorder = gateway._backends[key].recorder
+    async with gateway.serve() as url, openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+        yield client, recorder
+
+
+async def ask(client: openai.AsyncOpenAI, input: Any, *, is_stream: bool = False, **options: Any) -> Any:
+    asked = {"model": "policy", "input": input, "tools": TOOLS, **options}
+    if not is_stream:
+        return await client.responses.create(**asked)
+    async with client.responses.stream(**asked) as stream:
+        return await stream.get_final_response()
+
+
+async def ask_for_events(client: openai.AsyncOpenAI, **options: Any) -> Any:
+    return await client.responses.create(**{"model": "policy", "input": "hi", "stream": True, **options})
+
+
+def assert_one_sequence(recorder: Recorder, num_turns: int) -> None:
+    """Each prompt continues the whole sequence of the turn before it, and there is one conversation."""
+    assert len(recorder.turns) == num_turns
+    for index, turn in enumerate(recorder.turns[1:], 1):
+        whole = sequence(recorder.turns, index - 1)
+        assert (turn.parent, turn.kept) == (index - 1, len(whole)), index
+        assert prompt(recorder.turns, index)[: turn.kept] == whole
+    assert recorder.metrics()["num_branches"] == 0
+    assert recorder.branches == []
+
+
+# --- what clients do to items before they send them back --------------------------------------------------------------
+
+
+def as_they_are(item: Json) -> Json:
+    return item
+
+
+def written_anew(item: Json) -> Json:
+    """No space behind a colon, keys in another sequence, characters escaped; as JavaScript writes numbers."""
+    if item["type"] == "function_call":
+        values = json.loads(item["arguments"], parse_float=lambda text: int(float(text)))
+        item["arguments"] = json.dumps(dict(reversed(values.items())), separators=(",", ":"), ensure_ascii=True)
+    return item
+
+
+def without_ids(item: Json) -> Json:
+    return {name: value for name, value in item.items() if name not in ("id", "status")}
+
+
+def encrypted_only(item: Json) -> Json:
+    """As a client with store: false keeps a thought."""
+    if item["type"] == "reasoning":
+        return {"type": "reasoning", "summary": [], "encrypted_content": item["encrypted_content"]}
+    return without_ids(item)
+
+
+def with_more_fields(item: Json) -> Json:
+    """Fields of a client's own, and fields that other providers give."""
+    more = {"status": "completed", "provider_data": {"a": 1}, "phase": "commentary", "content_filter": None}
+    return {**item, **more}
+
+
+WAYS: list[Rewrite] = [as_they_are, written_anew, without_ids, encrypted_only, with_more_fields]
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])
+@pytest.mark.parametrize("rewrite", WAYS, ids=lambda rewrite: rewrite.__name__)
+async def test_eight_turns_do_not_come_back_as_eight_roots(rewrite: Rewrite, is_stream: bool) -> None:
+    """Thoughts, text and one or two calls in each turn. All of them are one sequence, whatever the client changes."""
+    answers = [
+        thinking(f"It is turn {turn}.")
+        + f"I look.\n{call(city='Zürich', n=turn + 0.0)}"
+        + f"\n{call(n=9)}" * (turn % 2)
+        for turn in range(7)
+    ]
+    backend = TemplatedBackend(lambda number, request: [*answers, "Nowhere."][number])
+    input: list[Any] = [QUESTION]
+    async with playing(backend) as (client, recorder):
+        for turn in range(8):
+            reply = await ask(client, input, is_stream=is_stream, include=["reasoning.encrypted_content"])
+            items = [rewrite(item.model_dump(exclude_none=True)) for item in reply.output]
+            kinds = ["reasoning", "message", *["function_call"] * (1 + turn % 2)]
+            assert [item.type for item in reply.output] == (kinds if turn < 7 else ["message"])
+            input += items
+            for item in reply.output:
+                if item.type == "function_call":
+                    input.append({"type": "function_call_output", "call_id": item.call_id, "output": "20 °C"})
+    assert reply.output_text == "Nowhere."
+    assert_one_sequence(recorder, 8)
+    assert [message["role"] for message in recorder.messages[:3]] == ["user", "assistant", "tool"]
+
+
+async def test_a_number_that_became_true_is_another_argument() -> None:
+    """Equal JSON is restored to the sampled text, other JSON is not: the client's own value is in the prompt."""
+    backend = TemplatedBackend(lambda number, request: [call(n=1), "done"][number])
+    async with playing(backend) as (client, _):
+        reply = await ask(client, [QUESTION])
+        item = reply.output[0].model_dump() | {"arguments": '{"n": true}'}
+        await ask(client, [QUESTION, item, output(item["call_id"], "1")])
+    (message,) = [sent for sent in backend.requests[1].messages or [] if sent["role"] == "assistant"]
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"n": true}'
+
+
+def output(call_id: str, text: str) -> Json:
+    return {"type": "function_call_output", "call_id": call_id, "output": text}
+
+
+@pytest.mark.parametrize("sequence_of", ["interleaved", "late", "early"])
+async def test_parallel_calls_stand_in_the_order_in_which_they_were_made(sequence_of: str) -> None:
+    """A client that runs tools at once may send their outputs as they come. The template shows no ids."""
+    backend = TemplatedBackend(lambda number, request: [f"{call(n=1)}\n{call(n=2)}", "done"][number])
+    async with playing(backend) as (client, recorder):
+        reply = await ask(client, [QUESTION])
+        first, second = (item.model_dump() for item in reply.output)
+        one, two = output(first["call_id"], "first"), output(second["call_id"], "second")
+        orders = {"interleaved": [first, one, second, two], "late": [first, second, two, one]}
+        await ask(client, [QUESTION, *orders.get(sequence_of, [first, second, one, two])])
+    assert_one_sequence(recorder, 2)
+    assert [sent["content"] for sent in backend.requests[1].messages or []][2:] == ["first", "second"]
+
+
+async def test_outputs_come_before_the_text_of_the_user() -> None:
+    backend = TemplatedBackend(lambda number, request: [call(n=1), "done"][number])
+    async with playing(backend) as (client, recorder):
+        reply = await ask(client, [QUESTION])
+        item = reply.output[0].model_dump()
+        await ask(client, [QUESTION, item, output(item["call_id"], "20"), {"role": "user", "content": "Quick!"}])
+    assert_one_sequence(recorder, 2)
+    assert [sent["role"] for sent in recorder.messages] == ["user", "assistant", "tool", "user", "assistant"]
+
+
+async def test_an_answer_that_was_asked_for_as_events_is_events() -> None:
+    """A JSON body where a client reads events yields no token and no error."""
+    backend = TemplatedBackend(lambda number, request: thinking("Hm.") + f"Let me look.\n{call(n=1)}")
+    async with playing(backend) as (client, _):
+        raw = await client.responses.with_raw_response.create(model="policy", input="hi", tools=TOOLS, stream=True)
+        assert raw.headers["content-type"].startswith("text/event-stream")
+        events = [event async for event in raw.parse()]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    names = [event.type.removeprefix("response.") for event in events]
+    shown = [name for place, name in enumerate(names) if name != names[place - 1]]
+    part = ["output_item.added", "content_part.added", "{}.delta", "{}.done", "content_part.done", "output_item.done"]
+    arguments = ["function_call_arguments.delta", "function_call_arguments.done"]
+    assert shown == [
+        *("created", "in_progress"),
+        *(name.format("reasoning_text") for name in part),
+        *(name.format("output_text") for name in part),
+        *("output_item.added", *arguments, "output_item.done"),
+        "completed",
+    ]
+    thought, text, called = events[-1].response.output
+    assert (thought.content[0].text, text.content[0].text) == ("Hm.", "Let me look.")
+    assert (called.name, json.loads(called.arguments)) == ("look", {"n": 1})
+    assert [event.item for event in events if event.type == "response.output_item.done"] == [thought, text, called]
+
+
+async def test_a_stream_that_breaks_is_an_error_and_not_a_short_answer() -> None:
+    """The official client raises it, though it takes response.failed for an event like any other."""
+    async with playing(BreakingBackend()) as (client, recorder):
+        with pytest.raises(openai.APIError, match="the engine died"):
+            await ask(client, "hi", is_stream=True)
+        stream = await ask_for_events(client)
+        seen = []
+        with pytest.raises(openai.APIError, match="the engine died"):
+            async for event in stream:
+                seen.append(event)
+    assert (seen[-1].type, seen[-1].response.status) == ("response.failed", "failed")
+    assert seen[-1].response.error.message == "the engine died"
+    assert recorder.upstream_error == "the engine died"
+
+
+async def test_an_answer_that_was_cut_off_says_so() -> None:
+    async with playing(ScriptedBackend(lambda request: "a long story")) as (client, recorder):
+        reply = await ask(client, "hi", max_output_tokens=4)
+        events = [event async for event in await ask_for_events(client, max_output_tokens=4)]
+    for response in (reply, events[-1].response):
+        assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert (response.output_text, response.output[0].status) == ("a lo", "incomplete")
+        assert response.usage.output_tokens == 4 and response.usage.total_tokens == response.usage.input_tokens + 4
+    assert events[-1].type == "response.incomplete"
+    assert [turn.finish_reason for turn in recorder.turns] == ["length", "length"]
+
+
+async def test_a_retry_is_no_second_turn() -> None:
+    """Each response has an id of its own, and yet a retry is known by its body."""
+    async with playing(ScriptedBackend()) as (client, recorder):
+        for number in range(2):
+            await ask(client, "hi", extra_headers={"x-stainless-retry-count": str(number)})
+    assert recorder.metrics()["num_abandoned"] == 1
+    assert [turn.is_abandoned for turn in recorder.turns] == [True, False]
+
+
+async def test_the_key_says_which_rollout_calls_whatever_session_a_client_names() -> None:
+    """Two rollouts at once, which claim to be the same session."""
+    gateway = Gateway(Engine(ScriptedBackend()), defaults=Sampling(), seed=0, max_turns=9)
+    keys = [gateway.open("t0"), gateway.open("t1")]
+    named = {"session_id": "one", "x-session-id": "one", "conversation_id": "one"}
+    async with gateway.serve() as url, openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        for number, key in enumerate(keys):
+            await ask(client.with_options(api_key=key), f"from {number}", extra_headers=named, prompt_cache_key="one")
+        with pytest.raises(openai.AuthenticationError, match="no running attempt has it"):
+            await ask(client, "hi")
+    texts = [gateway.close(key).messages[0]["content"] for key in keys]
+    assert texts == ["from 0", "from 1"]
+
+
+# --- what is refused, by name -----------------------------------------------------------------------------------------
+
+HOSTED = ["web_search", "web_search_preview", "file_search", "code_interpreter", "computer_use_preview", "mcp",
+          "image_generation", "local_shell", "shell", "apply_patch", "custom", "namespace"]  # fmt: skip
+IMAGE = {"type": "input_image", "image_url": "https://example.com/cat.png"}
+FILE = {"type": "input_file", "file_id": "file-1"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        *(({"tools": [{"type": kind}]}, kind) for kind in HOSTED),
+        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input_image"),
+        ({"input": [{"role": "user", "content": [FILE]}]}, "input_file"),
+        ({"input": [output("c", "x") | {"output": [IMAGE]}]}, "input_image"),
+        ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "web_search_call"),
+        ({"input": [{"type": "computer_call_output", "call_id": "c", "output": {}}]}, "computer_call_output"),
+        (
+            {"input": [{"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "gAAA"}]},
+            "encrypted_content",
+        ),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"tools": TOOLS, "tool_choice": {"type": "web_search_preview"}}, "web_search_preview"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "other"),
+        ({"include": ["everything"]}, "everything"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"temprature": 1}, "temprature"),
+        ({"input": []}, "input"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_what_only_a_hosted_service_has_is_not_dropped_in_silence(fields: Json, named: str) -> None:
+    async with playing(ScriptedBackend()) as (client, recorder):
+        with pytest.raises(openai.BadRequestError) as refusal:
+            await client.responses.create(**{"model": "policy", "input": "hi"}, extra_body=fields)
+    assert named in refusal.value.message
+    assert recorder.num_calls == 0
+
+
+# --- what a request says ----------------------------------------------------------------------------------------------
+
+
+async def test_a_policy_sees_the_prompt_that_chat_completions_would_show_it() -> None:
+    """The same conversation, tools, choice and format through both wires are the same request to the engine."""
+    backend = ScriptedBackend()
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    function = {"name": "look", "description": "Looks.", "parameters": OBJECT, "strict": True}
+    called = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"n": 1}'}}
+    async with playing(backend) as (client, _):
+        await client.chat.completions.create(
+            model="policy",
+            messages=[
+                {"role": "system", "content": "Be brief.\n\nIn English."},
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": "I look.", "tool_calls": [called]},
+                {"role": "tool", "tool_call_id": "c1", "content": "20"},
+            ],
+            tools=[{"type": "function", "function": function}],
+            tool_choice={"type": "function", "function": {"name": "look"}},
+            response_format={"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}},
+            temperature=0.5,
+            top_p=0.9,
+            max_completion_tokens=7,
+        )
+        await client.responses.create(
+            model="policy",
+            instructions="Be brief.",
+            input=[
+                {"role": "developer", "content": "In English."},
+                {"role": "user", "content": [{"type": "input_text", "text": "h"}, {"type": "input_text", "text": "i"}]},
+                {"role": "assistant", "content": "I look."},
+                {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"n": 1}'},
+                {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "20"}]},
+            ],
+            tools=[{"type": "function", **function}],
+            tool_choice={"type": "function", "name": "look"},
+            text={"format": {"type": "json_schema", "name": "n", "strict": True, "schema": schema}},
+            temperature=0.5,
+            top_p=0.9,
+            max_output_tokens=7,
+        )
+    chat, responses = backend.requests
+    for name in ("messages", "tools", "tool_choice", "response_format", "user_set"):
+        assert getattr(responses, name) == getattr(chat, name), name
+    assert msgspec.structs.replace(responses.sampling, seed=chat.sampling.seed) == chat.sampling
+
+
+async def test_logprobs_are_those_of_chat_completions() -> None:
+    wants: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    messages: Any = [{"role": "user", "content": "hi"}]
+    async with playing(ScriptedBackend(lambda request: "yes")) as (client, _):
+        told = await ask(client, "hi", **wants)
+        events = [event async for event in await ask_for_events(client, **wants)]
+        chat = await client.chat.completions.create(model="policy", messages=messages, logprobs=True, top_logprobs=1)
+    assert chat.choices[0].logprobs and chat.choices[0].logprobs.content
+    wanted = [entry.model_dump() for entry in chat.choices[0].logprobs.content]
+    assert [entry.model_dump() for entry in told.output[0].content[0].logprobs] == wanted
+    streamed = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    assert [(entry.token, entry.logprob) for entry in streamed] == [(each["token"], each["logprob"]) for each in wanted]
+
+
+async def test_a_response_repeats_what_was_asked() -> None:
+    asked: Json = {"instructions": "Be brief.", "temperature": 0.5, "metadata": {"a": "b"}, "tool_choice": "required"}
+    async with playing(ScriptedBackend()) as (client, _):
+        reply = await ask(client, "hi", **asked, reasoning={"effort": "low"}, text={"verbosity": "low"})
+    assert {name: getattr(reply, name) for name in asked} == asked
+    assert reply.reasoning.effort == "low" and reply.text.format.type == "text"
+    assert [(tool.type, tool.name) for tool in reply.tools] == [("function", "look")]
+    assert reply.id.startswith("resp_") and reply.output[0].id.startswith("msg_")
