@@ -1,4 +1,4 @@
-"""The records that flow through a run: Turn, Trajectory, Score, RewardNoise, ScoredTrajectory, GroupRewards.
+"""The records of a run: Turn, Trajectory, Score, RewardNoise, AskedAgain, ScoredTrajectory, GroupRewards.
 
 They are plain data: no torch, no files, no network. The gateway makes trajectories, judges score them, the learner
 makes samples of them. `run_dir` writes and reads them as JSON lines.
@@ -144,6 +144,18 @@ class RewardNoise(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("min_reliability is from 0 to 1")
 
 
+class AskedAgain(msgspec.Struct, frozen=True, kw_only=True):
+    """The further rounds of votes on a group whose first votes could not be told from noise.
+
+    Example: AskedAgain(rounds=1, tokens=412.5, cost_usd=0.0003). Tokens and cost are one trajectory's share of what
+    these rounds took; the scores' own numbers include them.
+    """
+
+    rounds: int  # rounds after the first, at least 1
+    tokens: float = 0.0  # prompt and completion tokens
+    cost_usd: float | None = None  # None: unknown
+
+
 class ScoredTrajectory(Trajectory, kw_only=True):
     """A trajectory, unchanged, with its final `reward` and the scores behind it.
 
@@ -153,6 +165,7 @@ class ScoredTrajectory(Trajectory, kw_only=True):
     reward: float | None = None
     scores: list[Score] = []
     noise: RewardNoise | None = None  # None: the judge says nothing of its errors
+    again: AskedAgain | None = None  # None: its group was judged in one round
     # Digest of the judge behind the reward: model, rubric, function, weights. `art judge` writes it, and continues a
     # file only under the same digest. None: a run or an older art wrote the line.
     judge_settings: str | None = None
@@ -178,10 +191,13 @@ def score_trajectory(
     *,
     settings: str | None = None,
     noise: RewardNoise | None = None,
+    again: AskedAgain | None = None,
 ) -> ScoredTrajectory:
     """The trajectory as a ScoredTrajectory, all other fields unchanged."""
     fields = {name: getattr(trajectory, name) for name in Trajectory.__struct_fields__}
-    return ScoredTrajectory(**fields, reward=reward, scores=list(scores), judge_settings=settings, noise=noise)
+    return ScoredTrajectory(
+        **fields, reward=reward, scores=list(scores), judge_settings=settings, noise=noise, again=again
+    )
 
 
 def has_signal(rewards: Sequence[float]) -> bool:

@@ -14,7 +14,7 @@ from art_cli import threads
 from art_cli.config.compose import LoadedJudge, load_judge
 from art_cli.config.schema import RulerJudgeConfig
 from art_cli.errors import DataError, JudgeError, UsageError, printable
-from art_cli.judges import Judge, make_judge
+from art_cli.judges import Judge, make_judge, settings_of
 from art_cli.judges.costs import CostEstimate
 from art_cli.judges.files.scored import scored_groups
 from art_cli.judges.files.session import Session, Summary, judgeable
@@ -86,6 +86,8 @@ def as_text(summary: Summary) -> str:
         tokens = summary.prompt_tokens + summary.completion_tokens
         paid = f"{summary.calls} calls, {tokens:,} tokens, {_dollars(summary.cost_usd)}"
         lines.append(f"  {paid}; {summary.cached_votes} votes from the cache")
+    if summary.asked_again:
+        lines.append(f"  {summary.asked_again} groups were asked again, because their votes did not tell them apart")
     owed = [item for item in summary.owed_because.items() if item[1] != summary.stopped]
     for group_id, reason in owed[:SHOWN]:
         lines.append(f"  owed: {printable(group_id)}: {printable(reason, limit=1000)}")
@@ -124,7 +126,7 @@ def dry_run(
     if judge.estimate([]) is None:
         raise UsageError(f"--dry-run: judge={loaded.config.name} makes no calls that could be counted beforehand")
     done = (
-        scored_groups(TrajectoryFile(output), source, judge.settings)
+        scored_groups(TrajectoryFile(output), source, settings_of(judge))
         if output is not None and output.exists()
         else set()
     )
@@ -136,8 +138,10 @@ def dry_run(
     if as_json:
         sys.stdout.write(json.dumps({"groups": len(owed), **msgspec.structs.asdict(total)}) + "\n")
         return
+    noise = judge.noise
+    again = f"; up to {noise.ask_again + 1} times that with judge.noise.ask_again" if noise and noise.ask_again else ""
     price = "price unknown" if total.usd is None else f"about ${total.usd:.4f} and what the model thinks besides"
     sys.stdout.write(
         f"{len(owed)} groups to judge: {total.calls} calls ({total.cached} votes are in the cache), "
-        f"about {total.prompt_tokens:,} tokens in and {total.completion_tokens:,} out, {price}\n"
+        f"about {total.prompt_tokens:,} tokens in and {total.completion_tokens:,} out, {price}{again}\n"
     )

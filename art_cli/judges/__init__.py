@@ -8,6 +8,7 @@ a score: when it cannot score a group, it raises JudgeError and the group stays 
     providers/   the models that judge: one call to one of them, and when to make it again
     costs.py     usage, prices, estimates, budget
     groups.py    judges one group, or many at once
+    again.py     further rounds of votes on a group that noise hides
     files/       judges a file into another, and goes on where it stopped
     report/      measures how far a judge can be trusted
     trial.py     asks a judge once, for `art check`
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from art_cli.errors import UsageError
 from art_cli.judges.costs import CostEstimate, Usage
 from art_cli.plugins import resolve
 from art_cli.trajectory import Score, Trajectory
@@ -65,6 +67,8 @@ class Judge:
     """Whether it refuses a rollout that returned no reward."""
     noise: "NoiseConfig | None" = None
     """What the configuration says of its errors; `make_judge` sets it."""
+    has_rounds: bool = False
+    """Whether it can be asked for further rounds of votes (`judge_again`)."""
 
     @property
     def settings(self) -> str:
@@ -73,6 +77,13 @@ class Judge:
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
         """One verdict per trajectory id, complete. An empty group gives an empty mapping. Raises JudgeError."""
+        raise NotImplementedError
+
+    async def judge_again(self, group: Sequence[Trajectory], num_rounds: int) -> Mapping[str, Verdict]:
+        """The verdicts by the votes of `num_rounds` rounds together, 2 or more. A group not empty, as in `judge`.
+
+        The rounds before the last have been asked for and are not paid for again. Raises JudgeError.
+        """
         raise NotImplementedError
 
     @property
@@ -117,7 +128,17 @@ def make_judge(config: "JudgeConfig", directory: Path, *, job: str = "") -> Judg
     """
     judge: Judge = judge_class(config, directory)(config, directory, job=job)
     judge.noise = None if config.name == "none" else config.noise
+    if judge.noise is not None and judge.noise.ask_again and not judge.has_rounds:
+        raise UsageError(f"judge.noise.ask_again: judge {config.name!r} has no further votes (Judge.judge_again)")
     return judge
+
+
+def settings_of(judge: Judge) -> str:
+    """A digest of all that decides the rewards, and with further rounds of which groups get them."""
+    if judge.noise is None or not judge.noise.ask_again:
+        return judge.settings
+    again = [judge.noise.ask_again, judge.noise.min_reliability]
+    return make_key(settings=judge.settings, again=again)[:12]
 
 
 def judge_class(config: "JudgeConfig", directory: Path) -> Any:

@@ -4,8 +4,9 @@ A group that one of them cannot score stays owed, because a mean over the others
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from art_cli.config.sections.judge import BlendJudgeConfig, NamedJudgeConfig, RolloutJudgeConfig, RulerJudgeConfig
 from art_cli.judges import Judge, Verdict, judge_class, make_judge, make_key
@@ -25,6 +26,7 @@ class BlendJudge(Judge):
         self.judges = judges or {name: make_judge(each, directory, job=job) for name, each in _named(config).items()}
         self.in_flight = max(judge.in_flight for judge in self.judges.values())
         self.needs_reward = any(judge.needs_reward for judge in self.judges.values())
+        self.has_rounds = any(judge.has_rounds for judge in self.judges.values())
 
     @property
     def settings(self) -> str:
@@ -37,7 +39,23 @@ class BlendJudge(Judge):
 
         A judge without a variance, which gives the same reward whenever it is asked, adds none.
         """
-        results = await asyncio.gather(*(judge.judge(group) for judge in self.judges.values()), return_exceptions=True)
+        return await self._judge(group, [judge.judge(group) for judge in self.judges.values()])
+
+    async def judge_again(self, group: Sequence[Trajectory], num_rounds: int) -> Mapping[str, Verdict]:
+        """As `judge`, with `num_rounds` rounds of those that have votes; the others say what they said."""
+        return await self._judge(
+            group,
+            [
+                judge.judge_again(group, num_rounds) if judge.has_rounds else judge.judge(group)
+                for judge in self.judges.values()
+            ],
+        )
+
+    async def _judge(
+        self, group: Sequence[Trajectory], asked: Sequence[Coroutine[Any, Any, Mapping[str, Verdict]]]
+    ) -> Mapping[str, Verdict]:
+        """`asked` are the answers of the judges, in their order."""
+        results = await asyncio.gather(*asked, return_exceptions=True)
         answers: dict[str, Mapping[str, Verdict]] = {}
         for name, result in zip(self.judges, results, strict=True):
             if isinstance(result, BaseException):

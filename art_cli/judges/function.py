@@ -55,6 +55,7 @@ class FunctionJudge(Judge):
             raise UsageError(f"judge.options: {config.entry} is a function, and only a class is made with options")
         self._source = _digest(config.entry, directory, config.options)
         self.in_flight, self.needs_reward = self._own.in_flight, self._own.needs_reward
+        self.has_rounds = self._own.has_rounds
         self._loop = LoopThread("judge")
 
     def _make(self, found: type, options: Mapping[str, Any]) -> Judge:
@@ -74,14 +75,18 @@ class FunctionJudge(Judge):
         """Raises JudgeError: the code raised, took too long, or did not give each trajectory one finite number."""
         if not group:
             return {}
-        return self._check(await self._call(copy.deepcopy(list(group))), group)
+        return self._check(await self._call(self._function, copy.deepcopy(list(group))), group)
 
-    async def _call(self, group: list[Trajectory]) -> Any:
+    async def judge_again(self, group: Sequence[Trajectory], num_rounds: int) -> Mapping[str, Verdict]:
+        """As `judge`, by a user's class that has rounds of votes."""
+        return self._check(await self._call(self._own.judge_again, copy.deepcopy(list(group)), num_rounds), group)
+
+    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
-                if inspect.iscoroutinefunction(self._function):
-                    return await self._loop.run(self._function(group))
-                return await call_in_thread(self._function, group)
+                if inspect.iscoroutinefunction(function):
+                    return await self._loop.run(function(*arguments))
+                return await call_in_thread(function, *arguments)
         except JudgeError:  # a user's class may say itself that a group stays owed
             raise
         except Exception as error:  # the boundary to the user's code

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 from art_cli.errors import DataError, JudgeError, JudgeStopped, first_of_group, printable
 from art_cli.judges import Judge, Verdict
+from art_cli.judges.again import ask_again
 from art_cli.trajectory import RewardNoise, ScoredTrajectory, Trajectory, has_signal, score_trajectory
 
 log = logging.getLogger(__name__)
@@ -65,8 +66,9 @@ class JudgeProgress:
 
 async def judge_group(judge: Judge, group: Sequence[Trajectory]) -> list[ScoredTrajectory]:
     """The group scored, in its order; the judge sees only what finished without error. Raises JudgeError."""
+    finished = [trajectory for trajectory in group if trajectory.error is None]
     try:
-        verdicts = await judge.judge([trajectory for trajectory in group if trajectory.error is None])
+        verdicts, again = await ask_again(judge, finished, await judge.judge(finished))
     except RecursionError as error:  # texts, copies and digests of nested values walk them level by level
         raise JudgeError("its messages are nested too deeply to be judged") from error
     for name, verdict in verdicts.items():
@@ -79,7 +81,7 @@ async def judge_group(judge: Judge, group: Sequence[Trajectory]) -> list[ScoredT
             scored.append(score_trajectory(trajectory, None))
         else:
             verdict = verdicts[trajectory.id]
-            scored.append(score_trajectory(trajectory, verdict.reward, verdict.scores, noise=known))
+            scored.append(score_trajectory(trajectory, verdict.reward, verdict.scores, noise=known, again=again))
     return scored
 
 

@@ -9,6 +9,7 @@ played again.
 """
 
 import asyncio
+import math
 import re
 import time
 from collections import Counter
@@ -101,6 +102,8 @@ class Batches:
         if self.config.rollout.replay is not None:
             numbers["num_replayed"] = len(replayed)
         groups = wave.scored(scorer.scored)
+        if self.judge.noise is not None and self.judge.noise.ask_again:
+            numbers |= _asked_again(groups)
         await asyncio.to_thread(self.choice.note, step, groups)
         return Batch(groups + replayed, numbers | wave.numbers(scorer.scored) | self._judged())
 
@@ -150,6 +153,23 @@ def _numbers(
     numbers["num_without_turns"] = sum(trajectory.is_silent and trajectory.error is None for trajectory in trajectories)
     numbers["num_limited"] = sum(trajectory.limit is not None for trajectory in trajectories)
     numbers |= {f"failed.{kind}": num for kind, num in _failures(trajectories).most_common(MAX_KINDS)}
+    return numbers
+
+
+def _asked_again(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:
+    """How many groups got further rounds of votes, and what these rounds took; no dollars where a price is unknown.
+
+    By the scored lines, so that a step that was killed counts what it paid before, too.
+    """
+    asked = [[each.again for each in members if each.again is not None] for members in groups]
+    every = [again for members in asked for again in members]
+    numbers: dict[str, float] = {
+        "num_asked_again": sum(map(bool, asked)),
+        "judge_again_tokens": round(math.fsum(again.tokens for again in every)),
+    }
+    costs = [again.cost_usd for again in every if again.cost_usd is not None]
+    if len(costs) == len(every):
+        numbers["judge_again_usd"] = math.fsum(costs)
     return numbers
 
 

@@ -32,6 +32,9 @@ class NoiseConfig(Section):
     min_reliability: UnitInterval = 0.0
     """A group is left out, and counts as one without signal, unless more than this share of its reward differences is
     true. 0: unless its attempts differ by no more than their votes do."""
+    ask_again: Count = 0
+    """With votes: how many further rounds of votes a group may get before it is left out, as many votes in each as in
+    the first. Those of all rounds count together."""
 
     @property
     def is_from_votes(self) -> bool:
@@ -43,6 +46,8 @@ class NoiseConfig(Section):
             raise ValueError("set both 'false_positive' and 'false_negative', or neither")
         if (self.false_positive or 0.0) + (self.false_negative or 0.0) >= 1:
             raise ValueError("false_positive + false_negative must be below 1: such a judge says nothing of the truth")
+        if self.ask_again and not self.is_from_votes:
+            raise ValueError("'ask_again' asks for further votes, and flip rates are of a judge that has none")
         return self
 
 

@@ -122,8 +122,15 @@ def _find_fault(
 def _is_same(scored: ScoredTrajectory, trajectory: Trajectory) -> bool:
     """Whether the two are equal in everything but reward and scores."""
     try:
-        settings, noise = scored.judge_settings, scored.noise
-        return score_trajectory(trajectory, scored.reward, scored.scores, settings=settings, noise=noise) == scored
+        expected = score_trajectory(
+            trajectory,
+            scored.reward,
+            scored.scores,
+            settings=scored.judge_settings,
+            noise=scored.noise,
+            again=scored.again,
+        )
+        return expected == scored
     except RecursionError:
         return False
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from art_cli.judges import Judge
+from art_cli.judges import Judge, settings_of
 from art_cli.judges.files.scored import ScoredFile
 from art_cli.judges.files.source import Group, TrajectoryFile
 from art_cli.judges.groups import JudgeProgress, judge_groups
@@ -33,6 +33,7 @@ class Summary(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cost_usd: float | None  # cost of this session; None: a price is unknown
+    asked_again: int  # groups of this session that got further rounds of votes
     owed: int
     owed_because: dict[str, str]  # group id -> why it could not be scored
     incomplete: dict[str, str]  # group id -> how many of its attempts are there
@@ -45,7 +46,7 @@ class Session:
     def __init__(self, judge: Judge, source: TrajectoryFile, path: Path, *, is_partial: bool = False) -> None:
         self.judge, self.source, self.path, self.is_partial = judge, source, path, is_partial
         self.groups = judgeable(source, is_partial=is_partial)
-        self.num_before = self.num_trajectories = self.num_rewards = 0
+        self.num_before = self.num_trajectories = self.num_rewards = self.num_asked_again = 0
         self.reward_sum = 0.0
 
     async def run(self, *, is_fresh: bool = False, progress: OnProgress | None = None) -> Summary:
@@ -75,13 +76,14 @@ class Session:
 
     def _open(self, *, is_fresh: bool) -> ScoredFile:
         """The output, compared with the source. This reads both files, and perhaps those of a reward model."""
-        return ScoredFile(self.path, self.source, self.judge.settings, is_fresh=is_fresh)
+        return ScoredFile(self.path, self.source, settings_of(self.judge), is_fresh=is_fresh)
 
     def _count(self, scored: Sequence[ScoredTrajectory]) -> None:
         rewards = [trajectory.reward for trajectory in scored if trajectory.reward is not None]
         self.num_trajectories += len(scored)
         self.num_rewards += len(rewards)
         self.reward_sum += sum(rewards)
+        self.num_asked_again += any(trajectory.again is not None for trajectory in scored)
 
     def _summary(self, done: JudgeProgress) -> Summary:
         usage = self.judge.usage
@@ -97,6 +99,7 @@ class Session:
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cost_usd=usage.cost_usd,
+            asked_again=self.num_asked_again,
             owed=len(self.groups) - self.num_before - done.num_scored,
             owed_because=done.owed,
             incomplete={group.group_id: f"{group.count} of {group.size} attempts" for group in waiting},

@@ -62,26 +62,38 @@ class Voter:
 
     # --- scores -------------------------------------------------------------------------------------------------------
 
-    async def score(self, group: JudgedGroup, *, settings: str) -> list[Score]:
-        """[A] this model's score of each attempt; `settings` goes into every score. Raises JudgeError."""
+    async def score(self, group: JudgedGroup, *, settings: str, num_rounds: int = 1) -> list[Score]:
+        """[A] this model's score of each attempt; `settings` goes into every score. Raises JudgeError.
+
+        With several rounds by the votes of all of them. Those of the rounds before the last come from the cache.
+        """
         first, *others = group.parts(self._config.max_group)
-        scored, usage = await self._ask_about(group, first)
+        scored, usage = await self._ask_about(group, first, num_rounds)
         found = dict(zip(first, scored, strict=True))
         if others:
-            usage += await self._add_parts(group, first, others, found)
+            usage += await self._add_parts(group, first, others, found, num_rounds)
         return [self._write_score(found[index], usage, group, settings) for index in range(len(group.attempts))]
 
     async def _add_parts(
-        self, group: JudgedGroup, first: Sequence[int], others: Sequence[list[int]], found: dict[int, AttemptVotes]
+        self,
+        group: JudgedGroup,
+        first: Sequence[int],
+        others: Sequence[list[int]],
+        found: dict[int, AttemptVotes],
+        num_rounds: int,
     ) -> Usage:
-        """Adds the votes on all other parts to `found`, on the scale of the first part. Returns what they took."""
+        """Adds the votes on all other parts to `found`, on the scale of the first part. Returns what they took.
+
+        The first round chooses the anchors of every round, so that the parts and their questions stay the same.
+        """
         count = votes.num_anchors(self._config.max_group)
-        reference = [self._aggregate(found[index]) for index in first]
+        reference = [
+            votes.aggregate(found[index].votes[: self._config.votes], self._config.aggregate) for index in first
+        ]
         anchors = [first[rank] for rank in votes.choose_anchors(reference, count)]
         usage = Usage()
-        for part, (marked, took) in zip(
-            others, await all_of([self._ask_about(group, [*anchors, *part]) for part in others]), strict=True
-        ):
+        asked = await all_of([self._ask_about(group, [*anchors, *part], num_rounds) for part in others])
+        for part, (marked, took) in zip(others, asked, strict=True):
             usage += took
             here = [self._aggregate(each) for each in marked[:count]]
             scale = votes.fit(here, [self._aggregate(found[index]) for index in anchors])
@@ -90,9 +102,17 @@ class Voter:
         found |= {index: each.rescaled(scale) for index, each in found.items()}
         return usage
 
-    async def _ask_about(self, group: JudgedGroup, indices: Sequence[int]) -> tuple[list[AttemptVotes], Usage]:
+    async def _ask_about(
+        self, group: JudgedGroup, indices: Sequence[int], num_rounds: int
+    ) -> tuple[list[AttemptVotes], Usage]:
         """[len(indices)] the votes on these attempts, all shown together, and what they took."""
-        cast = await all_of([self._vote(group, indices, vote) for vote in range(self._config.votes)])
+        num_before = self._config.votes * (num_rounds - 1)
+        cast = await all_of(
+            [
+                self._vote(group, indices, vote, is_known=vote < num_before)
+                for vote in range(self._config.votes * num_rounds)
+            ]
+        )
         usage = sum((vote.usage for vote in cast), Usage())
         return [
             AttemptVotes(
@@ -127,13 +147,18 @@ class Voter:
 
     # --- one vote -----------------------------------------------------------------------------------------------------
 
-    async def _vote(self, group: JudgedGroup, indices: Sequence[int], vote: int) -> StoredVote:
-        """One usable answer on all these attempts. Raises JudgeError when none came."""
+    async def _vote(
+        self, group: JudgedGroup, indices: Sequence[int], vote: int, *, is_known: bool = False
+    ) -> StoredVote:
+        """One usable answer on all these attempts. Raises JudgeError when none came.
+
+        `is_known`: an earlier round of this group has it, so that it is not counted as one paid for by others.
+        """
         first = self._prompt(group, indices, vote, ask=0)
         key = vote_key(self.member, first)
         async with self._locks.setdefault(key, asyncio.Lock()):  # a group with the same content waits for this one
             if stored := await patiently(lambda: self._cache.get(key, len(indices))):
-                self.num_cached += 1
+                self.num_cached += not is_known
                 return stored
             fresh = await self._ask_until_usable(group, indices, vote, first)
             await patiently(lambda: self._cache.put(key, fresh))

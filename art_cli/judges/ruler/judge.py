@@ -40,6 +40,7 @@ class RulerJudge(Judge):
     """
 
     settings = ""  # the digest of what the judge is told
+    has_rounds = True
 
     def __init__(
         self,
@@ -83,10 +84,17 @@ class RulerJudge(Judge):
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
         """One verdict per trajectory id; the reward is the panel's weighted mean, in [0, 1]. Raises JudgeError."""
-        if not group:
-            return {}
+        return await self._judge(group, num_rounds=1) if group else {}
+
+    async def judge_again(self, group: Sequence[Trajectory], num_rounds: int) -> Mapping[str, Verdict]:
+        """As `judge`, by `num_rounds` times as many votes of each model. Earlier votes come from the cache."""
+        return await self._judge(group, num_rounds=num_rounds)
+
+    async def _judge(self, group: Sequence[Trajectory], *, num_rounds: int) -> Mapping[str, Verdict]:
         judged = read_group(group, self.config)
-        by_model = await all_of([voter.score(judged, settings=self.settings) for voter in self.voters])
+        by_model = await all_of(
+            [voter.score(judged, settings=self.settings, num_rounds=num_rounds) for voter in self.voters]
+        )
         weights = [member.weight for member in self.panel]
         variance = self._error_variance(by_model)
         verdicts: dict[str, Verdict] = {}
