@@ -119,7 +119,8 @@ class _Routes:
 
     async def models(self, http: HttpRequest) -> Response:
         cards = [_model_card(name) for name in self._authenticate(http).models()]
-        return _json(msgspec.json.encode({"object": "list", "data": cards}))
+        pages = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {}
+        return _json(msgspec.json.encode({"object": "list", "data": cards, **pages}))
 
     async def model(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]
@@ -157,7 +158,15 @@ def _check_model(backend: Backend, name: str) -> None:
 
 
 def _model_card(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "art"}
+    """The fields of OpenAI's model and those of Anthropic's, because both protocols have the same path."""
+    openai = {"id": name, "object": "model", "created": 0, "owned_by": "art"}
+    return {
+        **openai,
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+        "lifecycle": "active",
+    }
 
 
 async def _read_body(http: HttpRequest, limit: BodyLimit, timeout_s: float) -> bytes:

@@ -1,9 +1,10 @@
 """CommandRollout: an external program in any language as a rollout.
 
-It gets the scenario as one JSON line on standard input, and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its
-environment. The last line that it writes to standard output is its outcome: a number, null, or
-`{"reward": 1.0, "metrics": {...}, "metadata": {...}}`. It runs in a session of its own under a process that kills all
-that descends from it when the rollout is over, however it ends (processes/supervisor.py).
+It gets the scenario as one JSON line on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY and
+OPENAI_MODEL, and for Anthropic's clients ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ANTHROPIC_MODEL. The last line that
+it writes to standard output is its outcome: a number, null, or `{"reward": 1.0, "metrics": {...}, "metadata": {...}}`.
+It runs in a session of its own under a process that kills all that descends from it when the rollout is over, however
+it ends (processes/supervisor.py).
 """
 
 import os
@@ -43,7 +44,11 @@ class CommandRollout:
             "OPENAI_BASE_URL": policy.base_url,
             "OPENAI_API_KEY": policy.api_key,
             "OPENAI_MODEL": policy.model,
+            "ANTHROPIC_BASE_URL": policy.anthropic_base_url,
+            "ANTHROPIC_API_KEY": policy.api_key,
+            "ANTHROPIC_MODEL": policy.model,
         }
+        environment.pop("ANTHROPIC_AUTH_TOKEN", None)  # clients prefer it to the key
         try:
             ended = await run_program(
                 self._command,

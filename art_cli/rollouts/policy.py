@@ -87,8 +87,9 @@ class Policy:
     """The model being trained, as one attempt at one rollout sees it.
 
     `client` is the ordinary `openai.AsyncOpenAI` pointed at the gateway, `sync_client` the ordinary `openai.OpenAI`;
-    `base_url` and `api_key` serve any other framework. The key is this attempt's own: calls with it are recorded.
-    `headers` hold what `state` says; a client that is made with them (`default_headers=policy.headers`) sends it.
+    `base_url` and `api_key` serve any other framework, and `anthropic_base_url` serves Anthropic's clients. The key is
+    this attempt's own: calls with it are recorded. `headers` hold what `state` says; a client that is made with them
+    (`default_headers=policy.headers`) sends it.
     """
 
     def __init__(self, *, base_url: str, api_key: str, model: str, step: int) -> None:
@@ -100,6 +101,11 @@ class Policy:
         self._connections = Connections(has_one_loop=False)
         self._client: openai.AsyncOpenAI | None = None
         self._sync_client: openai.OpenAI | None = None
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """`base_url` without its /v1, which Anthropic's clients add themselves."""
+        return self.base_url.removesuffix("/v1")
 
     def state(self, key: str | None) -> None:
         """Names the state of the environment in which the next calls act, until it is called again; None: no name.

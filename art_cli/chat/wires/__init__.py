@@ -4,6 +4,8 @@
     openai_chat.py          OpenAIChat: POST /v1/chat/completions
     openai_completions.py   OpenAICompletions: POST /v1/completions
     openai_responses.py     OpenAIResponses: POST /v1/responses, with responses_items.py and responses_reply.py
+    anthropic_messages.py   AnthropicMessages, AnthropicCountTokens: POST /v1/messages, /v1/messages/count_tokens
+    anthropic_replies.py    a reply as Anthropic's content blocks and events
 
 A wire translates between JSON and the records of requests.py and replies.py. It answers nothing by itself: the
 application (app.py) receives the body, asks a backend and sends what the wire has written. To add a protocol, write a
@@ -18,6 +20,7 @@ from starlette.datastructures import Headers
 from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import Chunk, Reply
 from art_cli.chat.requests import Request, Sampling
+from art_cli.chat.wires.anthropic_messages import AnthropicCountTokens, AnthropicMessages
 from art_cli.chat.wires.openai_chat import OpenAIChat
 from art_cli.chat.wires.openai_completions import OpenAICompletions
 from art_cli.chat.wires.openai_responses import OpenAIResponses
@@ -91,4 +94,4 @@ class Wires:
         return next((key for wire in wires if (key := wire.key(headers)) is not None), None)
 
 
-WIRES = Wires(OpenAIChat(), OpenAICompletions(), OpenAIResponses())
+WIRES = Wires(OpenAIChat(), OpenAICompletions(), OpenAIResponses(), AnthropicMessages(), AnthropicCountTokens())

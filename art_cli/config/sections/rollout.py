@@ -46,7 +46,7 @@ class RolloutConfig(Section):
     art's packages. null: the Python that art runs in."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
     """An external program instead of `entry`. It reads the scenario from standard input and writes one JSON line.
-    OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL are set in its environment."""
+    OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL are set in its environment, and the same three for ANTHROPIC."""
     scenarios: str
     """A JSON-lines file, or "file.py:function" that returns an iterable of objects with an `id`."""
     group_size: PositiveInt = 8

@@ -1,0 +1,357 @@
+"""AnthropicMessages: Anthropic's Messages as a wire. CountTokens answers how many tokens a prompt has.
+
+https://docs.claude.com/en/api/messages
+
+A parameter is honoured, or it is harmless to ignore, or it is an error that names it. Headers such as `anthropic-beta`
+change nothing. What only Anthropic's servers or Anthropic's models can do is refused by name: images, documents, tools
+with a type of their own, a reply that is begun for the model.
+
+Some clients write a header for billing into the system prompt, with another hash at each request. It is left out,
+because no conversation would ever continue its own tokens with it.
+
+    {"role": "user", "content": [tool_result, tool_result, text]}   tool messages, in the order of the calls; then user
+    {"role": "assistant", "content": [thinking, text, tool_use]}    one message, whatever the blocks' order
+    {"role": "system"} behind another message                       a user message, as templates refuse a system there
+"""
+
+import json
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.datastructures import Headers
+
+from art_cli.chat.errors import ChatError, invalid
+from art_cli.chat.reading import convert, decode_object
+from art_cli.chat.replies import Reply
+from art_cli.chat.requests import Request, Sampling
+from art_cli.chat.wires.anthropic_replies import MessageEvents, message_of, num_tokens
+from art_cli.chat.wires.openai import INT32, LOWEST_TEMPERATURE, Count
+
+Json = dict[str, Any]
+
+BILLING = "x-anthropic-billing-header:"  # begins a line of Claude Code's system prompt
+_Name = Annotated[str, Meta(max_length=1024)]  # bounded because errors repeat it
+_Stop = Annotated[str, Meta(min_length=1, max_length=1024)]  # bounded because each token's text is searched for it
+_SHOWN = 80  # characters of a client's name that an error repeats
+
+# Parameters accepted and ignored: they identify, bill, cache or diagnose, ask for a place or a speed of the service, or
+# let the service shorten a long conversation, which stays whole here.
+HARMLESS = frozenset(
+    {
+        *("metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "billing_policy"),
+        *("fallbacks", "fallback_credit_token", "context_management", "user_profile_id", "workspace_id", "betas"),
+    }
+)
+# Parameters accepted only where they ask for nothing: Anthropic's servers would do the work.
+PROVIDERS = ("container", "mcp_servers", "compaction", "thread")
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+# --- the body ---------------------------------------------------------------------------------------------------------
+
+
+class _Block(msgspec.Struct):
+    """A content block of any type. `_Reader` checks that the type may stand where the block stands."""
+
+    type: _Name
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Json | None = None
+    tool_use_id: str | None = None
+    content: "str | list[_Block] | Json | None" = None
+
+
+class _Message(msgspec.Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[_Block]
+
+
+class _Tool(msgspec.Struct):
+    name: _Name = ""
+    type: _Name | None = None
+    description: str | None = None
+    input_schema: Json | None = None
+    strict: bool | None = None
+
+
+class _ToolChoice(msgspec.Struct):
+    type: Literal["auto", "any", "none", "tool"]
+    name: _Name | None = None
+
+
+class _Thinking(msgspec.Struct):
+    type: _Name
+
+
+class _Format(msgspec.Struct):
+    type: Literal["json_schema"]
+    schema: Json
+
+
+class _OutputConfig(msgspec.Struct):
+    format: _Format | None = None
+
+
+class MessagesBody(msgspec.Struct, kw_only=True):
+    """The JSON body of a request; null means that the client gave no value."""
+
+    model: _Name
+    messages: Annotated[list[_Message], Meta(min_length=1)]
+    max_tokens: Count | None = None  # required, but not for a count
+    system: str | list[_Block] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=INT32)] | None = None
+    stop_sequences: Annotated[list[_Stop], Meta(max_length=16)] | None = None
+    stream: bool | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: _ToolChoice | None = None
+    thinking: _Thinking | None = None
+    output_config: _OutputConfig | None = None
+    output_format: _Format | None = None  # the older name of output_config.format
+
+
+class Anthropic:
+    """The methods that both Anthropic wires have."""
+
+    def key(self, headers: Headers) -> str | None:
+        """The key of `x-api-key: KEY`, else of `Authorization: Bearer KEY`."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        bearer = key.strip() if scheme.lower() == "bearer" else ""
+        return headers.get("x-api-key", "").strip() or bearer or None
+
+    def error(self, error: ChatError) -> bytes:
+        """`{"type": "error", "error": {"type": ..., "message": ...}}`
+
+        A prompt that is too long is called so in the words by which clients know that they must shorten it.
+        """
+        status = self.status(error)
+        kind = TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        message = error.message
+        if error.code == "context_length_exceeded":
+            message = f"prompt is too long: {message}"
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+
+    def status(self, error: ChatError) -> int:
+        """Anthropic's status of a service that cannot answer just now is 529."""
+        return 529 if error.status == 503 else error.status
+
+    def _request(self, body: MessagesBody, defaults: Sampling, sampling: Json) -> Request:
+        reader = _Reader()
+        tools = [_tool(index, tool) for index, tool in enumerate(body.tools or [])]
+        return Request(
+            model=body.model,
+            sampling=msgspec.structs.replace(defaults, **sampling),
+            messages=reader.conversation(body),
+            tools=tools,
+            tool_choice=_tool_choice(body),
+            response_format=_response_format(body),
+            thinks={"enabled": True, "disabled": False}.get(body.thinking.type) if body.thinking else None,
+            caps_tokens=True,
+            user_set=frozenset(sampling),
+        )
+
+
+class AnthropicMessages(Anthropic):
+    path = "/v1/messages"
+
+    def parse(self, body: bytes, defaults: Sampling) -> Request:
+        """The request in a JSON body. Raises ChatError 400."""
+        parsed = _parse(body)
+        if parsed.max_tokens is None:
+            raise invalid("max_tokens: required", "max_tokens")
+        if parsed.messages[-1].role == "assistant":
+            raise invalid("messages: a reply cannot be begun for this model; end with a user message", "messages")
+        request = self._request(parsed, defaults, _sampling(parsed))
+        return msgspec.structs.replace(request, is_stream=bool(parsed.stream))
+
+    def render(self, request: Request, reply: Reply) -> bytes:
+        """The JSON body of a message."""
+        return msgspec.json.encode(message_of(reply))
+
+    def stream(self, request: Request) -> MessageEvents:
+        return MessageEvents(self)
+
+
+class AnthropicCountTokens(Anthropic):
+    """One token is sampled for the count and dropped. The gateway records no count."""
+
+    path = "/v1/messages/count_tokens"
+
+    def parse(self, body: bytes, defaults: Sampling) -> Request:
+        """The request whose prompt is counted. Raises ChatError 400."""
+        request = self._request(_parse(body), defaults, {"max_tokens": 1, "temperature": 0.0, "n": 1})
+        return msgspec.structs.replace(request, response_format=None, is_recorded=False)
+
+    def render(self, request: Request, reply: Reply) -> bytes:
+        return msgspec.json.encode({"input_tokens": num_tokens(reply)[0]})
+
+    def stream(self, request: Request) -> MessageEvents:
+        return MessageEvents(self)
+
+
+def _parse(body: bytes) -> MessagesBody:
+    fields = decode_object(body)
+    parsed = convert(fields, MessagesBody)
+    for name in fields.keys() - set(MessagesBody.__struct_fields__) - HARMLESS:
+        if name not in PROVIDERS:
+            raise invalid(f"unknown parameter: {name[:_SHOWN]!r}", name[:_SHOWN], "unknown_parameter")
+        if fields[name]:
+            raise invalid(f"{name}: only Anthropic's own servers have it", name, "unsupported_parameter")
+    return parsed
+
+
+def _sampling(body: MessagesBody) -> Json:
+    """The sampling parameters that the client gave, under the names of `Sampling`."""
+    if body.temperature is not None and 0 < body.temperature < LOWEST_TEMPERATURE:
+        raise invalid(f"temperature: 0 (greedy) or at least {LOWEST_TEMPERATURE}", "temperature")
+    given = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "max_tokens": body.max_tokens,
+        "stop": tuple(body.stop_sequences) if body.stop_sequences else None,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _tool(index: int, tool: _Tool) -> Json:
+    """The tool in OpenAI's form. Raises ChatError 400: it is one of Anthropic's own."""
+    if tool.type not in (None, "custom"):
+        message = f"the tool {tool.type[:_SHOWN]!r} is Anthropic's own; give a tool with an input_schema"
+        raise invalid(f"tools[{index}]: {message}", f"tools[{index}].type")
+    if not tool.name or tool.input_schema is None:
+        missing = "input_schema" if tool.name else "name"
+        raise invalid(f"tools[{index}].{missing}: required", f"tools[{index}].{missing}")
+    described = {"description": tool.description} if tool.description is not None else {}
+    strict = {"strict": tool.strict} if tool.strict is not None else {}
+    return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema, **strict}}
+
+
+def _tool_choice(body: MessagesBody) -> str | Json:
+    choice, names = body.tool_choice, {tool.name for tool in body.tools or []}
+    if choice is None or choice.type in ("auto", "none"):
+        return "auto" if choice is None else choice.type
+    if choice.type == "any":
+        if not names:
+            raise invalid("tool_choice: 'any' needs tools", "tool_choice")
+        return "required"
+    if choice.name not in names:
+        raise invalid(f"tool_choice: no tool is named {choice.name!r}", "tool_choice")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _response_format(body: MessagesBody) -> Json | None:
+    wanted = (body.output_config and body.output_config.format) or body.output_format
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.schema}} if wanted else None
+
+
+# --- the messages -----------------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Reads one conversation into messages in OpenAI's form."""
+
+    def __init__(self) -> None:
+        self._messages: list[Json] = []
+        self._issued: list[str] = []  # ids of the newest assistant message's calls, in their order
+
+    def conversation(self, body: MessagesBody) -> list[Json]:
+        if (system := _without_billing(_texts("system", body.system or ""))) != "":
+            self._messages.append({"role": "system", "content": system})
+        for index, message in enumerate(body.messages):
+            {"user": self._user, "assistant": self._assistant, "system": self._system}[message.role](
+                f"messages[{index}].content", message.content
+            )
+        return self._messages
+
+    def _system(self, place: str, content: str | list[_Block]) -> None:
+        role = "user" if self._messages else "system"
+        self._messages.append({"role": role, "content": _without_billing(_texts(place, content))})
+
+    def _user(self, place: str, content: str | list[_Block]) -> None:
+        """A tool message for each result, in the order in which the calls were issued, then the text."""
+        blocks = _blocks(content)
+        results = [
+            {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": _result(f"{place}[{index}]", block)}
+            for index, block in enumerate(blocks)
+            if block.type == "tool_result"
+        ]
+        order = {id: number for number, id in enumerate(self._issued)}
+        self._messages += sorted(results, key=lambda result: order.get(result["tool_call_id"], len(order)))
+        texts = [_text(f"{place}[{index}]", block) for index, block in enumerate(blocks) if block.type != "tool_result"]
+        if texts or not results:
+            self._messages.append({"role": "user", "content": "\n".join(texts)})
+
+    def _assistant(self, place: str, content: str | list[_Block]) -> None:
+        texts, thoughts, calls = [], [], []
+        for index, block in enumerate(_blocks(content)):
+            if block.type == "tool_use":
+                calls.append(_call(f"{place}[{index}]", block))
+            elif block.type == "thinking":
+                thoughts.append(block.thinking or "")
+            elif block.type != "redacted_thinking":  # another model's thoughts, which only its maker can read
+                texts.append(_text(f"{place}[{index}]", block))
+        message: Json = {"role": "assistant", "content": "".join(texts)}
+        if any(thoughts):
+            message["reasoning_content"] = "".join(thoughts)
+        if calls:
+            message |= {"content": message["content"] or None, "tool_calls": calls}
+        self._issued = [call["id"] for call in calls]
+        self._messages.append(message)
+
+
+def _blocks(content: str | list[_Block]) -> list[_Block]:
+    return [_Block("text", content)] if isinstance(content, str) else content
+
+
+def _text(place: str, block: _Block) -> str:
+    """The text of a block. Raises ChatError 400 for any other block, with its type."""
+    if block.type != "text":
+        message = f"{block.type[:_SHOWN]!r} blocks cannot be read here; send text"
+        raise invalid(f"{place}: {message}", place, "unsupported_content")
+    if block.text is None:
+        raise invalid(f"{place}.text: required", f"{place}.text")
+    return block.text
+
+
+def _texts(place: str, content: str | list[_Block]) -> str:
+    return "\n".join(_text(f"{place}[{index}]", block) for index, block in enumerate(_blocks(content)))
+
+
+def _result(place: str, block: _Block) -> str:
+    if block.tool_use_id is None:
+        raise invalid(f"{place}.tool_use_id: required", f"{place}.tool_use_id")
+    if isinstance(block.content, dict):
+        raise invalid(f"{place}.content: text, or a list of blocks", f"{place}.content")
+    return _texts(f"{place}.content", block.content or "")
+
+
+def _call(place: str, block: _Block) -> Json:
+    """The tool call in OpenAI's form, its arguments written as most models are trained to write them."""
+    for name in ("id", "name", "input"):
+        if getattr(block, name) is None:
+            raise invalid(f"{place}.{name}: required", f"{place}.{name}")
+    function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _without_billing(system: str) -> str:
+    """The system prompt without the lines that begin with BILLING."""
+    if BILLING not in system:
+        return system
+    return "".join(line for line in system.splitlines(keepends=True) if not line.startswith(BILLING))
