@@ -6,11 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.random import default_rng
 
+from art_cli.config.schema import NoiseConfig
 from art_cli.errors import DataError, UsageError
-from art_cli.judges.report.agreement import Measure, Ratio, best_of_group, kendall_tau, measure, pairwise, slope
+from art_cli.judges.report.agreement import (
+    Measure,
+    Ratio,
+    best_of_group,
+    kendall_tau,
+    measure,
+    pair_flips,
+    pairwise,
+    slope,
+)
+from art_cli.judges.report.noise import flip_rates, vote_reliability
 from art_cli.judges.report.report import make_report
 from art_cli.judges.report.text import report_lines
 from art_cli.run_dir import write_lines
@@ -24,6 +37,11 @@ def test_pairwise_accuracy_by_hand() -> None:
     assert pairwise([0.1, 0.3, 0.2, 0.3], [0, 1, 2, 2]) == Ratio(3.5, 5)
     assert pairwise([0.1, 0.2], [1, 1]) == Ratio(0, 0)
     assert pairwise([], []) == Ratio(0, 0)
+
+
+def test_pairs_in_the_wrong_order_by_hand() -> None:
+    """Gold 0, 1, 2, 2 has five pairs that differ. Scores 0.5, 0.1, 0.5, 0.9: (0, 1) is reversed, (0, 2) is a tie."""
+    assert pair_flips([0.5, 0.1, 0.5, 0.9], [0, 1, 2, 2]) == (1, 5)
 
 
 def test_kendalls_tau_b_by_hand() -> None:
@@ -171,6 +189,90 @@ def test_a_gold_that_is_not_there_is_one_line_with_what_there_is(tmp_path: Path)
     (tmp_path / "t.jsonl").write_text(json.dumps({"group_id": "g", "index": 0}) + "\n")
     with pytest.raises(DataError, match="no rewards in it"):
         make_report(tmp_path / "t.jsonl")
+
+
+# --- what judge.noise takes -------------------------------------------------------------------------------------------
+
+
+def write_flipped(path: Path, *, false_positive: float, false_negative: float, num_groups: int = 400) -> Path:
+    """Verdicts of 0 and 1 on attempts of known truth, flipped at these rates."""
+    rng = random.Random(3)
+    rows = []
+    for number in range(num_groups):
+        rate = rng.random()
+        for index in range(8):
+            is_right = rng.random() < rate
+            is_flipped = rng.random() < (false_negative if is_right else false_positive)
+            each = attempt(index, [], group=f"g{number}", size=8, metrics={"win": float(is_right)})
+            rows.append(score_trajectory(each, float(is_right != is_flipped)))
+    write_lines(path, rows)
+    return path
+
+
+def test_flip_rates_are_found_and_can_be_copied_into_a_configuration(tmp_path: Path) -> None:
+    """3,200 verdicts, 10 and 25 % of them flipped: found to within 0.02, and printed as judge.noise takes them."""
+    path = write_flipped(tmp_path / "s.jsonl", false_positive=0.1, false_negative=0.25)
+    report, _ = make_report(path, gold="metrics.win")
+    assert report.flips is not None and report.flips.num_wrong + report.flips.num_right == 3200
+    for found, true in ((report.flips.false_positive, 0.1), (report.flips.false_negative, 0.25)):
+        assert found.low <= true <= found.high and found.high - found.low < 0.07
+        assert found.value == pytest.approx(true, abs=0.02)
+    copied = dict(report_lines(report))["  for judge.noise"].partition("   ")[0]
+    noise = NoiseConfig.model_validate(yaml.safe_load(copied))
+    assert noise.false_positive == pytest.approx(report.flips.false_positive.value, abs=6e-4)
+    assert noise.false_negative == pytest.approx(report.flips.false_negative.value, abs=6e-4)
+    assert report.values()["false_negative"] == report.flips.false_negative.value
+
+
+def test_flip_rates_by_hand() -> None:
+    """Gold 0, 0, 1 with rewards 1, 0, 1, and gold 0, 1 with 0, 1: one false positive of three, no false negative.
+
+    No flip in two groups: at most 1 - 0.025 ** (1 / 2), Clopper and Pearson's bound for 0 of 2.
+    """
+    found = flip_rates([[1, 0, 1], [0, 1]], [[0, 0, 1], [0, 1]])
+    assert found is not None and (found.num_wrong, found.num_right) == (3, 2)
+    assert found.false_positive.value == pytest.approx(1 / 3)
+    low, high = found.false_negative.low, found.false_negative.high
+    assert (found.false_negative.value, low) == (0, 0) and high == pytest.approx(1 - 0.025**0.5)
+    assert (
+        flip_rates([[0.5, 1]], [[0, 1]]) is flip_rates([[0, 1]], [[0.5, 1]]) is flip_rates([[0, 1]], [[1, 1]]) is None
+    )
+
+
+def test_a_judge_that_flips_more_than_it_tells_is_not_offered_to_be_copied(tmp_path: Path) -> None:
+    path = write_flipped(tmp_path / "s.jsonl", false_positive=0.6, false_negative=0.6)
+    report, _ = make_report(path, gold="metrics.win")
+    assert dict(report_lines(report))["  for judge.noise"].startswith("nothing")
+
+
+def test_the_reliability_of_votes_is_their_intraclass_correlation() -> None:
+    """Votes of deviation 1 on attempts of deviation 1: ICC(3,1) = 1 / 2, and ICC(3,4) = 1 / (1 + 1 / 4) = 4 / 5.
+
+    What a vote gives to all attempts alike changes neither. One group is checked against 1 - 1 / F.
+    """
+    draw = default_rng(5)
+    groups = draw.normal(size=(400, 6, 1)) + draw.normal(size=(400, 6, 4)) + 3 * draw.normal(size=(400, 1, 4))
+    found = vote_reliability(groups.tolist())
+    assert found is not None
+    assert found.one_vote.value == pytest.approx(0.5, abs=0.05) and found.one_vote.low <= 0.5 <= found.one_vote.high
+    assert found.all_votes.value == pytest.approx(0.8, abs=0.04)
+    alone = vote_reliability(groups[:1].tolist())
+    table = groups[0]
+    residuals = table - table.mean(axis=0) - table.mean(axis=1, keepdims=True) + table.mean()
+    f = 4 * table.mean(axis=1).var(ddof=1) / ((residuals**2).sum() / 15)
+    assert alone is not None and alone.all_votes.value == pytest.approx(1 - 1 / f)
+    assert alone.one_vote.value == pytest.approx((f - 1) / (f + 3))
+    assert vote_reliability([[[1.0], [2.0]]]) is vote_reliability([[[1.0, 1.0], [1.0, 1.0]]]) is None
+
+
+def test_a_judge_that_votes_is_told_to_use_its_votes(tmp_path: Path) -> None:
+    report, _ = make_report(write(tmp_path / "s.jsonl", bias=0.3, votes=2, num_groups=20))
+    lines = dict(report_lines(report))
+    assert lines["for judge.noise"].startswith("votes ") and "ICC" in lines["  reliability"]
+    assert 0 < report.values()["one_vote.reliability"] < report.values()["reliability"] < 1
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
 
 
 class _Tags:

@@ -1,1 +1,1 @@
-"""How far a judge can be trusted: agreement.py measures, report.py reads a scored file, text.py puts it in words."""
+"""How far a judge can be trusted: agreement.py and noise.py measure, report.py reads files, text.py writes words."""

@@ -63,6 +63,16 @@ def pairwise(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
     return Ratio(right, total)
 
 
+def pair_flips(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
+    """(pairs that `scores` orders against the gold, pairs whose gold differs). A tie in `scores` is no flip."""
+    wrong, total = 0, 0
+    for (score, true), (other_score, other_true) in combinations(zip(scores, gold, strict=True), 2):
+        by_score, by_gold = _sign(score - other_score), _sign(true - other_true)
+        wrong += by_score * by_gold < 0
+        total += by_gold != 0
+    return Ratio(wrong, total)
+
+
 def kendall_tau(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
     """Kendall's tau-b (1945) as (tau, 1); (0, 0) when either side is all ties, because tau has no value then.
 

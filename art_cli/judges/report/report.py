@@ -18,10 +18,12 @@ from art_cli.judges.files.source import MAX_GROUP_SIZE
 from art_cli.judges.groups import MAX_REWARD, by_group
 from art_cli.judges.report import agreement
 from art_cli.judges.report.agreement import Measure, Ratio
+from art_cli.judges.report.noise import FlipRates, VoteReliability, flip_rates, vote_reliability
 from art_cli.run_dir import read_lines
 from art_cli.trajectory import EQUAL_REWARDS, Score
 
-MEASURES = (agreement.pairwise, agreement.kendall_tau, agreement.best_of_group)  # the fields of Agreement
+# the fields of Agreement
+MEASURES = (agreement.pairwise, agreement.pair_flips, agreement.kendall_tau, agreement.best_of_group)
 MAX_POINTS = 2000  # most points that one plot gets
 
 
@@ -61,6 +63,7 @@ class Agreement(msgspec.Struct, frozen=True):
     """How a score agrees with the gold; None: the gold is equal within every group."""
 
     pairwise_accuracy: Measure | None
+    pair_flips: Measure | None
     kendall_tau: Measure | None
     best_of_group: Measure | None
 
@@ -72,6 +75,7 @@ class JudgeReport(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None
     num_votes: int  # the most that one attempt got
     order_bias: Measure | None  # score added to the first place over the last
+    reliability: VoteReliability | None  # None: one vote an attempt, or votes and attempts that never differ
     spread: float | None  # standard deviation of one vote about its attempt's mean, pooled over attempts
     agreement: Agreement | None  # agreement of its score (all votes) with the gold
     one_vote: Agreement | None  # agreement of each single vote with the gold, pooled
@@ -94,6 +98,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     reward_mean: float | None
     reward_std: float | None  # within groups, pooled
     agreement: Agreement | None  # agreement of the reward with the gold
+    flips: FlipRates | None  # flip rates of the reward; None: no gold, or reward or gold has other values than 0 and 1
     judges: list[JudgeReport]
 
     def values(self) -> dict[str, float]:
@@ -106,7 +111,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
                 found[f"{judge.model or judge.judge}.{name}"] = value
         shares = {"no_signal_share": self.num_without_signal / self.num_groups} if self.num_groups else {}
         counts = {"num_groups": float(self.num_groups), "num_without_signal": float(self.num_without_signal)}
-        return found | counts | shares | _agreement_values(self.agreement)
+        return found | counts | shares | _agreement_values(self.agreement) | _flip_values(self.flips)
 
 
 @dataclass
@@ -133,7 +138,7 @@ def make_report(path: Path, *, gold: str | None = None) -> tuple[Report, PlotPoi
     if not any(judged.values()):
         raise DataError("no rewards in it; judge it first: art judge FILE -o SCORED", path)
     golds = read_gold(judged, gold) if gold else None
-    rewards = [[row.reward for row in rows if row.reward is not None] for rows in judged.values() if rows]
+    rewards = [_rewards(rows) for rows in judged.values() if rows]
     flat = [reward for group in rewards for reward in group]
     spreads = [statistics.pvariance(group) for group in rewards if len(group) > 1]
     report = Report(
@@ -147,9 +152,14 @@ def make_report(path: Path, *, gold: str | None = None) -> tuple[Report, PlotPoi
         reward_mean=statistics.fmean(flat) if flat else None,
         reward_std=math.sqrt(statistics.fmean(spreads)) if spreads else None,
         agreement=_agree(judged, golds, [[[row.reward for row in rows]] for rows in judged.values()]),
+        flips=None if golds is None else flip_rates([_rewards(rows) for rows in judged.values()], list(golds.values())),
         judges=[_judge(*name, judged, golds) for name in _judges(judged)],
     )
     return report, _sample(judged, golds)
+
+
+def _rewards(rows: Sequence[ScoredRow]) -> list[float]:
+    return [row.reward for row in rows if row.reward is not None]
 
 
 def read_gold(groups: dict[str, list[ScoredRow]], name: str) -> dict[str, list[float]]:
@@ -196,6 +206,7 @@ def _judge(
         model=model,
         num_votes=num_votes,
         order_bias=agreement.measure([_order_bias(group) for group in scores]),
+        reliability=vote_reliability([[score.votes for score in group] for group in scores]),
         spread=_pooled([score.spread for score in flat if score.spread is not None]),
         agreement=_agree(groups, golds, [[[score.score if score else None for score in group]] for group in by_group]),
         one_vote=_agree(groups, golds, [_single_votes(group, num_votes) for group in by_group])
@@ -273,6 +284,11 @@ def _judge_values(judge: JudgeReport) -> dict[str, float]:
     found: dict[str, float | None] = {"spread": judge.spread, "cost_usd": judge.cost_usd, "latency_s": judge.latency_s}
     if judge.order_bias is not None:
         found |= {"order_bias": judge.order_bias.value, "order_bias_size": abs(judge.order_bias.value)}
+    if judge.reliability is not None:
+        found |= {
+            "reliability": judge.reliability.all_votes.value,
+            "one_vote.reliability": judge.reliability.one_vote.value,
+        }
     found |= _agreement_values(judge.agreement)
     found |= {f"one_vote.{name}": value for name, value in _agreement_values(judge.one_vote).items()}
     return {name: value for name, value in found.items() if value is not None}
@@ -283,6 +299,12 @@ def _agreement_values(found: Agreement | None) -> dict[str, float]:
         return {}
     measures: dict[str, Any] = msgspec.structs.asdict(found)
     return {name: each.value for name, each in measures.items() if each is not None}
+
+
+def _flip_values(found: FlipRates | None) -> dict[str, float]:
+    if found is None:
+        return {}
+    return {"false_positive": found.false_positive.value, "false_negative": found.false_negative.value}
 
 
 def _sample(groups: dict[str, list[ScoredRow]], golds: dict[str, list[float]] | None) -> PlotPoints:

@@ -4,12 +4,14 @@ import msgspec
 
 from art_cli.errors import printable
 from art_cli.judges.report.agreement import Measure
+from art_cli.judges.report.noise import FlipRates
 from art_cli.judges.report.report import Agreement, JudgeReport, Report
 
 Lines = list[tuple[str, str]]
 
 NAMES = {
     "pairwise_accuracy": "pairwise accuracy",
+    "pair_flips": "pairs in wrong order",
     "kendall_tau": "Kendall's tau-b",
     "best_of_group": "best-of-group hits",
 }
@@ -27,7 +29,27 @@ def report_lines(report: Report) -> Lines:
         lines += [(f"  against {report.gold}", ""), *_agreement_lines(report.agreement)]
     for judge in report.judges:
         lines += _judge_lines(judge, report.gold)
+    if report.flips is not None:
+        lines += _flip_lines(report.flips, str(report.gold))
+    elif any(judge.reliability is not None for judge in report.judges):
+        lines.append(("for judge.noise", "votes   (training believes each group as far as its votes agree)"))
     return lines
+
+
+def _flip_lines(flips: FlipRates, gold: str) -> Lines:
+    """The flip rates, and the value of `judge.noise` that says so."""
+    lines = [
+        (f"reward against {gold}", ""),
+        ("  false positives", f"{_interval(flips.false_positive)}   of {flips.num_wrong} attempts with gold 0"),
+        ("  false negatives", f"{_interval(flips.false_negative)}   of {flips.num_right} attempts with gold 1"),
+    ]
+    if not flips.is_usable:
+        return [*lines, ("  for judge.noise", "nothing: rates that add up to 1 or more say nothing of the truth")]
+    rates = f"{{false_positive: {flips.false_positive.value:.3f}, false_negative: {flips.false_negative.value:.3f}}}"
+    return [
+        *lines,
+        ("  for judge.noise", f"{rates}   (copied into the configuration, training allows for these flips)"),
+    ]
 
 
 def _judge_lines(judge: JudgeReport, gold: str | None) -> Lines:
@@ -35,6 +57,9 @@ def _judge_lines(judge: JudgeReport, gold: str | None) -> Lines:
     lines = [("judge", printable(f"{judge.judge} {judge.model or ''}".rstrip()) + f", {votes} an attempt")]
     if judge.order_bias is not None:
         lines.append(("  order bias", _bias_words(judge.order_bias)))
+    if judge.reliability is not None:
+        alone = f"   one vote alone {_interval(judge.reliability.one_vote)}"
+        lines.append(("  reliability", f"{_interval(judge.reliability.all_votes)}{alone} (ICC: share that repeats)"))
     if judge.spread is not None:
         lines.append(("  spread of a vote", f"{judge.spread:.4f} (standard deviation about its attempt's mean)"))
     if judge.agreement is not None:
