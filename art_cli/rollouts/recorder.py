@@ -56,6 +56,7 @@ class Recorder:
         self.used_foreign_key = False  # its program made a call with the key of another rollout
         self.upstream_error: str | None = None  # why the engine failed to answer the latest call
         self._arguments: dict[str, str] = {}  # id of a tool call in a reply -> its arguments as they were sampled
+        self._texts: dict[str, str] = {}  # id of a reply's first tool call -> the reply's text
         self._sequences: list[bytes] = []  # [turn] packed token ids, prompt and sampled
         self._conversations: list[_Conversation] = []  # the last one is the current one
 
@@ -77,10 +78,11 @@ class Recorder:
         return candidates[-1] if candidates else None
 
     def as_sampled(self, request: Request) -> Request:
-        """The request with the arguments of earlier replies' calls written as they were sampled.
+        """The request with earlier replies that call tools written as they were sampled.
 
-        A client that parses arguments and writes them again changes spaces and the order of keys. Its prompt would not
-        continue the sampled tokens, although the client says the same.
+        A client that parses arguments and writes them again changes spaces and the order of keys. Another drops a text
+        that is only white space, or white space around the text. Its prompt would not continue the sampled tokens,
+        although the client says the same.
         """
         if not self._arguments or not request.messages:
             return request
@@ -88,8 +90,13 @@ class Recorder:
 
     def _message_as_sampled(self, message: Json) -> Json:
         calls = message.get("tool_calls") or []
-        restored = [self._call_as_sampled(call) for call in calls]
-        return message if restored == calls else {**message, "tool_calls": restored}
+        if not calls:
+            return message
+        text = text_of(message.get("content"))
+        sampled = self._texts.get(calls[0].get("id") or "", text)
+        has_lost_space = sampled != text and sampled.strip() == text.strip()
+        changed = {"content": sampled} if has_lost_space else {}
+        return {**message, **changed, "tool_calls": [self._call_as_sampled(call) for call in calls]}
 
     def _call_as_sampled(self, call: Json) -> Json:
         function = call["function"]
@@ -111,17 +118,18 @@ class Recorder:
         self.tools += [tool for tool in request.tools if tool not in self.tools]
         num_before = len(self.turns)
         for choice in reply.choices:
-            self._keep_arguments(choice.message or {})
+            self._keep_calls(choice.message or {})
             if reply.prompt_ids and choice.token_ids and len(choice.logprobs) == len(choice.token_ids):
                 self._add_turn(request, reply, choice)
         # reversed, because most clients go on with the first choice, and the last conversation is the current one
         conversations = [self._add_conversation(request, choice) for choice in reversed(reply.choices)]
         return Recorded(range(num_before, len(self.turns)), conversations)
 
-    def _keep_arguments(self, message: Json) -> None:
-        for call in message.get("tool_calls") or ():
-            if call.get("id"):
-                self._arguments[call["id"]] = call["function"].get("arguments") or ""
+    def _keep_calls(self, message: Json) -> None:
+        calls = message.get("tool_calls") or []
+        self._arguments |= {call["id"]: call["function"].get("arguments") or "" for call in calls if call.get("id")}
+        if calls and calls[0].get("id"):
+            self._texts[calls[0]["id"]] = text_of(message.get("content"))
 
     def leave(self, request: Request, reply: Reply | None) -> Recorded | None:
         """Adds a call that the rollout left before its end. `reply` is the streamed part; None where nothing was."""

@@ -29,7 +29,7 @@ from art_cli.chat.errors import ChatError
 from art_cli.chat.reading import MAX_NODES, RequestReader
 from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.server import serve
-from art_cli.chat.wires import OpenAIChat, OpenAICompletions, Wire
+from art_cli.chat.wires import AnthropicMessages, OpenAIChat, OpenAICompletions, Wire
 from art_cli.crew import Crew, Crowded, Overran
 from art_cli.engines.embedded import messages, text
 from art_cli.engines.embedded.text import Detokenizer, Vocabulary
@@ -40,7 +40,7 @@ from tests.support.hostile import NUM_MUTATIONS, Heartbeat, MemoryBound, mutatio
 from tests.support.paths import LETTERS
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer, tiny_weights
 
-WIRE: dict[str, Wire] = {"chat": OpenAIChat(), "text": OpenAICompletions()}
+WIRE: dict[str, Wire] = {"chat": OpenAIChat(), "text": OpenAICompletions(), "messages": AnthropicMessages()}
 Json = dict[str, Any]
 USER = {"role": "user", "content": "hi"}
 HOLD_S = 0.2
@@ -380,6 +380,18 @@ async def test_mutated_requests_are_answered_or_refused_and_never_hold_the_loop(
     full = chat(messages=talk, tools=[tool], tool_choice="required", response_format=schema, stop=["a"], seed=1)
     full |= {"chat_template_kwargs": {"loud": True}, "temperature": 0.5, "logprobs": True, "top_logprobs": 2}
     plain = {"model": "policy", "prompt": [1, 2, 3], "max_tokens": 3, "logprobs": 2, "stop": "x"}
+    said = [{"type": "thinking", "thinking": "h", "signature": "s"}, {"type": "text", "text": "t"}]
+    said += [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": [1, "x"]}}]
+    told = [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "1"}]}]
+    claude = {
+        "model": "policy",
+        "max_tokens": 9,
+        "system": [{"type": "text", "text": "s"}],
+        "thinking": {"type": "auto"},
+    }
+    claude |= {"messages": [USER, {"role": "assistant", "content": said}, {"role": "user", "content": told}]}
+    claude |= {"tools": [{"name": "f", "input_schema": {"type": "object"}, "defer_loading": False}], "top_k": 3}
+    claude |= {"tool_choice": {"type": "any"}, "stop_sequences": ["x"], "output_config": {"effort": "low"}}
     whole, reader = vocabulary(CHAT_TEMPLATE + "{{ loud }}"), RequestReader()
 
     async def attempt(kind: Any, body: bytes) -> int:
@@ -394,8 +406,8 @@ async def test_mutated_requests_are_answered_or_refused_and_never_hold_the_loop(
 
     num_refused = 0
     with MemoryBound(mib=256):
-        for kind, good in (("chat", full), ("text", plain)):
-            for number, body in enumerate(mutations(json.dumps(good).encode(), seed=1, count=NUM_MUTATIONS // 2)):
+        for kind, good in (("chat", full), ("text", plain), ("messages", claude)):
+            for number, body in enumerate(mutations(json.dumps(good).encode(), seed=1, count=NUM_MUTATIONS // 3)):
                 async with Heartbeat() as heart:
                     num_refused += await attempt(kind, body)
                 if heart.longest_s >= HOLD_S:

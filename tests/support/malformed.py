@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-PATHS = ("/v1/chat/completions", "/v1/completions")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens")
 FIELDS = (
     *(
         "model",
@@ -33,6 +33,7 @@ FIELDS = (
         "response_format",
         "echo",
     ),
+    *("system", "stop_sequences", "thinking", "output_config", "mcp_servers", "context_management"),
     *("chat_template_kwargs", "return_token_ids", "logit_bias", "min_p", "user", "metadata", "temprature", ""),
 )
 ATOMS = (
@@ -103,7 +104,7 @@ def binary(draw: random.Random) -> bytes:
 
 def torn(draw: random.Random) -> bytes:
     """A good request, cut anywhere or with one byte changed."""
-    whole = bytearray(post(PATHS[0], _object(GOOD)))
+    whole = bytearray(post(draw.choice(PATHS), _object(GOOD)))
     if draw.random() < 0.5:
         return bytes(whole[: draw.randrange(1, len(whole))])
     whole[draw.randrange(len(whole))] = draw.randrange(256)
@@ -122,15 +123,17 @@ def deep(draw: random.Random) -> bytes:
     depth = draw.choice((50, 65, 1000, 20_000))
     opening, closing = draw.choice((("[", "]"), ('{"a":', "}")))
     nest = opening * depth + ("1" + closing * depth if draw.random() < 0.7 else "")
-    return post(PATHS[0], _object({**GOOD, draw.choice(FIELDS[1:]): nest}))
+    return post(draw.choice(PATHS), _object({**GOOD, draw.choice(FIELDS[1:]): nest}))
 
 
 def messages(draw: random.Random) -> bytes:
     """Conversations that are none."""
     parts = [draw.choice(ATOMS) for _ in range(draw.randrange(0, 4))]
-    keys = ("role", "content", "tool_calls", "tool_call_id", "name", "function")
+    keys = ("role", "content", "tool_calls", "tool_call_id", "name", "function", "type", "text", "input", "tool_use_id")
     parts += [_object({draw.choice(keys): draw.choice(ATOMS), "role": '"user"'}).decode(errors="surrogatepass")]
-    return post(PATHS[0], _object({**GOOD, "messages": f"[{', '.join(parts)}]"}))
+    if draw.random() < 0.5:
+        parts = [_object({"role": '"user"', "content": f"[{', '.join(parts)}]"}).decode(errors="surrogatepass")]
+    return post(draw.choice(PATHS), _object({**GOOD, "messages": f"[{', '.join(parts)}]"}))
 
 
 def heads(draw: random.Random) -> bytes:

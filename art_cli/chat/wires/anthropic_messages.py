@@ -11,6 +11,7 @@ because no conversation would ever continue its own tokens with it.
 
     {"role": "user", "content": [tool_result, tool_result, text]}   tool messages, in the order of the calls; then user
     {"role": "assistant", "content": [thinking, text, tool_use]}    one message, whatever the blocks' order
+    a tool with `defer_loading`                                     is not in the prompt until a tool_reference names it
     {"role": "system"} behind another message                       a user message, as templates refuse a system there
 """
 
@@ -72,6 +73,7 @@ class _Block(msgspec.Struct):
     name: str | None = None
     input: Json | None = None
     tool_use_id: str | None = None
+    tool_name: str | None = None
     content: "str | list[_Block] | Json | None" = None
 
 
@@ -86,6 +88,7 @@ class _Tool(msgspec.Struct):
     description: str | None = None
     input_schema: Json | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
 
 
 class _ToolChoice(msgspec.Struct):
@@ -151,13 +154,12 @@ class Anthropic:
         return 529 if error.status == 503 else error.status
 
     def _request(self, body: MessagesBody, defaults: Sampling, sampling: Json) -> Request:
-        reader = _Reader()
-        tools = [_tool(index, tool) for index, tool in enumerate(body.tools or [])]
+        tools = [(bool(tool.defer_loading), _tool(index, tool)) for index, tool in enumerate(body.tools or [])]
         return Request(
             model=body.model,
             sampling=msgspec.structs.replace(defaults, **sampling),
-            messages=reader.conversation(body),
-            tools=tools,
+            messages=_Reader([tool for is_deferred, tool in tools if is_deferred]).conversation(body),
+            tools=[tool for is_deferred, tool in tools if not is_deferred],
             tool_choice=_tool_choice(body),
             response_format=_response_format(body),
             thinks={"enabled": True, "disabled": False}.get(body.thinking.type) if body.thinking else None,
@@ -243,7 +245,7 @@ def _tool(index: int, tool: _Tool) -> Json:
 
 
 def _tool_choice(body: MessagesBody) -> str | Json:
-    choice, names = body.tool_choice, {tool.name for tool in body.tools or []}
+    choice, names = body.tool_choice, {tool.name for tool in body.tools or [] if not tool.defer_loading}
     if choice is None or choice.type in ("auto", "none"):
         return "auto" if choice is None else choice.type
     if choice.type == "any":
@@ -266,7 +268,9 @@ def _response_format(body: MessagesBody) -> Json | None:
 class _Reader:
     """Reads one conversation into messages in OpenAI's form."""
 
-    def __init__(self) -> None:
+    def __init__(self, deferred: list[Json]) -> None:
+        """`deferred` are tools that are not in the prompt until a result names them."""
+        self._deferred = {tool["function"]["name"]: tool for tool in deferred}
         self._messages: list[Json] = []
         self._issued: list[str] = []  # ids of the newest assistant message's calls, in their order
 
@@ -287,7 +291,11 @@ class _Reader:
         """A tool message for each result, in the order in which the calls were issued, then the text."""
         blocks = _blocks(content)
         results = [
-            {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": _result(f"{place}[{index}]", block)}
+            {
+                "role": "tool",
+                "tool_call_id": block.tool_use_id or "",
+                "content": self._result(f"{place}[{index}]", block),
+            }
             for index, block in enumerate(blocks)
             if block.type == "tool_result"
         ]
@@ -314,6 +322,22 @@ class _Reader:
         self._issued = [call["id"] for call in calls]
         self._messages.append(message)
 
+    def _result(self, place: str, block: _Block) -> str:
+        """The text of a tool's result. In place of the name of a tool that was found stands the tool's definition."""
+        if block.tool_use_id is None:
+            raise invalid(f"{place}.tool_use_id: required", f"{place}.tool_use_id")
+        if isinstance(block.content, dict):
+            raise invalid(f"{place}.content: text, or a list of blocks", f"{place}.content")
+        found = [self._found(inner) for inner in _blocks(block.content or [])]
+        return _texts(f"{place}.content", found)
+
+    def _found(self, block: _Block) -> _Block:
+        """A reference to a tool as text; any other block as it is."""
+        if block.type != "tool_reference":
+            return block
+        tool = self._deferred.get(block.tool_name or "")
+        return _Block("text", json.dumps(tool, ensure_ascii=False) if tool else block.tool_name)
+
 
 def _blocks(content: str | list[_Block]) -> list[_Block]:
     return [_Block("text", content)] if isinstance(content, str) else content
@@ -331,14 +355,6 @@ def _text(place: str, block: _Block) -> str:
 
 def _texts(place: str, content: str | list[_Block]) -> str:
     return "\n".join(_text(f"{place}[{index}]", block) for index, block in enumerate(_blocks(content)))
-
-
-def _result(place: str, block: _Block) -> str:
-    if block.tool_use_id is None:
-        raise invalid(f"{place}.tool_use_id: required", f"{place}.tool_use_id")
-    if isinstance(block.content, dict):
-        raise invalid(f"{place}.content: text, or a list of blocks", f"{place}.content")
-    return _texts(f"{place}.content", block.content or "")
 
 
 def _call(place: str, block: _Block) -> Json:

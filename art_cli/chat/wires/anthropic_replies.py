@@ -6,6 +6,7 @@ arguments are (calls.py). It is streamed in one piece once the call is whole, be
 """
 
 import hashlib
+import uuid
 from base64 import b64encode
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -30,7 +31,7 @@ def message_of(reply: Reply) -> Json:
     choice = reply.choices[0]
     message = choice.message if choice.message is not None else {"content": choice.text}
     return {
-        **_head(reply.id, reply.model),
+        **_head(reply.model),
         "content": list(_blocks(message)),
         **_ending(choice),
         "usage": _usage(*num_tokens(reply)),
@@ -65,8 +66,9 @@ def _tool_use(call: Json) -> Json:
     return {"type": "tool_use", "id": call.get("id") or "", "name": call["function"].get("name") or ""}
 
 
-def _head(id: str, model: str) -> Json:
-    return {"id": f"msg_{id.rpartition('-')[2]}", "type": "message", "role": "assistant", "model": model}
+def _head(model: str) -> Json:
+    """The id is new, because Claude Code joins messages of one id, and an endpoint may give all replies the same."""
+    return {"id": f"msg_{uuid.uuid4().hex[:24]}", "type": "message", "role": "assistant", "model": model}
 
 
 def _ending(choice: Choice) -> Json:
@@ -106,7 +108,6 @@ class MessageEvents:
         events = self._start(chunk) if is_first else b""
         delta = {"content": chunk.choice.text} if chunk.choice.message is None else chunk.choice.message
         if thoughts := _thoughts(delta):
-            self._thoughts.append(thoughts)
             events += self._piece("thinking", thoughts)
         if text := delta.get("content"):
             events += self._piece("text", text)
@@ -126,7 +127,7 @@ class MessageEvents:
         return b"event: error\ndata: " + self._wire.error(error) + b"\n\n"
 
     def _start(self, chunk: Chunk) -> bytes:
-        message = {**_head(chunk.id, chunk.model), "content": [], "stop_reason": None, "stop_sequence": None}
+        message = {**_head(chunk.model), "content": [], "stop_reason": None, "stop_sequence": None}
         counts = chunk.usage or (self._num_prompt, 0)
         return _event({"type": "message_start", "message": {**message, "usage": _usage(*counts)}})
 
@@ -136,6 +137,8 @@ class MessageEvents:
         if self._open != kind:
             empty = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
             events += self._close() + self._begin(empty)
+        if kind == "thinking":
+            self._thoughts.append(text)
         return events + self._delta({"type": f"{kind}_delta", kind: text})
 
     def _extend_call(self, piece: Json, index: int) -> bytes:
