@@ -31,7 +31,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test: lint  ## ruff, mypy, then every test that this machine can run; those of vLLM and of agents where their setup was run
-	$(BIN)/pytest --numprocesses auto --dist loadfile
+	$(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 # vLLM's own Python with CPU kernels, a test tool in an environment of its own. The torch packages that go again are
 # CUDA builds: beside a CPU torch they install and then break `import transformers`. Where the package index lacks torch's

@@ -38,6 +38,9 @@ RECIPE = Path("recipes/tictactoe/config.yaml")
 TASKS_HOME = Path("benchmarks/learning_tasks")
 OLD = (
     "loss=grpo",
+    "loss.scale_advantages=true",
+    "loss.mean_over=trained",
+    "rollout.groups_per_step=32",
     "train.learning_rate=5e-4",
     "train.decay=none",
     "train.updates_per_step=1",
@@ -46,6 +49,7 @@ OLD = (
 NOT_ALONE = ("gdpo", "distill", "sdpo")  # losses that need a reward in parts, a teacher, or a judge that explains
 DEADLINE_S = 3 * 3600.0  # longest time for one command
 SCENE = ("entry", "scenarios", "group_size", "groups_per_step", "max_turns", "processes", "sampling")  # a task's own
+EVERY = 768  # rollouts between two evaluations
 SEARCH_RATES = ("1e-4", "2.5e-4", "5e-4", "1e-3")
 SEARCH_OTHERS = (
     "num_iterations=4",
@@ -53,6 +57,7 @@ SEARCH_OTHERS = (
     "scale_rewards=none",
     "beta=0.02",
     "lr_scheduler_type=linear",
+    "rollout.groups_per_step=32",
 )
 
 
@@ -63,7 +68,6 @@ class Task(NamedTuple):
     demos: str  # "file.py:function" of the warm-up, relative to the configuration
     metric: str  # the metric of an evaluation that is the success
     goal: Goal
-    every: int = 3  # steps between two evaluations
 
 
 TASKS = {
@@ -90,6 +94,11 @@ class Job(NamedTuple):
     contestant: Contestant
     seed: int
     rollouts: int
+
+    @property
+    def scene(self) -> list[str]:
+        """The settings of the contestant that change the scene, for TRL too. Example: rollout.groups_per_step=32."""
+        return [setting for setting in self.contestant.settings if setting.startswith("rollout.")]
 
 
 class Place:
@@ -150,9 +159,9 @@ class Place:
         config = ROOT / job.task.config
         if not run.checkpoint_steps():
             self.art(ROOT, "checkpoints", run.root, "--import", start)
-        num = num_steps(job)
+        num, every = num_steps(job)
         settings = combine(learning_settings(ROOT / RECIPE), job.contestant.settings)
-        settings += [f"train.steps={num}", f"eval.every={job.task.every}", "rollout.processes=1"]
+        settings += [f"train.steps={num}", f"eval.every={every}", "rollout.processes=1"]
         self.art(ROOT, "train", config, *self._common(base, job.seed), f"name={run.root.name}", *settings)
         played = {step: count_lines(run.trajectories_path(step)) for step in range(num)}
         curve = [
@@ -169,22 +178,20 @@ class Place:
 
     def train_trl(self, job: Job) -> dict[str, Any]:
         """The curve and the entropy of a run of TRL; its checkpoints are evaluated by `art eval`."""
-        from art_cli.config.compose import load_config
-
         start, base = self.start(job.name, job.task, job.seed), self.base(job.name, job.task)
         config, out = ROOT / job.task.config, self._run_path(job)
-        num, every = num_steps(job), job.task.every
+        num, every = num_steps(job)
         options: list[object] = ["--base", base, "--start", start, "--out", out, "--steps", num, "--every", every]
-        options += [word for setting in job.contestant.settings for word in ("--set", setting)]
+        own = [setting for setting in job.contestant.settings if setting not in job.scene]
+        options += [word for setting in own for word in ("--set", setting)]
         shutil.rmtree(out, ignore_errors=True)
-        said = self.python(ROOT, "-m", "benchmarks.learning_trl", config, *options, "--seed", job.seed)
+        said = self.python(ROOT, "-m", "benchmarks.learning_trl", config, *job.scene, *options, "--seed", job.seed)
         steps = sorted({*range(0, num, every), num})
         policies = {str(out / "checkpoints" / f"step_{step:04d}"): step for step in steps}
         named = [word for path in policies for word in ("--checkpoint", path)]
         common = self._common(base, job.seed)
         rows = json.loads(self.art(ROOT, "eval", config, *common, "rollout.processes=1", *named, "--json"))
-        rollout = load_config(config, []).config.rollout
-        size = rollout.group_size * rollout.groups_per_step
+        size = step_size(job)
         found = [
             (policies[row["policy"]] * size, row["mean"], row["num"])
             for row in rows
@@ -204,11 +211,18 @@ class Failed(Exception):
     """A command failed; the text is the end of what it said."""
 
 
-def num_steps(job: Job) -> int:
+def step_size(job: Job) -> int:
+    """The rollouts of a step."""
     from art_cli.config.compose import load_config
 
-    rollout = load_config(ROOT / job.task.config, []).config.rollout
-    return -(-job.rollouts // (rollout.group_size * rollout.groups_per_step))
+    rollout = load_config(ROOT / job.task.config, job.scene).config.rollout
+    return rollout.group_size * rollout.groups_per_step
+
+
+def num_steps(job: Job) -> tuple[int, int]:
+    """The steps of the run, and between two evaluations."""
+    size = step_size(job)
+    return -(-job.rollouts // size), max(EVERY // size, 1)
 
 
 def count_lines(path: Path) -> int:

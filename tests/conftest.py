@@ -39,7 +39,10 @@ def art(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a GPU are skipped where torch sees none."""
+    """Files with slow tests come first, so that no worker begins one when the others have ended. Tests that need a GPU
+    are skipped where torch sees none."""
+    long = {item.path for item in items if any(item.get_closest_marker(name) for name in ("slow", "vllm", "agents"))}
+    items.sort(key=lambda item: item.path not in long)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         for item in marked:

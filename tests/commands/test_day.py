@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CONFIG = """\
 name: first

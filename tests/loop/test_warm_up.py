@@ -94,6 +94,7 @@ def test_a_warm_up_ended_leaves_no_state_in_a_checkpoint(tmp_path: Path) -> None
     assert not (tmp_path / "sft").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_warm_up_killed_and_interrupted_goes_on_and_ends_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

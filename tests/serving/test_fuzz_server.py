@@ -84,6 +84,7 @@ async def bombard(root: str, requests: Iterator[Malformed], number: int) -> Coun
     return statuses
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_malformed_requests_are_refused_and_cost_nothing(tmp_path: Path) -> None:
     """A third to warm up, then memory must stay where it is; the process lives, and answers what is well-formed."""
