@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 from starlette.applications import Starlette
@@ -29,9 +30,10 @@ from starlette.types import Receive, Scope, Send
 from art_cli.chat import Backend
 from art_cli.chat.errors import ChatError
 from art_cli.chat.reading import RequestReader
-from art_cli.chat.replies import Chunk
+from art_cli.chat.replies import Chunk, Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.wires import WIRES, Wire, Wires
+from art_cli.chat.wires.responses_memory import Memory
 from art_cli.state_key import STATE_HEADER, read_header
 from art_cli.threads import end
 
@@ -102,29 +104,33 @@ class _Routes:
     body_limit: Callable[[], BodyLimit]
     body_timeout_s: float
     reader: RequestReader = field(default_factory=RequestReader)
+    memories: WeakKeyDictionary[Backend, Memory] = field(default_factory=WeakKeyDictionary)
 
     async def answer(self, wire: Wire, http: HttpRequest) -> Response:
         """The reply to a request of this wire."""
-        backend = self._authenticate(http)
+        key, backend = self._authenticate(http)
         body = await _read_body(http, self.body_limit(), self.body_timeout_s)
         request = await self._parse(body, wire)
         state = read_header(http.headers.get(STATE_HEADER, ""))
         if (num_retries := _num_retries(http.headers)) or state:
             request = msgspec.structs.replace(request, num_retries=num_retries, state=state)
         _check_model(backend, request.model)
+        memory = self.memories.setdefault(backend, Memory())
+        request = memory.recall(request, key)
         if request.is_stream:
-            return _EventStream(backend, request, wire)
+            return _EventStream(backend, request, wire, partial(memory.keep, request, key))
         reply = await _unless_disconnected(http.receive, _guard(backend.reply(request)))
+        memory.keep(request, key, reply)
         return _json(wire.render(request, reply))
 
     async def models(self, http: HttpRequest) -> Response:
-        cards = [_model_card(name) for name in self._authenticate(http).models()]
+        cards = [_model_card(name) for name in self._authenticate(http)[1].models()]
         pages = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {}
         return _json(msgspec.json.encode({"object": "list", "data": cards, **pages}))
 
     async def model(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]
-        _check_model(self._authenticate(http), name)
+        _check_model(self._authenticate(http)[1], name)
         return _json(msgspec.json.encode(_model_card(name)))
 
     async def _parse(self, body: bytes, wire: Wire) -> Request:
@@ -132,12 +138,12 @@ class _Routes:
             return _parse(wire, body, self.defaults)
         return await self.reader.read(_parse, wire, body, self.defaults)
 
-    def _authenticate(self, http: HttpRequest) -> Backend:
+    def _authenticate(self, http: HttpRequest) -> tuple[str | None, Backend]:
         key = self.wires.key(http.scope["path"], http.headers)
         backend = self.backend_for(key)
         if backend is None:
             raise self.refuse_key(key)
-        return backend
+        return key, backend
 
 
 def _parse(wire: Wire, body: bytes, defaults: Sampling) -> Request:
@@ -251,11 +257,12 @@ class _EventStream(Response):
     The whole stream runs in one task, because a backend may keep hold of the task that started it.
     """
 
-    def __init__(self, backend: Backend, request: Request, wire: Wire) -> None:
+    def __init__(self, backend: Backend, request: Request, wire: Wire, keep: Callable[[Reply], None]) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self._backend = backend
         self._request = request
         self._wire = wire
+        self._keep = keep  # takes the reply of a request that is kept, once it is whole
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -264,10 +271,13 @@ class _EventStream(Response):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         events = self._wire.stream(self._request)
+        builder = ReplyBuilder(self._request) if self._request.is_kept else None
         is_open = False
         try:
             async with closing_stream(self._backend.stream(self._request)) as chunks:
                 async for chunk in chunks:
+                    if builder is not None:
+                        builder.add(chunk)
                     rendered = events.render(chunk)
                     if not is_open:
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -276,6 +286,8 @@ class _EventStream(Response):
                         await _send_piece(send, rendered)
             ending = events.finish()
             assert is_open, "a stream without chunks"
+            if builder is not None:
+                self._keep(builder.reply())
         except Exception as error:  # boundary to the backend, as in _guard
             failure = error if isinstance(error, ChatError) else _internal(error)
             if not is_open:

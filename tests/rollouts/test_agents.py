@@ -23,7 +23,7 @@ from tests.support.tool_clients import ANSWER, CALL, demo, teach
 pytestmark = MARKS
 
 PLACE = CLIENTS / "agents"
-AGENTS = {"plain.py": "openai", "sdk.py": "agents", "pydantic_agent.py": "pydantic_ai"}
+AGENTS = {"plain.py": "openai", "sdk.py": "agents", "sdk_responses.py": "agents", "pydantic_agent.py": "pydantic_ai"}
 Json = dict[str, Any]
 
 

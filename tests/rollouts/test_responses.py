@@ -12,7 +12,11 @@ import msgspec
 import openai
 import pytest
 
-from art_cli.chat.requests import Sampling
+from art_cli.chat.errors import ChatError
+from art_cli.chat.replies import Choice, Reply
+from art_cli.chat.requests import Request, Sampling
+from art_cli.chat.wires import responses_memory
+from art_cli.chat.wires.responses_memory import Memory
 from art_cli.rollouts.gateway import Gateway
 from art_cli.rollouts.recorder import Recorder
 from art_cli.trajectory import prompt, sequence
@@ -159,6 +163,21 @@ async def test_parallel_calls_stand_in_the_order_in_which_they_were_made(sequenc
     assert [sent["content"] for sent in backend.requests[1].messages or []][2:] == ["first", "second"]
 
 
+async def test_a_function_in_a_namespace_is_called_and_comes_back() -> None:
+    """As Codex has the tools of MCP servers and sub-agents: they are its own, and no provider's."""
+    namespace = {"type": "namespace", "name": "mcp__mail", "description": "Mail.", "tools": TOOLS}
+    called = call(n=1).replace("look", "mcp__mail__look")
+    backend = TemplatedBackend(lambda number, request: [f"{call(n=2)}\n{called}", "done"][number])
+    async with playing(backend) as (client, recorder):
+        reply = await ask(client, [QUESTION], tools=[*TOOLS, namespace])
+        items = [item.model_dump(exclude_none=True) for item in reply.output]
+        outputs = [output(item["call_id"], "20") for item in items]
+        await ask(client, [QUESTION, *items, *outputs], tools=[*TOOLS, namespace], is_stream=True)
+    assert [(item["name"], item.get("namespace")) for item in items] == [("look", None), ("look", "mcp__mail")]
+    assert_one_sequence(recorder, 2)
+    assert [tool["function"]["name"] for tool in recorder.tools] == ["look", "mcp__mail__look"]
+
+
 async def test_outputs_come_before_the_text_of_the_user() -> None:
     backend = TemplatedBackend(lambda number, request: [call(n=1), "done"][number])
     async with playing(backend) as (client, recorder):
@@ -167,6 +186,17 @@ async def test_outputs_come_before_the_text_of_the_user() -> None:
         await ask(client, [QUESTION, item, output(item["call_id"], "20"), {"role": "user", "content": "Quick!"}])
     assert_one_sequence(recorder, 2)
     assert [sent["role"] for sent in recorder.messages] == ["user", "assistant", "tool", "user", "assistant"]
+
+
+async def test_a_developer_message_amid_a_conversation_is_not_refused_by_the_template() -> None:
+    template = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}"
+    template += "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    backend = TemplatedBackend(lambda number, request: "done", template)
+    late = [QUESTION, {"role": "assistant", "content": "There."}, {"role": "developer", "content": "Be brief."}]
+    async with playing(backend) as (client, _):
+        await ask(client, [{"role": "developer", "content": "In English."}, *late], instructions="You help.", tools=[])
+    roles = [(sent["role"], sent["content"]) for sent in backend.requests[0].messages or []]
+    assert roles[0] == ("system", "You help.\n\nIn English.") and roles[-1] == ("user", "Be brief.")
 
 
 async def test_an_answer_that_was_asked_for_as_events_is_events() -> None:
@@ -244,10 +274,98 @@ async def test_the_key_says_which_rollout_calls_whatever_session_a_client_names(
     assert texts == ["from 0", "from 1"]
 
 
+# --- responses that are kept ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])
+@pytest.mark.parametrize("way", ["previous_response_id", "item_reference"])
+async def test_a_conversation_by_reference_is_one_sequence(way: str, is_stream: bool) -> None:
+    """Two calls at once, whose outputs come in another order. Instructions hold for their call only."""
+    answers = [thinking("Hm.") + f"{call(n=1)}\n{call(n=2)}", thinking("So.") + call(n=3), "Nowhere."]
+    backend = TemplatedBackend(lambda number, request: answers[number])
+    input: list[Any] = [{"role": "developer", "content": "In English."}, QUESTION]
+    more: Json = {}
+    async with playing(backend) as (client, recorder):
+        for _ in range(3):
+            reply = await ask(client, input, is_stream=is_stream, instructions="Be brief.", **more)
+            called = [item.call_id for item in reply.output if item.type == "function_call"]
+            outputs = [output(id, id) for id in reversed(called)]
+            if way == "previous_response_id":
+                input, more = outputs, {"previous_response_id": reply.id}
+            else:
+                input += [*({"type": "item_reference", "id": item.id} for item in reply.output), *outputs]
+    assert_one_sequence(recorder, 3)
+    system, *_ = backend.requests[2].messages or []
+    assert system["content"] == "Be brief.\n\nIn English."
+
+
+async def test_the_instructions_of_a_response_are_not_those_of_the_next() -> None:
+    backend = ScriptedBackend()
+    async with playing(backend) as (client, _):
+        first = await ask(client, "hi", instructions="Be brief.")
+        second = await ask(client, "more", previous_response_id=first.id)
+        await ask(client, "and?", previous_response_id=second.id, instructions="Be long.")
+    said = [[sent["content"] for sent in request.messages or []] for request in backend.requests]
+    assert said == [["Be brief.", "hi"], ["hi", "ok", "more"], ["Be long.", "hi", "ok", "more", "ok", "and?"]]
+
+
+async def test_a_response_that_is_not_kept_is_refused_and_no_turn() -> None:
+    """One that the client wanted not to be stored, one of another rollout, one that never was, one that is not ours."""
+    gateway = Gateway(Engine(ScriptedBackend()), defaults=Sampling(), seed=0, max_turns=9)
+    keys = [gateway.open("t0"), gateway.open("t1")]
+    async with gateway.serve() as url, openai.AsyncOpenAI(base_url=url, api_key=keys[0], max_retries=0) as client:
+        unstored = await ask(client, "hi", store=False)
+        others = await ask(client.with_options(api_key=keys[1]), "hi")
+        assert (unstored.store, others.store) == (False, True)
+        for id in (unstored.id, others.id, "resp_" + "0" * 32, "conv_1", "ü"):
+            with pytest.raises(openai.BadRequestError, match="not, or no longer, kept here") as refusal:
+                await ask(client, "more", previous_response_id=id)
+            assert refusal.value.code == "previous_response_not_found"
+            with pytest.raises(openai.BadRequestError, match="not, or no longer, kept here"):
+                await ask(client, [{"type": "item_reference", "id": f"msg_{id.removeprefix('resp_')}_0"}])
+    assert [gateway.close(key).num_calls for key in keys] == [1, 1]
+
+
+def test_only_so_much_is_kept_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses_memory, "MAX_REPLIES", 3)
+    monkeypatch.setattr(responses_memory, "MAX_BYTES", 10_000)
+    memory = Memory()
+
+    def keep(id: str, text: str) -> None:
+        asked = Request(
+            model="m", sampling=Sampling(), id=id, messages=[{"role": "user", "content": text}], is_kept=True
+        )
+        choice = Choice(index=0, message={"role": "assistant", "content": "ok"})
+        memory.keep(asked, "key", Reply(id="", created=0, model="m", choices=[choice], prompt_ids=[]))
+
+    def kept() -> list[str]:
+        return [id for _, id in memory._kept]
+
+    for id in "abcd":
+        keep(id, "hi")
+    assert kept() == ["b", "c", "d"]
+    keep("large", "x" * 9_900)
+    assert kept() == ["large"]
+    keep("too large", "x" * 10_000)
+    assert kept() == ["large"]
+    again = Request(model="m", sampling=Sampling(), previous="large", messages=[{"role": "user", "content": "?"}])
+    assert [len(sent["content"]) for sent in memory.recall(again, "key").messages or []] == [9_900, 2, 1]
+    with pytest.raises(ChatError, match="kept"):
+        memory.recall(again, "another key")
+
+
+async def test_a_short_request_does_not_become_an_endless_conversation() -> None:
+    async with playing(ScriptedBackend()) as (client, _):
+        reply = await ask(client, "hi")
+        reference = {"type": "item_reference", "id": reply.output[0].id}
+        with pytest.raises(openai.BadRequestError, match="in two places"):
+            await ask(client, [reference, QUESTION] * 1000)
+
+
 # --- what is refused, by name -----------------------------------------------------------------------------------------
 
 HOSTED = ["web_search", "web_search_preview", "file_search", "code_interpreter", "computer_use_preview", "mcp",
-          "image_generation", "local_shell", "shell", "apply_patch", "custom", "namespace"]  # fmt: skip
+          "image_generation", "local_shell", "shell", "apply_patch", "custom", "tool_search"]  # fmt: skip
 IMAGE = {"type": "input_image", "image_url": "https://example.com/cat.png"}
 FILE = {"type": "input_file", "file_id": "file-1"}
 
@@ -256,6 +374,8 @@ FILE = {"type": "input_file", "file_id": "file-1"}
     ("fields", "named"),
     [
         *(({"tools": [{"type": kind}]}, kind) for kind in HOSTED),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, "mcp"),
+        ({"tools": [*TOOLS, *TOOLS]}, "look"),
         ({"input": [{"role": "user", "content": [IMAGE]}]}, "input_image"),
         ({"input": [{"role": "user", "content": [FILE]}]}, "input_file"),
         ({"input": [output("c", "x") | {"output": [IMAGE]}]}, "input_image"),

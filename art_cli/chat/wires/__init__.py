@@ -3,7 +3,7 @@
     openai.py               what OpenAI's protocols share: key, error body, sampling parameters, usage
     openai_chat.py          OpenAIChat: POST /v1/chat/completions
     openai_completions.py   OpenAICompletions: POST /v1/completions
-    openai_responses.py     OpenAIResponses: POST /v1/responses, with responses_items.py and responses_reply.py
+    openai_responses.py     OpenAIResponses: POST /v1/responses, with responses_{items,reply,memory}.py
     anthropic_messages.py   AnthropicMessages, AnthropicCountTokens: POST /v1/messages, /v1/messages/count_tokens
     anthropic_replies.py    a reply as Anthropic's content blocks and events
 

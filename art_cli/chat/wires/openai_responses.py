@@ -7,6 +7,7 @@ conversations that it keeps, work in the background.
 """
 
 import uuid
+from collections import Counter
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -29,7 +30,7 @@ from art_cli.chat.wires.openai import (
     check_temperature,
     template_kwargs,
 )
-from art_cli.chat.wires.responses_items import Item, messages_of, name_kinds
+from art_cli.chat.wires.responses_items import Item, conversation, functions_of, messages_of, name_kinds
 from art_cli.chat.wires.responses_reply import ENCRYPTED, ResponseEvents, whole_response
 
 _Text = Annotated[str, Meta(min_length=1)]
@@ -67,12 +68,18 @@ _REPEATED: tuple[
 )
 
 
-class _Tool(msgspec.Struct):
+class _Tool(msgspec.Struct, tag_field="type", tag="function", kw_only=True):
     name: _Text
-    type: Literal["function"]
     description: str | None = None
     parameters: Json | None = None
     strict: bool | None = None
+
+
+class _Namespace(msgspec.Struct, tag_field="type", tag="namespace", kw_only=True):
+    """Functions of the client's that share a prefix, as Codex has them."""
+
+    name: _Text
+    tools: list[_Tool]
 
 
 class _NamedTool(msgspec.Struct):
@@ -106,7 +113,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     model: Name
     input: str | Annotated[list[Item], Meta(min_length=1)]
     instructions: str | None = None
-    tools: list[_Tool] | None = None
+    tools: list[_Tool | _Namespace] | None = None
     tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
     text: _TextOptions | None = None
     max_output_tokens: Count | None = None
@@ -118,7 +125,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     store: bool | None = None
     background: bool | None = None
-    previous_response_id: str | None = None
+    previous_response_id: _Text | None = None
     chat_template_kwargs: Json | None = None  # vLLM's parameter
 
 
@@ -133,26 +140,25 @@ class OpenAIResponses(OpenAI):
         check_names(fields, ResponsesBody, _HARMLESS, _NEUTRAL)
         if asked.background:
             raise _unsupported("background", "this endpoint answers while the client waits")
-        if asked.previous_response_id is not None:
-            raise _unsupported(
-                "previous_response_id", "this endpoint keeps no responses; send the conversation as input"
-            )
-        sampling = _sampling_of(asked)
-        include = _include_of(asked)
+        sampling, tools = _sampling_of(asked), _chat_tools(fields.get("tools") or [])
+        include, previous = _include_of(asked), asked.previous_response_id
         return Request(
             id=uuid.uuid4().hex,
             model=asked.model,
             sampling=msgspec.structs.replace(defaults, **sampling),
-            messages=messages_of(asked.instructions, asked.input),
-            tools=[_chat_tool(tool) for tool in fields.get("tools") or []],
-            tool_choice=_tool_choice(asked),
+            messages=conversation(asked.instructions, messages_of(asked.input)),
+            tools=tools,
+            tool_choice=_tool_choice(asked, tools),
             response_format=_response_format(asked),
             template_kwargs=template_kwargs(asked.chat_template_kwargs or {}),
             is_stream=bool(asked.stream),
             wants_logprobs=_LOGPROBS in include,
             top_logprobs=(asked.top_logprobs or 0) if _LOGPROBS in include else 0,
             user_set=frozenset(sampling),
-            repeated=_repeated(fields) | {"include": sorted(include), "store": False},
+            instructions=asked.instructions,
+            previous=None if previous is None else previous.removeprefix("resp_"),
+            is_kept=asked.store is not False,
+            repeated=_repeated(fields) | {"include": sorted(include), "store": asked.store is not False},
         )
 
     def render(self, request: Request, reply: Reply) -> bytes:
@@ -174,10 +180,12 @@ def _refuse_by_name(fields: Json) -> None:
     """Raises ChatError 400 for tools, items and parts that only a hosted service has."""
     tools, choice = fields.get("tools"), fields.get("tool_choice")
     for place, tool in enumerate(tools if isinstance(tools, list) else []):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            message = f"no provider runs a {kind[:80]!r} tool here; offer tools of type 'function' only"
-            raise _unsupported(f"tools[{place}]", message)
+        inner = tool.get("tools") if isinstance(tool, dict) and tool.get("type") == "namespace" else None
+        for each in [tool, *(inner if isinstance(inner, list) else [])]:
+            kind = each.get("type") if isinstance(each, dict) else None
+            if isinstance(kind, str) and kind != "function" and (kind != "namespace" or each is not tool):
+                message = f"no provider runs a {kind[:80]!r} tool here; offer tools of type 'function' only"
+                raise _unsupported(f"tools[{place}]", message)
     if isinstance(choice, dict) and isinstance(kind := choice.get("type"), str) and kind != "function":
         raise _unsupported(
             "tool_choice", f"{kind[:80]!r} is not supported; 'auto', 'none', 'required' and a function are"
@@ -209,19 +217,25 @@ def _include_of(asked: ResponsesBody) -> frozenset[str]:
     return include
 
 
-def _chat_tool(tool: Json) -> Json:
-    """The tool as chat has it, so that a policy sees the same prompt on both wires."""
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+def _chat_tools(tools: list[Json]) -> list[Json]:
+    """The tools as chat has them, so that a policy sees the same prompt on both wires. Raises ChatError 400."""
+    functions = functions_of(tools)
+    name, number = next(iter(Counter(name for name, _ in functions).most_common(1)), ("", 0))
+    if number > 1:
+        raise invalid(f"tools: {number} functions are named {name[:80]!r}", "tools")
+    return [{"type": "function", "function": {"name": name, **_described(tool)}} for name, tool in functions]
 
 
-def _tool_choice(asked: ResponsesBody) -> str | Json:
-    names = {tool.name for tool in asked.tools or []}
+def _described(tool: Json) -> Json:
+    return {name: tool[name] for name in ("description", "parameters", "strict") if tool.get(name) is not None}
+
+
+def _tool_choice(asked: ResponsesBody, tools: list[Json]) -> str | Json:
     if isinstance(asked.tool_choice, _NamedTool):
-        if asked.tool_choice.name not in names:
+        if asked.tool_choice.name not in {tool["function"]["name"] for tool in tools}:
             raise invalid(f"tool_choice: no tool is named {asked.tool_choice.name!r}", "tool_choice")
         return {"type": "function", "function": {"name": asked.tool_choice.name}}
-    if asked.tool_choice == "required" and not names:
+    if asked.tool_choice == "required" and not tools:
         raise invalid("tool_choice: 'required' needs tools", "tool_choice")
     return asked.tool_choice or "auto"
 

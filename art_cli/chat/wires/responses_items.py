@@ -8,7 +8,7 @@ items tells.
 
 import base64
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -46,6 +46,7 @@ class CallItem(_Item, tag="function_call", kw_only=True):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
 
 
 class OutputItem(_Item, tag="function_call_output", kw_only=True):
@@ -59,8 +60,12 @@ class ReasoningItem(_Item, tag="reasoning", kw_only=True):
     encrypted_content: str | None = None
 
 
-Item = MessageItem | CallItem | OutputItem | ReasoningItem
-KINDS = ("message", "function_call", "function_call_output", "reasoning")
+class ReferenceItem(_Item, tag="item_reference", kw_only=True):
+    """An item of a reply that is kept. It stands for the whole reply, because no client sends a part of one."""
+
+
+Item = MessageItem | CallItem | OutputItem | ReasoningItem | ReferenceItem
+KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
 
 def name_kinds(items: Any) -> None:
@@ -87,19 +92,12 @@ def _shown(kind: Any) -> str:
     return repr(kind[:80]) if isinstance(kind, str) else "another kind"
 
 
-def messages_of(instructions: str | None, items: str | Sequence[Item]) -> list[Json]:
-    """The conversation as chat messages.
-
-    The system messages at the beginning are one, `instructions` first, because most templates take no more. Outputs of
-    functions that were called in one message stand in the order of its calls, because templates show no ids.
-    """
+def messages_of(items: str | Sequence[Item]) -> list[Json]:
+    """The items as chat messages. One with a `reply_id` stands for a reply that is kept (responses_memory.py)."""
     fold = _Fold()
     for item in [MessageItem(role="user", content=items)] if isinstance(items, str) else items:
         fold.add(item)
-    first = next((place for place, sent in enumerate(fold.messages) if sent["role"] != "system"), len(fold.messages))
-    texts = [text for text in (instructions, *(sent["content"] for sent in fold.messages[:first])) if text]
-    system = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
-    return [*system, *_in_order_of_calls(fold.messages[first:])]
+    return fold.messages
 
 
 class _Fold:
@@ -122,9 +120,12 @@ class _Fold:
                 if thought := _thought(item):
                     self._assistant(item)["reasoning_content"] = thought
             case CallItem():
-                function = {"name": item.name, "arguments": item.arguments}
+                name = full_name(item.namespace, item.name)
+                function = {"name": name, "arguments": item.arguments}
                 calls = self._assistant(item).setdefault("tool_calls", [])
                 calls.append({"id": item.call_id, "type": "function", "function": function})
+            case ReferenceItem():
+                self._assistant(item)["reply_id"] = response_of(item.id) or ""
             case OutputItem():
                 output = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
                 self.messages.append(output)
@@ -159,6 +160,28 @@ def _thought(item: ReasoningItem) -> str:
     return _text(item.summary) if item.encrypted_content is None else decrypted(item.encrypted_content)
 
 
+def conversation(instructions: str | None, messages: Sequence[Json]) -> list[Json]:
+    """The messages as chat templates take them.
+
+    The system messages at the beginning are one, `instructions` first, and later ones are the user's, because most
+    templates take no more. Outputs of functions that were called in one message stand in the order of its calls, because
+    templates show no ids.
+    """
+    first = next((place for place, sent in enumerate(messages) if sent["role"] != "system"), len(messages))
+    texts = [text for text in (instructions, *(sent["content"] for sent in messages[:first])) if text]
+    system = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
+    later = [{**sent, "role": "user"} if sent["role"] == "system" else sent for sent in messages[first:]]
+    return [*system, *_in_order_of_calls(later)]
+
+
+def without_instructions(instructions: str | None, messages: list[Json]) -> list[Json]:
+    """What `conversation` was made of: a response's instructions are not those of the next one."""
+    if not instructions:
+        return messages
+    rest = messages[0]["content"].removeprefix(instructions).removeprefix("\n\n")
+    return [*([{"role": "system", "content": rest}] if rest else []), *messages[1:]]
+
+
 def _in_order_of_calls(messages: Sequence[Json]) -> list[Json]:
     ordered: list[Json] = []
     places: dict[str, int] = {}  # id of a call of the last assistant message -> its place among the calls
@@ -175,9 +198,27 @@ def _in_order_of_calls(messages: Sequence[Json]) -> list[Json]:
         flush()
         ordered.append(message)
         if message["role"] == "assistant":
-            places = {call["id"]: place for place, call in enumerate(message.get("tool_calls", ()))}
+            places = {call["id"]: place for place, call in enumerate(message.get("tool_calls") or ())}
     flush()
     return ordered
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """The name by which a model calls a function: `mcp__mail__send` for `send` in the namespace `mcp__mail`."""
+    return f"{namespace.removesuffix('__')}__{name}" if namespace else name
+
+
+def functions_of(tools: Sequence[Json]) -> list[tuple[str, Json]]:
+    """The functions among the tools by their full names, those in namespaces included."""
+    functions = []
+    for tool in tools:
+        namespace = tool["name"] if tool["type"] == "namespace" else None
+        inner = tool["tools"] if namespace else [tool]
+        functions += [(full_name(namespace, each["name"]), {**each, "namespace": namespace}) for each in inner]
+    return functions
 
 
 # --- to the client ----------------------------------------------------------------------------------------------------
@@ -205,10 +246,13 @@ def message_item(id: str, text: str, status: str, logprobs: Sequence[Any] = ()) 
     return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
-def call_item(id: str, call: Json, status: str) -> Json:
+def call_item(id: str, call: Json, status: str, functions: Mapping[str, Json]) -> Json:
+    """The call of one of these functions, which are by their full names."""
     function = call["function"]
-    item = {"id": id, "type": "function_call", "status": status, "call_id": call["id"]}
-    return item | {"name": function["name"], "arguments": function["arguments"]}
+    called = functions.get(function["name"]) or {"name": function["name"], "namespace": None}
+    item = {"id": id, "type": "function_call", "status": status, "call_id": call["id"], "name": called["name"]}
+    item |= {"namespace": called["namespace"]} if called["namespace"] else {}
+    return item | {"arguments": function["arguments"]}
 
 
 def text_part(text: str, logprobs: Sequence[Any] = ()) -> Json:

@@ -4,7 +4,7 @@ Both say the same: `response.completed` carries what a whole answer is. A stream
 difference: the text before it and the text after it are two messages, where a whole answer has one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from art_cli.chat.requests import Request
 from art_cli.chat.wires.openai import token_logprobs
 from art_cli.chat.wires.responses_items import (
     call_item,
+    functions_of,
     item_id,
     message_item,
     reasoning_item,
@@ -79,12 +80,16 @@ def _output(request: Request, choice: Choice) -> list[Json]:
     if text or not (thought or calls):
         items.append(message_item(item_id("msg", request.id, len(items)), text, status, logprobs))
     for call in calls:
-        items.append(call_item(item_id("fc", request.id, len(items)), call, status))
+        items.append(call_item(item_id("fc", request.id, len(items)), call, status, _functions(request)))
     return items
 
 
 def _thought_of(message: Json) -> str:
     return message.get("reasoning_content") or message.get("reasoning") or ""
+
+
+def _functions(request: Request) -> Mapping[str, Json]:
+    return dict(functions_of(request.repeated["tools"]))
 
 
 def _wants_encrypted(request: Request) -> bool:
@@ -178,11 +183,12 @@ class _OpenCall(_OpenItem):
 
     def __init__(self, request: Request, place: int) -> None:
         super().__init__(request, place)
-        self.call_id = self.name = ""
+        self.call_id = self.name = ""  # the name is the full one, as the model calls it
+        self._functions = _functions(request)
 
     def item(self, status: str) -> Json:
-        arguments = "" if status == "in_progress" else self.text
-        return call_item(self.id, {"id": self.call_id, "function": {"name": self.name, "arguments": arguments}}, status)
+        function = {"name": self.name, "arguments": "" if status == "in_progress" else self.text}
+        return call_item(self.id, {"id": self.call_id, "function": function}, status, self._functions)
 
     def begin(self) -> list[Event]:
         return []
@@ -192,7 +198,8 @@ class _OpenCall(_OpenItem):
         return [("function_call_arguments.delta", {"delta": text})] if text else []
 
     def end(self) -> list[Event]:
-        return [("function_call_arguments.done", {"name": self.name, "arguments": self.text})]
+        name = self.item("completed")["name"]
+        return [("function_call_arguments.done", {"name": name, "arguments": self.text})]
 
 
 class ResponseEvents:
