@@ -24,9 +24,11 @@ async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
         yield url
 
 
-@pytest.mark.parametrize(
-    "program", ["openai_sdk.py", "responses_sdk.py", "litellm_sdk.py", "openai_sdk.mjs", "responses_sdk.mjs"]
-)
+PROGRAMS = ["openai_sdk.py", "responses_sdk.py", "anthropic_sdk.py", "litellm_sdk.py"]
+PROGRAMS += ["openai_sdk.mjs", "responses_sdk.mjs", "anthropic_sdk.mjs"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 async def test_a_client_gets_the_call_then_the_streamed_answer_and_401_with_another_key(url: str, program: str) -> None:
     if program.endswith(".mjs"):
         install_node_client()

@@ -1,4 +1,4 @@
-"""The official npm client for tests, installed once beside its programs in tests/clients."""
+"""The official npm clients for tests, installed once beside its programs in tests/clients."""
 
 import fcntl
 import json
@@ -17,9 +17,17 @@ def clients() -> Path:
         pytest.skip("no node on this machine")
     with (CLIENTS / "package.json").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # test processes side by side install once
-        wanted = json.load(file)["dependencies"]["openai"]
-        installed = CLIENTS / "node_modules" / "openai" / "package.json"
-        if not installed.exists() or json.loads(installed.read_text())["version"] != wanted:
+        wanted: dict[str, str] = json.load(file)["dependencies"]
+        if wanted != {name: _installed(name) for name in wanted}:
             command = ["npm", "ci", "--no-audit", "--no-fund"]
             subprocess.run(command, cwd=CLIENTS, check=True, capture_output=True, timeout=240)
     return CLIENTS
+
+
+def _installed(name: str) -> str | None:
+    """The version of a package that is there."""
+    description = CLIENTS / "node_modules" / name / "package.json"
+    if not description.exists():
+        return None
+    version: str = json.loads(description.read_text())["version"]
+    return version

@@ -44,6 +44,8 @@ async def converse(program: str, url: str, key: str, *, python: Path = Path(sys.
     """What the client's program printed, or {"error": the last line it wrote}."""
     command = ["node" if program.endswith(".mjs") else str(python), str(PLACE / program)]
     variables = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL}
+    root = url.removesuffix("/v1")
+    variables |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": key, "ANTHROPIC_MODEL": MODEL}
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, env={**os.environ, **variables})
     try:
