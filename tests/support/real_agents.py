@@ -1,4 +1,4 @@
-"""A Python with openai 3, the OpenAI Agents SDK and pydantic-ai, for tests: those of `rollout.python`.
+"""A Python with openai 3, the OpenAI Agents SDK, pydantic-ai and the Claude Agent SDK: tests of `rollout.python`.
 
 `make setup-agents` makes .venv-agents; ART_AGENTS_PYTHON names another. Without either, tests that need it are skipped.
 """
