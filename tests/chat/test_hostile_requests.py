@@ -29,7 +29,10 @@ from art_cli.chat.errors import ChatError
 from art_cli.chat.reading import MAX_NODES, RequestReader
 from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.server import serve
-from art_cli.chat.wires import AnthropicMessages, OpenAIChat, OpenAICompletions, Wire
+from art_cli.chat.wires import AnthropicMessages, OpenAIChat, OpenAICompletions, OpenAIResponses, Wire
+from art_cli.chat.wires.responses_items import encrypted
+from art_cli.chat.wires.responses_memory import Memory
+from art_cli.chat.wires.responses_reply import ENCRYPTED
 from art_cli.crew import Crew, Crowded, Overran
 from art_cli.engines.embedded import messages, text
 from art_cli.engines.embedded.text import Detokenizer, Vocabulary
@@ -40,7 +43,13 @@ from tests.support.hostile import NUM_MUTATIONS, Heartbeat, MemoryBound, mutatio
 from tests.support.paths import LETTERS
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer, tiny_weights
 
-WIRE: dict[str, Wire] = {"chat": OpenAIChat(), "text": OpenAICompletions(), "messages": AnthropicMessages()}
+WIRE: dict[str, Wire] = {
+    "chat": OpenAIChat(),
+    "text": OpenAICompletions(),
+    "messages": AnthropicMessages(),
+    "responses": OpenAIResponses(),
+}
+PATH = {kind: wire.path for kind, wire in WIRE.items()}
 Json = dict[str, Any]
 USER = {"role": "user", "content": "hi"}
 HOLD_S = 0.2
@@ -163,6 +172,15 @@ async def test_a_template_that_does_not_end_is_broken_off_and_the_loop_goes_on()
 # --- long prompts -----------------------------------------------------------------------------------------------------
 
 
+def one_response(size: int) -> list[Json]:
+    """Items that are all parts of one response, the outputs of its calls between them."""
+    text = "x" * (size // 6_000)
+    ids = {"id": "msg_" + "0" * 32 + "_0"}
+    called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", **ids}
+    said = {"type": "message", "role": "assistant", "content": text, **ids}
+    return [said, called, {"type": "function_call_output", "call_id": "c", "output": text}] * 3_000
+
+
 def long_bodies(mib: int) -> dict[str, tuple[str, Json]]:
     """Bodies of that size, whose prompts no context of 1,024 tokens holds."""
     size = mib * 2**20
@@ -179,6 +197,11 @@ def long_bodies(mib: int) -> dict[str, tuple[str, Json]]:
         "parts": ("chat", chat(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}] * 30_000}])),
         "model": ("chat", chat(model="x" * size)),
         "name": ("chat", chat(**{"x" * size: 1})),
+        "items": ("responses", {"model": "policy", "input": one_response(size)}),
+        "thought": (
+            "responses",
+            {"model": "policy", "input": [{"type": "reasoning", "encrypted_content": "x" * size}]},
+        ),
     }
 
 
@@ -187,7 +210,7 @@ async def test_a_long_prompt_is_refused_and_the_loop_goes_on(kind: str) -> None:
     """A body of 28 MiB is answered with a 400 (or 404), in little memory."""
     path, fields = long_bodies(28)[kind]
     body = json.dumps(fields).encode()
-    url = "/v1/chat/completions" if path == "chat" else "/v1/completions"
+    url = PATH[path]
     async with running() as engine:
         app = build_app(lambda key: engine)
         transport = httpx.ASGITransport(app)
@@ -392,11 +415,20 @@ async def test_mutated_requests_are_answered_or_refused_and_never_hold_the_loop(
     claude |= {"messages": [USER, {"role": "assistant", "content": said}, {"role": "user", "content": told}]}
     claude |= {"tools": [{"name": "f", "input_schema": {"type": "object"}, "defer_loading": False}], "top_k": 3}
     claude |= {"tool_choice": {"type": "any"}, "stop_sequences": ["x"], "output_config": {"effort": "low"}}
+    names = {"call_id": "c", "name": "f", "id": "fc_" + "0" * 32 + "_1", "namespace": "n"}
+    items = [{"type": "reasoning", "summary": [], "encrypted_content": encrypted("é")}, USER]
+    items += [{"type": "function_call", "arguments": '{"a": [1, "x"]}', **names}]
+    items += [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "1"}]}]
+    inner = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+    asked = {"model": "policy", "input": items, "tools": [*inner, {"type": "namespace", "name": "n", "tools": inner}]}
+    asked |= {"instructions": "s", "tool_choice": {"type": "function", "name": "f"}, "top_logprobs": 1, "store": True}
+    asked |= {"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}, "include": [ENCRYPTED]}
     whole, reader = vocabulary(CHAT_TEMPLATE + "{{ loud }}"), RequestReader()
 
     async def attempt(kind: Any, body: bytes) -> int:
         try:
             request: Request = await reader.read(WIRE[kind].parse, body, Sampling())
+            request = Memory().recall(request, None)
             await reader.read(messages.render, whole, request, 1024)
         except ChatError as error:
             assert error.status < 500, (error, body[:2000])
@@ -406,8 +438,8 @@ async def test_mutated_requests_are_answered_or_refused_and_never_hold_the_loop(
 
     num_refused = 0
     with MemoryBound(mib=256):
-        for kind, good in (("chat", full), ("text", plain), ("messages", claude)):
-            for number, body in enumerate(mutations(json.dumps(good).encode(), seed=1, count=NUM_MUTATIONS // 3)):
+        for kind, good in (("chat", full), ("text", plain), ("messages", claude), ("responses", asked)):
+            for number, body in enumerate(mutations(json.dumps(good).encode(), seed=1, count=NUM_MUTATIONS // 4)):
                 async with Heartbeat() as heart:
                     num_refused += await attempt(kind, body)
                 if heart.longest_s >= HOLD_S:
@@ -488,7 +520,6 @@ async def ask_attacks(root: str, number: int) -> list[int]:
             while True:
                 kind, fields = bodies[number % len(bodies)]
                 fields = fields if fields["model"] != "policy" else {**fields, "model": "tiny"}
-                path = "chat/completions" if kind == "chat" else "completions"
-                statuses.append((await client.post(f"{root}/v1/{path}", json=fields)).status_code)
+                statuses.append((await client.post(root + PATH[kind], json=fields)).status_code)
                 number += 1
     return statuses

@@ -20,8 +20,9 @@ from art_cli.chat.wires.responses_memory import Memory
 from art_cli.rollouts.gateway import Gateway
 from art_cli.rollouts.recorder import Recorder
 from art_cli.trajectory import prompt, sequence
+from tests.rollouts.test_anthropic_gateway import THINKS, scripted
 from tests.support.scripted import BreakingBackend, Engine, ScriptedBackend
-from tests.support.templated import TemplatedBackend
+from tests.support.template_backend import TemplateBackend
 
 Json = dict[str, Any]
 Rewrite = Callable[[Json], Json | None]
@@ -37,6 +38,11 @@ def call(**arguments: Any) -> str:
 
 def thinking(text: str) -> str:
     return f"<think>\n{text}\n</think>\n\n"
+
+
+def speaking(*texts: str) -> TemplateBackend:
+    """Samples these texts, behind prompts that a template with thoughts and calls renders."""
+    return TemplateBackend(scripted(*texts), template=THINKS)
 
 
 @asynccontextmanager
@@ -117,7 +123,7 @@ async def test_eight_turns_do_not_come_back_as_eight_roots(rewrite: Rewrite, is_
         + f"\n{call(n=9)}" * (turn % 2)
         for turn in range(7)
     ]
-    backend = TemplatedBackend(lambda number, request: [*answers, "Nowhere."][number])
+    backend = speaking(*answers, "Nowhere.")
     input: list[Any] = [QUESTION]
     async with playing(backend) as (client, recorder):
         for turn in range(8):
@@ -136,7 +142,7 @@ async def test_eight_turns_do_not_come_back_as_eight_roots(rewrite: Rewrite, is_
 
 async def test_a_number_that_became_true_is_another_argument() -> None:
     """Equal JSON is restored to the sampled text, other JSON is not: the client's own value is in the prompt."""
-    backend = TemplatedBackend(lambda number, request: [call(n=1), "done"][number])
+    backend = speaking(call(n=1), "done")
     async with playing(backend) as (client, _):
         reply = await ask(client, [QUESTION])
         item = reply.output[0].model_dump() | {"arguments": '{"n": true}'}
@@ -152,7 +158,7 @@ def output(call_id: str, text: str) -> Json:
 @pytest.mark.parametrize("sequence_of", ["interleaved", "late", "early"])
 async def test_parallel_calls_stand_in_the_order_in_which_they_were_made(sequence_of: str) -> None:
     """A client that runs tools at once may send their outputs as they come. The template shows no ids."""
-    backend = TemplatedBackend(lambda number, request: [f"{call(n=1)}\n{call(n=2)}", "done"][number])
+    backend = speaking(f"{call(n=1)}\n{call(n=2)}", "done")
     async with playing(backend) as (client, recorder):
         reply = await ask(client, [QUESTION])
         first, second = (item.model_dump() for item in reply.output)
@@ -167,7 +173,7 @@ async def test_a_function_in_a_namespace_is_called_and_comes_back() -> None:
     """As Codex has the tools of MCP servers and sub-agents: they are its own, and no provider's."""
     namespace = {"type": "namespace", "name": "mcp__mail", "description": "Mail.", "tools": TOOLS}
     called = call(n=1).replace("look", "mcp__mail__look")
-    backend = TemplatedBackend(lambda number, request: [f"{call(n=2)}\n{called}", "done"][number])
+    backend = speaking(f"{call(n=2)}\n{called}", "done")
     async with playing(backend) as (client, recorder):
         reply = await ask(client, [QUESTION], tools=[*TOOLS, namespace])
         items = [item.model_dump(exclude_none=True) for item in reply.output]
@@ -179,7 +185,7 @@ async def test_a_function_in_a_namespace_is_called_and_comes_back() -> None:
 
 
 async def test_outputs_come_before_the_text_of_the_user() -> None:
-    backend = TemplatedBackend(lambda number, request: [call(n=1), "done"][number])
+    backend = speaking(call(n=1), "done")
     async with playing(backend) as (client, recorder):
         reply = await ask(client, [QUESTION])
         item = reply.output[0].model_dump()
@@ -191,7 +197,7 @@ async def test_outputs_come_before_the_text_of_the_user() -> None:
 async def test_a_developer_message_amid_a_conversation_is_not_refused_by_the_template() -> None:
     template = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}"
     template += "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-    backend = TemplatedBackend(lambda number, request: "done", template)
+    backend = TemplateBackend(scripted("done"), template=template)
     late = [QUESTION, {"role": "assistant", "content": "There."}, {"role": "developer", "content": "Be brief."}]
     async with playing(backend) as (client, _):
         await ask(client, [{"role": "developer", "content": "In English."}, *late], instructions="You help.", tools=[])
@@ -201,7 +207,7 @@ async def test_a_developer_message_amid_a_conversation_is_not_refused_by_the_tem
 
 async def test_an_answer_that_was_asked_for_as_events_is_events() -> None:
     """A JSON body where a client reads events yields no token and no error."""
-    backend = TemplatedBackend(lambda number, request: thinking("Hm.") + f"Let me look.\n{call(n=1)}")
+    backend = speaking(thinking("Hm.") + f"Let me look.\n{call(n=1)}")
     async with playing(backend) as (client, _):
         raw = await client.responses.with_raw_response.create(model="policy", input="hi", tools=TOOLS, stream=True)
         assert raw.headers["content-type"].startswith("text/event-stream")
@@ -282,7 +288,7 @@ async def test_the_key_says_which_rollout_calls_whatever_session_a_client_names(
 async def test_a_conversation_by_reference_is_one_sequence(way: str, is_stream: bool) -> None:
     """Two calls at once, whose outputs come in another order. Instructions hold for their call only."""
     answers = [thinking("Hm.") + f"{call(n=1)}\n{call(n=2)}", thinking("So.") + call(n=3), "Nowhere."]
-    backend = TemplatedBackend(lambda number, request: answers[number])
+    backend = speaking(*answers)
     input: list[Any] = [{"role": "developer", "content": "In English."}, QUESTION]
     more: Json = {}
     async with playing(backend) as (client, recorder):

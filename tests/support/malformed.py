@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
 FIELDS = (
     *(
         "model",
@@ -33,6 +33,8 @@ FIELDS = (
         "response_format",
         "echo",
     ),
+    *("input", "instructions", "text", "include", "reasoning", "previous_response_id", "store", "background"),
+    *("max_output_tokens", "conversation", "truncation"),
     *("system", "stop_sequences", "thinking", "output_config", "mcp_servers", "context_management"),
     *("chat_template_kwargs", "return_token_ids", "logit_bias", "min_p", "user", "metadata", "temprature", ""),
 )
@@ -56,6 +58,7 @@ ATOMS = (
     *("[1, -1, 99999999999999999999]", '["a", 1]', '{"a": {"b": [null]}}', "'x'", "[1,]", '{"a" 1}', "\x00"),
 )
 GOOD = {"model": '"mine"', "messages": '[{"role": "user", "content": "hi"}]', "max_tokens": "2"}
+GOOD_RESPONSE = {"model": '"mine"', "input": '[{"role": "user", "content": "hi"}]', "max_output_tokens": "2"}
 
 
 class Malformed(NamedTuple):
@@ -104,7 +107,8 @@ def binary(draw: random.Random) -> bytes:
 
 def torn(draw: random.Random) -> bytes:
     """A good request, cut anywhere or with one byte changed."""
-    whole = bytearray(post(draw.choice(PATHS), _object(GOOD)))
+    path = draw.choice(PATHS)
+    whole = bytearray(post(path, _object(_good(path))))
     if draw.random() < 0.5:
         return bytes(whole[: draw.randrange(1, len(whole))])
     whole[draw.randrange(len(whole))] = draw.randrange(256)
@@ -113,27 +117,35 @@ def torn(draw: random.Random) -> bytes:
 
 def wrong_types(draw: random.Random) -> bytes:
     """A good object with some of its fields replaced by anything."""
-    fields = dict(GOOD)
+    path = draw.choice(PATHS)
+    fields = dict(_good(path))
     for _ in range(draw.randrange(1, 4)):
         fields[draw.choice(FIELDS)] = draw.choice(ATOMS)
-    return post(draw.choice(PATHS), _object(fields))
+    return post(path, _object(fields))
 
 
 def deep(draw: random.Random) -> bytes:
     depth = draw.choice((50, 65, 1000, 20_000))
     opening, closing = draw.choice((("[", "]"), ('{"a":', "}")))
     nest = opening * depth + ("1" + closing * depth if draw.random() < 0.7 else "")
-    return post(draw.choice(PATHS), _object({**GOOD, draw.choice(FIELDS[1:]): nest}))
+    path = draw.choice(PATHS)
+    return post(path, _object({**_good(path), draw.choice(FIELDS[1:]): nest}))
 
 
 def messages(draw: random.Random) -> bytes:
     """Conversations that are none."""
     parts = [draw.choice(ATOMS) for _ in range(draw.randrange(0, 4))]
     keys = ("role", "content", "tool_calls", "tool_call_id", "name", "function", "type", "text", "input", "tool_use_id")
+    keys += ("call_id", "arguments", "output", "summary", "encrypted_content", "id")
     parts += [_object({draw.choice(keys): draw.choice(ATOMS), "role": '"user"'}).decode(errors="surrogatepass")]
     if draw.random() < 0.5:
         parts = [_object({"role": '"user"', "content": f"[{', '.join(parts)}]"}).decode(errors="surrogatepass")]
-    return post(draw.choice(PATHS), _object({**GOOD, "messages": f"[{', '.join(parts)}]"}))
+    path = draw.choice(PATHS)
+    if path == PATHS[-1] and draw.random() < 0.5:
+        kinds = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+        item = {"type": f'"{draw.choice(kinds)}"', **{draw.choice(keys): draw.choice(ATOMS) for _ in range(3)}}
+        parts.append(_object(item).decode(errors="surrogatepass"))
+    return post(path, _object({**_good(path), list(_good(path))[1]: f"[{', '.join(parts)}]"}))
 
 
 def heads(draw: random.Random) -> bytes:
@@ -153,6 +165,11 @@ def heads(draw: random.Random) -> bytes:
             post(PATHS[0], body).replace(b"POST", draw.choice((b"BREW", b"CONNECT", b"HEAD", b"OPTIONS"))),
         )
     )
+
+
+def _good(path: str) -> dict[str, str]:
+    """The fields of a request to this path that is answered, the conversation second."""
+    return GOOD_RESPONSE if path == PATHS[-1] else GOOD
 
 
 def _object(fields: dict[str, str]) -> bytes:

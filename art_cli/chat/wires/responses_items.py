@@ -97,56 +97,65 @@ def messages_of(items: str | Sequence[Item]) -> list[Json]:
     fold = _Fold()
     for item in [MessageItem(role="user", content=items)] if isinstance(items, str) else items:
         fold.add(item)
-    return fold.messages
+    return fold.messages()
 
 
 class _Fold:
-    """Messages that grow by items."""
+    """Messages that grow by items. Texts of assistant messages are lists of pieces, which are joined at the end."""
 
     def __init__(self) -> None:
-        self.messages: list[Json] = []
-        self._place = -1  # index of the assistant message that was written last
+        self._messages: list[Json] = []
+        self._assistant: Json | None = None  # the assistant message that was written last
         self._response: str | None = None  # response that this message came from, if an id of its items says so
+        self._follows: Literal["nothing", "outputs", "more"] = "nothing"  # what was written after it
 
     def add(self, item: Item) -> None:
         match item:
             case MessageItem(role="assistant"):
-                message = self._assistant(item)
-                message["content"] += _text(item.content)
+                self._open(item)["content"].append(_text(item.content))
             case MessageItem():
                 role = "user" if item.role == "user" else "system"
-                self.messages.append({"role": role, "content": _text(item.content)})
+                self._messages.append({"role": role, "content": _text(item.content)})
+                self._follows = "more"
             case ReasoningItem():
                 if thought := _thought(item):
-                    self._assistant(item)["reasoning_content"] = thought
+                    self._open(item).setdefault("reasoning_content", []).append(thought)
             case CallItem():
-                name = full_name(item.namespace, item.name)
-                function = {"name": name, "arguments": item.arguments}
-                calls = self._assistant(item).setdefault("tool_calls", [])
+                function = {"name": full_name(item.namespace, item.name), "arguments": item.arguments}
+                calls = self._open(item).setdefault("tool_calls", [])
                 calls.append({"id": item.call_id, "type": "function", "function": function})
             case ReferenceItem():
-                self._assistant(item)["reply_id"] = response_of(item.id) or ""
+                self._open(item)["reply_id"] = response_of(item.id) or ""
             case OutputItem():
                 output = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
-                self.messages.append(output)
+                self._messages.append(output)
+                self._follows = "more" if self._follows == "more" else "outputs"
 
-    def _assistant(self, item: Item) -> Json:
-        """The message that this item is a part of."""
+    def messages(self) -> list[Json]:
+        for message in self._messages:
+            if message["role"] == "assistant":
+                message |= {
+                    name: "".join(message[name]) for name in ("content", "reasoning_content") if name in message
+                }
+        return self._messages
+
+    def _open(self, item: Item) -> Json:
+        """The assistant message that this item is a part of."""
         response = response_of(item.id)
-        if self._place < 0 or not self._continues(item, response):
-            self.messages.append({"role": "assistant", "content": ""})
-            self._place, self._response = len(self.messages) - 1, None
+        if self._assistant is None or not self._continues(self._assistant, item, response):
+            self._assistant = {"role": "assistant", "content": []}
+            self._messages.append(self._assistant)
+            self._response, self._follows = None, "nothing"
         self._response = response or self._response
-        return self.messages[self._place]
+        return self._assistant
 
-    def _continues(self, item: Item, response: str | None) -> bool:
+    def _continues(self, message: Json, item: Item, response: str | None) -> bool:
         """Whether the item belongs to the last assistant message. Outputs may stand between the calls of a response."""
-        message, later = self.messages[self._place], self.messages[self._place + 1 :]
         if response is not None and self._response is not None:
-            return response == self._response and all(sent["role"] == "tool" for sent in later)
-        if later or isinstance(item, ReasoningItem):
+            return response == self._response and self._follows != "more"
+        if self._follows != "nothing" or isinstance(item, ReasoningItem):
             return False
-        return isinstance(item, CallItem) or not message["content"]
+        return isinstance(item, CallItem) or not any(message["content"])
 
 
 def _text(content: str | list[Part]) -> str:
@@ -164,8 +173,8 @@ def conversation(instructions: str | None, messages: Sequence[Json]) -> list[Jso
     """The messages as chat templates take them.
 
     The system messages at the beginning are one, `instructions` first, and later ones are the user's, because most
-    templates take no more. Outputs of functions that were called in one message stand in the order of its calls, because
-    templates show no ids.
+    templates take no more. Outputs of functions that were called in one message stand in the order of its calls,
+    because templates show no ids.
     """
     first = next((place for place, sent in enumerate(messages) if sent["role"] != "system"), len(messages))
     texts = [text for text in (instructions, *(sent["content"] for sent in messages[:first])) if text]
