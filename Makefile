@@ -65,15 +65,16 @@ test-unsloth: $(READY) $(UNSLOTH)/.ready  ## the Unsloth learner against a real 
 	ART_UNSLOTH_PYTHON=$(UNSLOTH)/bin/python $(BIN)/pytest -m unsloth
 
 # Agents as their users have them, in a Python of their own (rollout.python): openai 3, which does not go with litellm, and
-# the Claude Agent SDK, which brings Claude Code's command line (380 MB).
+# the Claude Agent SDK, which brings Claude Code's command line (380 MB). Where there is Node, Codex's (400 MB) too.
 $(AGENTS)/.ready:
 	$(PYTHON) -m venv $(AGENTS)
 	$(AGENTS)/bin/python -m pip install --quiet --upgrade pip
 	$(AGENTS)/bin/python -m pip install --quiet openai==3.54.0 openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0' \
 		anthropic==2.12.0 claude-agent-sdk==0.2.187
+	! command -v npm || npm install --prefix $(AGENTS) --no-audit --no-fund --silent @openai/codex@0.169.0
 	touch $@
 
-test-agents: $(READY) $(AGENTS)/.ready  ## agents of openai 3, the Agents SDK, pydantic-ai and Claude, in their own Python
+test-agents: $(READY) $(AGENTS)/.ready  ## agents of openai 3, the Agents SDK, pydantic-ai, Claude and Codex, as they come
 	ART_AGENTS_PYTHON=$(AGENTS)/bin/python $(BIN)/pytest -m agents
 
 clean:

@@ -4,7 +4,7 @@ The official client talks to the gateway over HTTP. Prompts are rendered by a ch
 """
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from art_cli.chat.wires import responses_memory
 from art_cli.chat.wires.responses_memory import Memory
 from art_cli.rollouts.gateway import Gateway
 from art_cli.rollouts.recorder import Recorder
-from art_cli.trajectory import prompt, sequence
+from art_cli.trajectory import Turn, prompt, sequence
 from tests.rollouts.test_anthropic_gateway import THINKS, scripted
 from tests.support.scripted import BreakingBackend, Engine, ScriptedBackend
 from tests.support.template_backend import TemplateBackend
@@ -67,13 +67,17 @@ async def ask_for_events(client: openai.AsyncOpenAI, **options: Any) -> Any:
     return await client.responses.create(**{"model": "policy", "input": "hi", "stream": True, **options})
 
 
-def assert_one_sequence(recorder: Recorder, num_turns: int) -> None:
-    """Each prompt continues the whole sequence of the turn before it, and there is one conversation."""
-    assert len(recorder.turns) == num_turns
-    for index, turn in enumerate(recorder.turns[1:], 1):
-        whole = sequence(recorder.turns, index - 1)
+def assert_one_sequence(turns: Sequence[Turn]) -> None:
+    """Each prompt continues the whole sequence of the turn before it."""
+    for index, turn in enumerate(turns[1:], 1):
+        whole = sequence(turns, index - 1)
         assert (turn.parent, turn.kept) == (index - 1, len(whole)), index
-        assert prompt(recorder.turns, index)[: turn.kept] == whole
+        assert prompt(turns, index)[: turn.kept] == whole
+
+
+def assert_one_conversation(recorder: Recorder, num_turns: int) -> None:
+    assert len(recorder.turns) == num_turns
+    assert_one_sequence(recorder.turns)
     assert recorder.metrics()["num_branches"] == 0
     assert recorder.branches == []
 
@@ -136,7 +140,7 @@ async def test_eight_turns_do_not_come_back_as_eight_roots(rewrite: Rewrite, is_
                 if item.type == "function_call":
                     input.append({"type": "function_call_output", "call_id": item.call_id, "output": "20 °C"})
     assert reply.output_text == "Nowhere."
-    assert_one_sequence(recorder, 8)
+    assert_one_conversation(recorder, 8)
     assert [message["role"] for message in recorder.messages[:3]] == ["user", "assistant", "tool"]
 
 
@@ -165,7 +169,7 @@ async def test_parallel_calls_stand_in_the_order_in_which_they_were_made(sequenc
         one, two = output(first["call_id"], "first"), output(second["call_id"], "second")
         orders = {"interleaved": [first, one, second, two], "late": [first, second, two, one]}
         await ask(client, [QUESTION, *orders.get(sequence_of, [first, second, one, two])])
-    assert_one_sequence(recorder, 2)
+    assert_one_conversation(recorder, 2)
     assert [sent["content"] for sent in backend.requests[1].messages or []][2:] == ["first", "second"]
 
 
@@ -180,7 +184,7 @@ async def test_a_function_in_a_namespace_is_called_and_comes_back() -> None:
         outputs = [output(item["call_id"], "20") for item in items]
         await ask(client, [QUESTION, *items, *outputs], tools=[*TOOLS, namespace], is_stream=True)
     assert [(item["name"], item.get("namespace")) for item in items] == [("look", None), ("look", "mcp__mail")]
-    assert_one_sequence(recorder, 2)
+    assert_one_conversation(recorder, 2)
     assert [tool["function"]["name"] for tool in recorder.tools] == ["look", "mcp__mail__look"]
 
 
@@ -190,7 +194,7 @@ async def test_outputs_come_before_the_text_of_the_user() -> None:
         reply = await ask(client, [QUESTION])
         item = reply.output[0].model_dump()
         await ask(client, [QUESTION, item, output(item["call_id"], "20"), {"role": "user", "content": "Quick!"}])
-    assert_one_sequence(recorder, 2)
+    assert_one_conversation(recorder, 2)
     assert [sent["role"] for sent in recorder.messages] == ["user", "assistant", "tool", "user", "assistant"]
 
 
@@ -300,7 +304,7 @@ async def test_a_conversation_by_reference_is_one_sequence(way: str, is_stream: 
                 input, more = outputs, {"previous_response_id": reply.id}
             else:
                 input += [*({"type": "item_reference", "id": item.id} for item in reply.output), *outputs]
-    assert_one_sequence(recorder, 3)
+    assert_one_conversation(recorder, 3)
     system, *_ = backend.requests[2].messages or []
     assert system["content"] == "Be brief.\n\nIn English."
 

@@ -1,4 +1,4 @@
-"""A Python with openai 3, the OpenAI Agents SDK, pydantic-ai and the Claude Agent SDK: tests of `rollout.python`.
+"""A Python with openai 3, the OpenAI Agents SDK, pydantic-ai and the Claude Agent SDK, and Codex's command line.
 
 `make setup-agents` makes .venv-agents; ART_AGENTS_PYTHON names another. Without either, tests that need it are skipped.
 """
@@ -13,6 +13,7 @@ from tests.support.paths import ROOT
 ENVIRONMENT = ROOT / ".venv-agents"
 IS_THERE = "ART_AGENTS_PYTHON" in os.environ or any(ENVIRONMENT.glob("lib/*/site-packages/pydantic_ai"))
 PYTHON = Path(os.environ.get("ART_AGENTS_PYTHON") or ENVIRONMENT / "bin" / "python").absolute()
+CODEX = PYTHON.parent.parent / "node_modules" / ".bin" / "codex"  # needs Node too
 MARKS = [
     pytest.mark.agents,
     pytest.mark.timeout(600),
