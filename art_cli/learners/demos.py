@@ -31,15 +31,30 @@ class Demo(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("no assistant message to learn from")
 
 
+class DemoLine(Demo, frozen=True, kw_only=True):
+    """A transcript on a line of a file, which must not be an attempt that art recorded."""
+
+    group_size: Any = None  # an attempt has both
+    turns: Any = None
+
+    def __post_init__(self) -> None:
+        if self.group_size is not None and self.turns is not None:
+            raise ValueError(
+                "an attempt, not a transcript: the messages of good and bad attempts would be learned from alike; "
+                "--best-of (sft.best_of) learns from the best scored ones of each group"
+            )
+        super().__post_init__()
+
+
 def load_demos(spec: str, directory: Path) -> list[Json]:
     """The transcripts of a JSON-lines file, or those that "file.py:function" returns, in order.
 
-    Paths are relative to `directory`. Raises DataError: no such file, a line or item that is not a transcript, or no
-    transcripts; UsageError: the function cannot be loaded.
+    Paths are relative to `directory`. Raises DataError: no such file, a line or item that is not a transcript, no
+    transcripts, or attempts, of which only the good ones are worth learning; UsageError: the function cannot be loaded.
     """
     path = directory / spec
     if path.is_file():
-        demos = list(read_lines(path, Demo))
+        demos: list[Demo] = list(read_lines(path, DemoLine))
     elif ":" in spec:
         demos = _call(spec, directory)
     else:

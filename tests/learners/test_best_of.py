@@ -84,6 +84,16 @@ def test_refuses_a_file_that_it_cannot_learn_from(record: ScoredTrajectory, mess
         load_examples(SftConfig(demos="scored.jsonl", best_of=1), tmp_path)
 
 
+def test_a_scored_file_is_no_file_of_transcripts(tmp_path: Path) -> None:
+    """Without best_of every message of every attempt would be learned from, those of the worst too."""
+    rows = attempts([0.0, 1.0])
+    for row in rows:
+        row.messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    write_lines(tmp_path / "scored.jsonl", rows)
+    with pytest.raises(DataError, match=r"scored.jsonl:1: an attempt, not a transcript: .*--best-of"):
+        load_examples(SftConfig(demos="scored.jsonl"), tmp_path)
+
+
 def test_all_attempts_at_a_scenario_are_on_one_side_of_the_split(tmp_path: Path) -> None:
     groups = [
         scored([turn([1], [2])], 1.0, index=k % 4, group=f"g{k}", scenario={"id": f"s{k % 9}"}) for k in range(90)
