@@ -87,17 +87,34 @@ def no_such_key(key: str, data: dict[str, Any], schema: Schema) -> str:
 
 
 def _of_another_variant(key: str, data: dict[str, Any], schema: Schema) -> str | None:
-    """Example: "loss 'gspo' does not use 'overlong'; 'dapo' does". None: no other variant has the key."""
-    group, _, name = key.partition(".")
-    having = [variant for variant, section in variants(schema, group).items() if name in section.model_fields]
-    chosen = section_at(schema, group, data)
-    if not having or chosen is None or name in chosen.model_fields:
-        return None
+    """Example: "loss 'gspo' does not use 'overlong'; 'dapo' does". None: no other variant has the key.
+
+    Also of a section within one: "loss.off_policy 'icepop' does not use 'cap', but low, high; 'truncate' does".
+    """
+    parts, within = key.split("."), schema
+    for depth, name in enumerate(parts[1:], 1):
+        section = ".".join(parts[:depth])
+        chosen = section_at(schema, section, data)
+        if chosen is None:
+            return None
+        options = variants(within, parts[depth - 1])
+        having = [variant for variant, other in options.items() if name in other.model_fields]
+        if having and name not in chosen.model_fields:
+            return _not_used(name, section, chosen, having)
+        within = chosen
+    return None
+
+
+def _not_used(name: str, section: str, chosen: Schema, having: Sequence[str]) -> str:
+    """That the chosen variant of the section does not use the key, and which ones do."""
     if variant_name(chosen) == "auto":
         written = " or ".join(f"`name: {variant}`" for variant in having)
-        return f"{group} 'auto' has no knobs of one {group}; {name!r} needs {written} beside it ({group}={having[0]})"
+        needs = f"{name!r} needs {written} beside it ({section}={having[0]})"
+        return f"{section} 'auto' has no knobs of one {section}; {needs}"
     does = "does" if len(having) == 1 else "do"
-    return f"{group} {variant_name(chosen)!r} does not use {name!r}; {' and '.join(map(repr, having))} {does}"
+    own = [field for field in chosen.model_fields if field != "name"]
+    has = f", but {', '.join(own)}" if "." in section and own else ""
+    return f"{section} {variant_name(chosen)!r} does not use {name!r}{has}; {' and '.join(map(repr, having))} {does}"
 
 
 def _nested(key: str) -> str:

@@ -380,6 +380,12 @@ def test_the_advice_on_quoting_works() -> None:
     assert load(PLAIN, 'model.base="a=b"').model.base == "a=b"
 
 
+def test_a_knob_of_another_variant_is_told_in_a_section_within_a_section_too() -> None:
+    [line] = mistakes(PLAIN, "loss.off_policy={name: icepop, cap: 3}")
+    told = "loss.off_policy 'icepop' does not use 'cap', but low, high; 'truncate' and 'sequence_mask' and 'dppo' do"
+    assert line == f"command line: loss.off_policy.cap: {told}"
+
+
 @pytest.mark.parametrize(
     ("addition", "line"),
     [
