@@ -4,9 +4,10 @@
     python benchmarks/clients.py --engines embedded
 
 The official OpenAI clients for Python and Node, litellm, LangChain's ChatOpenAI and the OpenAI Agents SDK, each as its
-users use it (tests/clients/tools). The conversation is: a question, a call of a tool, the tool's answer, a streamed
-reply; then a call with a wrong key. A rehearsal against a scripted server records what each client sends; `art sft`
-teaches a tiny model these transcripts (tests/support/tool_clients.py); `art serve` serves that checkpoint.
+users use it (tests/clients/tools), the first two and the last on OpenAI's Responses too. The conversation is: a
+question, a call of a tool, the tool's answer, a streamed reply; then a call with a wrong key. A rehearsal against a
+scripted server records what each client sends; `art sft` teaches a tiny model these transcripts
+(tests/support/tool_clients.py); `art serve` serves that checkpoint.
 
 The clients get an environment of their own in .venv-clients, made at the first run.
 """
@@ -40,6 +41,9 @@ PROGRAMS = {
     "litellm": "litellm_sdk.py",
     "LangChain ChatOpenAI": "langchain_sdk.py",
     "OpenAI Agents SDK": "agents_sdk.py",
+    "openai, Responses (Python)": "responses_sdk.py",
+    "openai, Responses (Node)": "responses_sdk.mjs",
+    "Agents SDK, Responses": "agents_responses_sdk.py",
 }
 ENGINES = {"embedded": ("--engine", "embedded"), "vllm": OPTIONS}
 KEY = "the-key-of-the-benchmark"
@@ -69,7 +73,9 @@ async def rehearse(python: Path) -> list[Json]:
         for name, program in PROGRAMS.items():
             found = await converse(program, f"{root}/v1", KEY, python=python)
             assert is_right(found), (name, found)
-    definitions = {json.dumps(request.tools, sort_keys=True): request.tools for request in backend.requests}
+    definitions = {
+        json.dumps(request.tools, sort_keys=True): request.tools for request in backend.requests if request.tools
+    }
     return [demo(tools) for tools in definitions.values()]
 
 
@@ -80,11 +86,11 @@ async def measure(checkpoint: Path, python: Path, options: Sequence[str]) -> dic
 
 def row(client: str, engine: str, found: Json) -> str:
     if "error" in found:
-        return f"{client:22s} {'?':9s} {engine:10s} NO   {found['error']}"
+        return f"{client:26s} {'?':9s} {engine:10s} NO   {found['error']}"
     calls = ", ".join(f"{name}({json.dumps(arguments)})" for name, arguments in found["calls"])
     verdict = "yes" if is_right(found) else "NO"
     got = f"{calls:22s}  {found['text']!r:16s}  {found['refused']}"
-    return f"{client:22s} {found['version']:9s} {engine:10s} {verdict:4s} {got}"
+    return f"{client:26s} {found['version']:9s} {engine:10s} {verdict:4s} {got}"
 
 
 def main() -> int:
@@ -99,7 +105,7 @@ def main() -> int:
         for engine in arguments.engines:
             results = asyncio.run(measure(checkpoint, python, ENGINES[engine]))
             found |= {(client, engine): result for client, result in results.items()}
-    print(f"{'client':22s} {'version':9s} {'engine':10s} held {'tool call':22s}  {'streamed reply':16s}  wrong key")
+    print(f"{'client':26s} {'version':9s} {'engine':10s} held {'tool call':22s}  {'streamed reply':16s}  wrong key")
     for client in PROGRAMS:
         for engine in arguments.engines:
             print(row(client, engine, found[client, engine]))
