@@ -573,6 +573,19 @@ async def test_a_field_that_an_endpoint_refuses_and_the_client_did_not_ask_for_i
     assert not set(foreign.refuses) & set(foreign.bodies[-1])
 
 
+async def test_a_wish_to_think_is_left_out_where_an_endpoint_knows_no_templates() -> None:
+    """Variables that the client names itself are not left out."""
+    foreign = Foreign(refuses=("chat_template_kwargs",))
+    request = Request(model="policy", messages=[USER], sampling=Sampling(), thinks=False)
+    named = Request(model="policy", messages=[USER], sampling=Sampling(), template_kwargs={"enable_thinking": False})
+    async with serve(foreign) as root, http_backend(f"{root}/v1") as backend:
+        await backend.reply(request)
+        with pytest.raises(ChatError, match="'chat_template_kwargs' is not supported"):
+            await backend.reply(named)
+    assert foreign.bodies[0]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert "chat_template_kwargs" not in foreign.bodies[1]
+
+
 async def test_what_the_client_asked_for_is_never_left_out() -> None:
     foreign = Foreign(refuses=("temperature",))
     request = Request(model="policy", messages=[USER], sampling=Sampling(temperature=0.5))

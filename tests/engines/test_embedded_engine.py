@@ -259,6 +259,7 @@ async def test_a_stop_string_ends_the_reply_and_its_tokens_stay() -> None:
         cut = (await engine.reply(chat(seed=0, max_tokens=40, stop=(stop,)))).choices[0]
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert (cut.finish_reason, whole.finish_reason) == ("stop", "length")
+    assert (cut.stop_string, whole.stop_string) == (stop, None)
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
     assert len(cut.token_ids) < 40
 
@@ -376,7 +377,7 @@ async def test_a_stream_put_together_is_the_plain_reply(stop: tuple[str, ...]) -
             streamed = builder.reply()
             assert streamed.prompt_ids == plain.prompt_ids
             one, other = streamed.choices[0], plain.choices[0]
-            for name in ("text", "message", "token_ids", "tokens", "finish_reason"):
+            for name in ("text", "message", "token_ids", "tokens", "finish_reason", "stop_string"):
                 assert getattr(one, name) == getattr(other, name)
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
             assert one.top_logprobs is not None and len(one.top_logprobs) == len(one.token_ids)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from art_cli.chat.replies import token_bytes, token_text
 from art_cli.chat.requests import Request, Sampling
 from art_cli.engines.embedded.messages import MessageParser, render
 from art_cli.engines.embedded.text import Detokenizer, StopWatch, Vocabulary
-from tests.support.tiny import tiny_tokenizer
+from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 Json = dict[str, Any]
 
@@ -276,9 +277,24 @@ def test_text_is_cut_before_the_first_stop_string(text: str, stops: list[str], c
     found = [text.find(stop) for stop in stops if stop in text]
     assert watch.is_stopped == bool(found)
     if not found:
-        assert shown == text
+        assert (shown, watch.found) == (text, None)
     else:
-        assert text.startswith(shown) and any(text[len(shown) :].startswith(stop) for stop in stops)
+        assert watch.found in stops and text.startswith(shown + watch.found)
+
+
+@pytest.mark.parametrize("thinks", [None, True, False])
+def test_a_wish_to_think_is_set_where_the_template_reads_it(thinks: bool | None) -> None:
+    """And is no error where it does not; what the client sets itself goes before the wish."""
+    asked = request([{"role": "user", "content": "hi"}], thinks=thinks)
+    tokenizer = tiny_tokenizer()
+    plain = Vocabulary(tokenizer)
+    tokenizer.chat_template = "{{ 'default' if enable_thinking is not defined else enable_thinking }}"
+    reading = Vocabulary(tokenizer)
+    assert reading.decode(render(reading, asked).ids) == ("default" if thinks is None else str(thinks))
+    set_by_client = msgspec.structs.replace(asked, template_kwargs={"enable_thinking": "so"})
+    assert reading.decode(render(reading, set_by_client).ids) == "so"
+    tokenizer.chat_template = CHAT_TEMPLATE
+    assert render(plain, asked).ids == render(plain, request([{"role": "user", "content": "hi"}])).ids
 
 
 def test_the_vocabulary_names_each_token() -> None:

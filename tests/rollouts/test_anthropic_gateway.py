@@ -5,7 +5,9 @@ Each test is named after a way in which a gateway for this protocol has failed b
 
 import contextlib
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -18,6 +20,7 @@ from art_cli.rollouts.gateway import Gateway
 from art_cli.rollouts.recorder import Recorder
 from art_cli.trajectory import prompt, sequence
 from tests.support.scripted import Engine, ScriptedBackend
+from tests.support.stage import Stage
 from tests.support.template_backend import TemplateBackend
 from tests.support.tiny import CHAT_TEMPLATE
 
@@ -166,6 +169,33 @@ async def test_thoughts_come_first_and_come_back_with_their_signature(is_stream:
     assert reply.content[0].signature == messages[1]["content"][0]["signature"]
 
 
+THOUGHTS = tuple(f"<think>\nthought {number}\n</think>\n\n{text}" for number, text in enumerate(REPLIES))
+LLAMA = ('{"name": "add", "parameters": {"b":  1.0, "a":2}}', '{"name": "add", "parameters": {"a": "x"}}', *REPLIES[2:])
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "end", "branching"),
+    [
+        ("qwen3", REPLIES, "<|im_end|>", []),
+        ("qwen3", THOUGHTS, "<|im_end|>", [3]),  # thoughts go at the user's next question
+        ("qwen2_5", REPLIES, "<|im_end|>", [1, 2]),  # arguments are written anew
+        ("llama3_2", LLAMA, "<|eot_id|>", []),
+    ],
+    ids=["qwen3", "qwen3 thinks", "qwen2.5", "llama3.2"],
+)
+async def test_a_conversation_branches_only_where_its_real_template_writes_replies_anew(
+    name: str, texts: tuple[str, ...], end: str, branching: list[int]
+) -> None:
+    """Templates of model families as TRL has them. `branching`: the turns that do not continue the one before."""
+    templates = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
+    backend = TemplateBackend(scripted(*texts), template=(templates / f"{name}.jinja").read_text(), end=end)
+    async with gateway_of(backend) as (gateway, root, key), client_of(root, key) as client:
+        await converse(client, is_stream=True)
+        turns = gateway.close(key).turns
+    kept = [turn.parent == index and turn.kept == len(sequence(turns, index)) for index, turn in enumerate(turns[1:])]
+    assert [index for index, is_kept in enumerate(kept, 1) if not is_kept] == branching
+
+
 async def test_a_billing_header_that_changes_per_request_breaks_no_prefix() -> None:
     backend = TemplateBackend(scripted("yes", "no"))
 
@@ -229,6 +259,24 @@ async def test_a_reply_is_a_stream_exactly_when_a_stream_was_asked_for(is_stream
         names = [line.removeprefix("event: ") for line in reply.text.splitlines() if line.startswith("event: ")]
         assert names == ["message_start", "content_block_start", *["content_block_delta"] * 3, "content_block_stop",
                          "message_delta", "message_stop"]  # fmt: skip
+
+
+PROGRAM = """
+import os, anthropic
+reply = anthropic.Anthropic(max_retries=0).messages.create(
+    model=os.environ["ANTHROPIC_MODEL"], max_tokens=50, messages=[{"role": "user", "content": "hi"}])
+print(float(reply.content[0].text == "yes" and "ANTHROPIC_AUTH_TOKEN" not in os.environ))
+"""
+
+
+async def test_a_program_finds_the_gateway_in_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anthropic's clients read it by themselves. A token of the user's own, which they prefer to a key, is left out."""
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "the user's own")
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    stage = Stage(tmp_path, TemplateBackend(scripted("yes")))
+    (trajectory,) = await stage.play(entry=None, command=[sys.executable, "agent.py"])
+    assert (trajectory.error, trajectory.returned_reward) == (None, 1.0)
+    assert [message["content"] for message in trajectory.messages] == ["hi", "yes"]
 
 
 async def test_max_tokens_of_another_model_are_a_bound_and_both_numbers_are_recorded() -> None:

@@ -42,6 +42,21 @@ async def test_an_episode_of_the_claude_agent_sdk_is_one_sequence(tmp_path: Path
     assert [tool["function"]["name"] for tool in trajectory.tools] == ["mcp__adder__add"]
 
 
+async def test_claude_code_as_a_command_finds_the_gateway_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`rollout: {command: [claude, -p, ...]}`: what it prints, the policy's reply, is the outcome."""
+    (program,) = PYTHON.parent.parent.glob("lib/*/site-packages/claude_agent_sdk/_bundled/claude")
+    monkeypatch.setenv("CLAUDE_CONFIG_DIR", str(tmp_path / "claude"))
+    monkeypatch.setenv("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "1")
+    backend = TemplateBackend(scripted("0.5"))
+    command = [str(program), "-p", "Say a number.", "--tools", ""]
+    (trajectory,) = await Stage(tmp_path, backend).play(entry=None, command=command, timeout_s=180)
+    assert (trajectory.error, trajectory.returned_reward) == (None, 0.5)
+    (turn,) = trajectory.turns
+    assert turn.sampled_ids == backend.encode("0.5<|im_end|>")
+
+
 @pytest.mark.slow
 def test_the_claude_agent_sdk_is_trained(tmp_path: Path) -> None:
     """Two steps on the embedded engine. The model is random; that it says nothing of sense is recorded all the same."""

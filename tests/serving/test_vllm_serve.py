@@ -121,7 +121,9 @@ class Reference:
         return rows.gather(1, torch.tensor(sampled)[:, None])[:, 0].tolist()
 
 
-@pytest.mark.parametrize("program", ["openai_sdk.py", "litellm_sdk.py", "openai_sdk.mjs"])
+@pytest.mark.parametrize(
+    "program", ["openai_sdk.py", "litellm_sdk.py", "openai_sdk.mjs", "anthropic_sdk.py", "anthropic_sdk.mjs"]
+)
 async def test_a_client_gets_the_call_then_the_streamed_answer_and_401_with_another_key(
     served: Served, program: str
 ) -> None:
