@@ -38,8 +38,18 @@ def run_series(lines: Sequence[MetricsLine], *, metrics: Sequence[str]) -> list[
     return [one for one in series if one.points]
 
 
-def curve(title: str, series: Sequence[Series], *, covers: tuple[float, ...] = (0.0, 1.0)) -> str:
-    """The picture. The vertical axis has every value and what it `covers`. Without series it is an empty frame."""
+def curve(
+    title: str,
+    series: Sequence[Series],
+    *,
+    covers: tuple[float, ...] = (0.0, 1.0),
+    size: tuple[int, int] = (WIDTH, HEIGHT),
+) -> str:
+    """The picture. The vertical axis has every value and what it `covers`. Without series it is an empty frame.
+
+    Only series with a name are in the legend, which needs room at the right.
+    """
+    (width, height), margin = size, RIGHT if any(one.name for one in series) else 16
     points = [point for one in series for point in one.points]
     right = max((x for x, _ in points), default=1.0) or 1.0
     ys = [*covers, *(y for _, y in points), *(y for one in series for _, *ends in one.band for y in ends)]
@@ -47,26 +57,27 @@ def curve(title: str, series: Sequence[Series], *, covers: tuple[float, ...] = (
     high = high if high > low else low + 1.0
 
     def place(point: Point) -> str:
-        x = LEFT + point[0] / right * (WIDTH - LEFT - RIGHT)
-        y = HEIGHT - BOTTOM - (point[1] - low) / (high - low) * (HEIGHT - BOTTOM - TOP)
+        x = LEFT + point[0] / right * (width - LEFT - margin)
+        y = height - BOTTOM - (point[1] - low) / (high - low) * (height - BOTTOM - TOP)
         return f"{x:.1f},{y:.1f}"
 
     ticks = "".join(_tick(low + (high - low) * part / 4, place, right) for part in range(5))
     drawn = "".join(_line(one, COLOURS[i % len(COLOURS)], place, i) for i, one in enumerate(series))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
         f'aria-label="{escape(title)}" font-family="system-ui, sans-serif" font-size="12" fill="#4a5365">'
-        f'<rect width="100%" height="100%" fill="#fff"/>'
-        f'<text x="{LEFT}" y="20" font-size="14" font-weight="600" fill="#1c2330">{escape(title)}</text>{ticks}{drawn}'
-        f'<text x="{LEFT}" y="{HEIGHT - 12}">step 0</text>'
-        f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 12}" text-anchor="end">step {right:g}</text></svg>\n'
+        f'<rect class="paper" width="100%" height="100%" fill="#fff"/>'
+        f'<text class="title" x="{LEFT}" y="20" font-size="14" font-weight="600" fill="#1c2330">{escape(title)}</text>'
+        f"{ticks}{drawn}"
+        f'<text x="{LEFT}" y="{height - 12}">step 0</text>'
+        f'<text x="{width - margin}" y="{height - 12}" text-anchor="end">step {right:g}</text></svg>\n'
     )
 
 
 def _tick(value: float, place: Place, right: float) -> str:
     (x, y), (end, _) = (place((at, value)).split(",") for at in (0.0, right))
     return (
-        f'<line x1="{x}" y1="{y}" x2="{end}" y2="{y}" stroke="#e3e6ec"/>'
+        f'<line x1="{x}" y1="{y}" x2="{end}" y2="{y}" class="grid" stroke="#e3e6ec"/>'
         f'<text x="{LEFT - 6}" y="{y}" dy="4" text-anchor="end">{value:.2g}</text>'
     )
 

@@ -17,7 +17,9 @@ def judge_page(report: Mapping[str, Any], sample: Mapping[str, Any], lines: Sequ
     title = f"Judge report: {report['path']}"
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title>"
         f"<style>\n{style}</style></head><body><h1>{escape(title)}</h1>"
         f"<table>{rows}</table>{''.join(_plots(report, sample))}</body></html>\n"
     )

@@ -14,6 +14,7 @@ from art_cli.views.curve import Series, curve
 from art_cli.views.report_text import KINDS, NAMES, cures, evaluation_rows, facts, span, state
 
 SHARES = ("no_signal_share", "clip_fraction", "failed_share", "limited_share")  # plotted from 0 to 1
+SMALL = (440, 240)  # width and height of the pictures that stand side by side
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 Report = Mapping[str, Any]
@@ -25,7 +26,9 @@ def report_page(report: Report) -> str:
     parts = [f"<h1>{_text(title)}</h1><p>{_text(state(report))}</p>", _facts(report), _findings(report["findings"])]
     parts += [_rewards(report), _evaluations(report), *_plots(report["series"])]
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width">'
+        f"<title>{_text(title)}</title>"
         f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">'
         f"<style>\n{style}</style></head><body>{''.join(parts)}</body></html>\n"
     )
@@ -69,7 +72,10 @@ def _rewards(report: Report) -> str:
         _line("training, smoothed", report["training_reward"], has_dots=False),
         _line("evaluation", measured, has_dots=True),
     ]
-    return "<h2>Reward</h2>" + curve("reward by step", [one for one in series if one.points])
+    shown = [one for one in series if one.points]
+    keys = "".join(f'<span class="key colour{i}"></span>{_text(one.name)}' for i, one in enumerate(shown))
+    picture = curve("reward by step", [one._replace(name="") for one in shown])
+    return f'<h2>Reward</h2><div class="wide">{picture}</div><p>{keys}</p>'
 
 
 def _line(name: str, points: Sequence[Mapping[str, Any]], *, has_dots: bool) -> Series:
@@ -79,11 +85,16 @@ def _line(name: str, points: Sequence[Mapping[str, Any]], *, has_dots: bool) -> 
 
 def _plots(series: Mapping[str, Sequence[Sequence[float]]]) -> list[str]:
     drawn = [
-        curve(NAMES[name], [Series("", [(float(x), y) for x, y in points], has_dots=False)], covers=_covered(name))
+        curve(
+            NAMES[name],
+            [Series("", [(float(x), y) for x, y in points], has_dots=False)],
+            covers=_covered(name),
+            size=SMALL,
+        )
         for name, points in series.items()
         if points and name != "reward"
     ]
-    return ["<h2>Training</h2>", *drawn] if drawn else []
+    return ["<h2>Training</h2>", '<div class="plots">', *drawn, "</div>"] if drawn else []
 
 
 def _covered(name: str) -> tuple[float, ...]:

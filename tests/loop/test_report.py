@@ -313,6 +313,7 @@ def test_the_page_is_whole_and_loads_nothing(art: Art, tmp_path: Path) -> None:
     text = html.read_text()
     page = Page(text)
     assert page.open == []
+    assert ("content", "width=device-width") in page.attributes  # else a phone lays it out for a desktop's width
     assert page.tags.count("svg") == 1 + len(SERIES) - 2  # the rewards are one picture, and kl is not computed
     assert not {"script", "link", "img", "iframe", "object", "form", "a"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("src", "href", "style")]
