@@ -4,10 +4,10 @@
     python benchmarks/clients.py --engines embedded
 
 The official OpenAI clients for Python and Node, litellm, LangChain's ChatOpenAI and the OpenAI Agents SDK, each as its
-users use it (tests/clients/tools), the first two and the last on OpenAI's Responses too. The conversation is: a
-question, a call of a tool, the tool's answer, a streamed reply; then a call with a wrong key. A rehearsal against a
-scripted server records what each client sends; `art sft` teaches a tiny model these transcripts
-(tests/support/tool_clients.py); `art serve` serves that checkpoint.
+users use it (tests/clients/tools), the first two and the last on OpenAI's Responses too; and Anthropic's official
+clients for Python and Node. The conversation is: a question, a call of a tool, the tool's answer, a streamed reply;
+then a call with a wrong key. A rehearsal against a scripted server records what each client sends; `art sft` teaches a
+tiny model these transcripts (tests/support/tool_clients.py); `art serve` serves that checkpoint.
 
 The clients get an environment of their own in .venv-clients, made at the first run.
 """
@@ -33,7 +33,13 @@ from tests.support.real_vllm import OPTIONS  # noqa: E402
 from tests.support.scripted import ScriptedBackend  # noqa: E402
 from tests.support.tool_clients import ANSWER, CALL, MODEL, art_serve, converse, demo, is_right, teach  # noqa: E402
 
-PACKAGES = ("openai==2.54.0", "litellm==1.106.2", "langchain-openai==1.7.3", "openai-agents==0.20.0")
+PACKAGES = (
+    "openai==2.54.0",
+    "anthropic==2.12.0",
+    "litellm==1.106.2",
+    "langchain-openai==1.7.3",
+    "openai-agents==0.20.0",
+)
 ENVIRONMENT = ROOT / ".venv-clients"
 PROGRAMS = {
     "openai (Python)": "openai_sdk.py",
@@ -44,6 +50,8 @@ PROGRAMS = {
     "openai, Responses (Python)": "responses_sdk.py",
     "openai, Responses (Node)": "responses_sdk.mjs",
     "Agents SDK, Responses": "agents_responses_sdk.py",
+    "anthropic (Python)": "anthropic_sdk.py",
+    "anthropic (Node)": "anthropic_sdk.mjs",
 }
 ENGINES = {"embedded": ("--engine", "embedded"), "vllm": OPTIONS}
 KEY = "the-key-of-the-benchmark"

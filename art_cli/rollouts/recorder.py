@@ -126,10 +126,13 @@ class Recorder:
         return Recorded(range(num_before, len(self.turns)), conversations)
 
     def _keep_calls(self, message: Json) -> None:
+        """Keeps how a reply with calls was sampled. An endpoint may give calls without an id or of another kind."""
         calls = message.get("tool_calls") or []
-        self._arguments |= {call["id"]: call["function"].get("arguments") or "" for call in calls if call.get("id")}
-        if calls and calls[0].get("id"):
-            self._texts[calls[0]["id"]] = text_of(message.get("content"))
+        for call in calls:
+            if isinstance(id := call.get("id"), str) and (function := call.get("function")):
+                self._arguments[id] = function.get("arguments") or ""
+        if calls and isinstance(first := calls[0].get("id"), str):
+            self._texts[first] = text_of(message.get("content"))
 
     def leave(self, request: Request, reply: Reply | None) -> Recorded | None:
         """Adds a call that the rollout left before its end. `reply` is the streamed part; None where nothing was."""

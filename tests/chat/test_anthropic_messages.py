@@ -310,6 +310,14 @@ def test_two_replies_have_two_ids() -> None:
     assert len({streamed([], {})[0]["id"] for _ in range(3)}) == 3
 
 
+def test_calls_that_an_endpoint_gives_without_an_id_or_a_function_are_blocks_all_the_same() -> None:
+    calls: list[Json] = [{"index": 0, "function": {"name": "f", "arguments": "{}"}}, {"index": 1, "type": "custom"}]
+    for message in streamed([{"tool_calls": calls}], {"finish_reason": "tool_calls"}):
+        first, second = message["content"]
+        assert (first["name"], second["name"], first["input"], second["input"]) == ("f", "", {}, {})
+        assert first["id"] and second["id"] and first["id"] != second["id"]
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1]", "7", '{"a": NaN}', '{"a":' * 40 + "1" + "}" * 40])
 def test_arguments_that_are_no_object_are_handed_out_as_their_text(text: str) -> None:
     """Such as those of a reply that was cut; sent back, they are the text that was sampled."""

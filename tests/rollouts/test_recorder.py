@@ -205,3 +205,44 @@ def test_plain_completions_make_a_conversation_too() -> None:
         recorder.record(request, reply_of(encode(text), encode(answer), text=answer))
     assert recorder.messages == [user("other"), assistant("a")]
     assert recorder.branches == [[user("2+2="), assistant("4"), user(" and 3+3="), assistant("6")]]
+
+
+# --- written as sampled -----------------------------------------------------------------------------------------------
+
+
+def called(id: Any, arguments: str, content: str | None = None) -> Json:
+    call = {"id": id, "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def recorded(*messages: Json) -> Recorder:
+    """A recorder of one reply with each of these messages."""
+    recorder = Recorder()
+    for message in messages:
+        choice = Choice(index=0, message=message, token_ids=[1], logprobs=[-1.0])
+        recorder.record(request_of(user("u")), Reply(id="r", created=0, model="m", choices=[choice], prompt_ids=[1]))
+    return recorder
+
+
+def test_a_call_that_comes_back_written_otherwise_is_written_as_it_was_sampled() -> None:
+    """Space that was lost around the text beside it too; what says something else stays as the client says it."""
+    recorder = recorded(called("one", '{"b":1.0,  "a": 2}', " \n"), called("two", "{}", "I say. "))
+    for sent, meant in (
+        (called("one", '{"a": 2, "b": 1}'), called("one", '{"b":1.0,  "a": 2}', " \n")),
+        (called("two", "{ }", "I say."), called("two", "{}", "I say. ")),
+        (called("one", '{"a": 3, "b": 1}', " \n"), None),
+        (called("two", "{}", "I said. "), None),
+        (called("three", '{"a": 2, "b": 1}', "new"), None),
+        (called(None, "{}"), None),
+        (assistant("I say."), None),
+    ):
+        restored = recorder.as_sampled(request_of(user("u"), sent)).messages
+        assert restored == [user("u"), sent if meant is None else meant]
+
+
+def test_a_reply_with_calls_of_an_unknown_kind_is_recorded() -> None:
+    """As some endpoints give them: without an id, or with something else than a function."""
+    odd: Json = {"role": "assistant", "content": None, "tool_calls": [{"type": "custom"}, {"id": 7, "function": None}]}
+    recorder = recorded(odd, called(None, "{}"))
+    assert recorder.num_calls == 2
+    assert recorder.as_sampled(request_of(user("u"))).messages == [user("u")]

@@ -16,6 +16,7 @@ import msgspec
 from art_cli.chat.calls import input_of
 from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply
+from art_cli.chat.requests import text_of
 
 Json = dict[str, Any]
 
@@ -51,10 +52,10 @@ def signature_of(thoughts: str) -> str:
 def _blocks(message: Json) -> Iterator[Json]:
     if thoughts := _thoughts(message):
         yield {"type": "thinking", "thinking": thoughts, "signature": signature_of(thoughts)}
-    if text := message.get("content"):
+    if text := text_of(message.get("content")):
         yield {"type": "text", "text": text}
     for call in message.get("tool_calls") or ():
-        yield {**_tool_use(call), "input": input_of(call["function"].get("arguments") or "")}
+        yield {**_tool_use(call), "input": input_of(_function(call).get("arguments") or "")}
 
 
 def _thoughts(message: Json) -> str:
@@ -63,7 +64,14 @@ def _thoughts(message: Json) -> str:
 
 
 def _tool_use(call: Json) -> Json:
-    return {"type": "tool_use", "id": call.get("id") or "", "name": call["function"].get("name") or ""}
+    """The block of a call without its input. An endpoint may give no id; the client needs one for its result."""
+    id = call.get("id") or f"toolu_{uuid.uuid4().hex[:24]}"
+    return {"type": "tool_use", "id": id, "name": _function(call).get("name") or ""}
+
+
+def _function(call: Json) -> Json:
+    """The function that is called; empty for a call of another kind, which some endpoints have."""
+    return call.get("function") or {}
 
 
 def _head(model: str) -> Json:
@@ -109,7 +117,7 @@ class MessageEvents:
         delta = {"content": chunk.choice.text} if chunk.choice.message is None else chunk.choice.message
         if thoughts := _thoughts(delta):
             events += self._piece("thinking", thoughts)
-        if text := delta.get("content"):
+        if text := text_of(delta.get("content")):
             events += self._piece("text", text)
         for position, call in enumerate(delta.get("tool_calls") or ()):
             events += self._extend_call(call, call.get("index", position))
@@ -148,7 +156,7 @@ class MessageEvents:
             events = self._end_call()
             self._call, self._call_index = {"id": None, "function": {"name": "", "arguments": ""}}, index
         self._call["id"] = piece.get("id") or self._call["id"]
-        for name, value in (piece.get("function") or {}).items():
+        for name, value in _function(piece).items():
             if name in ("name", "arguments"):
                 self._call["function"][name] += value or ""
         return events

@@ -1,4 +1,5 @@
 // Anthropic's official Node client: one plain turn that calls a tool, one streamed turn that answers.
+import { readFileSync } from "node:fs";
 import Anthropic from "@anthropic-ai/sdk";
 
 const client = new Anthropic({ maxRetries: 0 });
@@ -27,4 +28,6 @@ try {
   refused = error.status;
 }
 const called = calls.map((call) => [call.name, call.input]);
-console.log(JSON.stringify({ calls: called, text, refused }));
+const description = new URL("../node_modules/@anthropic-ai/sdk/package.json", import.meta.url);
+const { version } = JSON.parse(readFileSync(description));
+console.log(JSON.stringify({ version, calls: called, text, refused }));
