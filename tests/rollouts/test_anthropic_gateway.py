@@ -19,6 +19,7 @@ from art_cli.chat.requests import Request, Sampling
 from art_cli.rollouts.gateway import Gateway
 from art_cli.rollouts.recorder import Recorder
 from art_cli.trajectory import prompt, sequence
+from tests.support.node import clients
 from tests.support.scripted import Engine, ScriptedBackend
 from tests.support.stage import Stage
 from tests.support.template_backend import TemplateBackend
@@ -277,6 +278,25 @@ async def test_a_program_finds_the_gateway_in_its_environment(tmp_path: Path, mo
     (trajectory,) = await stage.play(entry=None, command=[sys.executable, "agent.py"])
     assert (trajectory.error, trajectory.returned_reward) == (None, 1.0)
     assert [message["content"] for message in trajectory.messages] == ["hi", "yes"]
+
+
+async def test_an_agent_in_node_is_one_sequence(tmp_path: Path) -> None:
+    """Anthropic's official client for Node. JavaScript writes 1 for 1.0, and the call is the same all the same."""
+    backend = TemplateBackend(scripted(*REPLIES))
+    command = ["node", str(clients() / "agent_anthropic.mjs")]
+    (trajectory,) = await Stage(tmp_path, backend).play(entry=None, command=command, timeout_s=120)
+    assert trajectory.error is None
+    assert trajectory.metadata == {
+        "text": REPLIES[-1],
+        "inputs": [{"b": 1, "a": 2}, {"a": "éé", "b": [True, None]}, {}],
+        "errors": {
+            "key": ["AuthenticationError", 401, "authentication_error"],
+            "model": ["NotFoundError", 404, "not_found_error"],
+            "image": ["BadRequestError", 400, "invalid_request_error"],
+        },
+    }
+    assert [turn.sampled_ids for turn in trajectory.turns] == [backend.encode(f"{text}<|im_end|>") for text in REPLIES]
+    assert trajectory.metrics["num_branches"] == 0 and trajectory.branches == []
 
 
 async def test_max_tokens_of_another_model_are_a_bound_and_both_numbers_are_recorded() -> None:
