@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 ROWS = ROOT / "benchmarks" / "credit.jsonl"
 CONFIG = ROOT / "benchmarks" / "doors" / "config.yaml"
 LOSSES = ("grpo", "gigpo", "gagpo", "ppo")
-ROLLOUTS = 8 * 16  # of one step
+ROLLOUTS = 8 * 8  # of one step
 GOAL, WINDOW = 0.9, 3
 DEADLINE_S = 3600.0  # longest time for one run
 
@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--losses", nargs="+", default=LOSSES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--set", nargs="*", default=[], help="further overrides, recorded with the row")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()

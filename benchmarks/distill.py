@@ -29,7 +29,7 @@ RECIPE = ROOT / "recipes" / "tictactoe"
 CONFIG = RECIPE / "config.yaml"
 ROWS = ROOT / "benchmarks" / "distill.jsonl"
 WORDS = ROOT / "benchmarks" / "distill_words.py"
-SIZE = 256  # rollouts of a step: the recipe's 32 groups of 8
+SIZE = 64  # rollouts of a step: the recipe's 8 groups of 8
 CONTESTANTS: dict[str, dict[str, list[str]]] = {
     "teaching": {
         "grpo": [],
@@ -184,9 +184,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--student", default="96x3", help="WIDTHxLAYERS; 0.4M parameters")
     parser.add_argument("--teacher", default="128x4", help="WIDTHxLAYERS; 0.9M parameters")
-    parser.add_argument("--teacher-steps", type=int, default=48)
+    parser.add_argument("--teacher-steps", type=int, default=160)
     parser.add_argument("--rollouts", type=int, default=6144)
-    parser.add_argument("--every", type=int, default=2, help="steps of 256 rollouts between two evaluations")
+    parser.add_argument("--every", type=int, default=8, help="steps of 64 rollouts between two evaluations")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cache", type=lambda text: Path(text).resolve(), default=ROOT / "runs" / "distill")

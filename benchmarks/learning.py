@@ -38,7 +38,6 @@ RECIPE = Path("recipes/tictactoe/config.yaml")
 TASKS_HOME = Path("benchmarks/learning_tasks")
 OLD = (
     "loss=grpo",
-    "loss.scale_advantages=true",
     "loss.mean_over=trained",
     "rollout.groups_per_step=32",
     "train.learning_rate=5e-4",

@@ -272,14 +272,14 @@ def _mostly(updates: Sequence[UpdateNumbers]) -> str:
 SLOWER = "a smaller train.learning_rate, or more groups (rollout.groups_per_step) for a less noisy step"
 EXPLORE = "a smaller train.learning_rate, train.max_kl, loss.kl above 0, or a higher rollout.sampling.temperature"
 NOTHING_TO_LEARN = (
-    "rollout.refill, loss.mean_over=all, scenarios that are neither solved nor hopeless, a larger rollout.group_size, "
-    "or rewards with more levels"
+    "rollout.refill, scenarios that are neither solved nor hopeless (rollout.choose=adaptive), a larger "
+    "rollout.group_size, or rewards with more levels"
 )
 MEND_ROLLOUT = "read the errors in step_*/trajectories.jsonl; rollout.timeout_s and rollout.concurrency bound the rest"
 GENTLER = (
     "train.max_kl, train.clip_to_history=2, a smaller train.max_grad_norm or train.learning_rate, or train.decay=linear"
 )
-FEWER_UPDATES = "fewer train.updates_per_step, or a smaller train.learning_rate"
+FEWER_UPDATES = "fewer train.epochs_per_step or train.updates_per_step, or a smaller train.learning_rate"
 SAME_WEIGHTS = "model.dtype=float32, a smaller train.max_staleness, or train.max_logprob_gap to stop earlier"
 LIMITS = "rollout.max_turns, rollout.sampling.max_tokens and model.max_length, or a lower rollout.limit_reward"
 CURES = (SLOWER, EXPLORE, NOTHING_TO_LEARN, MEND_ROLLOUT, GENTLER, FEWER_UPDATES, SAME_WEIGHTS, LIMITS)

@@ -401,7 +401,7 @@ def test_a_knob_of_another_variant_is_told_in_a_section_within_a_section_too() -
             "config.yaml:4: loss.value_coefficient: used with loss.value_trunk",
         ),
         (
-            "loss: {name: ppo, value_clip: 0.1}\n",
+            "loss: {name: ppo, value_clip: 0.1}\ntrain: {epochs_per_step: 1}\n",
             "config.yaml:4: loss.value_clip: used with train.updates_per_step or",
         ),
         ("loss: {name: ppo, mean_over: all}\n", "config.yaml:4: loss.mean_over: has no effect here"),

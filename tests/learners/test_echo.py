@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from art_cli.config.schema import GagpoConfig, GigpoConfig, GrpoConfig, LossConfig
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.step_samples import count, make_step_samples
-from art_cli.learners.token_weights import CROSS_ENTROPY, Credit, observed_tokens
+from art_cli.learners.token_weights import CROSS_ENTROPY, VALUE, Credit, observed_tokens
 from art_cli.model import Weights
 from art_cli.trajectory import ScoredTrajectory, has_signal, sequence
 from tests.learners.test_learner import MAX_TOKENS, Caught, chosen_logprobs, groups_of, learner, leaves
@@ -53,8 +53,8 @@ def test_they_are_counted_apart_and_in_groups_without_signal_too() -> None:
     algorithm = build_algorithm(GrpoConfig(), max_tokens=MAX_TOKENS)
     batch = make_step_samples(groups, algorithm, kl=0.1, echo=0.5)
     signal, silent = batch.groups
-    assert [counts[:3] for counts in count(signal)] == [(6, 2, 2), (4, 2, 2), (6, 2, 2)]
-    assert [counts[:3] for counts in count(silent)] == [(0, 0, 0), (4, 2, 2), (0, 0, 0)]
+    assert [counts[:3] for counts in count(signal)[:VALUE]] == [(6, 2, 2), (4, 2, 2), (6, 2, 2)]
+    assert [counts[:3] for counts in count(silent)[:VALUE]] == [(0, 0, 0), (4, 2, 2), (0, 0, 0)]
     assert batch.no_signal_share == 0.5
     assert {float(weight) for sample in silent for weight in sample.weights[CROSS_ENTROPY]} == {0.5}
 
@@ -151,9 +151,9 @@ def credited(
 
 
 LOSSES: dict[str, LossConfig] = {
-    "grpo and echo": GrpoConfig(echo=0.3),
-    "gigpo and echo": GigpoConfig(name="gigpo", echo=0.3, gamma=0.8),
-    "gagpo": GagpoConfig(name="gagpo", gamma=0.8),
+    "grpo and echo": GrpoConfig(mean_over="trained", echo=0.3),
+    "gigpo and echo": GigpoConfig(name="gigpo", mean_over="trained", echo=0.3, gamma=0.8),
+    "gagpo": GagpoConfig(name="gagpo", mean_over="trained", gamma=0.8),
 }
 
 

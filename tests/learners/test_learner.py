@@ -46,7 +46,7 @@ def learner(weights: Weights, loss: LossConfig | AlgorithmConfig | None = None, 
     shape = {name: knobs.pop(name) for name in list(knobs) if name in TorchLearnerConfig.model_fields}
     return TorchLearner(
         weights,
-        train=TrainConfig(**{"learning_rate": 1e-3, "max_logprob_gap": 10.0, **knobs}),
+        train=TrainConfig(**{"learning_rate": 1e-3, "epochs_per_step": 1, "max_logprob_gap": 10.0, **knobs}),
         loss=loss or GrpoConfig(),
         learner=TorchLearnerConfig(**shape),
         sampling_max_tokens=MAX_TOKENS,
@@ -76,22 +76,27 @@ def reference_gradient(
 ) -> dict[str, torch.Tensor]:
     """One sequence at a time, written out plainly: no packing, no shared code but the model.
 
-    A sampled token is trained in the first leaf turn that holds it; a sequence is such a leaf.
+    A sampled token is trained in the first leaf turn that holds it; a sequence is such a leaf. What the mean is over:
+    with `mean_over` all, those of groups without signal too.
     """
-    sequences = []
+    sequences, num_tokens, num_sequences, num_trajectories = [], 0, 0, 0
     for group in groups:
         rewards = torch.tensor([t.reward for t in group], dtype=torch.float64)
-        if rewards.max() - rewards.min() <= 1e-8:
+        has_signal = bool(rewards.max() - rewards.min() > 1e-8)
+        if has_signal or loss.mean_over == "all":
+            found = [leaves(trajectory.turns) for trajectory in group]
+            num_tokens += sum(len(places) for each in found for _, places in each)
+            num_sequences += sum(map(len, found))
+            num_trajectories += sum(map(bool, found))
+        if not has_signal:
             continue
         for trajectory, reward in zip(group, rewards, strict=True):
             advantage = reward - rewards.mean()
             if not isinstance(loss, DrGrpoConfig) and loss.scale_advantages:
                 advantage = advantage / rewards.std()
-            sequences += [(trajectory.id, float(advantage), *leaf) for leaf in leaves(trajectory.turns)]
-    num_tokens = sum(len(places) for _, _, _, places in sequences)
-    num_trajectories = len({id for id, *_ in sequences})
+            sequences += [(float(advantage), *leaf) for leaf in leaves(trajectory.turns)]
     weights.model.zero_grad()
-    for _, advantage, ids, places in sequences:
+    for advantage, ids, places in sequences:
         new = chosen_logprobs(weights, ids, places)
         engine = torch.tensor([t.logprobs[offset] for _, t, offset in places])
         old = new.detach() if loss.off_policy else engine
@@ -112,7 +117,7 @@ def reference_gradient(
                 reference = chosen_logprobs(weights, ids, places)
             terms = terms + loss.kl * ((reference - new).exp() - (reference - new) - 1)
         if isinstance(loss, GspoConfig):
-            value = terms.mean() / len(sequences)
+            value = terms.mean() / num_sequences
         elif isinstance(loss, DrGrpoConfig):
             value = terms.sum() / MAX_TOKENS / num_trajectories
         else:
@@ -277,10 +282,10 @@ def test_a_step_without_signal_changes_no_weight_and_says_so(rewards: tuple[floa
 
 
 def test_a_group_without_signal_adds_nothing_to_one_that_has_some() -> None:
-    """Not even to the denominator: the gradient is that of the other group alone."""
-    weights = tiny_weights()
+    """Over the trained ones not even to the denominator: the gradient is that of the other group alone."""
+    weights, loss = tiny_weights(), GrpoConfig(mean_over="trained")
     flat, group = two_answers(weights, good=0.3, bad=0.3, group="flat"), two_answers(weights)
-    alone, both = Caught(learner(weights)), Caught(learner(weights))
+    alone, both = Caught(learner(weights, loss)), Caught(learner(weights, loss))
     alone.learner.step([group])
     metrics = both.learner.step([flat, group])
     assert metrics.no_signal_share == 0.5

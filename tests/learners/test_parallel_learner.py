@@ -82,7 +82,7 @@ def job(base: Path, *, lora: bool = True, loss: LossConfig | AlgorithmConfig | N
     return Job(
         base=str(base),
         model=ModelConfig(base=str(base), lora=LoraConfig(rank=4, alpha=8) if lora else None),
-        train=TrainConfig(**{"learning_rate": 1e-3, "max_logprob_gap": 100.0, **knobs}),
+        train=TrainConfig(**{"learning_rate": 1e-3, "epochs_per_step": 1, "max_logprob_gap": 100.0, **knobs}),
         loss=loss or GrpoConfig(),
         learner=TorchLearnerConfig(**{"processes": 2, "micro_batch_tokens": 60, **shape}),
         sft=SftConfig(demos="", batch_size=2, patience=1),

@@ -84,7 +84,9 @@ def test_gradient_is_that_of_one_token_at_a_time(
     for trajectory in (trajectory for group in groups for trajectory in group):
         trajectory.turns = sampled(WEIGHTS, trajectory.turns, noise=0.1, seed=trajectory.index)
     expected = reference_gradient(WEIGHTS, groups, components)
-    loss = AlgorithmConfig(entry="tests.support.streams:Streams", options={"components": components})
+    loss = AlgorithmConfig(
+        entry="tests.support.streams:Streams", options={"components": components}, mean_over="trained"
+    )
     caught = Caught(learner(WEIGHTS, loss, micro_batch_tokens=budget, packing=packing, max_grad_norm=1e9))
     caught.learner.step(groups)
     assert caught.gradient.keys() == expected.keys()

@@ -38,7 +38,9 @@ def main(base: str, dtype: str, quantize: str | None) -> dict[str, Any]:
         ]
     ]
     learners = [
-        TorchLearner(w, train=TrainConfig(), loss=GrpoConfig(), learner=UnslothLearnerConfig(name="unsloth"))
+        TorchLearner(
+            w, train=TrainConfig(epochs_per_step=1), loss=GrpoConfig(), learner=UnslothLearnerConfig(name="unsloth")
+        )
         for w in (weights, plain)
     ]
     ids = list(range(2, 60))

@@ -92,10 +92,10 @@ class BaseLossConfig(Section):
     """ECHO (Shrivastava et al. 2026, arXiv:2605.24517): weight of the cross entropy of what the environment answered
     to a reply (tool outputs, further user messages), over these tokens' own count. Attempts of groups without signal
     are learned from too. 0: off."""
-    mean_over: Literal["trained", "all"] = "trained"
-    """What the loss is a mean over. `trained`: the trajectories of groups with signal, so that a step of few such
-    groups is as large as one of many. `all`: every finished trajectory of the step, so that steps shrink with the
-    signal instead of getting noisier."""
+    mean_over: Literal["trained", "all"] = "all"
+    """What the loss is a mean over. `all`: every finished trajectory of the step, so that steps shrink with the signal
+    instead of getting noisier. `trained`: the trajectories of groups with signal, so that a step of few such groups is
+    as large as one of many."""
     entropy_floor: PositiveFloat | None = None
     """The mean entropy in nats per token below which the loss rewards entropy, with a coefficient that grows by
     `entropy_step` in every step below the floor and falls by as much in every other (Skywork-OR1, arXiv:2505.22312).
@@ -133,7 +133,7 @@ class ClippedLossConfig(BaseLossConfig):
 
 
 class GrpoConfig(ScaledLossConfig, ClippedLossConfig):
-    """GRPO (Shao et al. 2024, arXiv:2402.03300): PPO clip, mean over all trained tokens of the step."""
+    """GRPO (Shao et al. 2024, arXiv:2402.03300): PPO clip, mean over all sampled tokens of the step."""
 
     name: Literal["grpo"] = "grpo"
 
@@ -142,9 +142,6 @@ class DrGrpoConfig(ClippedLossConfig):
     """Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): no division by length or standard deviation."""
 
     name: Literal["dr_grpo"]
-    mean_over: Literal["trained", "all"] = "all"
-    """What the loss is a mean over, as in `grpo`. The paper's mean is over all sampled trajectories: one of a group
-    without signal has advantage 0 and counts in it."""
     max_tokens: PositiveInt | None = None
     """The constant each trajectory's sum is divided by. null: rollout.sampling.max_tokens."""
 

@@ -45,8 +45,9 @@ class TrainConfig(Section):
     `max_grad_norm`; from the fifth optimizer step on. 2.0 cuts rare large gradients only. null: off."""
     updates_per_step: PositiveInt = 1
     """The number of optimizer steps on each batch of groups, which are divided between them."""
-    epochs_per_step: PositiveInt = 1
-    """How often each trajectory of a step is trained on. Every epoch makes `updates_per_step` optimizer steps."""
+    epochs_per_step: PositiveInt = 4
+    """How often each trajectory of a step is trained on. Every epoch makes `updates_per_step` optimizer steps. With 4 a
+    policy learns from a fraction of the rollouts (benchmarks/LEARNING.md); 1 is for runs that wait for the training."""
     max_kl: PositiveFloat | None = None
     """How far a step may move the policy: KL(before || after) in nats per token, estimated on the sampled tokens that
     are trained (k3). An update that passes it is halved until it does not, and is the step's last. It takes a forward
