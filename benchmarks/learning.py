@@ -167,11 +167,11 @@ class Place:
             (sum(played[before] for before in range(step)), means[job.task.metric], count_lines(run.eval_path(step)))
             for step, means in sorted(run.evaluations().items())
         ]
-        last = [line.metrics for line in run.metrics() if line.split == "train"][-1]
+        entropies = [line.metrics["entropy"] for line in run.metrics() if "entropy" in line.metrics]
         kept = json.loads(run.config_path.read_text())
         return {
             "curve": curve,
-            "entropy": last.get("entropy"),
+            "entropy": entropies[-1],
             "config": {name: kept.get(name) for name in ("train", "loss", "algorithm", "rollout")},
         }
 
