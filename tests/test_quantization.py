@@ -22,7 +22,7 @@ from art_cli.run_dir import Manifest, RunDir, new_checkpoint
 from art_cli.serving.export import export
 from art_cli.serving.loader import Loader
 from art_cli.serving.source import find_source
-from tests.learners.test_learner import Caught, learner, reference_gradient, two_answers
+from tests.learners.test_learner import Caught, distance, learner, reference_gradient, two_answers
 from tests.support.tiny import save_tiny_base
 from tests.support.trees import sampled, scored, turn
 
@@ -81,13 +81,6 @@ def trained_groups(weights: Weights) -> list[Any]:
     return [two_answers(weights, group="a"), other]
 
 
-def error_of(gradient: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Relative to the norm of the whole."""
-    assert gradient.keys() == expected.keys()
-    norm = sum(float(part.square().sum()) for part in expected.values()) ** 0.5
-    return float(sum(float((gradient[n] - g).square().sum()) for n, g in expected.items()) ** 0.5 / norm)
-
-
 def test_the_base_is_in_4_bits_its_adapter_in_float32(load: Callable[..., Weights]) -> None:
     for dtype in ("float32", "bfloat16"):
         weights = load(dtype=dtype)
@@ -120,7 +113,7 @@ def test_gradient_of_a_step_is_that_of_the_dequantised_policy(packing: str, load
     metrics = caught.learner.step(groups)
     assert caught.learner.runner.can_pack
     assert metrics.logprob_gap < 1e-4  # contract 2: the engine's logprobs here are the dequantised policy's
-    assert error_of(caught.gradient, expected) < 1e-5
+    assert distance(caught.gradient, expected) < 1e-5
 
 
 def test_bfloat16_keeps_the_gradient_within_its_rounding(load: Callable[..., Weights]) -> None:
@@ -130,7 +123,7 @@ def test_bfloat16_keeps_the_gradient_within_its_rounding(load: Callable[..., Wei
     expected = reference_gradient(plain, groups, GrpoConfig())
     caught = Caught(learner(weights, max_grad_norm=1e9))
     assert caught.learner.step(groups).logprob_gap < 5e-2
-    assert error_of(caught.gradient, expected) < 0.1
+    assert distance(caught.gradient, expected) < 0.1
 
 
 def test_a_step_moves_the_policy_and_the_next_load_goes_on_from_there(

@@ -24,7 +24,7 @@ from art_cli.loop.train import train
 from art_cli.model import Weights, save_merged
 from art_cli.run_dir import RunDir
 from art_cli.trajectory import Score, ScoredTrajectory, Turn
-from tests.learners.test_learner import Caught, learner, leaves, two_answers
+from tests.learners.test_learner import Caught, distance, learner, leaves, two_answers
 from tests.support.paths import LETTERS
 from tests.support.teacher_server import TeacherServer, teaching
 from tests.support.tiny import tiny_weights
@@ -86,12 +86,6 @@ def expected_gradient(
 def chosen(weights: Weights, ids: list[int], places: list[tuple[int, Turn, int]]) -> torch.Tensor:
     rows = {each.temperature: logprobs_of(weights, ids, each.temperature) for _, each, _ in places}
     return torch.stack([rows[each.temperature][place - 1] for place, each, _ in places])
-
-
-def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    error = sum(float((found[name] - value).square().sum()) for name, value in expected.items())
-    return math.sqrt(error / sum(float(value.square().sum()) for value in expected.values()))
 
 
 @pytest.mark.parametrize("shape", [{"micro_batch_tokens": 1}, {"packing": "rows"}, {"packing": "tree"}], ids=str)
