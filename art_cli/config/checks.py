@@ -64,6 +64,9 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from _process_conflicts(config, config.learner)
     if isinstance(config.learns_by, PpoConfig):
         yield from _critic_conflicts(config, config.learns_by)
+    if config.learns_by.kl_cov is not None and config.train.updates_per_step * config.train.epochs_per_step == 1:
+        cure = "no token has moved yet where a step has one optimizer step"
+        yield f"{section}.kl_cov", f"used with train.updates_per_step or train.epochs_per_step above 1 only: {cure}"
     if config.train.updates_per_step > config.rollout.groups_per_step:
         groups = config.rollout.groups_per_step
         yield "train.updates_per_step", f"at most rollout.groups_per_step ({groups}): a step is split by groups"

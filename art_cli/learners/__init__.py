@@ -60,6 +60,8 @@ class StepMetrics(msgspec.Struct, kw_only=True):
     teacher_kl: float = float("nan")  # log student - log teacher, mean over sampled tokens: KL(student || teacher)
     taught_share: float = float("nan")  # share of finished trajectories that the teacher said something of
     kl: float = float("nan")  # k3 estimate against the reference policy; NaN: not computed
+    # KL(before the step || now) by k3 of the tokens that loss.kl_cov holds, mean over updates; NaN: there are none
+    kl_cov: float = float("nan")
     entropy: float = float("nan")
     entropy_coefficient: float = float("nan")  # reward of a nat of entropy in this step; NaN: no loss.entropy_floor
     clip_fraction: float = float("nan")

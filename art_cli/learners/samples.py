@@ -37,7 +37,7 @@ class Sample:
     logprobs: Floats  # [N] the engine's under softmax(logits / temperature); NaN: from a cut distribution, or a prompt
     raw_logprobs: Floats  # [N] the engine's under softmax(logits); NaN: the engine did not report them
     temperatures: Floats  # [N] divisors of the logits
-    weights: Floats  # [5, N] in each component of the loss (token_weights.py); NaN: not in it
+    weights: Floats  # [6, N] in each component of the loss (token_weights.py); NaN: not in it
     trajectory_id: str
     turn: int  # index of the leaf
 
@@ -55,7 +55,7 @@ class Sample:
 def trajectory_samples(trajectory: Trajectory, weights: Floats) -> list[Sample]:
     """The trajectory's samples: every token with a weight is trained in exactly one, the first leaf that holds it.
 
-    `weights` [5, M] come from `token_weights`. A trajectory without turns, or without weights, gives []. The first
+    `weights` [6, M] come from `token_weights`. A trajectory without turns, or without weights, gives []. The first
     token of a sequence is never trained, because nothing predicts it. Raises LearnerError: logprobs that are not one
     per sampled token, or not finite.
     """

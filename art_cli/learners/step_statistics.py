@@ -53,7 +53,7 @@ class StepStatistics:
         self.grad_clips: list[float] = []  # and after it
         self.update_kl = self.update_share = math.nan  # both of the last optimizer step; NaN: not measured
         self.kl, self.entropy, self.clipped, self.masked, self.gap, self.imitated = (_Mean() for _ in range(6))
-        self.value_loss = _Mean()
+        self.value_loss, self.old_kl = _Mean(), _Mean()
 
     @classmethod
     def total(cls, parts: Sequence["StepStatistics"]) -> "StepStatistics":
@@ -66,7 +66,7 @@ class StepStatistics:
         for part in parts:
             for name in ("num_samples", "tokens_trained", "tokens_imitated", "tokens_flat", "tokens_computed"):
                 setattr(total, name, getattr(total, name) + getattr(part, name))
-            for name in ("kl", "entropy", "clipped", "masked", "gap", "imitated", "value_loss"):
+            for name in ("kl", "entropy", "clipped", "masked", "gap", "imitated", "value_loss", "old_kl"):
                 getattr(total, name).join(getattr(part, name))
         return total
 
@@ -101,6 +101,8 @@ class StepStatistics:
             self.masked.add(importance[torch.from_numpy(in_policy).to(importance.device)] == 0)
         if loss.kl is not None:
             self.kl.add(loss.kl)
+        if loss.old_kl is not None:
+            self.old_kl.add(loss.old_kl)
         if loss.value_errors is not None:
             self.value_loss.add(loss.value_errors)
 
@@ -136,6 +138,7 @@ class StepStatistics:
             loss=sum(self.losses) / len(self.losses) if has_updates else math.nan,
             cross_entropy=self.imitated.mean,
             kl=self.kl.mean,
+            kl_cov=self.old_kl.mean,
             entropy=self.entropy.mean,
             entropy_coefficient=entropy_bonus if has_updates and entropy_bonus is not None else math.nan,
             clip_fraction=self.clipped.mean,

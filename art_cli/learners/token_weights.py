@@ -22,7 +22,8 @@ from art_cli.trajectory import Trajectory, Turn
 POLICY, CROSS_ENTROPY, REFERENCE_KL, VALUE = range(4)
 NUM_COMPONENTS = 4
 OLD_VALUE = 4  # the row behind the components: the critic's value before the step, where the token is in VALUE
-NUM_ROWS = 5
+NEAR_OLD = 5  # and the weight of KL(old || new) of tokens in POLICY, which loss.kl_cov sets; NaN: none
+NUM_ROWS = 6
 
 Floats = npt.NDArray[np.float64]
 Weights = float | Sequence[Sequence[float] | Floats]
@@ -46,7 +47,7 @@ class Credit(NamedTuple):
 
 
 def token_weights(trajectory: Trajectory, credit: Credit | float) -> Floats:
-    """[5, M] the weight of each token in each component; NaN: the token is not in it. A number is a policy weight.
+    """[6, M] the weight of each token in each component; NaN: the token is not in it. A number is a policy weight.
 
     Raises LearnerError: not one weight per token, an infinite one, or a policy weight of a token of a prompt.
     """
@@ -55,7 +56,7 @@ def token_weights(trajectory: Trajectory, credit: Credit | float) -> Floats:
     rows = [_row(name, weights, trajectory, is_sampled) for name, weights in credit._asdict().items()]
     if not np.isnan(rows[POLICY][~is_sampled]).all():
         raise LearnerError(f"trajectory {trajectory.id}: policy weights for tokens of a prompt, which were not sampled")
-    return np.stack(rows)
+    return np.stack([*rows, np.full(len(is_sampled), np.nan)])
 
 
 def turn_row(turn: Turn, first: float, rest: float) -> list[float]:

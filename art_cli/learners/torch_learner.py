@@ -27,7 +27,7 @@ from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.off_policy import build_correction
 from art_cli.learners.algorithms.ppo import Ppo
 from art_cli.learners.algorithms.presets import build_algorithm
-from art_cli.learners.covariance import without_covariant
+from art_cli.learners.covariance import near_covariant, without_covariant
 from art_cli.learners.critic import Critic
 from art_cli.learners.examples import example_samples
 from art_cli.learners.gradient import LossGradient, Update
@@ -109,6 +109,8 @@ class TorchLearner:
         parts = split_by_update(batch.groups, self.train_config.updates_per_step)
         if self.loss.clip_cov is not None:
             parts = [without_covariant(part, self.loss.clip_cov) for part in parts]
+        if self.loss.kl_cov is not None:
+            parts = [near_covariant(part, self.loss.kl_cov, self.loss.kl_cov_weight) for part in parts]
         # a step of few groups with signal takes fewer updates, and each is as large as if all groups had signal
         finished = batch.finished.divided(max(1, min(self.train_config.updates_per_step, batch.num_groups)))
         statistics = StepStatistics(_replayed(groups))

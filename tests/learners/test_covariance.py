@@ -1,15 +1,21 @@
-"""Clip-Cov: which tokens of an update have no gradient."""
+"""Clip-Cov and KL-Cov: which tokens of an update have no gradient, or are held where they were."""
 
 import math
+import statistics
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
 from art_cli.config.schema import GrpoConfig
-from art_cli.learners.covariance import without_covariant
+from art_cli.learners.algorithms.credit import advantages, rewards_of
+from art_cli.learners.covariance import near_covariant, without_covariant
 from art_cli.learners.samples import Sample
-from art_cli.learners.token_weights import POLICY
-from tests.learners.test_learner import Caught, learner, two_answers
+from art_cli.learners.token_weights import NEAR_OLD, POLICY
+from tests.learners.test_learner import Caught, chosen_logprobs, distance, learner, leaves, two_answers
+from tests.learners.test_presets import GROUPS, WEIGHTS
 from tests.support.tiny import tiny_weights
 from tests.support.trees import samples_of, scored, turn
 
@@ -44,18 +50,58 @@ def test_a_token_whose_logprob_or_advantage_is_not_known_is_neither_chosen_nor_c
     np.testing.assert_equal(found, [[2.0, 2.0], [0.0, 2.0], [-1.0, math.nan]])
 
 
-def test_the_gradient_is_the_same_for_every_packing() -> None:
-    weights = tiny_weights()
-    groups = [two_answers(weights, group="a"), two_answers(weights, good=0.2, bad=0.9, group="b")]
-    gradients = []
-    for packing, budget in (("rows", 1), ("tree", 4096)):
-        loss = GrpoConfig(clip_cov=0.3)
-        caught = Caught(learner(weights, loss, packing=packing, micro_batch_tokens=budget, max_grad_norm=1e9))
-        caught.learner.step(groups)
-        gradients.append(caught.gradient)
-    plain = Caught(learner(weights, max_grad_norm=1e9))
-    plain.learner.step(groups)
-    norm = math.sqrt(sum(float(g.square().sum()) for g in gradients[0].values()))
-    for other, is_same in ((gradients[1], True), (plain.gradient, False)):
-        error = math.sqrt(sum(float((gradients[0][n] - other[n]).square().sum()) for n in other))
-        assert (error <= 1e-5 * norm) == is_same
+def test_the_same_tokens_are_held_near_their_old_probability_with_that_weight() -> None:
+    """The products of the test above: 2 -2, -1 3. Half of four tokens: those of 2 and 3 get the weight 0.5."""
+    samples = [sample([-1.0, -3.0], [2.0, 2.0]), sample([-1.0, -3.0], [-1.0, -3.0])]
+    found = near_covariant(samples, 0.5, 0.5)
+    np.testing.assert_equal([each.weights[NEAR_OLD].tolist() for each in found], [[0.5, math.nan], [math.nan, 0.5]])
+    assert [each.advantages.tolist() for each in found] == [[2.0, 2.0], [-1.0, -3.0]]
+
+
+def gradient(loss: GrpoConfig, packing: str = "rows", budget: int = 1) -> dict[str, torch.Tensor]:
+    caught = Caught(learner(WEIGHTS, loss, packing=packing, micro_batch_tokens=budget, max_grad_norm=1e9))
+    caught.learner.step(GROUPS)
+    return caught.gradient
+
+
+@pytest.mark.parametrize(
+    "loss", [GrpoConfig(clip_cov=0.3), GrpoConfig(kl_cov=0.3, kl_cov_weight=5.0)], ids=["clip_cov", "kl_cov"]
+)
+def test_the_gradient_is_the_same_for_every_packing(loss: GrpoConfig) -> None:
+    """Contract 1. The engine's logprobs are off by 0.1 nats of noise, as if the policy had moved since."""
+    expected = gradient(loss)
+    for packing, budget in (("tree", 24), ("tree", 4096), ("rows", 4096)):
+        assert distance(gradient(loss, packing, budget), expected) <= 1e-5
+    assert distance(gradient(GrpoConfig()), expected) > 1e-2
+
+
+def test_the_gradient_of_kl_cov_is_that_of_one_token_at_a_time() -> None:
+    """The plain gradient, and that of 5 * mean over all tokens of (r - 1 - log r), for the chosen 30 % of them."""
+    knobs: dict[str, Any] = {"mean_over": "trained"}
+    found, plain = gradient(GrpoConfig(kl_cov=0.3, kl_cov_weight=5.0, **knobs)), gradient(GrpoConfig(**knobs))
+    tokens = []  # (advantage, logprob that the engine told, ids, place)
+    for group in GROUPS:
+        for trajectory, advantage in zip(group, advantages(rewards_of(group), scale=True), strict=True):
+            for ids, places in leaves(trajectory.turns):
+                tokens += [(advantage, turn.logprobs[at], ids, (place, turn, at)) for place, turn, at in places]
+    tokens = [token for token in tokens if token[0] != 0]
+    means = [statistics.fmean(column) for column in zip(*[token[:2] for token in tokens], strict=True)]
+    tokens.sort(key=lambda token: -(token[0] - means[0]) * (token[1] - means[1]))
+    WEIGHTS.model.zero_grad()
+    for _, old, ids, place in tokens[: int(0.3 * len(tokens))]:
+        moved = chosen_logprobs(WEIGHTS, ids, [place])[0] - old
+        (5.0 * (moved.exp() - 1 - moved) / len(tokens)).backward()
+    penalty = {name: p.grad.clone() for name, p in WEIGHTS.model.named_parameters() if p.grad is not None}
+    WEIGHTS.model.zero_grad()
+    assert distance(found, {name: plain[name] + penalty[name] for name in plain}) <= 1e-5
+
+
+def test_what_kl_cov_holds_moves_less_and_is_told() -> None:
+    """Four epochs on one group. The KL of the held tokens is much smaller with a weight of 10 than with one of 1e-6."""
+    kls = []
+    for weight in (1e-6, 10.0):
+        weights = tiny_weights()
+        loss = GrpoConfig(kl_cov=0.5, kl_cov_weight=weight, clip=100.0)
+        trained = learner(weights, loss, epochs_per_step=4, learning_rate=2e-3)
+        kls.append(trained.step([two_answers(weights)]).kl_cov)
+    assert 0 < kls[1] < 0.7 * kls[0], kls

@@ -105,6 +105,11 @@ class BaseLossConfig(Section):
     clip_cov: Annotated[Float, Field(gt=0, lt=1)] | None = None
     """The share of an optimizer step's sampled tokens without gradient: those whose logprob and advantage are furthest
     above their means together, because they cost most entropy (Clip-Cov, arXiv:2505.22617). null: none."""
+    kl_cov: Annotated[Float, Field(gt=0, lt=1)] | None = None
+    """The share of an optimizer step's sampled tokens, chosen as for `clip_cov`, that are held near their probability
+    before the step (KL-Cov, arXiv:2505.22617, which takes 0.0002 to 0.002). null: none."""
+    kl_cov_weight: PositiveFloat = 1.0
+    """Weight of KL(before the step || now), k3 estimate, of these tokens."""
 
     @property
     def needs_rewards(self) -> bool:
@@ -120,6 +125,10 @@ class BaseLossConfig(Section):
         """(knob, message) for each knob that is set and has no effect."""
         if "entropy_step" in self.model_fields_set and self.entropy_floor is None:
             yield "entropy_step", "used with entropy_floor only"
+        if "kl_cov_weight" in self.model_fields_set and self.kl_cov is None:
+            yield "kl_cov_weight", "used with kl_cov only"
+        if self.kl_cov is not None and self.clip_cov is not None:
+            yield "kl_cov", "holds back the tokens whose gradient clip_cov takes away; set one of the two"
 
 
 class ScaledLossConfig(BaseLossConfig):
@@ -345,6 +354,7 @@ class PpoConfig(ClippedLossConfig):
     """Weight of the critic's error in the loss, where `value_trunk` is true."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from super().conflicts()
         if "mean_over" in self.model_fields_set:
             yield "mean_over", "has no effect here: with a critic every group has signal, so both means are the same"
         if "value_coefficient" in self.model_fields_set and not self.value_trunk:

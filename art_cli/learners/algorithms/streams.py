@@ -11,7 +11,15 @@ from torch import Tensor
 
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.objectives import PolicyTerms, ValueTerms
-from art_cli.learners.token_weights import CROSS_ENTROPY, NUM_COMPONENTS, OLD_VALUE, POLICY, REFERENCE_KL, VALUE
+from art_cli.learners.token_weights import (
+    CROSS_ENTROPY,
+    NEAR_OLD,
+    NUM_COMPONENTS,
+    OLD_VALUE,
+    POLICY,
+    REFERENCE_KL,
+    VALUE,
+)
 
 
 class LossTerms(NamedTuple):
@@ -20,7 +28,7 @@ class LossTerms(NamedTuple):
     new: Tensor  # [N] logprobs under the current weights; carries the gradient
     old: Tensor  # [N] logprobs under the weights that sampled
     samples: Tensor  # [N] int64: index of the term's sample in the pack
-    weights: Tensor  # [5, N] in each component; NaN: not in it
+    weights: Tensor  # [6, N] in each component; NaN: not in it
     shares: Tensor  # [4, N] the factor of each term in the mean of each component
     importance: Tensor | None = None  # [N] weights of the objective (off_policy.py); 0: the term is left out
     reference: Tensor | None = None  # [N] logprobs under the reference policy; None: no term is in reference_kl
@@ -35,12 +43,16 @@ class PackLoss(NamedTuple):
     is_clipped: Tensor | None  # one per term in the policy component; None: there is no clip
     kl: Tensor | None  # k3 of each term in reference_kl, detached; None: there are none
     value_errors: Tensor | None = None  # error of each term in value, detached; None: there is no critic
+    old_kl: Tensor | None = (
+        None  # k3 of each term that is held near its old probability, detached; None: there are none
+    )
 
 
 def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
     """Sum over terms of
 
         share * importance * objective      in policy
+        share * importance * weight * k3    in policy, of the terms that are held near their old probability
         share * -bonus * entropy            in policy
         share * weight * -log p             in cross_entropy
         share * weight * k3                 in reference_kl
@@ -50,6 +62,7 @@ def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
     """
     policy, imitated, near, valued = ((~row.isnan()).nonzero()[:, 0] for row in terms.weights[:NUM_COMPONENTS])
     parts, is_clipped, divergence, errors = torch.zeros_like(terms.new), None, None, None
+    old_kl: Tensor | None = None
     if len(policy):
         objective = algorithm.objective(
             PolicyTerms(terms.new[policy], terms.old[policy], terms.weights[POLICY, policy], terms.samples[policy])
@@ -57,6 +70,13 @@ def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
         values = objective.values if terms.importance is None else objective.values * terms.importance[policy]
         parts = parts.index_add(0, policy, values * terms.shares[POLICY, policy])
         is_clipped = objective.is_clipped
+    held = (~terms.weights[NEAR_OLD].isnan()).nonzero()[:, 0]
+    if len(held):
+        old_kl = k3(terms.old[held], terms.new[held])  # of KL(old || new), because the old policy sampled the tokens
+        factors = terms.weights[NEAR_OLD, held] * terms.shares[POLICY, held]
+        parts = parts.index_add(
+            0, held, old_kl * (factors if terms.importance is None else factors * terms.importance[held])
+        )
     if terms.entropies is not None:
         parts = parts.index_add(
             0, policy, -terms.entropy_bonus * terms.entropies[policy] * terms.shares[POLICY, policy]
@@ -73,7 +93,9 @@ def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
         parts = parts.index_add(0, valued, errors * terms.shares[VALUE, valued])
     factors = terms.weights[CROSS_ENTROPY, imitated] * terms.shares[CROSS_ENTROPY, imitated]
     parts = parts.index_add(0, imitated, -terms.new[imitated] * factors)
-    return PackLoss(parts.sum(), parts.detach(), is_clipped, _detached(divergence), _detached(errors))
+    return PackLoss(
+        parts.sum(), parts.detach(), is_clipped, _detached(divergence), _detached(errors), _detached(old_kl)
+    )
 
 
 def _detached(tensor: Tensor | None) -> Tensor | None:
