@@ -270,7 +270,10 @@ def _mostly(updates: Sequence[UpdateNumbers]) -> str:
 # --- reasons ----------------------------------------------------------------------------------------------------------
 
 SLOWER = "a smaller train.learning_rate, or more groups (rollout.groups_per_step) for a less noisy step"
-EXPLORE = "a smaller train.learning_rate, train.max_kl, loss.kl above 0, or a higher rollout.sampling.temperature"
+EXPLORE = (
+    "loss.entropy_floor, a smaller train.learning_rate, train.max_kl, loss.kl above 0, or a higher "
+    "rollout.sampling.temperature"
+)
 NOTHING_TO_LEARN = (
     "rollout.refill, scenarios that are neither solved nor hopeless (rollout.choose=adaptive), a larger "
     "rollout.group_size, or rewards with more levels"

@@ -26,6 +26,9 @@ class Maxrl(ClippedPreset[loss.MaxrlConfig]):
     A_i = (r_i - mean(r)) / mean(r), and 0 where the mean is 0. For rewards of 0 and 1 its gradient is an unbiased
     estimate of a lower order of the gradient of log p, with p the probability of success; RL's is that of p. So a
     scenario counts the more the seldomer it is solved. The paper's rewards are 0 and 1; here any of at least 0.
+
+    The estimate is a mean over all scenarios, those never solved too: `loss.mean_over=all`. It adds up the tokens of an
+    attempt; here the sum over all attempts is divided by the number of their tokens, as GRPO's.
     """
 
     def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:
@@ -45,6 +48,7 @@ class Rloo(ClippedPreset[loss.RlooConfig]):
     The baseline of a trajectory is the mean reward of the others in its group, and a whole trajectory is one action:
     the gradient at ratio 1 is the mean over trajectories of -A_i times the sum of grad log p over its tokens. The
     ratio of a sample and its clip are TRL's; the paper has neither, and with one optimizer step per step both are 1.
+    That mean is over all sampled trajectories, those of groups without signal too: `loss.mean_over=all`.
     """
 
     def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:
