@@ -3,7 +3,9 @@
 The official client talks to the gateway over HTTP. Prompts are rendered by a chat template with thoughts and calls.
 """
 
+import gc
 import json
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -270,6 +272,34 @@ async def test_a_retry_is_no_second_turn() -> None:
     assert [turn.is_abandoned for turn in recorder.turns] == [True, False]
 
 
+async def test_a_title_and_a_sub_agent_are_roots_of_their_own() -> None:
+    """Calls of other conversations, between two turns, are no branches of the conversation and do not break it."""
+    backend = speaking(call(n=1), "A title", "Of a sub-agent", "done")
+    async with playing(backend) as (client, recorder):
+        reply = await ask(client, [QUESTION], instructions="Be brief.")
+        await ask(client, "Name this conversation.", instructions="You name conversations.", tools=[])
+        await ask(client, "Look there.", instructions="You are a helper.")
+        outputs = [output(item.call_id, "20") for item in reply.output]
+        await ask(client, [QUESTION, *reply.output, *outputs], instructions="Be brief.")
+    first, *others, last = recorder.turns
+    assert (last.parent, last.kept) == (0, len(sequence(recorder.turns, 0)))
+    system = len(backend.encode("<|im_start|>system\n"))
+    assert first.parent is None and all(turn.kept <= system + len(backend.encode("You ")) for turn in others)
+    assert [conversation[-1]["content"] for conversation in recorder.branches] == ["A title", "Of a sub-agent"]
+    assert recorder.messages[-1]["content"] == "done"
+
+
+async def test_a_prompt_that_is_too_long_says_so_of_the_input() -> None:
+    async def refuse(request: Request) -> str:
+        raise ChatError(400, "the context holds 64 tokens", param="messages", code="context_length_exceeded")
+
+    async with playing(ScriptedBackend(refuse)) as (client, recorder):
+        with pytest.raises(openai.BadRequestError) as refusal:
+            await ask(client, "hi")
+    assert (refusal.value.param, refusal.value.code) == ("input", "context_length_exceeded")
+    assert recorder.limit == "context_length_exceeded"
+
+
 async def test_the_key_says_which_rollout_calls_whatever_session_a_client_names() -> None:
     """Two rollouts at once, which claim to be the same session."""
     gateway = Gateway(Engine(ScriptedBackend()), defaults=Sampling(), seed=0, max_turns=9)
@@ -334,6 +364,17 @@ async def test_a_response_that_is_not_kept_is_refused_and_no_turn() -> None:
             with pytest.raises(openai.BadRequestError, match="not, or no longer, kept here"):
                 await ask(client, [{"type": "item_reference", "id": f"msg_{id.removeprefix('resp_')}_0"}])
     assert [gateway.close(key).num_calls for key in keys] == [1, 1]
+
+
+async def test_what_is_kept_for_a_rollout_ends_with_it() -> None:
+    gateway = Gateway(Engine(ScriptedBackend()), defaults=Sampling(), seed=0, max_turns=9)
+    key = gateway.open("t0")
+    backend = weakref.ref(gateway._backends[key])
+    async with gateway.serve() as url, openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+        await ask(client, "hi")
+        gateway.close(key)
+        gc.collect()
+        assert backend() is None
 
 
 def test_only_so_much_is_kept_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,6 +446,7 @@ FILE = {"type": "input_file", "file_id": "file-1"}
         ({"max_tokens": 5}, "max_tokens"),
         ({"temprature": 1}, "temprature"),
         ({"input": []}, "input"),
+        ({"metadata": {"a": "x" * 20_000}}, "metadata"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -45,6 +45,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "context_management": ([],),
     "moderation": (),
 }
+_MAX_REPEATED = 16 * 1024  # characters as JSON; OpenAI's own metadata are 16 pairs of 576 at most
 _LOGPROBS = "message.output_text.logprobs"
 # What else a client may ask to include belongs to tools and images that are refused, so there is nothing to include.
 _INCLUDABLE = frozenset(
@@ -161,6 +162,13 @@ class OpenAIResponses(OpenAI):
             repeated=_repeated(fields) | {"include": sorted(include), "store": asked.store is not False},
         )
 
+    def error(self, error: ChatError) -> bytes:
+        """OpenAI's error body. What the engine says of `messages` is said of `input`."""
+        body: Json = msgspec.json.decode(super().error(error))
+        if error.param == "messages":
+            body["error"]["param"] = "input"
+        return msgspec.json.encode(body)
+
     def render(self, request: Request, reply: Reply) -> bytes:
         """The JSON body of a response."""
         return msgspec.json.encode(whole_response(request, reply))
@@ -194,6 +202,10 @@ def _refuse_by_name(fields: Json) -> None:
 
 
 def _repeated(fields: Json) -> Json:
+    """What a response repeats. Fields that no other check bounds are short, because each event may carry them."""
+    for name in ("metadata", "reasoning", "user", "parallel_tool_calls"):
+        if len(msgspec.json.encode(fields.get(name))) > _MAX_REPEATED:
+            raise invalid(f"{name}: more than {_MAX_REPEATED} characters", name)
     repeated = {name: fields.get(name) or default for name, default in _REPEATED}
     return repeated | {"text": {"format": {"type": "text"}, **(fields.get("text") or {})}}
 
