@@ -158,10 +158,8 @@ def main() -> int:
         for engine in arguments.engines:
             results = asyncio.run(measure(checkpoint, python, ENGINES[engine]))
             found |= {(client, engine): result for client, result in results.items()}
-    recorded = f"{'turns':5s}  {'continued':9s}"
-    print(
-        f"{'client':26s} {'version':9s} {'engine':10s} held {recorded} {'tool call':22s}  {'streamed reply':16s}  wrong key"
-    )
+    got = f"{'turns':5s}  {'continued':9s} {'tool call':22s}  {'streamed reply':16s}  wrong key"
+    print(f"{'client':26s} {'version':9s} {'engine':10s} held {got}")
     for client in PROGRAMS:
         for engine in arguments.engines:
             print(row(client, engine, found[client, engine]))

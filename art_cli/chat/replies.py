@@ -156,15 +156,20 @@ def _extend(whole: Choice, piece: Choice) -> None:
 
 
 def _finished(choice: Choice) -> Choice:
-    """The choice with None for lists that no piece had. Its content is null beside tool calls, else text."""
+    """A copy with None for lists that no piece had, as more pieces may follow: endpoints send the usage last.
+
+    Its content is null beside tool calls, else text.
+    """
     num_tokens = len(choice.logprobs)
-    if len(choice.raw_logprobs or ()) != num_tokens:
-        choice.raw_logprobs = None
-    if len(choice.top_logprobs or ()) != num_tokens:
-        choice.top_logprobs = None
-    if choice.message is not None:
-        choice.message["content"] = choice.message["content"] or (None if "tool_calls" in choice.message else "")
-    return choice
+    message = choice.message
+    if message is not None:
+        message = {**message, "content": message["content"] or (None if "tool_calls" in message else "")}
+    return msgspec.structs.replace(
+        choice,
+        message=message,
+        raw_logprobs=choice.raw_logprobs if len(choice.raw_logprobs or ()) == num_tokens else None,
+        top_logprobs=choice.top_logprobs if len(choice.top_logprobs or ()) == num_tokens else None,
+    )
 
 
 def _extend_message(message: Json, delta: Json) -> None:

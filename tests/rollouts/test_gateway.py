@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from art_cli.chat.errors import ChatError
-from art_cli.chat.replies import Chunk
+from art_cli.chat.replies import Choice, Chunk
 from art_cli.chat.requests import Request, Sampling
 from art_cli.rollouts.gateway import Gateway, call_seed
 from art_cli.trajectory import Turn, prompt, sequence
@@ -80,6 +80,26 @@ async def test_a_game_of_turns_is_recorded_token_for_token(is_stream: bool) -> N
     assert recorder.messages[-1]["content"] == "three"
     assert recorder.branches == []
     assert gateway.num_sampled == len(first[1]) + len(second[1])
+
+
+class Counting(ScriptedBackend):
+    """Its streams end in a chunk that only has counts, as those of vLLM and of `art serve` do."""
+
+    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        async for chunk in super().stream(request):
+            yield chunk
+        yield msgspec.structs.replace(chunk, choice=Choice(index=0), is_last=False, usage=(9, 3))
+
+
+async def test_counts_behind_the_end_of_a_stream_do_not_break_it() -> None:
+    gateway = make_gateway(Counting())
+    key = gateway.open("t0")
+    async with calling(gateway, key) as client:
+        asked: Any = {"model": "policy", "messages": [USER], "stream_options": {"include_usage": True}}
+        chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+    assert chunks[-1].usage.total_tokens == 12
+    (turn,) = gateway.close(key).turns
+    assert turn.sampled_ids == encode("ok\n")
 
 
 async def test_each_key_records_into_its_own_trajectory() -> None:

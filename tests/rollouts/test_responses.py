@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from art_cli.chat.errors import ChatError
-from art_cli.chat.replies import Choice, Reply
+from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.wires import responses_memory
 from art_cli.chat.wires.responses_memory import Memory
@@ -251,8 +251,18 @@ async def test_a_stream_that_breaks_is_an_error_and_not_a_short_answer() -> None
     assert recorder.upstream_error == "the engine died"
 
 
-async def test_an_answer_that_was_cut_off_says_so() -> None:
-    async with playing(ScriptedBackend(lambda request: "a long story")) as (client, recorder):
+class Counting(ScriptedBackend):
+    """Its streams end in a chunk that only has counts, as those of vLLM and of `art serve` do."""
+
+    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        async for chunk in super().stream(request):
+            yield chunk
+        yield msgspec.structs.replace(chunk, choice=Choice(index=0), is_last=False, usage=(18, 4))
+
+
+@pytest.mark.parametrize("kind", [ScriptedBackend, Counting])
+async def test_an_answer_that_was_cut_off_says_so(kind: type[ScriptedBackend]) -> None:
+    async with playing(kind(lambda request: "a long story")) as (client, recorder):
         reply = await ask(client, "hi", max_output_tokens=4)
         events = [event async for event in await ask_for_events(client, max_output_tokens=4)]
     for response in (reply, events[-1].response):

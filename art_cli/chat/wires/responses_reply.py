@@ -213,12 +213,15 @@ class ResponseEvents:
         self._call = -1  # index of the open call among the calls of the reply
         self._logprobs: list[Any] = []  # of tokens that no message was open for
         self._counts = [0, 0]  # tokens of the prompt and of the answer
+        self._finish_reason = "stop"
         self._last: Chunk | None = None
 
     def render(self, chunk: Chunk) -> bytes:
         """The events of one chunk; empty when it holds nothing to show."""
         events = self._begin(chunk) if self._last is None else b""
         self._last = chunk
+        if chunk.is_last:  # a chunk with counts alone may follow
+            self._finish_reason = chunk.choice.finish_reason
         self._counts[0] += len(chunk.prompt_ids or ())
         self._counts[1] += len(chunk.choice.token_ids)
         if self._request.wants_logprobs:
@@ -235,7 +238,7 @@ class ResponseEvents:
     def finish(self) -> bytes:
         """The end of the last item and of the response."""
         assert self._last is not None, "a stream without chunks"
-        status = _status(self._last.choice.finish_reason)
+        status = _status(self._finish_reason)
         events = b"" if self._items or self._open else self._grow(_OpenText, "")
         events += self._close(status)
         return events + self._event(f"response.{status}", {"response": self._body(status)})
