@@ -36,6 +36,7 @@ from art_cli.chat.wires import WIRES, Wire, Wires
 from art_cli.chat.wires.responses_memory import Memory
 from art_cli.state_key import STATE_HEADER, read_header
 from art_cli.threads import end
+from art_cli.unrecorded import NO_RECORD, RECORD_HEADER
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -114,6 +115,8 @@ class _Routes:
         state = read_header(http.headers.get(STATE_HEADER, ""))
         if (num_retries := _num_retries(http.headers)) or state:
             request = msgspec.structs.replace(request, num_retries=num_retries, state=state)
+        if http.headers.get(RECORD_HEADER) == NO_RECORD:
+            request = msgspec.structs.replace(request, is_recorded=False)
         _check_model(backend, request.model)
         memory = self.memories.setdefault(backend, Memory())
         request = memory.recall(request, key)

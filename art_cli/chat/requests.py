@@ -56,7 +56,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     is_kept: bool = False  # whether later requests may refer to the reply by `id`
     repeated: Json = {}  # fields that the wire repeats in its reply; backends ignore them
     digest: bytes = b""  # hash of the body, by which the gateway recognises a retry
-    is_recorded: bool = True  # False: the call only asks about a prompt, so the gateway writes no turn down
+    is_recorded: bool = True  # False: the gateway writes no turn down (a question about a prompt, an opponent's move)
     num_retries: int = 0  # number of earlier times that the client's SDK sent this body and gave up
     state: str | None = None  # key of the environment's state, from the header X-Art-State; None: the client sent none
     user_set: frozenset[str] = frozenset()  # names of the sampling fields that the client gave

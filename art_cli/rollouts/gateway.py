@@ -9,7 +9,8 @@ it is recorded as a turn with the finish reason "cancelled".
 An SDK that gives up on a call sends it again. The new call replaces the old one (retries.py), and a reply to the old
 one is marked as abandoned.
 
-A call that only asks about a prompt (`Request.is_recorded` is False) is answered, and neither recorded nor counted.
+A call with `Request.is_recorded` False is answered, and neither recorded nor counted: it only asks about a prompt, or
+the policy speaks as somebody else. It has seeds of its own, so that the recorded calls sample as without it.
 
 Nothing is kept of a rollout that is closed. The keys are random and never logged, and each is given to one rollout.
 """
@@ -175,6 +176,7 @@ class RecordingBackend:
         self._trajectory_id = trajectory_id
         self._defaults = defaults
         self._num_admitted = 0
+        self._num_unrecorded = 0
         self._num_before_limit = 0  # calls admitted before the one that was refused for a limit
         self._in_flight: set[_Call] = set()
         self._retries = Retries()
@@ -185,7 +187,8 @@ class RecordingBackend:
 
     async def reply(self, request: Request) -> Reply:
         if not request.is_recorded:
-            return await self._gateway.upstream.backend.reply(with_defaults(request, self._defaults))
+            with self._unrecorded():
+                return await self._gateway.upstream.backend.reply(self._aside(request))
         call = self._begin(request)
         with self._calling(call):
             reply = await self._gateway.upstream.backend.reply(call.request)
@@ -199,6 +202,12 @@ class RecordingBackend:
 
         When the client leaves, the answer is recorded at once, and then the engine is waited for to stop it.
         """
+        if not request.is_recorded:
+            async with closing_stream(self._gateway.upstream.backend.stream(self._aside(request))) as chunks:
+                with self._unrecorded():
+                    async for chunk in chunks:
+                        yield chunk
+            return
         call = self._begin(request)
         async with closing_stream(self._gateway.upstream.backend.stream(call.request)) as chunks:
             with self._calling(call):
@@ -237,13 +246,36 @@ class RecordingBackend:
             raise ChatError(400, "this engine enforces neither response_format nor a forced tool call; leave them out")
         number = self._num_admitted
         self._num_admitted += 1
-        request = self.recorder.as_sampled(request)
+        return self._sampled(self.recorder.as_sampled(request), self._trajectory_id, number)
+
+    def _aside(self, request: Request) -> Request:
+        """An unrecorded request as the engine gets it."""
+        if self._is_closed:
+            raise _finished()
+        number = self._num_unrecorded
+        self._num_unrecorded += 1
+        return self._sampled(request, f"{self._trajectory_id}/unrecorded", number)
+
+    @contextlib.contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        """An engine's failure counts as in recorded calls, and so does a prompt that the context has no room for."""
+        try:
+            yield
+        except ChatError as error:
+            if error.status >= 500:
+                self.recorder.fail(error.message)
+            if error.code == CONTEXT_LIMIT:
+                self._limit(CONTEXT_LIMIT, self._num_admitted)
+            raise
+
+    def _sampled(self, request: Request, whose: str, number: int) -> Request:
+        """With the run's sampling, and with a seed of the run where the call sets none."""
         request = cap_tokens(with_defaults(request, self._defaults), self._defaults.max_tokens)
         if self._gateway.is_forced:
             request = force_sampling(request, self._defaults)
         if request.sampling.seed is not None:
             return request
-        seed = call_seed(self._gateway.seed, self._trajectory_id, number)
+        seed = call_seed(self._gateway.seed, whose, number)
         return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, seed=seed))
 
     @contextlib.contextmanager

@@ -15,6 +15,7 @@ from art_cli.outcome import MAX_NUMBER, Outcome
 from art_cli.processes.plain_json import MAX_DEPTH, dump, is_deep, load
 from art_cli.rollouts.attempt import AttemptError
 from art_cli.state_key import STATE_HEADER, write_header
+from art_cli.unrecorded import UNRECORDED
 
 if TYPE_CHECKING:
     import openai
@@ -89,7 +90,9 @@ class Policy:
     `client` is the ordinary `openai.AsyncOpenAI` pointed at the gateway, `sync_client` the ordinary `openai.OpenAI`;
     `base_url` and `api_key` serve any other framework, and `anthropic_base_url` serves Anthropic's clients. The key is
     this attempt's own: calls with it are recorded. `headers` hold what `state` says; a client that is made with them
-    (`default_headers=policy.headers`) sends it.
+    (`default_headers=policy.headers`) sends it. `unrecorded` are headers of a call that is answered and not recorded: it
+    is no turn and not trained on. With `extra_headers=policy.unrecorded` the policy speaks as somebody else, such as an
+    opponent.
     """
 
     def __init__(self, *, base_url: str, api_key: str, model: str, step: int) -> None:
@@ -98,6 +101,7 @@ class Policy:
         self.model = model
         self.step = step
         self.headers = {STATE_HEADER: ""}
+        self.unrecorded = dict(UNRECORDED)
         self._connections = Connections(has_one_loop=False)
         self._client: openai.AsyncOpenAI | None = None
         self._sync_client: openai.OpenAI | None = None

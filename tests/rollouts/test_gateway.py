@@ -472,3 +472,24 @@ async def test_the_npm_client_works_as_its_users_use_it() -> None:
         },
     }
     assert len(gateway.close(key).turns) == 4
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])
+async def test_a_call_that_is_not_to_be_recorded_is_answered_and_leaves_no_trace(is_stream: bool) -> None:
+    """It counts against no limit, and the recorded calls have the seeds that they have without it."""
+    backend = ScriptedBackend(lambda request: "hello")
+    gateway = make_gateway(backend, max_turns=2, seed=5)
+    key = gateway.open("t0")
+    async with calling(gateway, key) as client:
+        for is_aside in (True, False, True, True, False):
+            headers = {"X-Art-Record": "no"} if is_aside else {}
+            if is_stream:
+                chunks = [chunk async for chunk in await ask(client, stream=True, extra_headers=headers)]
+                assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "hello"
+            else:
+                assert (await ask(client, extra_headers=headers)).choices[0].message.content == "hello"
+    recorder = gateway.close(key)
+    assert len(recorder.turns) == 2 and recorder.limit is None
+    seeds = [request.sampling.seed for request in backend.requests]
+    assert [seeds[1], seeds[4]] == [call_seed(5, "t0", 0), call_seed(5, "t0", 1)]
+    assert len(set(seeds)) == 5
