@@ -30,6 +30,7 @@ NAMES = (
     "serve",
     "export",
     "checkpoints",
+    "environments",
     "doctor",
 )
 

@@ -27,6 +27,8 @@ EXTRAS = {  # extra -> (the packages that it installs, what it is for)
     "vllm": (("vllm",), "the vLLM engine, on a GPU"),
     "unsloth": (("unsloth",), "the Unsloth learner, on a GPU"),
     "wandb": (("wandb",), "the Weights & Biases tracker"),
+    "reasoning-gym": (("reasoning_gym",), "its puzzles as environments"),
+    "textarena": (("textarena",), "its games as environments"),
 }
 KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY", "HF_TOKEN", "WANDB_API_KEY")
 GIB = 1024**3

@@ -34,7 +34,7 @@ from art_cli.loop.record import find_clash
 from art_cli.loop.sampler import open_sampler
 from art_cli.model import Weights, count_parameters, find_base
 from art_cli.rollouts.gateway import OWN_CLIENT
-from art_cli.rollouts.process import ProcessRollout
+from art_cli.rollouts.runner import process_rollout
 from art_cli.rollouts.scenarios import pools_of
 from art_cli.rollouts.splits import evaluation_scenarios, find_overlap, training_scenarios
 from art_cli.run_dir import RunDir
@@ -144,19 +144,19 @@ class Preflight:
         if config.rollout.command:
             program = config.rollout.command[0]
             return Finding("entries", True, f"rollout.command {program}, judge {config.judge.name}")
-        assert config.rollout.entry
+        entry, environment, python = config.rollout.entry, config.rollout.environment, config.rollout.python
         where = ""
-        if config.rollout.python is None:
-            plugins.resolve(config.rollout.entry, base=self.loaded.directory)
-        else:
-            where = f" in Python {threads.run(self._load_elsewhere())} at {config.rollout.python}"
-        return Finding("entries", True, f"rollout {config.rollout.entry}{where}, judge {config.judge.name}")
+        if environment is not None or python is not None:
+            version = threads.run(self._load_elsewhere())
+            where = "" if python is None else f" in Python {version} at {python}"
+        elif entry is not None:
+            plugins.resolve(entry, base=self.loaded.directory)
+        rollout = entry if environment is None else environment.name
+        return Finding("entries", True, f"rollout {rollout}{where}, judge {config.judge.name}")
 
     async def _load_elsewhere(self) -> str:
-        """The version of the user's Python, after it loaded the rollout. Raises UsageError, RolloutError: it cannot."""
-        rollout = self.loaded.config.rollout
-        assert rollout.entry
-        process = ProcessRollout(rollout.entry, directory=self.loaded.directory, python=rollout.python)
+        """The version of the rollout's Python, after it loaded it. Raises UsageError, RolloutError: it cannot."""
+        process = process_rollout(self.loaded.config.rollout, self.loaded.directory)
         await process.open()
         await process.close()
         return process.version
@@ -208,6 +208,9 @@ class Preflight:
 
     def _silence_problem(self) -> Finding:
         """The finding for an attempt that made no model call."""
+        if self.loaded.config.rollout.environment is not None:
+            message = "the game was over before the policy's seat had a move"
+            return Finding("rollout", False, message, "begin with another seed: rollout.environment.seed=1")
         if not any(trajectory.turns for trajectory in self.played):
             return Finding(
                 "rollout", False, "it made no model call", "use policy.client, or policy.base_url and api_key"

@@ -49,9 +49,12 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield f"sft.{knob}", message
     yield from _judge_conflicts(config)
     if config.rollout.command is not None and "processes" in config.rollout.model_fields_set:
-        yield "rollout.processes", "used with rollout.entry only: each attempt of a command is a process of its own"
+        yield "rollout.processes", "each attempt of rollout.command is a process of its own; leave it out"
     if config.rollout.python is not None and config.rollout.command is not None:
-        yield "rollout.python", "used with rollout.entry only: rollout.command begins with its own program"
+        yield "rollout.python", "rollout.command begins with its own program; leave it out"
+    if config.rollout.environment is not None and config.rollout.scenarios is not None:
+        for knob in {"size", "seed"} & config.rollout.environment.model_fields_set:
+            yield f"rollout.environment.{knob}", "the scenarios are those of rollout.scenarios; leave one of them out"
     if config.rollout.python is not None and config.rollout.processes == 0:
         yield "rollout.python", "with rollout.processes=0 the function runs in the Python of art; leave one of them out"
     if config.rollout.choose == "adaptive" and "shuffle" in config.rollout.model_fields_set:

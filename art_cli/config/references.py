@@ -29,6 +29,7 @@ from art_cli.config.places import show
 from art_cli.config.schema import (
     BlendJudgeConfig,
     DistillConfig,
+    EnvironmentConfig,
     FunctionJudgeConfig,
     JudgeModelConfig,
     LoraConfig,
@@ -43,7 +44,8 @@ from art_cli.config.schema import (
     VllmEngineConfig,
     no_litellm,
 )
-from art_cli.errors import ConfigError, EngineError, Problem
+from art_cli.environments import find_library, not_installed
+from art_cli.errors import ConfigError, EngineError, Problem, UsageError
 
 ALL = ("runs", "model", "rollout", "gateway", "engine", "judge", "algorithm", "sft", "eval", "trackers")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
@@ -107,7 +109,21 @@ def _rollout(loaded: LoadedConfig) -> Iterator[Wrong]:
         yield from _entry("rollout.entry", rollout.entry, directory, is_ours=rollout.python is None)
     if rollout.command is not None and not _is_program(rollout.command[0], directory):
         yield Wrong("rollout.command", f"no program {rollout.command[0]!r}; install it, or mend the path")
-    yield from _data("rollout.scenarios", rollout.scenarios, directory)
+    if rollout.environment is not None:
+        yield from _environment(rollout.environment, is_ours=rollout.python is None)
+    if rollout.scenarios is not None:
+        yield from _data("rollout.scenarios", rollout.scenarios, directory)
+
+
+def _environment(environment: EnvironmentConfig, *, is_ours: bool) -> Iterator[Wrong]:
+    """Only the library is looked up. What its environments are called and take is known when it is imported."""
+    try:
+        library, _ = find_library(environment.name)
+    except UsageError as error:
+        yield Wrong("rollout.environment.name", str(error))
+        return
+    if is_ours and (problem := not_installed(library)):
+        yield Wrong("rollout.environment.name", problem)
 
 
 def _gateway(loaded: LoadedConfig) -> Iterator[Wrong]:

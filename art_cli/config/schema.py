@@ -66,7 +66,13 @@ from art_cli.config.sections.loss import (
     TruncateConfig,
 )
 from art_cli.config.sections.model import LoraConfig, ModelConfig
-from art_cli.config.sections.rollout import GatewayConfig, ReplayConfig, RolloutConfig, SamplingConfig
+from art_cli.config.sections.rollout import (
+    EnvironmentConfig,
+    GatewayConfig,
+    ReplayConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
 from art_cli.config.sections.tracker import NoTrackerConfig, OwnTrackerConfig, TrackerConfig, WandbTrackerConfig
 from art_cli.config.sections.train import EvalConfig, SftConfig, TrainConfig
 
@@ -86,6 +92,7 @@ __all__ = [
     "EmbeddedEngineConfig",
     "EngineConfig",
     "EngineSection",
+    "EnvironmentConfig",
     "EvalConfig",
     "FunctionJudgeConfig",
     "GatewayConfig",

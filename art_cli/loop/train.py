@@ -115,9 +115,11 @@ def _read_data(loaded: LoadedConfig) -> None:
     Data that a function of the user makes is read when it is needed.
     """
     config, directory = loaded.config, loaded.directory
-    if (directory / config.rollout.scenarios).is_file():
+    scenarios = config.rollout.scenarios
+    if scenarios is None or (directory / scenarios).is_file():
         pools_of(training_scenarios(config, directory), config.rollout.pool)
-    if config.eval is not None and (directory / (config.eval.scenarios or config.rollout.scenarios)).is_file():
+    evaluated = scenarios if config.eval is None else config.eval.scenarios or scenarios
+    if config.eval is not None and (evaluated is None or (directory / evaluated).is_file()):
         evaluation_scenarios(config, directory)
     if config.sft is not None and all(
         (directory / spec).exists() for spec in (config.sft.demos, config.sft.eval_demos) if spec is not None

@@ -1,5 +1,7 @@
 """FunctionRollout: the user's Python function, `async def rollout(policy, scenario)` or a plain `def`.
 
+A ready-made environment is such a function as well.
+
 Neither runs in the event loop of the gateway and the engine. Async functions share a loop in a thread of its own; plain
 ones get a thread each. So a function that blocks holds up nothing but itself, and its timeout still counts.
 """
@@ -11,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from art_cli.environments import Settings, open_environment
 from art_cli.errors import RolloutError
 from art_cli.outcome import Outcome
 from art_cli.plugins import resolve
@@ -118,6 +121,11 @@ def _check_signature(function: object, entry: str) -> None:
         return
 
 
-def load_function(entry: str, directory: Path) -> FunctionRollout:
-    """The function, loaded. Raises UsageError: it cannot be; RolloutError: it does not take (policy, scenario)."""
+def load_function(entry: str, directory: Path, environment: Json | None = None) -> FunctionRollout:
+    """The function, loaded. Raises UsageError: it cannot be; RolloutError: it does not take (policy, scenario).
+
+    `environment` has the fields of `environments.Settings`; then that environment is played, and `entry` is its name.
+    """
+    if environment is not None:
+        return FunctionRollout(open_environment(Settings(**environment)).play, entry=entry, root=directory)
     return FunctionRollout(resolve(entry, base=directory), entry=entry, root=directory)

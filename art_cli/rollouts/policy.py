@@ -90,9 +90,9 @@ class Policy:
     `client` is the ordinary `openai.AsyncOpenAI` pointed at the gateway, `sync_client` the ordinary `openai.OpenAI`;
     `base_url` and `api_key` serve any other framework, and `anthropic_base_url` serves Anthropic's clients. The key is
     this attempt's own: calls with it are recorded. `headers` hold what `state` says; a client that is made with them
-    (`default_headers=policy.headers`) sends it. `unrecorded` are headers of a call that is answered and not recorded: it
-    is no turn and not trained on. With `extra_headers=policy.unrecorded` the policy speaks as somebody else, such as an
-    opponent.
+    (`default_headers=policy.headers`) sends it. `unrecorded` are headers of a call that is answered and not recorded:
+    it is no turn and not trained on. With `extra_headers=policy.unrecorded` the policy speaks as somebody else, such as
+    an opponent.
     """
 
     def __init__(self, *, base_url: str, api_key: str, model: str, step: int) -> None:

@@ -41,11 +41,20 @@ OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__
 class ProcessRollout:
     """Plays the function `entry` of `directory` in `processes` processes, each attempt in the least busy one.
 
-    `python` is the interpreter that runs them; None means this one, with its `sys.path`.
+    `python` is the interpreter that runs them; None means this one, with its `sys.path`. With `environment`, the fields
+    of its Settings, they play that environment, and `entry` is its name.
     """
 
-    def __init__(self, entry: str, *, directory: Path, processes: int = 1, python: Path | None = None) -> None:
-        self._make = partial(_Process, entry, directory, python)
+    def __init__(
+        self,
+        entry: str,
+        *,
+        directory: Path,
+        processes: int = 1,
+        python: Path | None = None,
+        environment: Json | None = None,
+    ) -> None:
+        self._make = partial(_Process, entry, directory, python, environment)
         self._processes = [self._make() for _ in range(processes)]
         self._lone = asyncio.Semaphore(LONE_PER_CORE * (os.cpu_count() or 1))
 
@@ -92,8 +101,8 @@ class _Process:
     version = ""  # its Python's, once that has loaded the function
     num_playing = 0  # number of attempts in it
 
-    def __init__(self, entry: str, directory: Path, python: Path | None) -> None:
-        self._entry, self._directory, self._python = entry, directory, python
+    def __init__(self, entry: str, directory: Path, python: Path | None, environment: Json | None) -> None:
+        self._entry, self._directory, self._python, self._environment = entry, directory, python, environment
         self._child: ChildProcess | None = None
         self._calls: CallingEnd | None = None
         self._output: asyncio.Task[None] | None = None
@@ -108,7 +117,8 @@ class _Process:
             try:
                 async with asyncio.timeout(START_DEADLINE_S):
                     await self._launch()
-                    self.version = str(await self._ask("load", entry=self._entry, directory=str(self._directory)))
+                    what = {"entry": self._entry, "directory": str(self._directory), "environment": self._environment}
+                    self.version = str(await self._ask("load", **what))
             except BaseException as error:
                 await self._end()  # it is not asked to end, because a process that imports reads nothing
                 if (explained := self._explain_start(error)) is error:

@@ -33,9 +33,9 @@ class ServedRollout:
 
     _rollout: FunctionRollout
 
-    async def load(self, entry: str, directory: str) -> str:
+    async def load(self, entry: str, directory: str, environment: Json | None) -> str:
         """The version of this Python, when it has loaded the function. It blocks: modules load in the main thread."""
-        self._rollout = load_function(entry, Path(directory))
+        self._rollout = load_function(entry, Path(directory), environment)
         return sys.version.split()[0]
 
     async def play(self, base_url: str, api_key: str, model: str, step: int, scenario: Json) -> Json:

@@ -70,12 +70,26 @@ async def open_rollout(config: RolloutConfig, directory: Path, peers: Peers) -> 
     """The user's rollout, loaded; it registers its programs in `peers`. Raises UsageError, RolloutError."""
     if config.command is not None:
         return CommandRollout(config.command, directory=directory, peers=peers)
-    assert config.entry is not None, "a config has an entry or a command"
     if config.processes == 0:
-        return load_function(config.entry, directory)
-    rollout = ProcessRollout(config.entry, directory=directory, processes=config.processes, python=config.python)
+        return load_function(*_what_to_load(config, directory))
+    rollout = process_rollout(config, directory, processes=config.processes)
     await rollout.open()
     return rollout
+
+
+def process_rollout(config: RolloutConfig, directory: Path, *, processes: int = 1) -> ProcessRollout:
+    """The function or the environment in processes of its own, to be opened by the caller."""
+    entry, directory, environment = _what_to_load(config, directory)
+    return ProcessRollout(
+        entry, directory=directory, processes=processes, python=config.python, environment=environment
+    )
+
+
+def _what_to_load(config: RolloutConfig, directory: Path) -> tuple[str, Path, Json | None]:
+    if config.environment is not None:
+        return config.environment.name, directory, config.environment.model_dump(include={"name", "args", "system"})
+    assert config.entry is not None, "a config has an entry, a command or an environment"
+    return config.entry, directory, None
 
 
 class Runner:
@@ -91,7 +105,7 @@ class Runner:
         self._backoff_s = backoff_s
         self._places = asyncio.Semaphore(config.concurrency)  # shared by all runs; first come, first served
         self._agent = _AgentWatch()
-        self._silence = _SilenceWatch()
+        self._silence = _SilenceWatch(is_told=config.environment is not None)  # there the trained seat may never move
 
     async def __aenter__(self) -> Self:
         self._rollout = await open_rollout(self._config, self._directory, self._gateway.peers)
@@ -262,8 +276,9 @@ class _AgentWatch:
 class _SilenceWatch:
     """Notices rollouts with a reward and no call while others made calls, which may include those that are missing."""
 
-    def __init__(self) -> None:
-        self._has_calls = self._has_silent = self._is_told = False
+    def __init__(self, *, is_told: bool) -> None:
+        self._has_calls = self._has_silent = False
+        self._is_told = is_told
 
     def check(self, trajectory: Trajectory) -> None:
         """Logs one warning. No rollout fails for it, because a rollout may make no call on purpose."""

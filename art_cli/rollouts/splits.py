@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from art_cli import environments
 from art_cli.config.schema import RunConfig
 from art_cli.errors import DataError
 from art_cli.rollouts.scenarios import Json, load_scenarios
@@ -53,7 +54,7 @@ def evaluation_scenarios(config: RunConfig, directory: Path) -> list[Json]:
 
 
 def _part(config: RunConfig, directory: Path, *, is_evaluation: bool) -> list[Json]:
-    scenarios = load_scenarios(config.rollout.scenarios, directory)
+    scenarios = _all(config, directory)
     share = config.eval.held_out if config.eval is not None else None
     if share is None:
         return scenarios
@@ -63,9 +64,16 @@ def _part(config: RunConfig, directory: Path, *, is_evaluation: bool) -> list[Js
         raise DataError(
             f"eval.held_out = {share:g} of {len(scenarios)} scenarios leaves none {what}; "
             "choose another share, or name a file in eval.scenarios",
-            config.rollout.scenarios,
+            config.rollout.scenarios or "rollout.environment",
         )
     return part
+
+
+def _all(config: RunConfig, directory: Path) -> list[Json]:
+    if config.rollout.scenarios is not None:
+        return load_scenarios(config.rollout.scenarios, directory)
+    assert config.rollout.environment is not None, "a rollout without scenarios has an environment"
+    return list(environments.seeds(config.rollout.environment.seed, config.rollout.environment.size))
 
 
 def find_overlap(training: Sequence[Json], evaluation: Sequence[Json]) -> Overlap:

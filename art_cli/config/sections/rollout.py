@@ -2,11 +2,21 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
-from art_cli.config.sections.base import MAX_PROCESSES, Count, Float, Int, NonNegative, PositiveInt, Seconds, Section
+from art_cli.config.sections.base import (
+    MAX_COUNT,
+    MAX_PROCESSES,
+    Count,
+    Float,
+    Int,
+    NonNegative,
+    PositiveInt,
+    Seconds,
+    Section,
+)
 
 MAX_REFILL = 100.0  # further groups per group of the plan
 
@@ -36,6 +46,22 @@ class ReplayConfig(Section):
     """The largest number of steps since such a group was played."""
 
 
+class EnvironmentConfig(Section):
+    """A ready-made environment, which is the agent and the scenarios."""
+
+    name: str
+    """LIBRARY/NAME, such as reasoning_gym/countdown. `art environments` lists them."""
+    args: dict[str, JsonValue] = {}
+    """The environment's own settings, such as its difficulty, by its own names. `art init --environment` writes them
+    with their defaults."""
+    system: str | None = None
+    """The system message of each conversation; "" is none. null: the library's own, if it has one."""
+    size: PositiveInt = 1000
+    """The number of scenarios. Each is a seed."""
+    seed: Annotated[Int, Field(ge=0, le=MAX_COUNT)] = 0
+    """The seed of the first scenario. The others follow it."""
+
+
 class RolloutConfig(Section):
     """The user's agent, the scenarios, and how many attempts are made at once and in each step."""
 
@@ -47,8 +73,12 @@ class RolloutConfig(Section):
     command: Annotated[list[str], Field(min_length=1)] | None = None
     """An external program instead of `entry`. It reads the scenario from standard input and writes one JSON line.
     OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL are set in its environment, and the same three for ANTHROPIC."""
-    scenarios: str
-    """A JSON-lines file, or "file.py:function" that returns an iterable of objects with an `id`."""
+    environment: EnvironmentConfig | None = None
+    """A ready-made environment instead of `entry` and `scenarios` (docs/environments.md). A name alone stands for
+    {name: ...}."""
+    scenarios: str | None = None
+    """A JSON-lines file, or "file.py:function" that returns an iterable of objects with an `id`. With `environment` it
+    may be left out: the scenarios are then seeds."""
     group_size: PositiveInt = 8
     """G, the number of attempts per scenario and step."""
     groups_per_step: PositiveInt = 16
@@ -95,10 +125,20 @@ class RolloutConfig(Section):
             return 0
         return min(math.ceil(round(self.replay.share * self.groups_per_step, 6)), self.groups_per_step - 1)
 
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _by_its_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
     @model_validator(mode="after")
-    def _one_of_entry_and_command(self) -> Self:
-        if (self.entry is None) == (self.command is None):
-            raise ValueError("set exactly one of 'entry' (a Python function) and 'command' (an external program)")
+    def _one_kind_of_agent(self) -> Self:
+        if [self.entry, self.command, self.environment].count(None) != 2:
+            raise ValueError(
+                "set exactly one of 'entry' (a Python function), 'command' (an external program) and 'environment' "
+                "(a ready-made one)"
+            )
+        if self.scenarios is None and self.environment is None:
+            raise ValueError("set 'scenarios': a JSON-lines file, or 'file.py:function'")
         return self
 
 
