@@ -29,6 +29,7 @@ EXTRAS = {  # extra -> (the packages that it installs, what it is for)
     "wandb": (("wandb",), "the Weights & Biases tracker"),
     "reasoning-gym": (("reasoning_gym",), "its puzzles as environments"),
     "textarena": (("textarena",), "its games as environments"),
+    "mcp": (("mcp",), "the tools of MCP servers as environments"),
 }
 KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY", "HF_TOKEN", "WANDB_API_KEY")
 GIB = 1024**3

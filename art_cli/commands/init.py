@@ -90,8 +90,12 @@ def write_config(environment: str, directory: Path) -> None:
 
     _refuse_content(directory)
     with redirect_stdout(sys.stderr):  # some games print while they are made
-        open_environment(Settings(environment))
         library, name = find_library(environment)
+        if not library.makes_scenarios:
+            raise UsageError(
+                f"{environment} has no scenarios of its own; docs/environments.md has a config.yaml for it"
+            )
+        open_environment(Settings(environment))
         args = library.defaults(name)
     lines = [f"      {name}: {json.dumps(value)}\n" for name, value in args.items() if value is not None]
     given = "    args:  # its own settings; these are the defaults\n" + "".join(lines) if lines else ""

@@ -29,7 +29,6 @@ from art_cli.config.places import show
 from art_cli.config.schema import (
     BlendJudgeConfig,
     DistillConfig,
-    EnvironmentConfig,
     FunctionJudgeConfig,
     JudgeModelConfig,
     LoraConfig,
@@ -40,6 +39,7 @@ from art_cli.config.schema import (
     OwnEngineConfig,
     OwnTrackerConfig,
     RewardModelJudgeConfig,
+    RolloutConfig,
     RulerJudgeConfig,
     VllmEngineConfig,
     no_litellm,
@@ -110,20 +110,23 @@ def _rollout(loaded: LoadedConfig) -> Iterator[Wrong]:
     if rollout.command is not None and not _is_program(rollout.command[0], directory):
         yield Wrong("rollout.command", f"no program {rollout.command[0]!r}; install it, or mend the path")
     if rollout.environment is not None:
-        yield from _environment(rollout.environment, is_ours=rollout.python is None)
+        yield from _environment(rollout)
     if rollout.scenarios is not None:
         yield from _data("rollout.scenarios", rollout.scenarios, directory)
 
 
-def _environment(environment: EnvironmentConfig, *, is_ours: bool) -> Iterator[Wrong]:
+def _environment(rollout: RolloutConfig) -> Iterator[Wrong]:
     """Only the library is looked up. What its environments are called and take is known when it is imported."""
+    assert rollout.environment is not None
     try:
-        library, _ = find_library(environment.name)
+        library, _ = find_library(rollout.environment.name)
     except UsageError as error:
         yield Wrong("rollout.environment.name", str(error))
         return
-    if is_ours and (problem := not_installed(library)):
+    if rollout.python is None and (problem := not_installed(library)):
         yield Wrong("rollout.environment.name", problem)
+    if not library.makes_scenarios and rollout.scenarios is None:
+        yield Wrong("rollout.scenarios", f"{rollout.environment.name} has no scenarios of its own; name a file of them")
 
 
 def _gateway(loaded: LoadedConfig) -> Iterator[Wrong]:

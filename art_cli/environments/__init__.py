@@ -4,6 +4,7 @@
 
 reasoning_gym.py   reasoning-gym's generators of puzzles, each scored by its own scorer
 textarena.py       textarena's games; one policy plays all seats
+mcp.py             any MCP server; its tools become the agent's
 expressions.py     which answers may be given to a scorer that evaluates them
 
 A name is LIBRARY/NAME. A package of the user adds a library by an entry point in the group `art_cli.environments`,
@@ -11,8 +12,8 @@ which names a class like `Library`. An environment is opened and played in the r
 import of its package nor its dependencies reach the command line, and `rollout.python` may name a Python for them.
 Standard library only, here and in each file; a library's package is imported when its methods are called.
 
-A scenario is a seed: {"id": "seed-17", "seed": 17}. Texts of a game, of a generator and of the policy are data, and
-nothing of them is evaluated as code.
+A scenario is a seed, {"id": "seed-17", "seed": 17}, unless the library says otherwise. Texts of a game, of a generator
+and of the policy are data, and nothing of them is evaluated as code.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 BUILT_IN = {
+    "mcp": "art_cli.environments.mcp:McpServers",
     "reasoning_gym": "art_cli.environments.reasoning_gym:ReasoningGym",
     "textarena": "art_cli.environments.textarena:TextArena",
 }
@@ -57,6 +59,7 @@ class Settings:
     name: str  # with its library: "reasoning_gym/countdown"
     args: Json = field(default_factory=dict)
     system: str | None = None  # the system message; None: the library's own; "": none
+    directory: str = "."  # the configuration's, in which programs are started
 
 
 class Environment(Protocol):
@@ -73,6 +76,7 @@ class Library(Protocol):
     extra: str  # the extra that installs it: pip install 'art-cli[EXTRA]'
     about: str  # one line
     takes_one_turn: bool  # whether an attempt is one model call
+    makes_scenarios: bool  # whether its scenarios are seeds; otherwise `rollout.scenarios` names them
 
     def listed(self) -> Iterable[Listed]:
         """All its environments, with those that cannot be played here."""

@@ -38,7 +38,7 @@ class ReasoningGym:
     """The library; its names are those of its generators."""
 
     package, extra = "reasoning_gym", "reasoning-gym"
-    takes_one_turn = True
+    takes_one_turn, makes_scenarios = True, True
     about = "puzzles of mathematics, logic, games and language by seed, one turn each"
 
     def listed(self) -> Iterator[Listed]:

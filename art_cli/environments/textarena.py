@@ -41,7 +41,7 @@ class TextArena:
     """The library; its names are textarena's ids, such as "TicTacToe-v0"."""
 
     package, extra = "textarena", "textarena"
-    takes_one_turn = False
+    takes_one_turn, makes_scenarios = False, True
     about = "text games for one player or several; the policy plays all seats and is trained on one"
 
     def listed(self) -> Iterator[Listed]:

@@ -127,5 +127,6 @@ def load_function(entry: str, directory: Path, environment: Json | None = None) 
     `environment` has the fields of `environments.Settings`; then that environment is played, and `entry` is its name.
     """
     if environment is not None:
-        return FunctionRollout(open_environment(Settings(**environment)).play, entry=entry, root=directory)
+        settings = Settings(**environment, directory=str(directory))
+        return FunctionRollout(open_environment(settings).play, entry=entry, root=directory)
     return FunctionRollout(resolve(entry, base=directory), entry=entry, root=directory)

@@ -64,6 +64,7 @@ def test_what_cannot_be_played_is_refused_in_words(
         ("{environment: {name: reasoning_gym/countdown, siz: 3}}", "did you mean 'size'?"),
         ("{environment: reasoning_gym/countdown, entry: 'a.py:b'}", "set exactly one of 'entry'"),
         ("{entry: 'a.py:b'}", "set 'scenarios'"),
+        ("{environment: mcp/python server.py}", "has no scenarios of its own; name a file of them"),
         ("{environment: {name: reasoning_gym/x, size: 9}, scenarios: s.jsonl}", "leave one of them out"),
     ],
 )
@@ -81,6 +82,7 @@ def test_a_library_that_is_not_installed_is_named_with_its_cure(
         check_ready(load_config(configured(tmp_path, "{environment: textarena/TicTacToe-v0}")))
     assert cli.run(["environments"]) == 0
     assert [line.rpartition("; ")[2] for line in capsys.readouterr().out.splitlines()] == [
+        "pip install 'art-cli[mcp]'",
         "pip install 'art-cli[reasoning-gym]'",
         "pip install 'art-cli[textarena]'",
     ]
@@ -113,7 +115,8 @@ def test_art_init_writes_a_configuration_that_trains_and_evaluates_as_it_is(
 class Echo:
     """A library of a user, with one environment."""
 
-    package, extra, about, takes_one_turn = "", "", "says what it is told", True
+    package, extra, about = "", "", "says what it is told"
+    takes_one_turn = makes_scenarios = True
 
     def listed(self) -> Iterator[Listed]:
         yield Listed("echo", "the only one")

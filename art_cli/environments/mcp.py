@@ -1,0 +1,200 @@
+"""MCP servers: `mcp/COMMAND` or `mcp/URL`; the server's tools become the agent's (modelcontextprotocol.io).
+
+    rollout: {environment: "mcp/python server.py", scenarios: tasks.jsonl}
+
+Each attempt has a connection of its own, and of a command a process of its own, which runs in the configuration's
+directory. A scenario is {"id": ..., "task": ...}, and the task is the first user message. The policy calls tools until
+it answers without a call. A scenario with an "answer" has the reward 1 where the last reply has that answer in it as
+words, else 0. Without one a judge gives the reward.
+
+A call that the policy got wrong (no such tool, arguments that are not JSON or do not fit) is answered with the mistake.
+A server that cannot be reached, that ends or takes too long fails the attempt.
+"""
+
+import asyncio
+import json
+import os
+import re
+import shlex
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from art_cli.environments import EnvironmentFault, Json, Listed, Settings, check_args, refused
+from art_cli.errors import UsageError, describe
+from art_cli.outcome import Outcome
+
+if TYPE_CHECKING:
+    from art_cli.rollouts.policy import Policy
+
+DEFAULTS: Json = {"timeout_s": 60.0, "max_result": 8000, "tools": [], "variables": []}
+MAX_PAGES = 50  # of the server's list of tools
+INVALID_PARAMS, METHOD_NOT_FOUND = -32602, -32601  # JSON-RPC's codes for what the caller got wrong
+
+
+class McpServers:
+    """The library; its names are commands and addresses."""
+
+    package, extra = "mcp", "mcp"
+    takes_one_turn, makes_scenarios = False, False
+    about = "any MCP server, as mcp/COMMAND or mcp/URL: its tools become the agent's; the tasks are rollout.scenarios"
+
+    def listed(self) -> Iterator[Listed]:
+        return iter(())
+
+    def defaults(self, name: str) -> Json:
+        """`tools`: only these; []: all. `variables`: names of variables that a command gets in its environment."""
+        return dict(DEFAULTS)
+
+    def open(self, name: str, settings: Settings) -> "McpServer":
+        check_args(settings, DEFAULTS)
+        server = McpServer(name, settings)
+        try:
+            with ThreadPoolExecutor(1) as thread:  # an event loop runs in this one
+                tools = thread.submit(asyncio.run, server.list_tools()).result()
+        except Exception as error:  # the boundary to the server and its package
+            raise refused(settings, _cause(error)) from error
+        server.check(tools)
+        return server
+
+
+class McpServer:
+    """One server with its settings. Each attempt connects to it anew."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        self._name = settings.name
+        self._args = DEFAULTS | settings.args
+        self._system = settings.system or ""
+        self._place = _place(name, settings.directory, self._args["variables"])
+
+    def check(self, tools: list[Json]) -> None:
+        """Raises UsageError: the server has no tools, or not those that the settings name."""
+        names = [tool["function"]["name"] for tool in tools]
+        if missing := [name for name in self._args["tools"] if name not in names]:
+            raise UsageError(f"rollout.environment.args.tools: {self._name} has no {missing[0]!r}, but {names}")
+        if not names:
+            raise UsageError(f"rollout.environment {self._name}: the server has no tools")
+
+    async def list_tools(self) -> list[Json]:
+        async with self._connected() as client:
+            return await self._tools(client)
+
+    async def play(self, policy: "Policy", scenario: Json) -> Outcome:
+        if not isinstance(task := scenario.get("task"), str):
+            raise EnvironmentFault('the scenario has no "task", a text')
+        failure: Exception | None = None
+        try:
+            async with self._connected() as client:
+                try:
+                    outcome = await self._converse(policy, client, task, scenario.get("answer"))
+                except Exception as error:  # raised below, because the connection would wrap it into a group
+                    failure = error
+        except Exception as error:  # the boundary to the server
+            raise EnvironmentFault(f"{self._name}: {describe(_cause(error))}") from error
+        if failure is not None:
+            raise failure
+        return outcome
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[Any]:
+        from mcp import Client
+
+        async with asyncio.timeout(None) as connecting:
+            connecting.reschedule(asyncio.get_running_loop().time() + self._args["timeout_s"])
+            async with Client(self._place, read_timeout_seconds=self._args["timeout_s"], cache=None) as client:
+                connecting.reschedule(None)
+                yield client
+
+    async def _tools(self, client: Any) -> list[Json]:
+        """The server's tools as OpenAI's."""
+        found: list[Json] = []
+        cursor = None
+        for _ in range(MAX_PAGES):
+            page = await client.list_tools(cursor=cursor)
+            found += [_as_function(tool) for tool in page.tools]
+            if (cursor := page.next_cursor) is None:
+                break
+        chosen = self._args["tools"]
+        return [tool for tool in found if not chosen or tool["function"]["name"] in chosen]
+
+    async def _converse(self, policy: "Policy", client: Any, task: str, answer: Any) -> Outcome:
+        tools: Any = await self._tools(client)
+        messages: Any = [{"role": "system", "content": self._system}] if self._system else []
+        messages.append({"role": "user", "content": task})
+        num_calls = num_errors = 0
+        while True:
+            reply = await policy.client.chat.completions.create(model=policy.model, messages=messages, tools=tools)
+            message = reply.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            for call in message.tool_calls or ():
+                result, is_error = await self._call(client, call, {tool["function"]["name"] for tool in tools})
+                num_calls, num_errors = num_calls + 1, num_errors + is_error
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            if not message.tool_calls:
+                break
+        reward = None if answer is None else float(has_answer(message.content or "", str(answer)))
+        metrics = {"tool_calls": num_calls, "tool_errors": num_errors}
+        return Outcome(reward=reward, metrics=metrics | ({} if reward is None else {"solved": reward}))
+
+    async def _call(self, client: Any, call: Any, known: set[str]) -> tuple[str, bool]:
+        """What the model is told of its call, and whether that is an error."""
+        from mcp import MCPError
+
+        name = call.function.name
+        if name not in known:
+            return f"there is no tool {name!r}, but: {', '.join(sorted(known))}", True
+        try:
+            arguments = json.loads(call.function.arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            return f"the arguments are not JSON: {error}", True
+        if not isinstance(arguments, dict):
+            return "the arguments are not a JSON object", True
+        try:
+            result = await client.call_tool(name, arguments)
+        except MCPError as error:
+            if error.error.code in (INVALID_PARAMS, METHOD_NOT_FOUND):
+                return describe(error), True
+            raise EnvironmentFault(f"{self._name}: the tool {name}: {describe(error)}") from error
+        return self._text(result), bool(result.is_error)
+
+    def _text(self, result: Any) -> str:
+        """The result as text, cut to `max_result` characters."""
+        parts = [getattr(part, "text", None) or f"[{part.type}, which is not shown]" for part in result.content]
+        text = "\n".join(parts)
+        limit = self._args["max_result"]
+        return text if len(text) <= limit else f"{text[:limit]} [{len(text) - limit} more characters]"
+
+
+def has_answer(reply: str, answer: str) -> bool:
+    """Whether the words of the answer stand in the reply, whatever their case and spaces."""
+    words, said = (" ".join(text.casefold().split()) for text in (answer, reply.rpartition("</think>")[2]))
+    return bool(words) and re.search(rf"(?<!\w){re.escape(words)}(?!\w)", said) is not None
+
+
+def _place(name: str, directory: str, variables: list[str]) -> Any:
+    """What mcp's client connects to. Raises UsageError: no command, or a variable that is not set."""
+    if name.startswith(("http://", "https://")):
+        return name
+    from mcp import StdioServerParameters
+
+    try:
+        command = shlex.split(name)
+    except ValueError as error:
+        raise UsageError(f"rollout.environment mcp/{name}: not a command line: {error}") from None
+    if missing := [each for each in variables if each not in os.environ]:
+        raise UsageError(f"rollout.environment.args.variables: {missing[0]} is not set")
+    given = {each: os.environ[each] for each in variables}
+    return StdioServerParameters(command=command[0], args=command[1:], env=given, cwd=directory)
+
+
+def _as_function(tool: Any) -> Json:
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first error in a group of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

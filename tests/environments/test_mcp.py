@@ -1,0 +1,92 @@
+"""An MCP server as an environment: its tools are the agent's, each attempt has a server of its own."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from art_cli.environments import Settings, open_environment
+from art_cli.environments.mcp import has_answer
+from art_cli.errors import UsageError
+from art_cli.rollouts.runner import RolloutPlan
+from art_cli.trajectory import Trajectory
+from tests.support.scripted import Answer, ScriptedBackend, tool_call
+from tests.support.stage import Stage
+
+UNSEEN = "[image, which is not shown]"
+SERVER = f"mcp/{sys.executable} {Path(__file__).with_name('mcp_server.py')}"
+
+
+async def played(stage: Stage, *tasks: dict[str, Any], **options: Any) -> list[Trajectory]:
+    common: dict[str, Any] = {"group_id": "g", "group_size": 1, "index": 0, "step": 0}
+    plans = [
+        RolloutPlan(trajectory_id=f"t{index}", scenario={"id": str(index), **task}, **common)
+        for index, task in enumerate(tasks)
+    ]
+    environment = {"name": SERVER, **options}
+    async with stage.open(entry=None, environment=environment, processes=0, concurrency=1) as runner:
+        await runner.run(plans, stage.finished.append)
+    return stage.finished
+
+
+def scripted(*answers: Answer) -> ScriptedBackend:
+    said: Iterator[Answer] = iter(answers)
+    return ScriptedBackend(lambda request: next(said))
+
+
+async def test_the_servers_tools_are_called_until_the_policy_answers(tmp_path: Path) -> None:
+    """What the policy got wrong it is told. `count` is 1 in each attempt, because each has a server of its own."""
+    broken = tool_call("add")
+    broken["tool_calls"][0]["function"]["arguments"] = "{"
+    calls = [tool_call("add", a=17, b=25), broken, tool_call("add", a="x"), tool_call("sub"), tool_call("fail")]
+    stage = Stage(tmp_path, scripted(*calls, tool_call("count"), "It is 42.", tool_call("count"), "It is 421."))
+    task = {"task": "What is 17 + 25?", "answer": "42"}
+    right, wrong = await played(stage, task, task)
+    assert (right.error, right.returned_reward) == (None, 1.0)
+    assert right.metrics.items() >= {"tool_calls": 6, "tool_errors": 4, "solved": 1.0}.items()
+    told = [str(message["content"]) for message in right.messages if message["role"] == "tool"]
+    assert [each.splitlines() for each in (told[0], told[5])] == [["42", UNSEEN], ["1", UNSEEN]]
+    assert "not JSON" in told[1] and "add" in told[2] and "there is no tool 'sub'" in told[3]
+    assert "it is broken" in told[4]
+    assert [tool["function"]["name"] for tool in right.tools] == ["add", "count", "fail", "end"]
+    assert right.tools[0]["function"]["parameters"]["required"] == ["a", "b"]
+    assert (wrong.returned_reward, str(wrong.messages[2]["content"]).splitlines()[0]) == (0.0, "1")
+
+
+async def test_a_server_that_ends_fails_the_attempt_and_a_task_without_an_answer_has_no_reward(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, scripted(tool_call("end"), "I say nothing."))
+    failed, unjudged = await played(stage, {"task": "End."}, {"task": "Speak."}, args={"tools": ["end"]})
+    assert failed.error is not None and failed.error.startswith("EnvironmentFault: mcp/")
+    assert (unjudged.error, unjudged.returned_reward) == (None, None)
+    assert [tool["function"]["name"] for tool in unjudged.tools] == ["end"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (Settings("mcp/no-such-program-at-all"), "no-such-program-at-all"),
+        (Settings(SERVER, {"tools": ["sub"]}), "has no 'sub'"),
+        (Settings(SERVER, {"variables": ["NOT_SET_AT_ALL"]}), "NOT_SET_AT_ALL is not set"),
+        (Settings(SERVER, {"timeout": 3}), "did you mean 'timeout_s'?"),
+        (Settings("mcp/'open"), "not a command line"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_refused_in_words(settings: Settings, words: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        open_environment(settings)
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "is_there"),
+    [
+        ("It is  New\nYork.", "new york", True),
+        ("421", "42", False),
+        ("<think>42</think> no", "42", False),
+        ("x", "", False),
+    ],
+)
+def test_an_answer_is_found_as_words(reply: str, answer: str, is_there: bool) -> None:
+    assert has_answer(reply, answer) is is_there
