@@ -4,6 +4,7 @@
 
 reasoning_gym.py   reasoning-gym's generators of puzzles, each scored by its own scorer
 textarena.py       textarena's games; one policy plays all seats
+openenv.py         any OpenEnv server, by its address
 mcp.py             any MCP server; its tools become the agent's
 expressions.py     which answers may be given to a scorer that evaluates them
 
@@ -34,6 +35,7 @@ Json = dict[str, Any]
 
 BUILT_IN = {
     "mcp": "art_cli.environments.mcp:McpServers",
+    "openenv": "art_cli.environments.openenv:OpenEnvServers",
     "reasoning_gym": "art_cli.environments.reasoning_gym:ReasoningGym",
     "textarena": "art_cli.environments.textarena:TextArena",
 }
@@ -73,7 +75,7 @@ class Library(Protocol):
     """A package of environments, or another source of them."""
 
     package: str  # the module that is imported, "" where none is needed
-    extra: str  # the extra that installs it: pip install 'art-cli[EXTRA]'
+    extra: str  # the extra that installs it: pip install 'art-cli[EXTRA]'; "": the package itself is installed
     about: str  # one line
     takes_one_turn: bool  # whether an attempt is one model call
     makes_scenarios: bool  # whether its scenarios are seeds; otherwise `rollout.scenarios` names them
@@ -130,7 +132,7 @@ def not_installed(library: Library) -> str:
 
 def cure(library: Library) -> str:
     """The command that installs the library."""
-    return f"pip install 'art-cli[{library.extra}]'"
+    return f"pip install 'art-cli[{library.extra}]'" if library.extra else f"pip install {library.package}"
 
 
 def open_environment(settings: Settings) -> Environment:

@@ -83,6 +83,7 @@ def test_a_library_that_is_not_installed_is_named_with_its_cure(
     assert cli.run(["environments"]) == 0
     assert [line.rpartition("; ")[2] for line in capsys.readouterr().out.splitlines()] == [
         "pip install 'art-cli[mcp]'",
+        "pip install aiohttp",
         "pip install 'art-cli[reasoning-gym]'",
         "pip install 'art-cli[textarena]'",
     ]
