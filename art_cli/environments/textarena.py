@@ -307,17 +307,18 @@ def _make(spec: Any, kwargs: Json) -> Any:
 
 
 def _try_players(make: Callable[[], Any], wanted: int | None) -> tuple[int, int]:
-    """What the game is to be begun with, and the number of its seats; the smallest if none is wanted.
+    """What the game is to be begun with, and the number of its seats.
 
-    Some games for many take one player too, who then plays with nobody. Raises what the game raises for one player
-    where it refuses every number.
+    If none is wanted, it is the game's own default, or else the smallest. Some games for many take one player too, who
+    then plays with nobody. Raises what the game raises for one player where it refuses every number.
     """
     refusals = []
-    for count in range(1, MAX_PLAYERS + 1) if wanted is None else [wanted]:
+    default = wanted or getattr(make(), "default_num_players", None)
+    for count in range(1, MAX_PLAYERS + 1) if default is None else [int(default)]:
         try:
             match = _Match(make, count, seed=0)
             match.look()
-            if count == wanted or match.num_seats > 1 or match.is_for_one:
+            if count == default or match.num_seats > 1 or match.is_for_one:
                 return count, match.num_seats
         except Exception as error:  # the boundary to the library
             refusals.append(error)

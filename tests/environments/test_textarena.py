@@ -83,7 +83,7 @@ def test_games_at_once_draw_what_they_draw_alone() -> None:
 async def test_a_game_that_never_answers_is_a_failed_attempt() -> None:
     """PublicGoodsGame of textarena 0.7.4 with one player looks for ever for another who is still in."""
     game = open_environment(Settings("textarena/PublicGoodsGame-v0"))
-    assert isinstance(game, TextGame) and game.num_players == 2
+    assert isinstance(game, TextGame) and game.num_players == 3
     match = _Match(game._make, 1, seed=0)
     game._crew = Crew(size=1, wait_s=60.0, run_s=0.2)
     with pytest.raises(EnvironmentFault, match="it did not answer within"):
