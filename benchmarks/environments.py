@@ -2,9 +2,11 @@
 
     python -m benchmarks.environments [--library textarena] [--only TicTacToe-v0]
 
-One attempt each at seed 0, through engine, gateway and runner as in training, by the random model `builtin:tiny` with a
-longer context. An environment is played when the attempt ended by itself, with a reward and recorded turns, and without
-an error or a limit. Those that cannot be opened here are listed with the reason that `art environments` gives.
+One attempt each, through engine, gateway and runner as in training, by the random model `builtin:tiny` with a longer
+context. An environment is played when the attempt has recorded turns and a reward, and no error. Some games never end
+by themselves when all that the players say is invalid. They end as in training, at `rollout.max_turns`. The seed is 0,
+or the next one where the game was over before the trained seat had a move. Those that cannot be opened here are listed
+with the reason that `art environments` gives.
 """
 
 import argparse
@@ -30,7 +32,13 @@ from art_cli.rollouts.runner import RolloutPlan, Runner
 from art_cli.trajectory import Trajectory
 
 CONTEXT = 32_768  # tokens; the longest games of random moves take some thousands
-MAX_TURNS, MAX_TOKENS, TIMEOUT_S = 1000, 12, 500.0
+MAX_TURNS, MAX_TOKENS, TIMEOUT_S = 50, 8, 300.0  # the number of turns is the default of rollout.max_turns
+NUM_SEEDS = 8  # as many seats as a game has by default, at most
+SILENT = "over before the trained seat had a move"
+ENDINGS = {
+    "turn_limit": "played until rollout.max_turns",
+    "context_length_exceeded": "played until its context was full",
+}
 CONFIG = """
 name: environments
 model: {{base: "{base}", max_length: {context}}}
@@ -78,18 +86,22 @@ async def measure(only_library: str | None, only: str | None) -> list[Row]:
                 for each in listed:
                     if only in (None, each.name):
                         full = f"{name}/{each.name}"
-                        row = await _row(sampler, directory, full) if not each.problem else None
-                        rows.append(row or Row(full, f"not here: {each.problem}", None, 0, 0.0))
+                        row = Row(full, f"not here: {each.problem}", None, 0, 0.0)
+                        for seed in range(NUM_SEEDS if not each.problem else 0):
+                            row = await _row(sampler, directory, full, seed)
+                            if row.ending != SILENT:
+                                break
+                        rows.append(row)
                         print(_line(rows[-1]), flush=True)
     return rows
 
 
-async def _row(sampler: Sampler, directory: Path, name: str) -> Row:
-    """One attempt at seed 0."""
+async def _row(sampler: Sampler, directory: Path, name: str, seed: int) -> Row:
+    """One attempt."""
     config = RolloutConfig(
         environment=EnvironmentConfig(name=name), processes=0, retries=0, max_turns=MAX_TURNS, timeout_s=TIMEOUT_S
     )
-    scenario = {"id": "seed-0", "seed": 0}
+    scenario = {"id": str(seed), "seed": seed}
     plan = RolloutPlan(trajectory_id=name, group_id=name, group_size=1, index=0, scenario=scenario, step=0)
     played: list[Trajectory] = []
     begin = time.perf_counter()
@@ -100,8 +112,16 @@ async def _row(sampler: Sampler, directory: Path, name: str) -> Row:
     except ArtError as error:
         return Row(name, describe(error), None, 0, time.perf_counter() - begin)
     trajectory = played[0]
-    ending = trajectory.error or trajectory.limit or ("played" if trajectory.turns else "without a turn")
+    ending = trajectory.error or ENDINGS.get(trajectory.limit or "") or ("played" if trajectory.turns else SILENT)
     return Row(name, ending, trajectory.returned_reward, len(trajectory.turns), time.perf_counter() - begin)
+
+
+def _has_ended(row: Row) -> bool:
+    return row.ending == "played"
+
+
+def _was_cut(row: Row) -> bool:
+    return row.ending in ENDINGS.values()
 
 
 def _line(row: Row) -> str:
@@ -120,8 +140,9 @@ def main() -> None:
     for library, num in Counter(row.name.partition("/")[0] for row in rows).items():
         own = [row for row in rows if row.name.startswith(f"{library}/")]
         there = [row for row in own if not row.ending.startswith("not here")]
-        num_played = sum(row.ending == "played" for row in own)
-        print(f"{library}: {num_played} played end to end, of {len(there)} that can be opened here, of {num}")
+        ended, cut = (sum(map(test, own)) for test in (_has_ended, _was_cut))
+        print(f"{library}: {ended + cut} played of {len(there)} that can be opened here, of {num}", end="")
+        print(f"; {ended} to their own end, {cut} until a limit")
     print(f"{time.perf_counter() - begin:.0f} s")
 
 
