@@ -231,7 +231,9 @@ def streamed(deltas: list[Json], finish: Json) -> tuple[Json, Json]:
         )
         builder.add(chunk)
         sent += events.render(chunk)
-    sent += events.finish()
+    counts = Chunk(id="x", created=1, model="policy", choice=Choice(index=0), usage=(1, len(deltas) + 1))
+    builder.add(counts)  # as OpenAI's and vLLM's streams end
+    sent += events.render(counts) + events.finish()
     message: Json = {}
     inputs: dict[int, str] = {}
     for event in sent.decode().removesuffix("\n\n").split("\n\n"):

@@ -101,6 +101,7 @@ class MessageEvents:
     def __init__(self, wire: _RendersErrors) -> None:
         self._wire = wire
         self._last: Chunk | None = None
+        self._ended = Choice(index=0)  # the piece that ended the answer; a chunk with counts may follow it
         self._num_prompt = self._num_sampled = 0
         self._index = -1  # of the newest block
         self._open = ""  # type of the block that is open; "": none is
@@ -111,6 +112,8 @@ class MessageEvents:
     def render(self, chunk: Chunk) -> bytes:
         """The events of one chunk; empty when it holds nothing that the client would see."""
         is_first, self._last = self._last is None, chunk
+        if chunk.is_last:
+            self._ended = chunk.choice
         self._num_prompt += len(chunk.prompt_ids or ())
         self._num_sampled += len(chunk.choice.token_ids)
         events = self._start(chunk) if is_first else b""
@@ -127,7 +130,7 @@ class MessageEvents:
         assert self._last is not None, "a stream without chunks"
         events = self._end_call() + self._close()
         counts = self._last.usage or (self._num_prompt, self._num_sampled)
-        ending = {"type": "message_delta", "delta": _ending(self._last.choice), "usage": _usage(*counts)}
+        ending = {"type": "message_delta", "delta": _ending(self._ended), "usage": _usage(*counts)}
         return events + _event(ending) + _event({"type": "message_stop"})
 
     def fail(self, error: ChatError) -> bytes:
