@@ -531,7 +531,13 @@ async def test_logprobs_are_those_of_chat_completions() -> None:
 
 
 async def test_a_response_repeats_what_was_asked() -> None:
-    asked: Json = {"instructions": "Be brief.", "temperature": 0.5, "metadata": {"a": "b"}, "tool_choice": "required"}
+    asked: Json = {
+        "instructions": "Be brief.",
+        "temperature": 0.0,
+        "parallel_tool_calls": False,
+        "metadata": {"a": "b"},
+        "tool_choice": "required",
+    }
     async with playing(ScriptedBackend()) as (client, _):
         reply = await ask(client, "hi", **asked, reasoning={"effort": "low"}, text={"verbosity": "low"})
     assert {name: getattr(reply, name) for name in asked} == asked

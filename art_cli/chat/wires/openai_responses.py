@@ -206,7 +206,7 @@ def _repeated(fields: Json) -> Json:
     for name in ("metadata", "reasoning", "user", "parallel_tool_calls"):
         if len(msgspec.json.encode(fields.get(name))) > _MAX_REPEATED:
             raise invalid(f"{name}: more than {_MAX_REPEATED} characters", name)
-    repeated = {name: fields.get(name) or default for name, default in _REPEATED}
+    repeated = {name: default if fields.get(name) is None else fields[name] for name, default in _REPEATED}
     return repeated | {"text": {"format": {"type": "text"}, **(fields.get("text") or {})}}
 
 
