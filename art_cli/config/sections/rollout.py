@@ -31,7 +31,8 @@ class SamplingConfig(Section):
     top_k: Count = 0
     """The number of likeliest tokens to sample from. 0: all."""
     max_tokens: PositiveInt = 1024
-    """The largest number of tokens of one reply."""
+    """The largest number of tokens of one reply. A call may set another one; in Anthropic's protocol, where every call
+    sets one, only a smaller one."""
     force: bool = False
     """true: these temperature, top_p and top_k, and art's own seeds, replace what a call sets. The turn records what
     the call asked for."""
