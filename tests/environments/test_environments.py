@@ -12,6 +12,7 @@ import pytest
 from art_cli import cli, environments
 from art_cli.config.compose import load_config
 from art_cli.config.references import check_ready
+from art_cli.config.schema import EnvironmentConfig
 from art_cli.environments import Listed, Settings, open_environment
 from art_cli.errors import ConfigError, UsageError
 from art_cli.outcome import Outcome
@@ -87,6 +88,16 @@ def test_a_library_that_is_not_installed_is_named_with_its_cure(
         "pip install 'art-cli[reasoning-gym]'",
         "pip install 'art-cli[textarena]'",
     ]
+
+
+def test_a_key_below_an_environment_that_is_only_named_leaves_its_name(tmp_path: Path) -> None:
+    path = configured(tmp_path, "{environment: reasoning_gym/countdown}")
+    chosen = load_config(path, ["rollout.environment.size=3", "rollout.environment.args.min_numbers=3"]).config
+    assert chosen.rollout.environment == EnvironmentConfig(
+        name="reasoning_gym/countdown", size=3, args={"min_numbers": 3}
+    )
+    other = load_config(path, ["rollout.environment=textarena/TicTacToe-v0", "rollout.environment.seed=2"]).config
+    assert other.rollout.environment == EnvironmentConfig(name="textarena/TicTacToe-v0", seed=2)
 
 
 def test_scenarios_are_seeds_and_held_out_ones_are_never_trained_on(tmp_path: Path) -> None:
