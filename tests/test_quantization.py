@@ -22,7 +22,7 @@ from art_cli.run_dir import Manifest, RunDir, new_checkpoint
 from art_cli.serving.export import export
 from art_cli.serving.loader import Loader
 from art_cli.serving.source import find_source
-from tests.learners.test_learner import Caught, distance, learner, reference_gradient, two_answers
+from tests.support.gradients import Caught, distance, learner, reference_gradient, two_answers
 from tests.support.tiny import save_tiny_base
 from tests.support.trees import sampled, scored, turn
 

@@ -11,7 +11,7 @@ from art_cli.commands import Json
 from art_cli.errors import describe, printable
 
 if TYPE_CHECKING:
-    from art_cli.environments import Library, Listed
+    from art_cli.environments import Library, Listing
 
 WIDTH = 160  # characters of a line; --json has all of them
 
@@ -48,7 +48,7 @@ def _look(name: str, library: "Library") -> dict[str, Any]:
     from art_cli.environments import cure, not_installed
 
     look: dict[str, Any] = {"library": name, "about": library.about, "problem": not_installed(library)}
-    listed: list[Listed] = []
+    listed: list[Listing] = []
     if not look["problem"]:
         try:
             with redirect_stdout(sys.stderr):  # some games print while they are made

@@ -46,8 +46,8 @@ class EnvironmentFault(Exception):
     """The environment itself failed, so that the attempt says nothing of the policy."""
 
 
-class Listed(NamedTuple):
-    """One environment of a library. Example: Listed("countdown", "Generates Countdown Number Game tasks")."""
+class Listing(NamedTuple):
+    """One environment of a library. Example: Listing("countdown", "Generates Countdown Number Game tasks")."""
 
     name: str
     about: str
@@ -80,7 +80,7 @@ class Library(Protocol):
     takes_one_turn: bool  # whether an attempt is one model call
     makes_scenarios: bool  # whether its scenarios are seeds; otherwise `rollout.scenarios` names them
 
-    def listed(self) -> Iterable[Listed]:
+    def listed(self) -> Iterable[Listing]:
         """All its environments, with those that cannot be played here."""
 
     def defaults(self, name: str) -> Json:

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from art_cli.environments import EnvironmentFault, Json, Listed, Settings, check_args, refused
+from art_cli.environments import EnvironmentFault, Json, Listing, Settings, check_args, refused
 from art_cli.errors import UsageError, describe
 from art_cli.outcome import Outcome
 
@@ -40,7 +40,7 @@ class McpServers:
     takes_one_turn, makes_scenarios = False, False
     about = "any MCP server, as mcp/COMMAND or mcp/URL: its tools become the agent's; the tasks are rollout.scenarios"
 
-    def listed(self) -> Iterator[Listed]:
+    def listed(self) -> Iterator[Listing]:
         return iter(())
 
     def defaults(self, name: str) -> Json:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from art_cli.environments import EnvironmentFault, Json, Listed, Settings, check_args, refused, seed_of
+from art_cli.environments import EnvironmentFault, Json, Listing, Settings, check_args, refused, seed_of
 from art_cli.errors import UsageError, describe
 from art_cli.outcome import Outcome
 
@@ -35,7 +35,7 @@ class OpenEnvServers:
     takes_one_turn, makes_scenarios = False, True
     about = "any OpenEnv server that runs already, as openenv/http://HOST:PORT"
 
-    def listed(self) -> Iterator[Listed]:
+    def listed(self) -> Iterator[Listing]:
         return iter(())
 
     def defaults(self, name: str) -> Json:

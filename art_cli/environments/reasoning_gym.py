@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from art_cli.crew import Crew, Crowded, Overran
-from art_cli.environments import EnvironmentFault, Json, Listed, Settings, check_args, refused, seed_of, unknown
+from art_cli.environments import EnvironmentFault, Json, Listing, Settings, check_args, refused, seed_of, unknown
 from art_cli.environments.expressions import is_harmless_expression, is_harmless_literal
 from art_cli.errors import describe
 from art_cli.outcome import Outcome
@@ -41,10 +41,10 @@ class ReasoningGym:
     takes_one_turn, makes_scenarios = True, True
     about = "puzzles of mathematics, logic, games and language by seed, one turn each"
 
-    def listed(self) -> Iterator[Listed]:
+    def listed(self) -> Iterator[Listing]:
         for name, (dataset, _) in sorted(_generators().items()):
             lines = (vars(dataset).get("__doc__") or "").strip().splitlines() or [name.replace("_", " ")]
-            yield Listed(name, lines[0].strip())
+            yield Listing(name, lines[0].strip())
 
     def defaults(self, name: str) -> Json:
         if name not in _generators():

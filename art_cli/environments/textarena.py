@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from art_cli.crew import Crew, Crowded, Overran
-from art_cli.environments import EnvironmentFault, Json, Listed, Settings, check_args, refused, seed_of, unknown
+from art_cli.environments import EnvironmentFault, Json, Listing, Settings, check_args, refused, seed_of, unknown
 from art_cli.errors import UsageError, describe, one_line
 from art_cli.outcome import Outcome
 
@@ -44,7 +44,7 @@ class TextArena:
     takes_one_turn, makes_scenarios = False, True
     about = "text games for one player or several; the policy plays all seats and is trained on one"
 
-    def listed(self) -> Iterator[Listed]:
+    def listed(self) -> Iterator[Listing]:
         """One for each game, tried out; its other ids are other settings of the same game."""
         games: dict[str, list[str]] = {}
         for name, spec in _registry().items():
@@ -71,7 +71,7 @@ class TextArena:
             raise refused(settings, error) from error
 
 
-def _listed(names: list[str]) -> Listed:
+def _listed(names: list[str]) -> Listing:
     game, also = names[0], f"; also {', '.join(names[1:])}" if names[1:] else ""
     spec = _spec(game)
     try:
@@ -79,8 +79,8 @@ def _listed(names: list[str]) -> Listed:
     except Exception as error:  # the boundary to the library
         python = ".".join(map(str, sys.version_info[:2]))
         words = f"does not parse in Python {python}: " if isinstance(error, SyntaxError) else ""
-        return Listed(game, f"a game{also}", words + one_line(error))
-    return Listed(game, f"{num_players} player{'s' if num_players > 1 else ''}{about}{also}")
+        return Listing(game, f"a game{also}", words + one_line(error))
+    return Listing(game, f"{num_players} player{'s' if num_players > 1 else ''}{about}{also}")
 
 
 def _about(spec: Any) -> str:

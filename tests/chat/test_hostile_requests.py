@@ -121,7 +121,9 @@ def test_only_what_the_models_template_reads_can_be_set() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [10**30, -(10**7), 1e300, [[10**9]], {"a": 2_000_000}, "x" * 20_000, ["x"] * 9_000], ids=repr
+    "value",
+    [10**30, -(10**7), 1e300, [[10**9]], {"a": 2_000_000}, "x" * 20_000, ["x"] * 9_000],
+    ids=lambda value: repr(value)[:20],
 )
 def test_a_variable_can_be_neither_a_huge_number_nor_a_long_text(value: Any) -> None:
     with pytest.raises(ChatError, match="chat_template_kwargs") as refusal:

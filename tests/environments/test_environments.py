@@ -13,7 +13,7 @@ from art_cli import cli, environments
 from art_cli.config.compose import load_config
 from art_cli.config.references import check_ready
 from art_cli.config.schema import EnvironmentConfig
-from art_cli.environments import Listed, Settings, open_environment
+from art_cli.environments import Listing, Settings, open_environment
 from art_cli.errors import ConfigError, UsageError
 from art_cli.outcome import Outcome
 from art_cli.rollouts.splits import evaluation_scenarios, training_scenarios
@@ -130,8 +130,8 @@ class Echo:
     package, extra, about = "", "", "says what it is told"
     takes_one_turn = makes_scenarios = True
 
-    def listed(self) -> Iterator[Listed]:
-        yield Listed("echo", "the only one")
+    def listed(self) -> Iterator[Listing]:
+        yield Listing("echo", "the only one")
 
     def defaults(self, name: str) -> dict[str, Any]:
         return {}

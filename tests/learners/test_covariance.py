@@ -14,8 +14,8 @@ from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.covariance import near_covariant, without_covariant
 from art_cli.learners.samples import Sample
 from art_cli.learners.token_weights import NEAR_OLD, POLICY
-from tests.learners.test_learner import Caught, chosen_logprobs, distance, learner, leaves, two_answers
 from tests.learners.test_presets import GROUPS, WEIGHTS
+from tests.support.gradients import Caught, chosen_logprobs, distance, learner, leaves, two_answers
 from tests.support.tiny import tiny_weights
 from tests.support.trees import samples_of, scored, turn
 

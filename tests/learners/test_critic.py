@@ -21,7 +21,7 @@ from art_cli.learners.torch_learner import TorchLearner
 from art_cli.model import Weights
 from art_cli.run_dir import hash_files
 from art_cli.trajectory import ScoredTrajectory
-from tests.learners.test_learner import Caught, chosen_logprobs, distance, groups_of, learner, leaves, two_answers
+from tests.support.gradients import Caught, chosen_logprobs, distance, groups_of, learner, leaves, two_answers
 from tests.support.tiny import tiny_weights
 from tests.support.trees import sampled, scored, turn
 

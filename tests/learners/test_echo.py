@@ -13,7 +13,7 @@ from art_cli.learners.step_samples import count, make_step_samples
 from art_cli.learners.token_weights import CROSS_ENTROPY, Credit, observed_tokens
 from art_cli.model import Weights
 from art_cli.trajectory import ScoredTrajectory, has_signal, sequence
-from tests.learners.test_learner import MAX_TOKENS, Caught, chosen_logprobs, distance, groups_of, learner, leaves
+from tests.support.gradients import MAX_TOKENS, Caught, chosen_logprobs, distance, groups_of, learner, leaves
 from tests.support.tiny import tiny_weights
 from tests.support.trees import logprobs_of, sampled, scored, turn
 

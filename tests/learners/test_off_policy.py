@@ -10,8 +10,8 @@ from torch import Tensor
 
 from art_cli.config.schema import GrpoConfig
 from art_cli.learners.algorithms.off_policy import SampledTerms, build_correction
-from tests.learners.test_learner import Caught, distance, learner
 from tests.learners.test_presets import GROUPS, WEIGHTS
+from tests.support.gradients import Caught, distance, learner
 
 nan = math.nan
 

@@ -17,7 +17,7 @@ from art_cli.learners.packing import pack_samples
 from art_cli.learners.packing_check import PackingCheck
 from art_cli.learners.samples import Sample, bare_sample
 from art_cli.model import Weights
-from tests.learners.test_learner import Caught, learner, two_answers
+from tests.support.gradients import Caught, learner, two_answers
 from tests.support.tiny import tiny_tokenizer, tiny_weights
 from tests.support.trees import logprobs_of
 

@@ -13,8 +13,8 @@ from art_cli.decoder.compare import BOUNDS, LIMIT, Gap, bound_of
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing_check import PackingCheck, compare_batch
 from art_cli.learners.samples import bare_sample
-from tests.learners.test_learner import Caught, learner, reference_gradient, two_answers
 from tests.learners.test_pack_runner import samples, weights_of
+from tests.support.gradients import Caught, learner, reference_gradient, two_answers
 from tests.support.tiny import tiny_config, tiny_weights
 
 

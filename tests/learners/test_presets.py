@@ -13,7 +13,7 @@ from art_cli.errors import LearnerError
 from art_cli.learners.algorithms.presets import PRESETS, build_algorithm
 from art_cli.learners.step_samples import make_step_samples
 from art_cli.trajectory import ScoredTrajectory
-from tests.learners.test_learner import Caught, distance, learner
+from tests.support.gradients import Caught, distance, learner
 from tests.support.tiny import tiny_weights
 from tests.support.trees import sampled, scored, turn
 

@@ -15,7 +15,7 @@ from art_cli.learners.step_samples import count, make_step_samples
 from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY, REFERENCE_KL, Credit, token_weights
 from art_cli.model import Weights
 from art_cli.trajectory import ScoredTrajectory, sequence
-from tests.learners.test_learner import Caught, distance, groups_of, learner
+from tests.support.gradients import Caught, distance, groups_of, learner
 from tests.support.streams import weight
 from tests.support.tiny import tiny_weights
 from tests.support.trees import logprobs_of, sampled, samples_of, scored, turn

@@ -24,7 +24,7 @@ from art_cli.loop.train import train
 from art_cli.model import Weights, save_merged
 from art_cli.run_dir import RunDir
 from art_cli.trajectory import Score, ScoredTrajectory, Turn
-from tests.learners.test_learner import Caught, distance, learner, leaves, two_answers
+from tests.support.gradients import Caught, distance, learner, leaves, two_answers
 from tests.support.paths import LETTERS
 from tests.support.teacher_server import TeacherServer, teaching
 from tests.support.tiny import tiny_weights

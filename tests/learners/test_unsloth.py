@@ -21,9 +21,9 @@ from art_cli.errors import EngineError, LearnerError
 from art_cli.learners import load_policy, make_learner, unsloth
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.model import Weights
-from tests.learners.test_learner import Caught, distance, reference_gradient, two_answers
 from tests.support import fake_unsloth
 from tests.support.fake_unsloth import install
+from tests.support.gradients import Caught, distance, reference_gradient, two_answers
 from tests.support.paths import ROOT
 from tests.support.tiny import save_tiny_base
 

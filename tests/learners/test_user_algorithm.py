@@ -18,7 +18,7 @@ from art_cli.learners.torch_learner import TorchLearner
 from art_cli.loop.train import train
 from art_cli.model import Weights
 from art_cli.run_dir import RunDir
-from tests.learners.test_learner import Caught, two_answers
+from tests.support.gradients import Caught, two_answers
 from tests.support.paths import LETTERS, ROOT
 from tests.support.tiny import tiny_weights
 from tests.support.trees import logprobs_of, sequence

@@ -22,7 +22,7 @@ from art_cli.trajectory import prompt, sequence
 from tests.support.node import clients
 from tests.support.scripted import Engine, ScriptedBackend
 from tests.support.stage import Stage
-from tests.support.template_backend import TemplateBackend
+from tests.support.template_backend import THINKS, TemplateBackend, scripted
 from tests.support.tiny import CHAT_TEMPLATE
 
 Json = dict[str, Any]
@@ -37,11 +37,6 @@ REPLIES = (
     "The sum is 3,\nand that is all. ",
     "You are welcome.",
 )
-
-
-def scripted(*texts: str) -> Callable[[Request], str]:
-    answers = iter(texts)
-    return lambda request: next(answers)
 
 
 @contextlib.asynccontextmanager
@@ -142,13 +137,6 @@ async def test_arguments_that_a_client_changed_are_not_those_that_were_sampled()
             recorder = gateway.close(key)
         assert recorder.metrics()["num_branches"] == 1
         assert json.dumps(changed) in backend.vocabulary.decode(prompt(recorder.turns, 1))
-
-
-THINKS = CHAT_TEMPLATE.replace(
-    "'<|im_start|>assistant\\n' + (message.content or '')",
-    "'<|im_start|>assistant\\n' + ('<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n'"
-    " if message.reasoning_content else '') + (message.content or '')",
-)
 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])

@@ -10,11 +10,10 @@ import pytest
 
 from art_cli.run_dir import RunDir
 from art_cli.trajectory import prompt, sequence
-from tests.rollouts.test_anthropic_gateway import THINKS, scripted
 from tests.support.paths import CLIENTS
 from tests.support.real_agents import MARKS, PYTHON
 from tests.support.stage import Stage
-from tests.support.template_backend import TemplateBackend
+from tests.support.template_backend import THINKS, TemplateBackend, scripted
 
 PLACE = CLIENTS / "agents"
 IS_THERE = any(PYTHON.parent.parent.glob("lib/*/site-packages/claude_agent_sdk"))

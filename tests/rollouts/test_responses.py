@@ -22,9 +22,8 @@ from art_cli.chat.wires.responses_memory import Memory
 from art_cli.rollouts.gateway import Gateway
 from art_cli.rollouts.recorder import Recorder
 from art_cli.trajectory import Turn, prompt, sequence
-from tests.rollouts.test_anthropic_gateway import THINKS, scripted
 from tests.support.scripted import BreakingBackend, Engine, ScriptedBackend
-from tests.support.template_backend import TemplateBackend
+from tests.support.template_backend import THINKS, TemplateBackend, scripted
 
 Json = dict[str, Any]
 Rewrite = Callable[[Json], Json | None]

@@ -14,6 +14,18 @@ from art_cli.engines.embedded.text import Detokenizer, Vocabulary
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 Json = dict[str, Any]
+# The tiny template, which shows the thoughts of earlier replies too.
+THINKS = CHAT_TEMPLATE.replace(
+    "'<|im_start|>assistant\\n' + (message.content or '')",
+    "'<|im_start|>assistant\\n' + ('<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n'"
+    " if message.reasoning_content else '') + (message.content or '')",
+)
+
+
+def scripted(*texts: str) -> Callable[[Request], str]:
+    """Answers with one text after the other."""
+    answers = iter(texts)
+    return lambda request: next(answers)
 
 
 class TemplateBackend:

@@ -138,12 +138,12 @@ def template_kwargs(variables: Json) -> Json:
     """The variables for the chat template. The backend checks which of them its template reads."""
     for name in variables:
         if name in RENDERERS_OWN:
-            param = f"chattemplate_kwargs.{name}"
+            param = f"chat_template_kwargs.{name}"
             raise invalid(f"{param}: only variables of the model's own chat template can be set", param)
     if len(msgspec.json.encode(variables)) > _MAX_VARIABLES:
-        raise invalid(f"chattemplate_kwargs: more than {_MAX_VARIABLES} characters", "chattemplate_kwargs")
+        raise invalid(f"chat_template_kwargs: more than {_MAX_VARIABLES} characters", "chat_template_kwargs")
     if not all(abs(number) <= _MAX_VARIABLE for number in _numbers(variables)):
-        raise invalid(f"chattemplate_kwargs: a number beyond {_MAX_VARIABLE:,}", "chattemplate_kwargs")
+        raise invalid(f"chat_template_kwargs: a number beyond {_MAX_VARIABLE:,}", "chat_template_kwargs")
     return variables
 
 

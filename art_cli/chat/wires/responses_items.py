@@ -25,7 +25,7 @@ _PARTS = ("input_text", "output_text", "text", "summary_text", "refusal")
 # --- from the client --------------------------------------------------------------------------------------------------
 
 
-class Part(msgspec.Struct):
+class TextPart(msgspec.Struct):
     """A piece of text, whatever its type calls it."""
 
     type: str
@@ -39,7 +39,7 @@ class _Item(msgspec.Struct, tag_field="type"):
 
 class MessageItem(_Item, tag="message", kw_only=True):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Part]
+    content: str | list[TextPart]
 
 
 class CallItem(_Item, tag="function_call", kw_only=True):
@@ -51,12 +51,12 @@ class CallItem(_Item, tag="function_call", kw_only=True):
 
 class OutputItem(_Item, tag="function_call_output", kw_only=True):
     call_id: str
-    output: str | list[Part]
+    output: str | list[TextPart]
 
 
 class ReasoningItem(_Item, tag="reasoning", kw_only=True):
-    summary: list[Part] = []
-    content: list[Part] | None = None
+    summary: list[TextPart] = []
+    content: list[TextPart] | None = None
     encrypted_content: str | None = None
 
 
@@ -158,7 +158,7 @@ class _Fold:
         return isinstance(item, CallItem) or not any(message["content"])
 
 
-def _text(content: str | list[Part]) -> str:
+def _text(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text or part.refusal for part in content)
 
 
