@@ -30,6 +30,7 @@ EXPECTED = {  # the beginning of pydantic's error type -> the value that it expe
 CLOSE = 0.6  # difflib's default cutoff for a close match
 USUAL = {"lr": "learning_rate", "bs": "batch_size", "wd": "weight_decay", "temp": "temperature"}
 ABBREVIATED = 0.75  # likeness of an abbreviation; less than that of a name with one wrong letter
+MAX_NAME = 100  # letters of a name that others are compared with; a longer one is no misspelling and takes seconds
 SAME_SECTION, BELOW = 0.15, 0.05  # bonus of a key nearby; the exact name elsewhere still wins
 
 
@@ -124,6 +125,8 @@ def _nested(key: str) -> str:
 
 def _nearest(name: str, section: str, siblings: Iterable[str], schema: Schema) -> list[str]:
     """The names most like `name`: a sibling by its name, a key of another section by its dotted key."""
+    if len(name) > MAX_NAME:
+        return []
     rated = [(_likeness(name, other) + SAME_SECTION, other) for other in siblings]
     for key in all_keys(schema):
         within, _, other = key.rpartition(".")
