@@ -139,8 +139,9 @@ def _line(name: str, rows: Sequence[Row], goal: Goal) -> str:
     rows = sorted(rows, key=lambda row: row["seed"])
     curves: list[Curve] = [row["curve"] for row in rows]
     at = [value for curve in curves if (value := success_at(curve, goal.rollouts)) is not None]
+    settings = " ".join(rows[0]["settings"])
     cells = [
-        name,
+        name if not settings or ":" in name or name == "old" else f"{name}: {settings}",
         " ".join(str(row["seed"]) for row in rows),
         _reached([reach(curve, goal.success) for curve in curves]),
         _share(at) if at else "",
