@@ -21,6 +21,7 @@ A programmer's mistake is an assertion, not one of these. Each message is one li
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from typing import NamedTuple
 
 
@@ -131,6 +132,13 @@ def printable_lines(text: str) -> str:
 
 def _escape(found: "re.Match[str]") -> str:
     return found[0].encode("unicode_escape").decode()
+
+
+def no_such_option(group: str, name: object, there_are: Sequence[str]) -> str:
+    """Example: "no engine 'vlm'; did you mean 'vllm'? There are: embedded, openai, vllm"."""
+    near = get_close_matches(str(name), there_are, n=1)
+    hint = f"did you mean {near[0]!r}? There are: " if near else "there are: "
+    return f"no {group} {name!r}; {hint}{', '.join(there_are)}"
 
 
 def message_of(error: BaseException) -> str:

@@ -45,6 +45,11 @@ class Reply(msgspec.Struct, kw_only=True):
     sampling: Any = None  # the Sampling used, defaults filled in; None: the endpoint does not report it
     usage: tuple[int, int] | None = None  # (prompt, sampled) token counts, if the endpoint reports counts and no ids
 
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """Of the prompt, and sampled in all choices."""
+        return self.usage or (len(self.prompt_ids), sum(len(choice.token_ids) for choice in self.choices))
+
 
 class Chunk(msgspec.Struct, kw_only=True):
     """A piece of one choice of a streamed answer.
@@ -62,6 +67,11 @@ class Chunk(msgspec.Struct, kw_only=True):
     step: int = 0
     sampling: Any = None
     usage: tuple[int, int] | None = None  # see Reply; the last chunks carry it
+
+
+def thoughts_of(message: Json) -> str:
+    """The thoughts in a message or a delta, which vLLM has called both names."""
+    return message.get("reasoning_content") or message.get("reasoning") or ""
 
 
 def token_bytes(token: str) -> bytes:

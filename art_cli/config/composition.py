@@ -35,8 +35,7 @@ from art_cli.config.interpolation import InterpolationTooLarge, bounded
 from art_cli.config.knobs import Schema, groups, variants
 from art_cli.config.overrides import parse, refuse_sweeps
 from art_cli.config.places import COMMAND_LINE, Places, join
-from art_cli.config.problems import no_such_option
-from art_cli.errors import ConfigError, Problem
+from art_cli.errors import ConfigError, Problem, no_such_option
 
 PRIMARY = "the configuration file"  # name of the file in Hydra's store and in Hydra's error messages
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from difflib import SequenceMatcher, get_close_matches
+from difflib import SequenceMatcher
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from art_cli.config.documents import MAX_DEPTH, MAX_DIGITS
 from art_cli.config.knobs import Schema, all_keys, section_at, variant_name, variants
 from art_cli.config.places import Places, join
-from art_cli.errors import Problem
+from art_cli.errors import Problem, no_such_option
 
 EXPECTED = {  # the beginning of pydantic's error type -> the value that it expects
     "int_": "a whole number",
@@ -66,13 +66,6 @@ def unwritable(data: Any, places: Places, key: str = "", depth: int = 0) -> Iter
     elif isinstance(data, list):
         for index, value in enumerate(data):
             yield from unwritable(value, places, join(key, str(index)), depth + 1)
-
-
-def no_such_option(group: str, name: object, there_are: Sequence[str]) -> str:
-    """Example: "no engine 'vlm'; did you mean 'vllm'? There are: embedded, openai, vllm"."""
-    near = get_close_matches(str(name), there_are, n=1)
-    hint = f"did you mean {near[0]!r}? There are: " if near else "there are: "
-    return f"no {group} {name!r}; {hint}{', '.join(there_are)}"
 
 
 def no_such_key(key: str, data: dict[str, Any], schema: Schema) -> str:

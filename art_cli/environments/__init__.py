@@ -6,6 +6,7 @@ reasoning_gym.py   reasoning-gym's generators of puzzles, each scored by its own
 textarena.py       textarena's games; one policy plays all seats
 openenv.py         any OpenEnv server, by its address
 mcp.py             any MCP server; its tools become the agent's
+servers.py         what the two behind a server have in common
 expressions.py     which answers may be given to a scorer that evaluates them
 
 A name is LIBRARY/NAME. A package of the user adds a library by an entry point in the group `art_cli.environments`,
@@ -25,7 +26,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from art_cli.errors import UsageError, describe, printable
+from art_cli.errors import UsageError, describe, no_such_option, printable
 
 if TYPE_CHECKING:
     from art_cli.outcome import Outcome
@@ -117,9 +118,7 @@ def library_named(name: str) -> Library:
     """Raises UsageError: there is none."""
     known = libraries()
     if name not in known:
-        near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}? There are: " if near else "there are: "
-        raise UsageError(f"no library of environments {name!r}; {hint}{', '.join(sorted(known))}")
+        raise UsageError(no_such_option("library of environments", name, sorted(known)))
     return known[name]
 
 

@@ -17,11 +17,11 @@ import os
 import re
 import shlex
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from art_cli.environments import EnvironmentFault, Json, Listing, Settings, check_args, refused
+from art_cli.environments import EnvironmentFault, Json, Listing, Settings, check_args
+from art_cli.environments.servers import ask_once, play_connected
 from art_cli.errors import UsageError, describe
 from art_cli.outcome import Outcome
 
@@ -50,12 +50,7 @@ class McpServers:
     def open(self, name: str, settings: Settings) -> "McpServer":
         check_args(settings, DEFAULTS)
         server = McpServer(name, settings)
-        try:
-            with ThreadPoolExecutor(1) as thread:  # an event loop runs in this one
-                tools = thread.submit(asyncio.run, server.list_tools()).result()
-        except Exception as error:  # the boundary to the server and its package
-            raise refused(settings, _cause(error)) from error
-        server.check(tools)
+        server.check(ask_once(settings, server.list_tools()))
         return server
 
 
@@ -83,18 +78,10 @@ class McpServer:
     async def play(self, policy: "Policy", scenario: Json) -> Outcome:
         if not isinstance(task := scenario.get("task"), str):
             raise EnvironmentFault('the scenario has no "task", a text')
-        failure: Exception | None = None
-        try:
-            async with self._connected() as client:
-                try:
-                    outcome = await self._converse(policy, client, task, scenario.get("answer"))
-                except Exception as error:  # raised below, because the connection would wrap it into a group
-                    failure = error
-        except Exception as error:  # the boundary to the server
-            raise EnvironmentFault(f"{self._name}: {describe(_cause(error))}") from error
-        if failure is not None:
-            raise failure
-        return outcome
+        answer = scenario.get("answer")
+        return await play_connected(
+            self._name, self._connected(), lambda client: self._converse(policy, client, task, answer)
+        )
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[Any]:
@@ -191,10 +178,3 @@ def _place(name: str, directory: str, variables: list[str]) -> Any:
 def _as_function(tool: Any) -> Json:
     function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
     return {"type": "function", "function": function}
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The first error in a group of errors."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -11,11 +11,11 @@ one, a judge gives it. An action that the server refuses by its schema is answer
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from art_cli.environments import EnvironmentFault, Json, Listing, Settings, check_args, refused, seed_of
+from art_cli.environments import EnvironmentFault, Json, Listing, Settings, check_args, seed_of
+from art_cli.environments.servers import ask_once, play_connected
 from art_cli.errors import UsageError, describe
 from art_cli.outcome import Outcome
 
@@ -49,12 +49,7 @@ class OpenEnvServers:
         if (reward := settings.args.get("reward", "sum")) not in ("sum", "last"):
             raise UsageError(f"rollout.environment.args.reward: 'sum' or 'last', not {reward!r}")
         server = OpenEnvServer(name.rstrip("/"), settings)
-        try:
-            with ThreadPoolExecutor(1) as thread:  # an event loop runs in this one
-                schema = thread.submit(asyncio.run, server.fetch_schema()).result()
-        except Exception as error:  # the boundary to the server
-            raise refused(settings, error) from error
-        server.learn(schema)
+        server.learn(ask_once(settings, server.fetch_schema()))
         return server
 
 
@@ -102,16 +97,7 @@ class OpenEnvServer:
 
     async def play(self, policy: "Policy", scenario: Json) -> Outcome:
         reset = (self._args["reset"] or {}) | {"seed": seed_of(scenario)}
-        failure: Exception | None = None
-        try:
-            async with self._session() as session:
-                try:
-                    return await self._converse(policy, session, reset)
-                except Exception as error:
-                    failure = error
-        except Exception as error:  # the boundary to the server
-            raise EnvironmentFault(f"{self._name}: {describe(error)}") from error
-        raise failure
+        return await play_connected(self._name, self._session(), lambda session: self._converse(policy, session, reset))
 
     @asynccontextmanager
     async def _session(self) -> AsyncIterator["_Session"]:

@@ -26,8 +26,8 @@ from art_cli.chat.errors import ChatError, invalid
 from art_cli.chat.reading import convert, decode_object
 from art_cli.chat.replies import Reply
 from art_cli.chat.requests import Request, Sampling
-from art_cli.chat.wires.anthropic_replies import MessageEvents, message_of, num_tokens
-from art_cli.chat.wires.openai import INT32, LOWEST_TEMPERATURE, Count
+from art_cli.chat.wires.anthropic_replies import MessageEvents, message_of
+from art_cli.chat.wires.openai import INT32, Count, given_sampling
 
 Json = dict[str, Any]
 
@@ -200,7 +200,7 @@ class AnthropicCountTokens(Anthropic):
         return msgspec.structs.replace(request, response_format=None, is_recorded=False)
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        return msgspec.json.encode({"input_tokens": num_tokens(reply)[0]})
+        return msgspec.json.encode({"input_tokens": reply.num_tokens[0]})
 
     def stream(self, request: Request) -> MessageEvents:
         return MessageEvents(self)
@@ -219,16 +219,13 @@ def _parse(body: bytes) -> MessagesBody:
 
 def _sampling(body: MessagesBody) -> Json:
     """The sampling parameters that the client gave, under the names of `Sampling`."""
-    if body.temperature is not None and 0 < body.temperature < LOWEST_TEMPERATURE:
-        raise invalid(f"temperature: 0 (greedy) or at least {LOWEST_TEMPERATURE}", "temperature")
-    given = {
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "max_tokens": body.max_tokens,
-        "stop": tuple(body.stop_sequences) if body.stop_sequences else None,
-    }
-    return {name: value for name, value in given.items() if value is not None}
+    return given_sampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        max_tokens=body.max_tokens,
+        stop=tuple(body.stop_sequences) if body.stop_sequences else None,
+    )
 
 
 def _tool(index: int, tool: _Tool) -> Json:

@@ -15,7 +15,7 @@ import msgspec
 
 from art_cli.chat.calls import input_of
 from art_cli.chat.errors import ChatError
-from art_cli.chat.replies import Choice, Chunk, Reply
+from art_cli.chat.replies import Choice, Chunk, Reply, thoughts_of
 from art_cli.chat.requests import text_of
 
 Json = dict[str, Any]
@@ -35,13 +35,8 @@ def message_of(reply: Reply) -> Json:
         **_head(reply.model),
         "content": list(_blocks(message)),
         **_ending(choice),
-        "usage": _usage(*num_tokens(reply)),
+        "usage": _usage(*reply.num_tokens),
     }
-
-
-def num_tokens(reply: Reply) -> tuple[int, int]:
-    """Number of tokens of the prompt and of the answer."""
-    return reply.usage or (len(reply.prompt_ids), sum(len(choice.token_ids) for choice in reply.choices))
 
 
 def signature_of(thoughts: str) -> str:
@@ -50,17 +45,12 @@ def signature_of(thoughts: str) -> str:
 
 
 def _blocks(message: Json) -> Iterator[Json]:
-    if thoughts := _thoughts(message):
+    if thoughts := thoughts_of(message):
         yield {"type": "thinking", "thinking": thoughts, "signature": signature_of(thoughts)}
     if text := text_of(message.get("content")):
         yield {"type": "text", "text": text}
     for call in message.get("tool_calls") or ():
         yield {**_tool_use(call), "input": input_of(_function(call).get("arguments") or "")}
-
-
-def _thoughts(message: Json) -> str:
-    """vLLM has called them both names."""
-    return message.get("reasoning_content") or message.get("reasoning") or ""
 
 
 def _tool_use(call: Json) -> Json:
@@ -118,7 +108,7 @@ class MessageEvents:
         self._num_sampled += len(chunk.choice.token_ids)
         events = self._start(chunk) if is_first else b""
         delta = {"content": chunk.choice.text} if chunk.choice.message is None else chunk.choice.message
-        if thoughts := _thoughts(delta):
+        if thoughts := thoughts_of(delta):
             events += self._piece("thinking", thoughts)
         if text := text_of(delta.get("content")):
             events += self._piece("text", text)

@@ -108,24 +108,25 @@ def check_names(
             raise invalid(f"{name}: this endpoint does not support it", name, "unsupported_parameter")
 
 
-def check_temperature(temperature: float | None) -> None:
+def given_sampling(*, temperature: float | None, top_k: int | None, **others: Any) -> Json:
+    """What the client gave, under the names of `Sampling`; None: it did not. Raises ChatError 400: too cold."""
     if temperature is not None and 0 < temperature < LOWEST_TEMPERATURE:
         raise invalid(f"temperature: 0 (greedy) or at least {LOWEST_TEMPERATURE}", "temperature")
-
-
-def sampling_of(body: Body, max_tokens: int | None) -> dict[str, Any]:
-    """The sampling parameters that the client gave, under the names of `Sampling`."""
-    check_temperature(body.temperature)
-    given = {
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": None if body.top_k is None else max(body.top_k, 0),
-        "max_tokens": max_tokens,
-        "stop": (body.stop,) if isinstance(body.stop, str) else None if body.stop is None else tuple(body.stop),
-        "seed": body.seed,
-        "n": body.n,
-    }
+    given = {"temperature": temperature, "top_k": None if top_k is None else max(top_k, 0), **others}
     return {name: value for name, value in given.items() if value is not None}
+
+
+def sampling_of(body: Body, max_tokens: int | None) -> Json:
+    """The sampling parameters that the client gave, under the names of `Sampling`."""
+    return given_sampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        max_tokens=max_tokens,
+        stop=(body.stop,) if isinstance(body.stop, str) else None if body.stop is None else tuple(body.stop),
+        seed=body.seed,
+        n=body.n,
+    )
 
 
 def wants_usage(body: Body) -> bool:
@@ -223,7 +224,7 @@ class OpenAI:
         return error.status
 
     def _body(self, kind: str, request: Request, reply: Reply, choices: list[Json]) -> bytes:
-        counts = reply.usage or (len(reply.prompt_ids), sum(len(choice.token_ids) for choice in reply.choices))
+        counts = reply.num_tokens
         body: Json = {
             "id": reply.id,
             "object": kind,

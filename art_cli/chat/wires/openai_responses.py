@@ -27,7 +27,7 @@ from art_cli.chat.wires.openai import (
     TopK,
     TopP,
     check_names,
-    check_temperature,
+    given_sampling,
     template_kwargs,
 )
 from art_cli.chat.wires.responses_items import Item, conversation, functions_of, messages_of, name_kinds
@@ -212,14 +212,9 @@ def _repeated(fields: Json) -> Json:
 
 def _sampling_of(asked: ResponsesBody) -> Json:
     """The sampling parameters that the client gave, under the names of `Sampling`."""
-    check_temperature(asked.temperature)
-    given = {
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
-        "top_k": None if asked.top_k is None else max(asked.top_k, 0),
-        "max_tokens": asked.max_output_tokens,
-    }
-    return {name: value for name, value in given.items() if value is not None}
+    return given_sampling(
+        temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k, max_tokens=asked.max_output_tokens
+    )
 
 
 def _include_of(asked: ResponsesBody) -> frozenset[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from art_cli.chat.errors import ChatError
-from art_cli.chat.replies import Choice, Chunk, Reply
+from art_cli.chat.replies import Choice, Chunk, Reply, thoughts_of
 from art_cli.chat.requests import Request
 from art_cli.chat.wires.openai import token_logprobs
 from art_cli.chat.wires.responses_items import (
@@ -31,7 +31,7 @@ ENCRYPTED = "reasoning.encrypted_content"  # value of `include` that asks for it
 def whole_response(request: Request, reply: Reply) -> Json:
     """The JSON body of a response that is not streamed."""
     choice = reply.choices[0]
-    counts = reply.usage or (len(reply.prompt_ids), len(choice.token_ids))
+    counts = reply.num_tokens
     return _response(request, reply.created, _status(choice.finish_reason), _output(request, choice), counts)
 
 
@@ -70,7 +70,7 @@ def _usage(num_prompt: int, num_sampled: int) -> Json:
 def _output(request: Request, choice: Choice) -> list[Json]:
     """The items of a whole answer: the thought, the text, the calls. An empty answer is an empty message."""
     message = choice.message or {"content": choice.text}
-    thought, text, calls = _thought_of(message), message.get("content") or "", message.get("tool_calls") or []
+    thought, text, calls = thoughts_of(message), message.get("content") or "", message.get("tool_calls") or []
     status = _status(choice.finish_reason)
     logprobs = token_logprobs(choice) if request.wants_logprobs else []
     items: list[Json] = []
@@ -82,10 +82,6 @@ def _output(request: Request, choice: Choice) -> list[Json]:
     for call in calls:
         items.append(call_item(item_id("fc", request.id, len(items)), call, status, _functions(request)))
     return items
-
-
-def _thought_of(message: Json) -> str:
-    return message.get("reasoning_content") or message.get("reasoning") or ""
 
 
 def _functions(request: Request) -> Mapping[str, Json]:
@@ -227,7 +223,7 @@ class ResponseEvents:
         if self._request.wants_logprobs:
             self._logprobs += token_logprobs(chunk.choice)
         delta: Json = {"content": chunk.choice.text} if chunk.choice.message is None else chunk.choice.message
-        if thought := _thought_of(delta):
+        if thought := thoughts_of(delta):
             events += self._grow(_OpenThought, thought)
         if text := delta.get("content"):
             events += self._grow(_OpenText, text)

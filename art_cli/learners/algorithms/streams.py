@@ -43,9 +43,7 @@ class PackLoss(NamedTuple):
     is_clipped: Tensor | None  # one per term in the policy component; None: there is no clip
     kl: Tensor | None  # k3 of each term in reference_kl, detached; None: there are none
     value_errors: Tensor | None = None  # error of each term in value, detached; None: there is no critic
-    old_kl: Tensor | None = (
-        None  # k3 of each term that is held near its old probability, detached; None: there are none
-    )
+    old_kl: Tensor | None = None  # k3 of each term held near its old probability, detached; None: there are none
 
 
 def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
@@ -74,9 +72,8 @@ def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
     if len(held):
         old_kl = k3(terms.old[held], terms.new[held])  # of KL(old || new), because the old policy sampled the tokens
         factors = terms.weights[NEAR_OLD, held] * terms.shares[POLICY, held]
-        parts = parts.index_add(
-            0, held, old_kl * (factors if terms.importance is None else factors * terms.importance[held])
-        )
+        factors = factors if terms.importance is None else factors * terms.importance[held]
+        parts = parts.index_add(0, held, old_kl * factors)
     if terms.entropies is not None:
         parts = parts.index_add(
             0, policy, -terms.entropy_bonus * terms.entropies[policy] * terms.shares[POLICY, policy]

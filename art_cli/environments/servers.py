@@ -1,0 +1,52 @@
+"""What environments behind a server have in common: it is asked once, and each attempt has a connection of its own."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from art_cli.environments import EnvironmentFault, Settings, refused
+from art_cli.errors import describe
+
+if TYPE_CHECKING:
+    from art_cli.outcome import Outcome
+
+Answer = TypeVar("Answer")
+Connection = TypeVar("Connection")
+
+
+def ask_once(settings: Settings, question: Coroutine[Any, Any, Answer]) -> Answer:
+    """What the server answers, while this thread waits. Raises UsageError: it failed."""
+    try:
+        with ThreadPoolExecutor(1) as thread:  # an event loop runs in this one
+            return thread.submit(asyncio.run, question).result()
+    except Exception as error:  # the boundary to the server and its package
+        raise refused(settings, _cause(error)) from error
+
+
+async def play_connected(
+    name: str,
+    connection: AbstractAsyncContextManager[Connection],
+    converse: Callable[[Connection], Awaitable["Outcome"]],
+) -> "Outcome":
+    """The outcome of `converse`, and what it raises. Raises EnvironmentFault: the connection failed."""
+    failure: Exception | None = None
+    try:
+        async with connection as connected:
+            try:
+                outcome = await converse(connected)
+            except Exception as error:  # raised below, because the connection might wrap it into a group
+                failure = error
+    except Exception as error:  # the boundary to the server
+        raise EnvironmentFault(f"{name}: {describe(_cause(error))}") from error
+    if failure is not None:
+        raise failure
+    return outcome
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first error in a group of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
