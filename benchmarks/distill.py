@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from art_cli import small_models
 from benchmarks.learning import ROOT, Failed, Place, append, count_lines, read_rows
 from benchmarks.learning_table import mean, reach
 
@@ -124,20 +125,9 @@ def build(directory: Path, size: str) -> None:
     """Writes the recipe's model with WIDTHxLAYERS, random weights and the recipe's tokenizer."""
     sys.path.insert(0, str(RECIPE))
     import model
-    import torch
-    from transformers import Qwen3ForCausalLM
 
     width, layers = map(int, size.split("x"))
-    tokenizer = model.make_tokenizer()
-    config = model.make_config(tokenizer)
-    config.hidden_size, config.intermediate_size, config.num_hidden_layers = width, 3 * width, layers
-    config.head_dim = width // config.num_attention_heads
-    config.layer_types = config.layer_types[:1] * layers
-    torch.manual_seed(0)
-    made = Qwen3ForCausalLM(config)
-    torch.nn.init.normal_(made.model.embed_tokens.weight, std=0.3)
-    made.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    small_models.build(directory, model.make_tokenizer(), hidden=width, layers=layers, rope_theta=100.0)
 
 
 def wins(run: Path) -> list[tuple[int, float, int]]:
