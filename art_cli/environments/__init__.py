@@ -6,6 +6,7 @@ reasoning_gym.py   reasoning-gym's generators of puzzles, each scored by its own
 textarena.py       textarena's games; one policy plays all seats
 openenv.py         any OpenEnv server, by its address
 mcp.py             any MCP server; its tools become the agent's
+mcp_connection.py  how such a server is reached, and what it may send
 servers.py         what the two behind a server have in common
 expressions.py     which answers may be given to a scorer that evaluates them
 

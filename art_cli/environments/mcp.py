@@ -3,21 +3,18 @@
     rollout: {environment: "mcp/python server.py", scenarios: tasks.jsonl}
 
 Each attempt has a connection of its own, and of a command a process of its own, which runs in the configuration's
-directory. A scenario is {"id": ..., "task": ...}, and the task is the first user message. The policy calls tools until
-it answers without a call. A scenario with an "answer" has the reward 1 where the last reply has that answer in it as
-words, else 0. Without one a judge gives the reward.
+directory (mcp_connection.py). A scenario is {"id": ..., "task": ...}, and the task is the first user message. The
+policy calls tools until it answers without a call. A scenario with an "answer" has the reward 1 where the last reply
+has that answer in it as words, else 0. Without one a judge gives the reward.
 
 A call that the policy got wrong (no such tool, arguments that are not JSON or do not fit) is answered with the mistake.
 A server that cannot be reached, that ends or takes too long fails the attempt.
 """
 
-import asyncio
 import json
-import os
 import re
-import shlex
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
 from art_cli.environments import EnvironmentFault, Json, Listing, Settings, check_args
@@ -28,8 +25,14 @@ from art_cli.outcome import Outcome
 if TYPE_CHECKING:
     from art_cli.rollouts.policy import Policy
 
-DEFAULTS: Json = {"timeout_s": 60.0, "max_result": 8000, "tools": [], "variables": []}
-MAX_PAGES = 50  # of the server's list of tools
+DEFAULTS: Json = {
+    "timeout_s": 60.0,
+    "max_result": 8000,
+    "tools": [],
+    "variables": [],
+    "headers": None,
+    "transport": None,
+}
 INVALID_PARAMS, METHOD_NOT_FOUND = -32602, -32601  # JSON-RPC's codes for what the caller got wrong
 
 
@@ -44,11 +47,15 @@ class McpServers:
         return iter(())
 
     def defaults(self, name: str) -> Json:
-        """`tools`: only these; []: all. `variables`: names of variables that a command gets in its environment."""
+        """`tools`: only these; []: all. `variables`: names of variables that a command gets in its environment.
+
+        `headers`: of requests to a URL, each with the name of the variable that holds its value.
+        """
         return dict(DEFAULTS)
 
     def open(self, name: str, settings: Settings) -> "McpServer":
         check_args(settings, DEFAULTS)
+        _check_values(settings.args)
         server = McpServer(name, settings)
         server.check(ask_once(settings, server.list_tools()))
         return server
@@ -58,10 +65,12 @@ class McpServer:
     """One server with its settings. Each attempt connects to it anew."""
 
     def __init__(self, name: str, settings: Settings) -> None:
+        from art_cli.environments.mcp_connection import find_place
+
         self._name = settings.name
         self._args = DEFAULTS | settings.args
         self._system = settings.system or ""
-        self._place = _place(name, settings.directory, self._args["variables"])
+        self._place = find_place(name, settings.directory, self._args)
 
     def check(self, tools: list[Json]) -> None:
         """Raises UsageError: the server has no tools, or not those that the settings name."""
@@ -83,30 +92,21 @@ class McpServer:
             self._name, self._connected(), lambda client: self._converse(policy, client, task, answer)
         )
 
-    @asynccontextmanager
-    async def _connected(self) -> AsyncIterator[Any]:
-        from mcp import Client
+    def _connected(self) -> AbstractAsyncContextManager[Any]:
+        from art_cli.environments.mcp_connection import connected
 
-        async with asyncio.timeout(None) as connecting:
-            connecting.reschedule(asyncio.get_running_loop().time() + self._args["timeout_s"])
-            async with Client(self._place, read_timeout_seconds=self._args["timeout_s"], cache=None) as client:
-                connecting.reschedule(None)
-                yield client
+        return connected(self._place)
 
     async def _tools(self, client: Any) -> list[Json]:
-        """The server's tools as OpenAI's."""
-        found: list[Json] = []
-        cursor = None
-        for _ in range(MAX_PAGES):
-            page = await client.list_tools(cursor=cursor)
-            found += [_as_function(tool) for tool in page.tools]
-            if (cursor := page.next_cursor) is None:
-                break
-        chosen = self._args["tools"]
-        return [tool for tool in found if not chosen or tool["function"]["name"] in chosen]
+        from art_cli.environments.mcp_connection import list_tools
+
+        return await list_tools(client, self._args["tools"])
 
     async def _converse(self, policy: "Policy", client: Any, task: str, answer: Any) -> Outcome:
-        tools: Any = await self._tools(client)
+        try:
+            tools: Any = await self._tools(client)
+        except Exception as error:  # the boundary to the server
+            raise EnvironmentFault(f"{self._name}: its tools: {describe(error)}") from error
         messages: Any = [{"role": "system", "content": self._system}] if self._system else []
         messages.append({"role": "user", "content": task})
         num_calls = num_errors = 0
@@ -143,14 +143,23 @@ class McpServer:
             if error.error.code in (INVALID_PARAMS, METHOD_NOT_FOUND):
                 return describe(error), True
             raise EnvironmentFault(f"{self._name}: the tool {name}: {describe(error)}") from error
+        except Exception as error:  # the boundary to the server, whose results may have any shape
+            raise EnvironmentFault(f"{self._name}: the tool {name}: {describe(error)}") from error
         return self._text(result), bool(result.is_error)
 
     def _text(self, result: Any) -> str:
         """The result as text, cut to `max_result` characters."""
-        parts = [getattr(part, "text", None) or f"[{part.type}, which is not shown]" for part in result.content]
-        text = "\n".join(parts)
+        text = "\n".join(map(_shown, result.content))
+        if not text and result.structured_content is not None:
+            text = json.dumps(result.structured_content, ensure_ascii=False)
         limit = self._args["max_result"]
         return text if len(text) <= limit else f"{text[:limit]} [{len(text) - limit} more characters]"
+
+
+def _shown(part: Any) -> str:
+    """A part of a result: its text, the text of a resource in it, or that it is not shown."""
+    text = getattr(part, "text", None) or getattr(getattr(part, "resource", None), "text", None)
+    return text or f"[{part.type}, which is not shown]" if part.type != "text" else part.text
 
 
 def has_answer(reply: str, answer: str) -> bool:
@@ -159,22 +168,13 @@ def has_answer(reply: str, answer: str) -> bool:
     return bool(words) and re.search(rf"(?<!\w){re.escape(words)}(?!\w)", said) is not None
 
 
-def _place(name: str, directory: str, variables: list[str]) -> Any:
-    """What mcp's client connects to. Raises UsageError: no command, or a variable that is not set."""
-    if name.startswith(("http://", "https://")):
-        return name
-    from mcp import StdioServerParameters
-
-    try:
-        command = shlex.split(name)
-    except ValueError as error:
-        raise UsageError(f"rollout.environment mcp/{name}: not a command line: {error}") from None
-    if missing := [each for each in variables if each not in os.environ]:
-        raise UsageError(f"rollout.environment.args.variables: {missing[0]} is not set")
-    given = {each: os.environ[each] for each in variables}
-    return StdioServerParameters(command=command[0], args=command[1:], env=given, cwd=directory)
-
-
-def _as_function(tool: Any) -> Json:
-    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
+def _check_values(args: Json) -> None:
+    """Raises UsageError: a value that could not be kept to."""
+    for key in ("timeout_s", "max_result"):
+        if key in args and not 0 < args[key] < float("inf"):
+            raise UsageError(f"rollout.environment.args.{key}: a number above 0, not {args[key]}")
+    for key in ("tools", "variables"):
+        if not all(isinstance(each, str) for each in args.get(key, [])):
+            raise UsageError(f"rollout.environment.args.{key}: a list of names")
+    if not isinstance(args.get("headers") or {}, dict):
+        raise UsageError("rollout.environment.args.headers: {HEADER: NAME_OF_A_VARIABLE}")

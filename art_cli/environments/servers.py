@@ -1,6 +1,7 @@
 """What environments behind a server have in common: it is asked once, and each attempt has a connection of its own."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
@@ -12,6 +13,7 @@ from art_cli.errors import describe
 if TYPE_CHECKING:
     from art_cli.outcome import Outcome
 
+log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 Connection = TypeVar("Connection")
 
@@ -30,8 +32,12 @@ async def play_connected(
     connection: AbstractAsyncContextManager[Connection],
     converse: Callable[[Connection], Awaitable["Outcome"]],
 ) -> "Outcome":
-    """The outcome of `converse`, and what it raises. Raises EnvironmentFault: the connection failed."""
+    """The outcome of `converse`, and what it raises. Raises EnvironmentFault: the connection failed.
+
+    A connection that fails when it is closed, with the outcome there, is no failure of the attempt.
+    """
     failure: Exception | None = None
+    outcome: Outcome | None = None
     try:
         async with connection as connected:
             try:
@@ -39,9 +45,12 @@ async def play_connected(
             except Exception as error:  # raised below, because the connection might wrap it into a group
                 failure = error
     except Exception as error:  # the boundary to the server
-        raise EnvironmentFault(f"{name}: {describe(_cause(error))}") from error
+        if failure is None and outcome is None:
+            raise EnvironmentFault(f"{name}: {describe(_cause(error))}") from error
+        log.debug("%s: closing the connection: %s", name, describe(_cause(error)))
     if failure is not None:
         raise failure
+    assert outcome is not None, "the conversation ended"
     return outcome
 
 
