@@ -38,7 +38,7 @@ def lines(path: Path) -> Iterator[Line]:
     with path.open("rb") as file:
         while data := file.readline(MAX_LINE_BYTES + 1):
             number += 1
-            if number == 1 and (encoding := _foreign_encoding(data)):
+            if number == 1 and (encoding := foreign_encoding(data)):
                 raise DataError(f"the text is {encoding}; save it as UTF-8", path)
             if len(data) > MAX_LINE_BYTES:
                 raise DataError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB", path, number)
@@ -72,7 +72,7 @@ def is_torn(line: bytes) -> bool:
     return False
 
 
-def _foreign_encoding(start: bytes) -> str | None:
+def foreign_encoding(start: bytes) -> str | None:
     """The encoding that the first bytes show; None: it may be UTF-8."""
     if not any(start[:4]):
         return None

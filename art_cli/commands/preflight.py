@@ -23,7 +23,7 @@ from art_cli.commands import Finding
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import VllmEngineConfig
 from art_cli.engines.vllm.probe import find_vllm
-from art_cli.errors import ArtError
+from art_cli.errors import ArtError, printable
 from art_cli.judges import Judge, trial
 from art_cli.judges.costs import CostEstimate
 from art_cli.learners import Learner, load_policy, make_learner
@@ -42,6 +42,7 @@ from art_cli.trajectory import Json, Trajectory, Turn, prompt, score_trajectory,
 
 log = logging.getLogger(__name__)
 
+MAX_SHOWN = 200  # characters of the scenario that is shown
 CONNECT_TIMEOUT_S = 10.0  # longest wait for a connection to the vLLM server at engine.url
 
 
@@ -133,6 +134,7 @@ class Preflight:
             counts.append(f"{len(examples.trained)} sft examples")
             if examples.evaluated:
                 counts[-1] += f" and {len(examples.evaluated)} to evaluate them on"
+        counts.append(f"the first is {printable(json.dumps(self.scenarios[0], ensure_ascii=False), limit=MAX_SHOWN)}")
         return Finding("scenarios", True, ", ".join(counts), note)
 
     def check_entries(self) -> Finding:

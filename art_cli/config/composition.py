@@ -40,7 +40,11 @@ from art_cli.errors import ConfigError, Problem, no_such_option
 PRIMARY = "the configuration file"  # name of the file in Hydra's store and in Hydra's error messages
 
 GROUP = re.compile(r"[\w-]{1,64}(/[\w-]{1,64}){0,3}")
-BY_NAME = "rollout.environment"  # a section that may be written as its name alone, also where a key below it is set
+BY_NAME = {  # sections that may be written as one of their keys alone, also where another key of them is set
+    "rollout.environment": "name",
+    "rollout.scenarios": "source",
+    "eval.scenarios": "source",
+}
 
 
 class Setting(NamedTuple):
@@ -209,8 +213,9 @@ class Composition:
                     self.problems.append(Problem(key, COMMAND_LINE, f"not removed: it is {there}, not {value}"))
                 del (OmegaConf.select(config, section) if section else config)[name]
             else:
-                if key.startswith(f"{BY_NAME}.") and isinstance(name := OmegaConf.select(config, BY_NAME), str):
-                    OmegaConf.update(config, BY_NAME, {"name": name}, merge=False)
+                for section, name in BY_NAME.items():
+                    if key.startswith(f"{section}.") and isinstance(alone := OmegaConf.select(config, section), str):
+                        OmegaConf.update(config, section, {name: alone}, merge=False)
                 OmegaConf.update(config, key, value, merge=True, force_add=True)
         except Exception as error:  # the boundary to OmegaConf, which may raise anything for a hostile key
             message = "nothing there to remove" if setting.is_removed else " ".join(str(error).split())

@@ -41,9 +41,11 @@ from art_cli.config.schema import (
     RewardModelJudgeConfig,
     RolloutConfig,
     RulerJudgeConfig,
+    ScenariosConfig,
     VllmEngineConfig,
     no_litellm,
 )
+from art_cli.config.sections.scenarios import is_dataset
 from art_cli.environments import find_library, not_installed
 from art_cli.errors import ConfigError, EngineError, Problem, UsageError
 
@@ -112,7 +114,7 @@ def _rollout(loaded: LoadedConfig) -> Iterator[Wrong]:
     if rollout.environment is not None:
         yield from _environment(rollout)
     if rollout.scenarios is not None:
-        yield from _data("rollout.scenarios", rollout.scenarios, directory)
+        yield from _scenarios("rollout.scenarios", rollout.scenarios, directory)
 
 
 def _environment(rollout: RolloutConfig) -> Iterator[Wrong]:
@@ -220,7 +222,7 @@ def _sft(loaded: LoadedConfig) -> Iterator[Wrong]:
 
 def _eval(loaded: LoadedConfig) -> Iterator[Wrong]:
     if loaded.config.eval is not None and loaded.config.eval.scenarios is not None:
-        yield from _data("eval.scenarios", loaded.config.eval.scenarios, loaded.directory)
+        yield from _scenarios("eval.scenarios", loaded.config.eval.scenarios, loaded.directory)
 
 
 def _trackers(loaded: LoadedConfig) -> Iterator[Wrong]:
@@ -256,6 +258,20 @@ def _data(key: str, spec: str, directory: Path) -> Iterator[Wrong]:
         yield from _entry(key, spec, directory)
     else:
         yield Wrong(key, f"{_absence(path)}; it names a JSON-lines file or 'file.py:function'")
+
+
+def _scenarios(key: str, scenarios: ScenariosConfig, directory: Path) -> Iterator[Wrong]:
+    """A file, a directory of a dataset, or "file.py:function"; what the hub has is known when it is loaded."""
+    path = directory / scenarios.source
+    if scenarios.split is not None and not os.path.exists(path) and HUB_ID.fullmatch(scenarios.source):
+        return
+    if scenarios.query is None and is_dataset(path):
+        return
+    if ":" in scenarios.source and scenarios.query is scenarios.split is None:
+        yield from _data(key, scenarios.source, directory)
+    elif not os.path.isfile(path):
+        hint = "" if scenarios.split or scenarios.query else "; a dataset of the hub needs `split` as well"
+        yield Wrong(key, f"{_absence(path)}; it names a file of scenarios or 'file.py:function'{hint}")
 
 
 def _python(key: str, program: Path) -> Iterator[Wrong]:

@@ -73,6 +73,7 @@ from art_cli.config.sections.rollout import (
     RolloutConfig,
     SamplingConfig,
 )
+from art_cli.config.sections.scenarios import ScenariosConfig
 from art_cli.config.sections.tracker import NoTrackerConfig, OwnTrackerConfig, TrackerConfig, WandbTrackerConfig
 from art_cli.config.sections.train import EvalConfig, SftConfig, TrainConfig
 
@@ -126,6 +127,7 @@ __all__ = [
     "RolloutJudgeConfig",
     "RulerJudgeConfig",
     "RunConfig",
+    "ScenariosConfig",
     "SamplingConfig",
     "ScaledLossConfig",
     "SdpoConfig",

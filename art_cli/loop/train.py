@@ -46,7 +46,7 @@ from art_cli.loop.sampler import Sampler, open_sampler
 from art_cli.loop.warm_up import WarmUp, make_warm_up
 from art_cli.model import clone_trainable, count_parameters, find_base
 from art_cli.policy_spec import read_spec, spec_of
-from art_cli.rollouts.scenarios import pools_of
+from art_cli.rollouts.scenarios import is_function, pools_of
 from art_cli.rollouts.splits import evaluation_scenarios, find_overlap, training_scenarios
 from art_cli.run_dir import Evaluation, Manifest, MetricsLine, RunDir, new_checkpoint, read_lines, write_file
 from art_cli.secrets import find_secrets
@@ -116,10 +116,10 @@ def _read_data(loaded: LoadedConfig) -> None:
     """
     config, directory = loaded.config, loaded.directory
     scenarios = config.rollout.scenarios
-    if scenarios is None or (directory / scenarios).is_file():
+    if scenarios is None or not is_function(scenarios, directory):
         pools_of(training_scenarios(config, directory), config.rollout.pool)
     evaluated = scenarios if config.eval is None else config.eval.scenarios or scenarios
-    if config.eval is not None and (evaluated is None or (directory / evaluated).is_file()):
+    if config.eval is not None and (evaluated is None or not is_function(evaluated, directory)):
         evaluation_scenarios(config, directory)
     if config.sft is not None and all(
         (directory / spec).exists() for spec in (config.sft.demos, config.sft.eval_demos) if spec is not None

@@ -2,7 +2,7 @@
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,60 +10,83 @@ from typing import Any
 import msgspec
 
 from art_cli import json_lines
-from art_cli.errors import DataError, describe, printable
+from art_cli.config.sections.scenarios import ScenariosConfig
+from art_cli.errors import DataError, describe
 from art_cli.plugins import resolve
+from art_cli.rollouts.tables import Columns, Row, is_table, table_scenarios
+from art_cli.rollouts.tables.columns import brief, check_id
 
 Json = dict[str, Any]
 
 MAX_SCENARIOS = 1_000_000  # an iterable with more is taken to be endless
 
 
-def load_scenarios(spec: str, directory: Path) -> list[Json]:
-    """The scenarios in a JSON-lines file, or those that "file.py:function" or "module:function" returns, in order.
+def load_scenarios(source: str | ScenariosConfig, directory: Path) -> list[Json]:
+    """The scenarios of a source, in order: a file, a dataset, a query, "file.py:function" or "module:function".
 
-    Paths are relative to `directory`. Raises DataError: no such file, a line or item that is not an object with an id,
-    an id twice, none at all; UsageError where the function cannot be loaded.
+    A plain string is a source without further settings. Paths are relative to `directory`. Raises DataError: no such
+    file, a line, row or item that is no scenario, an id twice, none at all; UsageError where the function cannot be
+    loaded.
     """
-    path = directory / spec
-    if path.is_file() or ":" not in spec:
-        scenarios, source = _read(path), str(path)
+    source = ScenariosConfig(source=source) if isinstance(source, str) else source
+    path = directory / source.source
+    if is_table(source, directory):
+        scenarios = table_scenarios(source, directory)
+    elif is_function(source, directory):
+        scenarios = _call(source.source, directory, Columns(source.columns))
     else:
-        scenarios, source = _call(spec, directory), spec
+        scenarios = _read(path, Columns(source.columns))
     if not scenarios:
-        raise DataError("no scenarios; at least one is needed", source)
+        raise DataError("no scenarios; at least one is needed", source.source if ":" in source.source else path)
     return scenarios
 
 
-def _read(path: Path) -> list[Json]:
+def is_function(source: ScenariosConfig, directory: Path) -> bool:
+    """Whether the scenarios are made by a Python function when they are needed."""
+    return ":" in source.source and not (directory / source.source).exists() and not is_table(source, directory)
+
+
+def _read(path: Path, columns: Columns) -> list[Json]:
     if not path.is_file():
-        raise DataError("no such file; `rollout.scenarios` names a JSON-lines file or 'file.py:function'", path)
+        hint = "a dataset of the hub needs `split`"
+        raise DataError(f"no such file; `rollout.scenarios` names a file of them or 'file.py:function'; {hint}", path)
+    if columns.is_chosen:
+        return columns.scenarios((Row(f"{path}:{number}", item) for number, item in _lines(path)), path)
     scenarios: list[Json] = []
     lines: dict[str, int] = {}  # id -> line
-    decoder = msgspec.json.Decoder()
-    for number, _, line in json_lines.lines(path):
-        try:
-            scenario = json_lines.decode(line, decoder)
-        except ValueError as error:
-            raise DataError(f"not a JSON object on one line: {error}", path, number) from None
+    for number, scenario in _lines(path):
         scenarios.append(_check(scenario, path, number))
         first = lines.setdefault(str(scenario["id"]), number)
         if first != number:
-            raise DataError(f"the id {_brief(scenario['id'])} is there already, in line {first}", path, number)
+            raise DataError(f"the id {brief(scenario['id'])} is there already, in line {first}", path, number)
     return scenarios
 
 
-def _call(spec: str, directory: Path) -> list[Json]:
+def _lines(path: Path) -> Iterator[tuple[int, Json]]:
+    """(number, object) of each line."""
+    decoder = msgspec.json.Decoder()
+    for number, _, line in json_lines.lines(path):
+        try:
+            item = json_lines.decode(line, decoder)
+        except ValueError as error:
+            raise DataError(f"not a JSON object on one line: {error}", path, number) from None
+        yield number, _an_object(item, path, number)
+
+
+def _call(spec: str, directory: Path, columns: Columns) -> list[Json]:
     made = resolve(spec, base=directory)
     try:
         items = made() if callable(made) else made
         if inspect.isawaitable(items) or isinstance(items, str | bytes | dict) or not isinstance(items, Iterable):
             raise DataError(f"expected an iterable of objects with an id, not {type(items).__name__}", spec)
-        scenarios = _collect(items, spec)
+        if columns.is_chosen:
+            rows = (Row(place := f"{spec}, item {n}", _an_object(item, place)) for n, item in enumerate(items, 1))
+            return columns.scenarios(rows, spec)
+        return _collect(items, spec)
     except DataError:
         raise
     except Exception as error:  # the boundary to the user's function
         raise DataError(f"it raised {describe(error)}", spec) from error
-    return scenarios
 
 
 def _collect(items: Iterable[Any], spec: str) -> list[Json]:
@@ -77,18 +100,22 @@ def _collect(items: Iterable[Any], spec: str) -> list[Json]:
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(f"a scenario is plain JSON data: {error}", f"{spec}, item {number}") from None
         if str(scenario["id"]) in scenarios:
-            raise DataError(f"the id {_brief(scenario['id'])} is there already", f"{spec}, item {number}")
+            raise DataError(f"the id {brief(scenario['id'])} is there already", f"{spec}, item {number}")
         scenarios[str(scenario["id"])] = scenario
     return list(scenarios.values())
 
 
 def _check(value: Any, source: object, line: int | None = None) -> Json:
+    scenario = _an_object(value, source, line)
+    if "id" not in scenario:
+        raise DataError('the scenario has no "id"', source, line)
+    check_id(scenario["id"], source, line)
+    return scenario
+
+
+def _an_object(value: Any, source: object, line: int | None = None) -> Json:
     if not isinstance(value, dict):
         raise DataError(f"a scenario is a JSON object, not {type(value).__name__}", source, line)
-    if "id" not in value:
-        raise DataError('the scenario has no "id"', source, line)
-    if not isinstance(value["id"], str | int) or isinstance(value["id"], bool) or value["id"] == "":
-        raise DataError(f'"id" is a string or a whole number, not {_brief(value["id"])}', source, line)
     return value
 
 
@@ -101,14 +128,9 @@ def pools_of(scenarios: Sequence[Json], key: str | None) -> list[str]:
         return [str(scenario["id"]) for scenario in scenarios]
     for scenario in scenarios:
         if not isinstance(scenario.get(key), str | int | float):
-            what = _brief(scenario[key]) if key in scenario else "missing"
-            raise DataError(f"scenario {_brief(scenario['id'])}: {key!r}, which rollout.pool names, is {what}", "pool")
+            what = brief(scenario[key]) if key in scenario else "missing"
+            raise DataError(f"scenario {brief(scenario['id'])}: {key!r}, which rollout.pool names, is {what}", "pool")
     return [str(scenario[key]) for scenario in scenarios]
-
-
-def _brief(value: object) -> str:
-    """An id, short and printable, for an error."""
-    return printable(repr(value), limit=80)
 
 
 class ScenarioOrder:

@@ -64,7 +64,7 @@ def _part(config: RunConfig, directory: Path, *, is_evaluation: bool) -> list[Js
         raise DataError(
             f"eval.held_out = {share:g} of {len(scenarios)} scenarios leaves none {what}; "
             "choose another share, or name a file in eval.scenarios",
-            config.rollout.scenarios or "rollout.environment",
+            config.rollout.scenarios.source if config.rollout.scenarios else "rollout.environment",
         )
     return part
 

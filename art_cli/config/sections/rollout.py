@@ -17,6 +17,7 @@ from art_cli.config.sections.base import (
     Seconds,
     Section,
 )
+from art_cli.config.sections.scenarios import Scenarios
 
 MAX_REFILL = 100.0  # further groups per group of the plan
 
@@ -77,9 +78,9 @@ class RolloutConfig(Section):
     environment: EnvironmentConfig | None = None
     """A ready-made environment instead of `entry` and `scenarios` (docs/environments.md). A name alone stands for
     {name: ...}."""
-    scenarios: str | None = None
-    """A JSON-lines file, or "file.py:function" that returns an iterable of objects with an `id`. With `environment` it
-    may be left out: the scenarios are then seeds."""
+    scenarios: Scenarios | None = None
+    """A file, or "file.py:function" that returns an iterable of objects with an `id`; a table may choose its columns.
+    With `environment` it may be left out: the scenarios are then seeds."""
     group_size: PositiveInt = 8
     """G, the number of attempts per scenario and step."""
     groups_per_step: PositiveInt = 16
@@ -139,7 +140,7 @@ class RolloutConfig(Section):
                 "(a ready-made one)"
             )
         if self.scenarios is None and self.environment is None:
-            raise ValueError("set 'scenarios': a JSON-lines file, or 'file.py:function'")
+            raise ValueError("set 'scenarios': a file of them, or 'file.py:function'")
         return self
 
 

@@ -15,6 +15,7 @@ from art_cli.config.sections.base import (
     Seed,
     UnitInterval,
 )
+from art_cli.config.sections.scenarios import Scenarios
 
 Beta = Annotated[Float, Field(ge=0, lt=1)]
 
@@ -137,7 +138,7 @@ class SftConfig(Section):
 class EvalConfig(Section):
     """How the policy is evaluated while it is trained, and by `art eval`."""
 
-    scenarios: str | None = None
+    scenarios: Scenarios | None = None
     """The scenarios to evaluate on, written as `rollout.scenarios` is."""
     held_out: Annotated[Float, Field(gt=0, lt=1)] | None = None
     """Instead of `scenarios`: the share of `rollout.scenarios` to evaluate on, which is never trained on. A hash of the

@@ -1,0 +1,86 @@
+"""Scenarios out of tables: CSV, Parquet, datasets of Hugging Face, and SQL on a SQLite or DuckDB file.
+
+A reader gives the rows of one source in order, and knows nothing of scenarios. `Columns` makes scenarios of rows:
+which column becomes which key, what the id is, what JSON can hold. Whatever lies in a file is data: no reader runs code
+of a dataset, and a query can only read the file that it is asked of.
+"""
+
+from collections.abc import Generator
+from contextlib import closing
+from pathlib import Path
+
+from art_cli.config.sections.scenarios import ScenariosConfig, is_dataset
+from art_cli.errors import DataError
+from art_cli.rollouts.tables.columns import Columns, Json, Row
+
+DATABASES = {"sqlite": b"SQLite format 3\0", "duckdb": b"DUCK"}
+PARQUET = b"PAR1"
+
+
+def is_table(source: ScenariosConfig, directory: Path) -> bool:
+    """Whether the source is a table. False: JSON lines, or a Python function."""
+    return source.query is not None or source.split is not None or _kind(directory / source.source) is not None
+
+
+def table_scenarios(source: ScenariosConfig, directory: Path) -> list[Json]:
+    """The scenarios of a table, in its order; [] if it has no rows. Raises DataError: what is wrong with it."""
+    columns = Columns(source.columns)
+    with closing(_rows(source, directory / source.source, columns)) as rows:
+        return columns.scenarios(rows, source.source)
+
+
+def _rows(source: ScenariosConfig, path: Path, columns: Columns) -> Generator[Row]:
+    kind = _kind(path)
+    if source.query is not None and kind in DATABASES:
+        return _query(kind, path, source.query, columns, source.timeout_s)
+    if source.query is not None:
+        what = "no SQLite or DuckDB file" if path.exists() else "no such file"
+        raise DataError(f"{what}, which a query is asked of", path)
+    if kind in DATABASES:
+        raise DataError(f"a {kind} file; add what to read from it, {{query: SELECT ... FROM ...}}", path)
+    if kind == "dataset" or (source.split is not None and kind is None):
+        if kind and not is_dataset(path):
+            raise DataError("a directory that is no dataset; `save_to_disk` of the library datasets writes one", path)
+        from art_cli.rollouts.tables import dataset
+
+        return dataset.rows(source, path, columns)
+    if source.split is not None:
+        raise DataError("one file has no splits; leave `split` out, or name a dataset", path)
+    if kind == "parquet":
+        from art_cli.rollouts.tables import parquet
+
+        return parquet.rows(path, columns)
+    from art_cli.rollouts.tables import csv_file
+
+    return csv_file.rows(path, columns)
+
+
+def _query(kind: str | None, path: Path, query: str, columns: Columns, timeout_s: float) -> Generator[Row]:
+    if kind == "duckdb":
+        from art_cli.rollouts.tables import duckdb_file
+
+        return duckdb_file.rows(path, query, columns, timeout_s)
+    from art_cli.rollouts.tables import sqlite_file
+
+    return sqlite_file.rows(path, query, columns, timeout_s)
+
+
+def _kind(path: Path) -> str | None:
+    """sqlite, duckdb, parquet, csv, or dataset for a directory. None: no table, or nothing there."""
+    if path.is_dir():
+        return "dataset"
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        start = file.read(16)
+    if start == DATABASES["sqlite"]:
+        return "sqlite"
+    if start[8:12] == DATABASES["duckdb"]:
+        return "duckdb"
+    suffix = path.suffix.lower()
+    if start.startswith(PARQUET) or suffix == ".parquet":
+        return "parquet"
+    return "csv" if suffix in (".csv", ".tsv") else None
+
+
+__all__ = ["Columns", "Row", "is_table", "table_scenarios"]

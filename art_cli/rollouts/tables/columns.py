@@ -1,0 +1,148 @@
+"""Columns: which columns of a table become which keys of a scenario, and what its id is."""
+
+import hashlib
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from art_cli.errors import DataError, printable
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+MAX_ROWS = 1_000_000  # as many as a user's function may give
+MAX_CELL = 16 * 2**20  # largest number of characters of one cell; a million tokens of text are about 4 million
+MAX_BYTES = 2 * 2**30  # largest number of bytes of all scenarios as JSON, because they are kept in memory
+MAX_LISTED = 12  # columns that an error names
+
+
+class Row(NamedTuple):
+    """One row of a table. Example: Row("tasks.csv:3", {"question": "2+2", "answer": "4"})."""
+
+    place: str  # where it stands, for errors
+    values: Json  # column -> value; at least the columns that were asked for
+
+
+class Columns:
+    """Example: Columns({"question": "prompt", "id": "task"}) takes two columns, `prompt` and `task`.
+
+    An empty mapping takes every column under its own name.
+    """
+
+    def __init__(self, mapping: Mapping[str, str]) -> None:
+        self._mapping = dict(mapping)
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether there is a mapping."""
+        return bool(self._mapping)
+
+    def wanted(self, there: Sequence[str], source: object) -> list[str]:
+        """The columns of a table that are to be read, each once, in the table's order.
+
+        Raises DataError: a column that is not there, or two with one name, or one without a name.
+        """
+        chosen = set(self._mapping.values()) or set(there)
+        for name in self._mapping.values():
+            if name not in there:
+                raise DataError(_no_column(name, there), source)
+        twice = [name for name, count in Counter(there).items() if count > 1 and name in chosen]
+        if twice:
+            raise DataError(f"two columns are called {brief(twice[0])}; give each a name of its own", source)
+        if "" in chosen:
+            place = list(there).index("") + 1
+            raise DataError(
+                f"column {place} has no name (pandas writes its index so); give it one, or name those to take in "
+                "`columns`",
+                source,
+            )
+        return [name for name in there if name in chosen]
+
+    def scenarios(self, rows: Iterable[Row], source: object) -> list[Json]:
+        """A scenario for each row, with its `id` first.
+
+        The id is the column that is called so or mapped to it. Without one it is a hash of the scenario's content, so
+        that it depends on no other row and on no order; of rows that are equal then, the first one counts.
+
+        Raises DataError: no such column, a value that JSON cannot hold, an id twice, too many rows, too large ones.
+        """
+        found: dict[str, tuple[Json, str]] = {}  # id as text -> (scenario, place)
+        num_bytes = num_equal = 0
+        for number, row in enumerate(rows, 1):
+            if number > MAX_ROWS:
+                raise DataError(f"more than {MAX_ROWS} rows", source)
+            scenario = self._scenario(row)
+            text = json.dumps(scenario, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+            num_bytes += len(text)
+            if num_bytes > MAX_BYTES:
+                raise DataError(f"the rows are larger than {MAX_BYTES >> 30} GiB together", source)
+            if is_derived := "id" not in scenario:
+                scenario = {"id": hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16], **scenario}
+            name = str(scenario["id"])
+            if name not in found:
+                found[name] = (scenario, row.place)
+            elif is_derived:
+                num_equal += 1
+            else:
+                raise DataError(f"the id {brief(scenario['id'])} is there already, at {found[name][1]}", row.place)
+        if num_equal:
+            log.warning("%s: %d rows are equal to earlier ones and left out", source, num_equal)
+        return [scenario for scenario, _ in found.values()]
+
+    def _scenario(self, row: Row) -> Json:
+        scenario: Json = {}
+        for key, column in self._mapping.items() or zip(row.values, row.values, strict=True):
+            if column not in row.values:
+                raise DataError(_no_column(column, list(row.values)), row.place)
+            value = row.values[column]
+            if problem := _refusal(value):
+                cure = "mend it in the source, or leave the column out with `columns`"
+                raise DataError(f"column {brief(column)} holds {problem}; {cure}", row.place)
+            scenario[key] = value
+        if "id" in scenario:
+            check_id(scenario["id"], row.place)
+            scenario = {"id": scenario.pop("id"), **scenario}
+        return scenario
+
+
+def check_id(id: object, source: object, line: int | None = None) -> None:
+    """Raises DataError: it is no id of a scenario."""
+    if not isinstance(id, str | int) or isinstance(id, bool) or id == "":
+        raise DataError(f'"id" is a string or a whole number, not {brief(id)}', source, line)
+
+
+def brief(value: object) -> str:
+    """A value of a file, short and printable, for an error."""
+    return printable(repr(value), limit=80)
+
+
+def _no_column(name: str, there: Sequence[str]) -> str:
+    near = get_close_matches(name, there, n=1)
+    hint = f"did you mean {brief(near[0])}? " if near else ""
+    listed = ", ".join(printable(each, limit=40) for each in there[:MAX_LISTED])
+    return f"no column {brief(name)}; {hint}There are: {listed}{', ...' if len(there) > MAX_LISTED else ''}"
+
+
+def _refusal(value: object) -> str | None:
+    """What a value is that JSON cannot hold. Example: "NaN, which JSON has not". None: JSON can."""
+    match value:
+        case None | bool():
+            return None
+        case str():
+            return None if len(value) <= MAX_CELL else f"more than {MAX_CELL >> 20} Mi characters"
+        case int():
+            return None if -(2**63) <= value < 2**64 else "a whole number of more than 64 bits"
+        case float():
+            return None if math.isfinite(value) else f"{value}, which JSON has not".replace("nan", "NaN")
+        case list():
+            return next((problem for each in value if (problem := _refusal(each))), None)
+        case dict():
+            if not all(isinstance(key, str) for key in value):
+                return "a map whose keys are not text"
+            return next((problem for each in value.values() if (problem := _refusal(each))), None)
+    return f"a {type(value).__name__}, which JSON has not"

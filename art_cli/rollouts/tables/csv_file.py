@@ -1,0 +1,63 @@
+"""CSV files: the first line names the columns, every value is text."""
+
+import csv
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TextIO
+
+from art_cli.errors import DataError, printable
+from art_cli.json_lines import foreign_encoding
+from art_cli.rollouts.tables.columns import MAX_CELL, Columns, Row
+
+DELIMITERS = ",;\t"  # what spreadsheets write, by country and by format
+
+
+def rows(path: Path, columns: Columns) -> Generator[Row]:
+    """The rows of a CSV file in UTF-8, of which the header says how it is divided: by comma, semicolon or tab.
+
+    Raises DataError: another encoding, an empty file, a row that is longer or shorter than the header, a cell or line
+    of more than MAX_CELL characters, a quote that is never closed.
+    """
+    with path.open("rb") as file:
+        if encoding := foreign_encoding(file.read(4)):
+            raise DataError(f"the text is {encoding}; save it as UTF-8", path)
+    line = 0
+    limit = csv.field_size_limit(MAX_CELL)  # one for the whole process
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as text:
+            reader = csv.reader(_lines(text), delimiter=_delimiter(path), strict=True)
+            header: list[str] = []
+            for cells in reader:
+                line, started = reader.line_num, line + 1
+                if not cells:
+                    continue
+                if not header:
+                    header = cells
+                    wanted = [(name, header.index(name)) for name in columns.wanted(header, f"{path}:{line}")]
+                    continue
+                if len(cells) != len(header):
+                    raise DataError(f"{len(cells)} cells, and the header has {len(header)}", path, started)
+                yield Row(f"{path}:{started}", {name: cells[place] for name, place in wanted})
+            if not header:
+                raise DataError("the file is empty", path)
+    except UnicodeDecodeError:
+        raise DataError("the text is not UTF-8; save it as UTF-8", path, line + 1) from None
+    except csv.Error as error:
+        hint = "is a quote left open?" if "limit" in str(error) or "unexpected end" in str(error) else ""
+        raise DataError(f"not CSV: {printable(error)}{'; ' if hint else ''}{hint}", path, line + 1) from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _lines(text: TextIO) -> Iterator[str]:
+    while line := text.readline(MAX_CELL + 1):
+        if len(line) > MAX_CELL:
+            raise csv.Error(f"a line of more than {MAX_CELL >> 20} Mi characters")
+        yield line
+
+
+def _delimiter(path: Path) -> str:
+    """The one that divides the header into most columns; a comma where none does."""
+    with path.open(encoding="utf-8-sig", newline="") as text:
+        header = next(_lines(text), "")
+    return max(DELIMITERS, key=lambda each: len(next(csv.reader([header], delimiter=each), [])))

@@ -1,0 +1,54 @@
+"""One SELECT on a SQLite file, which is opened for reading only, within a time."""
+
+import sqlite3
+import time
+from collections.abc import Generator
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import quote
+
+from art_cli.errors import DataError, printable
+from art_cli.rollouts.tables.columns import MAX_CELL, Columns, Row
+
+ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+REFUSALS = ("not authorized", "authorization denied", "prohibited", "one statement")
+INSTRUCTIONS = 10_000  # steps of SQLite's machine between two looks at the clock, well below a millisecond
+
+
+def rows(path: Path, query: str, columns: Columns, timeout_s: float) -> Generator[Row]:
+    """The rows of the query. Raises DataError: anything but one SELECT, an error of SQLite, a longer time."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        with closing(_open(path, deadline)) as database:
+            cursor = database.execute(query)
+            if cursor.description is None:
+                raise DataError("the query is empty; it is one SELECT", path)
+            names = [column[0] for column in cursor.description]
+            wanted = [(name, names.index(name)) for name in columns.wanted(names, path)]
+            for number, values in enumerate(cursor, 1):
+                yield Row(f"{path}, row {number}", {name: values[place] for name, place in wanted})
+    except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+        if any(words in str(error) for words in REFUSALS):
+            raise DataError(f"the query is not one SELECT, and nothing else is run: {printable(error)}", path) from None
+        if "interrupted" in str(error):
+            raise DataError(f"the query took longer than {timeout_s:g} s (timeout_s)", path) from None
+        raise DataError(f"SQLite: {printable(error, limit=200)}", path) from None
+
+
+def _open(path: Path, deadline: float) -> sqlite3.Connection:
+    wait_s = max(0.0, deadline - time.monotonic())
+    database = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro", uri=True, timeout=wait_s)
+    try:
+        database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4 * MAX_CELL)  # bytes; a character has up to four
+        database.execute("PRAGMA trusted_schema = OFF")  # functions with effects are not run by views of the file
+        database.set_progress_handler(lambda: time.monotonic() > deadline, INSTRUCTIONS)
+        database.set_authorizer(_authorize)
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+    is_loading = action == sqlite3.SQLITE_FUNCTION and second in ("load_extension", "fts3_tokenizer")
+    return sqlite3.SQLITE_OK if action in ALLOWED and not is_loading else sqlite3.SQLITE_DENY
