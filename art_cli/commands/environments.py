@@ -1,5 +1,6 @@
 """`art environments`: the environments that need no code, and what is to be installed for them."""
 
+import io
 import json
 import sys
 from contextlib import redirect_stdout
@@ -51,7 +52,7 @@ def _look(name: str, library: "Library") -> dict[str, Any]:
     listed: list[Listing] = []
     if not look["problem"]:
         try:
-            with redirect_stdout(sys.stderr):  # some games print while they are made
+            with redirect_stdout(io.StringIO()):  # some games print while they are made
                 listed = list(library.listed())
         except Exception as error:  # the boundary to the library
             look["problem"] = f"{describe(error)}; {cure(library)}"
