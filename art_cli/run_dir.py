@@ -186,6 +186,10 @@ class LineWriter:
                 os.ftruncate(self._file.fileno(), start)
                 raise
 
+    def sync(self) -> None:
+        """Returns when all that was appended is on the disk. Raises OSError: the disk could not take it."""
+        os.fdatasync(self._file.fileno())
+
     def truncate(self, size: int) -> None:
         """Cuts the file off after `size` bytes."""
         os.ftruncate(self._file.fileno(), size)
@@ -259,6 +263,29 @@ def _mend_tail(handle: int, path: Path) -> None:
     os.write(handle, b"\n")
 
 
+@contextlib.contextmanager
+def lock_directory(directory: Path, path: Path) -> Iterator[None]:
+    """Locks `directory` for this process by the file `path`. The system releases the lock when the process dies.
+
+    Raises RunError: another process holds the lock.
+    """
+    make_directory(path.parent)
+    with open(path, "a+", errors="replace", opener=owner_only) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read(32).strip()
+            raise RunError(
+                f"{directory}: in use by process {owner if owner.isdecimal() else '?'}; wait for it or stop it"
+            ) from None
+        file.seek(0)
+        file.truncate()
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
 # --- whole files ------------------------------------------------------------------------------------------------------
 
 
@@ -285,22 +312,26 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def write_file(path: Path, data: bytes) -> None:
     """Writes `path` beside its place, fsynced, then renamed, so that a reader sees the old content or the new."""
+    _write_pieces(path, [data])
+
+
+def write_lines(path: Path, records: Iterable[Any]) -> None:
+    """Writes a whole JSON-lines file, as `write_file` does, with one record in memory at a time."""
+    _write_pieces(path, (msgspec.json.encode(record) + b"\n" for record in records))
+
+
+def _write_pieces(path: Path, pieces: Iterable[bytes]) -> None:
     make_directory(path.parent)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with open(beside, "wb", opener=owner_only) as file:
-            file.write(data)
+            file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
-    _fsync_directory(path.parent)
-
-
-def write_lines(path: Path, records: Iterable[Any]) -> None:
-    """Writes a whole JSON-lines file, as `write_file` does."""
-    write_file(path, b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+    sync_directory(path.parent)
 
 
 @contextlib.contextmanager
@@ -320,10 +351,10 @@ def new_directory(path: Path, *, is_private: bool = True) -> Iterator[Path]:
                     os.fsync(handle.fileno())
             if is_private and not file.is_symlink():
                 file.chmod(0o700 if file.is_dir() else 0o600)
-        _fsync_directory(beside)
+        sync_directory(beside)
         remove(path)
         beside.rename(path)
-        _fsync_directory(path.parent)
+        sync_directory(path.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
@@ -336,7 +367,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _fsync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -553,20 +584,7 @@ class RunDir:
 
         Raises RunError: another process holds the lock.
         """
-        make_directory(self.logs)
-        with open(self.logs / "lock", "a+", errors="replace", opener=owner_only) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                owner = file.read(32).strip()
-                raise RunError(
-                    f"{self.root}: in use by process {owner if owner.isdecimal() else '?'}; wait for it or stop it"
-                ) from None
-            file.seek(0)
-            file.truncate()
-            file.write(str(os.getpid()))
-            file.flush()
+        with lock_directory(self.root, self.logs / "lock"):
             yield
 
     def clean(self) -> None:

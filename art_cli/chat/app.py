@@ -45,6 +45,8 @@ BackendFor = Callable[[str | None], Backend | None]  # the backend for a client'
 
 
 READ_HERE_BYTES = 64 * 2**10  # length up to which a body is parsed on the event loop, which takes 2 ms at most
+CONVERSATION_HEADER = "X-Art-Conversation"  # percent-encoded like X-Art-State, and as long
+SCENARIO_HEADER = "X-Art-Scenario"
 RETRIES = "x-stainless-retry-count"  # header of many SDKs: how often they have sent this request before
 MAX_DISCARDED = 64 * 2**20  # bytes of a refused body that are read only so that the client sees the answer
 BODY_TIMEOUT_S = 60.0  # longest wait for a client to send its whole request
@@ -111,12 +113,7 @@ class _Routes:
         """The reply to a request of this wire."""
         key, backend = self._authenticate(http)
         body = await _read_body(http, self.body_limit(), self.body_timeout_s)
-        request = await self._parse(body, wire)
-        state = read_header(http.headers.get(STATE_HEADER, ""))
-        if (num_retries := _num_retries(http.headers)) or state:
-            request = msgspec.structs.replace(request, num_retries=num_retries, state=state)
-        if http.headers.get(RECORD_HEADER) == NO_RECORD:
-            request = msgspec.structs.replace(request, is_recorded=False)
+        request = _with_headers(await self._parse(body, wire), http.headers)
         _check_model(backend, request.model)
         memory = self.memories.setdefault(backend, Memory())
         request = memory.recall(request, key)
@@ -152,6 +149,20 @@ class _Routes:
 def _parse(wire: Wire, body: bytes, defaults: Sampling) -> Request:
     digest = hashlib.blake2b(body, digest_size=16).digest()
     return msgspec.structs.replace(wire.parse(body, defaults), digest=digest)
+
+
+def _with_headers(request: Request, headers: Headers) -> Request:
+    """The request with what its headers say of it."""
+    told: dict[str, Any] = {
+        "num_retries": _num_retries(headers),
+        "state": read_header(headers.get(STATE_HEADER, "")),
+        "conversation": read_header(headers.get(CONVERSATION_HEADER, "")),
+        "scenario": read_header(headers.get(SCENARIO_HEADER, "")),
+    }
+    told = {name: value for name, value in told.items() if value}
+    if headers.get(RECORD_HEADER) == NO_RECORD:
+        told["is_recorded"] = False
+    return msgspec.structs.replace(request, **told) if told else request
 
 
 def _num_retries(headers: Headers) -> int:

@@ -59,6 +59,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     is_recorded: bool = True  # False: the gateway writes no turn down (a question about a prompt, an opponent's move)
     num_retries: int = 0  # number of earlier times that the client's SDK sent this body and gave up
     state: str | None = None  # key of the environment's state, from the header X-Art-State; None: the client sent none
+    conversation: str | None = None  # X-Art-Conversation, by which `art gateway` knows what the call belongs to
+    scenario: str | None = None  # X-Art-Scenario, by which `art gateway` knows attempts at the same task
     user_set: frozenset[str] = frozenset()  # names of the sampling fields that the client gave
     overridden: Json = {}  # sampling fields that the gateway replaced, with the values that the client gave
 

@@ -28,6 +28,7 @@ NAMES = (
     "eval",
     "report",
     "serve",
+    "gateway",
     "export",
     "checkpoints",
     "environments",

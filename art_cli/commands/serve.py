@@ -91,7 +91,7 @@ def run(
     from art_cli.serving.policies import Policies, ServedPolicy
     from art_cli.serving.service import Limits, Service
 
-    if _is_on_line(context, "api_key"):
+    if is_on_line(context, "api_key"):
         log.warning(
             "--api-key: anyone on this machine can see it in `ps`; set %s, or give --api-key-file", KEY_VARIABLE
         )
@@ -118,7 +118,7 @@ def run(
         threads.run(service.run(host, port, lambda root: _greet(root, sources, key, as_json)))
 
 
-def _is_on_line(context: typer.Context, name: str) -> bool:
+def is_on_line(context: typer.Context, name: str) -> bool:
     """Whether the parameter was given on the command line, not by its environment variable or default."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"

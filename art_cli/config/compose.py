@@ -3,6 +3,7 @@
 load_config    one run
 load_sweep     the runs of `--multirun`, each under a name of its own
 load_judge     only a judge, for `art judge` without a configuration
+load_gateway   a gateway in front of an endpoint, which needs no model and no rollout
 """
 
 import re
@@ -19,7 +20,19 @@ from art_cli.config.knobs import Schema, groups, sections, variants
 from art_cli.config.overrides import expand, suffixes
 from art_cli.config.places import COMMAND_LINE, Places
 from art_cli.config.problems import explain, unwritable
-from art_cli.config.schema import MAX_NAME, JudgeConfig, RolloutJudgeConfig, RunConfig, Section, VllmEngineConfig
+from art_cli.config.schema import (
+    MAX_NAME,
+    AutoEngineConfig,
+    EmbeddedEngineConfig,
+    EngineConfig,
+    GatewayConfig,
+    JudgeConfig,
+    RolloutJudgeConfig,
+    RunConfig,
+    Section,
+    VllmEngineConfig,
+)
+from art_cli.config.sections.base import RunName
 from art_cli.errors import ConfigError, Problem
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -55,6 +68,25 @@ class LoadedJudge:
 
 class _JudgeOnly(Section):
     judge: JudgeConfig = RolloutJudgeConfig()
+
+
+@dataclass(frozen=True)
+class LoadedGateway:
+    """What `art gateway` reads of a configuration."""
+
+    name: str
+    engine: EngineConfig
+    gateway: GatewayConfig
+    trajectories: Path  # absolute directory for what it writes
+    directory: Path  # absolute directory of the file
+    run: LoadedConfig | None  # the whole configuration; None: the file has neither `model` nor `rollout`
+
+
+class _GatewayOnly(Section):
+    name: RunName
+    runs: Path = Path("runs")
+    gateway: GatewayConfig = GatewayConfig()
+    engine: EngineConfig = AutoEngineConfig()
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -95,6 +127,33 @@ def load_judge(path: Path | None, overrides: Sequence[str] = ()) -> LoadedJudge:
         return LoadedJudge(loaded.config.judge, loaded.directory)
     composition = Composition(None, _JudgeOnly)
     return LoadedJudge(_judged(composition, overrides, _JudgeOnly).judge, composition.directory)
+
+
+def load_gateway(path: Path, overrides: Sequence[str] = ()) -> LoadedGateway:
+    """The gateway of a run's configuration, or of a file that names only an endpoint. Raises ConfigError."""
+    composition = Composition(path, _GatewayOnly)
+    composed = composition.compose(overrides)
+    if {"model", "rollout"} & composed.keys():
+        run = load_config(path, overrides)
+        config, directory = run.config, run.directory
+        return _loaded_gateway(config.name, config.runs, config.engine, config.gateway, directory, run)
+    composition = Composition(path, _GatewayOnly)
+    only = _judged(composition, overrides, _GatewayOnly)
+    if isinstance(only.engine, AutoEngineConfig | EmbeddedEngineConfig | VllmEngineConfig):
+        message = (
+            f"{only.engine.name!r} samples from a checkpoint, and this file has no model and rollout; name an endpoint "
+            "(engine: {name: openai, url: https://host/v1, model: NAME}), or take a run's configuration"
+        )
+        raise ConfigError([Problem("engine", composition.places.of("engine"), message)])
+    return _loaded_gateway(only.name, only.runs, only.engine, only.gateway, composition.directory, None)
+
+
+def _loaded_gateway(
+    name: str, runs: Path, engine: EngineConfig, gateway: GatewayConfig, directory: Path, run: LoadedConfig | None
+) -> LoadedGateway:
+    own = directory / runs.expanduser() / name / "gateway"
+    chosen = own if gateway.directory is None else directory / gateway.directory.expanduser()
+    return LoadedGateway(name, engine, gateway, chosen, directory, run)
 
 
 def _judged(composition: Composition, overrides: Sequence[str], schema: type[AnySection]) -> AnySection:

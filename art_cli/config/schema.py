@@ -9,9 +9,9 @@ imported from here; a file that implements one variant imports its section from 
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from art_cli.config.sections.base import MAX_COUNT, MAX_NAME, YEAR_S, Section
+from art_cli.config.sections.base import MAX_COUNT, MAX_NAME, YEAR_S, RunName, Section
 from art_cli.config.sections.engine import (
     AutoEngineConfig,
     EmbeddedEngineConfig,
@@ -21,6 +21,7 @@ from art_cli.config.sections.engine import (
     OwnEngineConfig,
     VllmEngineConfig,
 )
+from art_cli.config.sections.gateway import GatewayConfig, RedactConfig
 from art_cli.config.sections.judge import (
     BlendJudgeConfig,
     FunctionJudgeConfig,
@@ -68,7 +69,6 @@ from art_cli.config.sections.loss import (
 from art_cli.config.sections.model import LoraConfig, ModelConfig
 from art_cli.config.sections.rollout import (
     EnvironmentConfig,
-    GatewayConfig,
     ReplayConfig,
     RolloutConfig,
     SamplingConfig,
@@ -119,6 +119,7 @@ __all__ = [
     "PanelMemberConfig",
     "PpoConfig",
     "PriceConfig",
+    "RedactConfig",
     "ReinforcePlusPlusConfig",
     "ReplayConfig",
     "RewardModelJudgeConfig",
@@ -147,7 +148,7 @@ __all__ = [
 
 
 class RunConfig(Section):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MAX_NAME)
+    name: RunName
     """The run's name; its directory is `runs/<name>`. If not given: the file's name, or its directory's
     for config.yaml."""
     runs: Path = Path("runs")

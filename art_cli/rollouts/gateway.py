@@ -170,8 +170,10 @@ class _Call:
 class RecordingBackend:
     """Answers one open rollout from the engine. Every answer is recorded before the rollout sees its end."""
 
-    def __init__(self, gateway: Gateway, trajectory_id: str, defaults: Sampling) -> None:
-        self.recorder = Recorder()
+    def __init__(
+        self, gateway: Gateway, trajectory_id: str, defaults: Sampling, recorder: Recorder | None = None
+    ) -> None:
+        self.recorder = recorder or Recorder()
         self._gateway = gateway
         self._trajectory_id = trajectory_id
         self._defaults = defaults
@@ -226,6 +228,11 @@ class RecordingBackend:
         for call in self._in_flight:
             if call.task is not None:
                 call.task.cancel()
+
+    def remember(self, request: Request, recorded: Recorded) -> None:
+        """Remembers a call that was recorded before this process began, so that a retry of it replaces it."""
+        attempted = self._retries.add(request)
+        attempted.state, attempted.recorded = "answered", recorded
 
     def _begin(self, request: Request) -> _Call:
         number = self._num_admitted

@@ -221,9 +221,9 @@ class Recorder:
         if request.messages is None:
             return self._add_text(request.prompt, choice.text)
         message = choice.message or {"role": "assistant", "content": choice.text}
-        identity = [_identity(sent) for sent in request.messages]
+        identity = [identity_of(sent) for sent in request.messages]
         extended = [c for c in self._conversations if c.text is None and _begins_with(identity, c.identity)]
-        return self._replace(extended, _Conversation([*request.messages, message], [*identity, _identity(message)]))
+        return self._replace(extended, _Conversation([*request.messages, message], [*identity, identity_of(message)]))
 
     def _add_text(self, prompt: str | list[int] | None, sampled: str) -> _Conversation:
         """Adds a plain completion as a conversation. New text of the prompt is the user's; token ids have no text."""
@@ -242,7 +242,7 @@ class Recorder:
         return new
 
 
-def _identity(message: Json) -> tuple[object, ...]:
+def identity_of(message: Json) -> tuple[object, ...]:
     """The fields in which two messages are compared."""
     functions = [call.get("function") or {} for call in message.get("tool_calls") or []]
     calls = tuple((function.get("name"), function.get("arguments")) for function in functions)

@@ -1,4 +1,4 @@
-"""Checkpoints in production: `art serve` and `art export`.
+"""Models in production: `art serve`, `art gateway` and `art export`.
 
     source.py      Source: the model to serve or export, resolved from files, without the YAML of its training
     loader.py      Loader: makes the engine of a source; a base model is loaded once
@@ -12,6 +12,8 @@
     middleware.py  Middleware: keys, admission and access log, around the application
     meter.py       Meter: metrics for Prometheus
     service.py     Service: all of it on a port, from the first load to the last request
+    stopping.py    Stopping: a signal, the end of what is in flight, the end
+    capture/       `art gateway`: the capturing gateway alone
     export.py      merged weights, and the proof that they are the policy
     card.py        the model card
 

@@ -30,6 +30,11 @@ class Keys:
 
 
 def read_keys(key: str | None, file: Path | None) -> Keys:
+    """As `read_key_texts`, as hashes."""
+    return Keys(read_key_texts(key, file))
+
+
+def read_key_texts(key: str | None, file: Path | None) -> list[str]:
     """The keys of an option and of a file with one key a line. Blank lines and lines that begin with # are skipped.
 
     Raises UsageError: a file without keys, or a key that no header can carry.
@@ -47,7 +52,7 @@ def read_keys(key: str | None, file: Path | None) -> Keys:
     for number, text in enumerate(keys, 1):
         if not text or not text.isascii() or not text.isprintable() or text != text.strip():
             raise UsageError(f"key {number}: a key is printable ASCII without spaces around it")
-    return Keys(keys)
+    return keys
 
 
 def check_exposure(host: str, keys: Keys) -> None:

@@ -9,11 +9,9 @@ fails ends it. SIGTERM and SIGINT stop it; a second signal ends it without waiti
 import asyncio
 import contextlib
 import logging
-import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -26,7 +24,6 @@ from art_cli.chat.errors import ChatError
 from art_cli.chat.server import serve
 from art_cli.chat.wires import WIRES
 from art_cli.checkpoints import Which
-from art_cli.errors import first_of_group
 from art_cli.serving.admission import Admission
 from art_cli.serving.dispatch import Dispatch
 from art_cli.serving.follow import follow
@@ -34,13 +31,13 @@ from art_cli.serving.keys import Keys
 from art_cli.serving.meter import CONTENT_TYPE, Meter
 from art_cli.serving.middleware import Middleware
 from art_cli.serving.policies import Policies, ServedPolicy
+from art_cli.serving.stopping import Stopping, cancel
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 1  # longest wait for connections to close; requests have had `drain_s` before
 ESCAPED = 6  # bytes of the longest way in which JSON writes a character: \u0041
 ASIDE_BYTES = 2 * 2**20  # room in a body for schemas of answers, and for thoughts that a chat template drops
-CANCEL_TIMEOUT_S = 60.0  # longest wait for cancelled work to end; a vLLM server stopped during its start takes 20 s
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class Service:
         self.admission = Admission(concurrency=limits.concurrency, queue=limits.queue)
         self.meter = self._metered()
         self._follows = follows
-        self._stop, self._stop_at_once = asyncio.Event(), asyncio.Event()
+        self._stopping = Stopping(self.admission, limits.drain_s)
         dispatch = Dispatch(policies, self.admission, self.meter, logs_content=logs_content)
         app = build_app(
             lambda key: dispatch,  # the middleware has checked the key
@@ -98,41 +95,22 @@ class Service:
         Raises EngineError: the address is not available, or an engine failed; ArtError: a policy cannot be loaded.
         """
         async with serve(self.app, host, port, timeouts=self.limits.timeouts, grace_s=GRACE_S) as root:
-            with self._signals():
+            with self._stopping.signals():
                 try:
-                    if await self._until_stopped(self.policies.start()) and not self._stop.is_set():
+                    if await self._stopping.ends_before(self.policies.start()) and not self._stopping.is_stopped:
                         self.admission.open()
                         on_ready(root)
                         async with self._followers():
-                            await self._until_stopped(self.policies.watch())
-                    await self._drain()
+                            await self._stopping.ends_before(self.policies.watch())
+                    await self._stopping.drain()
                 finally:
                     await self.policies.close()
 
     def stop(self) -> None:
         """Refuses new requests, waits for those in flight, then ends. A second call ends the wait."""
-        if self._stop.is_set():
-            self._stop_at_once.set()
-            return
-        self._stop.set()
-        self.admission.drain()
-        log.info(
-            "stopping: %d requests are ended first, at most %g s", self.admission.num_in_flight, self.limits.drain_s
-        )
+        self._stopping.stop()
 
     # --- from start to end --------------------------------------------------------------------------------------------
-
-    async def _until_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Whether `work` ended by itself; False: `stop` was called first. Raises what `work` raises."""
-        task, stop = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
-        try:
-            await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                _raise_first(task)
-            return task.done()
-        finally:
-            stop.cancel()
-            await _cancel(task)
 
     @contextlib.asynccontextmanager
     async def _followers(self) -> AsyncIterator[None]:
@@ -144,31 +122,7 @@ class Service:
         try:
             yield
         finally:
-            await _cancel(*tasks)
-
-    async def _drain(self) -> None:
-        emptied = asyncio.create_task(self.admission.emptied(self.limits.drain_s))
-        at_once = asyncio.create_task(self._stop_at_once.wait())
-        await asyncio.wait((emptied, at_once), return_when=asyncio.FIRST_COMPLETED)
-        emptied.cancel()
-        at_once.cancel()
-        if self.admission.num_in_flight:
-            log.warning("stopped with %d requests unfinished", self.admission.num_in_flight)
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        numbers: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM)
-        try:
-            for number in numbers:
-                loop.add_signal_handler(number, self.stop)
-        except (ValueError, RuntimeError):  # not the main thread; the owner of the process calls `stop`
-            numbers = ()
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
+            await cancel(*tasks)
 
     def _body_limit(self) -> BodyLimit:
         """The limit that the user set, or a lower one if no longer body holds a prompt that fits a context here."""
@@ -199,18 +153,3 @@ def _step_of(policy: ServedPolicy) -> float:
 
 def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-async def _cancel(*tasks: asyncio.Task[None]) -> None:
-    """Cancels the tasks and waits for their end, up to a deadline."""
-    for task in tasks:
-        task.cancel()
-    _, pending = await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S) if tasks else (tasks, ())
-    for task in pending:
-        log.warning("cancelled, and not ended within %g s: %s", CANCEL_TIMEOUT_S, task.get_coro())
-
-
-def _raise_first(task: asyncio.Task[None]) -> None:
-    """Raises what the task raised; the first exception of a group."""
-    with first_of_group():
-        task.result()

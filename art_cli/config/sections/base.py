@@ -18,6 +18,7 @@ YEAR_S = 31_536_000.0  # longest timeout; event loops refuse timers of 1e308 s
 MAX_PROCESSES = 1024
 MAX_NAME = 200  # characters of a run's name; a file name has 255, and files beside a run add to it
 
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MAX_NAME)]
 Int = Annotated[int, BeforeValidator(_not_true_or_false)]
 Float = Annotated[float, BeforeValidator(_not_true_or_false)]
 Seed = Annotated[Int, Field(ge=-(2**63), lt=2**63)]

@@ -1,4 +1,4 @@
-"""The `rollout` and `gateway` sections: the agent, its scenarios, sampling and limits."""
+"""The `rollout` section: the agent, its scenarios, sampling and limits."""
 
 import math
 from pathlib import Path
@@ -142,12 +142,3 @@ class RolloutConfig(Section):
         if self.scenarios is None and self.environment is None:
             raise ValueError("set 'scenarios': a file of them, or 'file.py:function'")
         return self
-
-
-class GatewayConfig(Section):
-    """Where the capturing proxy listens for the rollouts' model calls."""
-
-    host: str = "127.0.0.1"
-    """The address of this machine to listen on."""
-    port: Annotated[Int, Field(ge=0, le=65535)] = 0
-    """0: any free port."""
