@@ -5,8 +5,10 @@ READY := .venv/.ready
 VLLM_READY := .venv-vllm/.ready
 UNSLOTH := .venv-unsloth
 AGENTS := .venv-agents
+VERIFIERS := .venv-verifiers
 
-.PHONY: setup setup-vllm setup-unsloth setup-agents demo test test-vllm test-unsloth test-agents lint bench clean
+.PHONY: setup setup-vllm setup-unsloth setup-agents setup-verifiers demo test test-vllm test-unsloth test-agents \
+	test-verifiers lint bench clean
 
 setup: $(READY)
 
@@ -15,6 +17,8 @@ setup-vllm: $(VLLM_READY)
 setup-unsloth: $(UNSLOTH)/.ready
 
 setup-agents: $(AGENTS)/.ready
+
+setup-verifiers: $(VERIFIERS)/.ready
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -77,5 +81,15 @@ $(AGENTS)/.ready:
 test-agents: $(READY) $(AGENTS)/.ready  ## agents of openai 3, the Agents SDK, pydantic-ai, Claude and Codex, as they come
 	ART_AGENTS_PYTHON=$(AGENTS)/bin/python $(BIN)/pytest -m agents
 
+# verifiers holds mcp at 2.0.0 and openai below 3, so it goes neither with our mcp nor with the agents' packages.
+$(VERIFIERS)/.ready:
+	$(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip install --quiet --upgrade pip
+	$(VERIFIERS)/bin/python -m pip install --quiet verifiers==0.4.0
+	touch $@
+
+test-verifiers: $(READY) $(VERIFIERS)/.ready  ## tasksets of the real verifiers, in a Python of their own
+	ART_VERIFIERS_PYTHON=$(VERIFIERS)/bin/python $(BIN)/pytest -m verifiers
+
 clean:
-	rm -rf .venv .venv-vllm $(UNSLOTH) $(AGENTS) runs dist
+	rm -rf .venv .venv-vllm $(UNSLOTH) $(AGENTS) $(VERIFIERS) runs dist

@@ -32,6 +32,7 @@ NAMES = (
     "export",
     "checkpoints",
     "environments",
+    "scenarios",
     "doctor",
 )
 

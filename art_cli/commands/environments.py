@@ -1,18 +1,14 @@
 """`art environments`: the environments that need no code, and what is to be installed for them."""
 
-import io
 import json
 import sys
-from contextlib import redirect_stdout
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from art_cli.commands import Json
-from art_cli.errors import describe, printable
-
-if TYPE_CHECKING:
-    from art_cli.environments import Library, Listing
+from art_cli.errors import printable
 
 WIDTH = 160  # characters of a line; --json has all of them
 
@@ -20,6 +16,9 @@ WIDTH = 160  # characters of a line; --json has all of them
 def run(
     library: Annotated[
         str | None, typer.Argument(metavar="LIBRARY", help="Only this library's environments.", show_default=False)
+    ] = None,
+    python: Annotated[
+        Path | None, typer.Option("--python", metavar="DIR", help="What this Python has, as rollout.python names it.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -31,33 +30,17 @@ def run(
     \b
     art environments
     art environments textarena
+    art environments verifiers --python verifiers/.venv
     art init mine --environment reasoning_gym/countdown
     """
-    from art_cli import environments
+    from art_cli.environments.listing import look, look_with
 
-    chosen = environments.libraries() if library is None else {library: environments.library_named(library)}
-    found = [_look(name, each) for name, each in chosen.items()]
+    found = look(library) if python is None else look_with(python, library)
     if as_json:
         sys.stdout.write(json.dumps(found) + "\n")
         return
     for each in found:
         sys.stdout.writelines(f"{printable(line, limit=WIDTH)}\n" for line in _lines(each))
-
-
-def _look(name: str, library: "Library") -> dict[str, Any]:
-    """A library and what it has, as plain data."""
-    from art_cli.environments import cure, not_installed
-
-    look: dict[str, Any] = {"library": name, "about": library.about, "problem": not_installed(library)}
-    listed: list[Listing] = []
-    if not look["problem"]:
-        try:
-            with redirect_stdout(io.StringIO()):  # some games print while they are made
-                listed = list(library.listed())
-        except Exception as error:  # the boundary to the library
-            look["problem"] = f"{describe(error)}; {cure(library)}"
-    named = [{"name": f"{name}/{each.name}", "about": each.about, "problem": each.problem} for each in listed]
-    return look | {"environments": named}
 
 
 def _lines(look: dict[str, Any]) -> list[str]:

@@ -72,7 +72,7 @@ def judge_file(
 
 def _show(judge: Judge, bar: Bar, total: int, done: JudgeProgress) -> None:
     """Moves the bar, with the cost so far."""
-    words = [_dollars(judge.usage.cost_usd), f"{judge.usage.tokens:,} tokens"]
+    words = [dollars(judge.usage.cost_usd), f"{judge.usage.tokens:,} tokens"]
     words += [f"{judge.num_cached} cached"] if judge.num_cached else []
     words += [f"{len(done.owed)} owed"] if done.owed else []
     bar(done.num_scored + len(done.owed), total, ", ".join(words))
@@ -84,7 +84,7 @@ def as_text(summary: Summary) -> str:
     lines = [f"{printable(summary.scored)}: {summary.groups} groups scored{before}, {mean}"]
     if summary.calls or summary.cached_votes:
         tokens = summary.prompt_tokens + summary.completion_tokens
-        paid = f"{summary.calls} calls, {tokens:,} tokens, {_dollars(summary.cost_usd)}"
+        paid = f"{summary.calls} calls, {tokens:,} tokens, {dollars(summary.cost_usd)}"
         lines.append(f"  {paid}; {summary.cached_votes} votes from the cache")
     if summary.asked_again:
         lines.append(f"  {summary.asked_again} groups were asked again, because their votes did not tell them apart")
@@ -96,7 +96,8 @@ def as_text(summary: Summary) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _dollars(usd: float | None) -> str:
+def dollars(usd: float | None) -> str:
+    """Example: "$0.0123"."""
     return "price unknown" if usd is None else f"${usd:.4f}"
 
 

@@ -5,6 +5,7 @@
 reasoning_gym.py   reasoning-gym's generators of puzzles, each scored by its own scorer
 textarena.py       textarena's games; one policy plays all seats
 openenv.py         any OpenEnv server, by its address
+verifiers.py       tasksets of verifiers, played by its harnesses
 mcp.py             any MCP server; its tools become the agent's
 mcp_connection.py  how such a server is reached, and what it may send
 servers.py         what the two behind a server have in common
@@ -40,6 +41,7 @@ BUILT_IN = {
     "openenv": "art_cli.environments.openenv:OpenEnvServers",
     "reasoning_gym": "art_cli.environments.reasoning_gym:ReasoningGym",
     "textarena": "art_cli.environments.textarena:TextArena",
+    "verifiers": "art_cli.environments.verifiers:Verifiers",
 }
 GROUP = "art_cli.environments"  # the group of entry points with which other packages add libraries
 
@@ -64,6 +66,7 @@ class Settings:
     args: Json = field(default_factory=dict)
     system: str | None = None  # the system message; None: the library's own; "": none
     directory: str = "."  # the configuration's, in which programs are started
+    num_seeds: int = 0  # the scenarios' seeds are below this; 0: the scenarios come from a file
 
 
 class Environment(Protocol):

@@ -57,7 +57,8 @@ class McpServers:
         check_args(settings, DEFAULTS)
         _check_values(settings.args)
         server = McpServer(name, settings)
-        server.check(ask_once(settings, server.list_tools()))
+        server.tools = ask_once(settings, server.list_tools())
+        server.check(server.tools)
         return server
 
 
@@ -67,6 +68,7 @@ class McpServer:
     def __init__(self, name: str, settings: Settings) -> None:
         from art_cli.environments.mcp_connection import find_place
 
+        self.tools: list[Json] = []  # those that are offered, as they were when it was opened
         self._name = settings.name
         self._args = DEFAULTS | settings.args
         self._system = settings.system or ""

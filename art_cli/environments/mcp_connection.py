@@ -8,13 +8,15 @@ import asyncio
 import json
 import os
 import shlex
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import httpx2
 from mcp import Client, StdioServerParameters
 from mcp.client.sse import sse_client
+from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
 from art_cli.environments import Json
@@ -85,10 +87,19 @@ async def connected(place: Place) -> AsyncIterator[Client]:
 
 def _transport(place: Place) -> Any:
     if place.command is not None:
-        return place.command
+        return stdio_client(place.command, errlog=_errors())
     if place.transport == "http":
         return _streamable_http(place)
     return sse_client(place.url, httpx_client_factory=lambda headers=None, timeout=None, auth=None: _http_client(place))
+
+
+def _errors() -> TextIO:
+    """Where a command's errors go: standard error, which a notebook replaces by something that is no file."""
+    for stream in (sys.stderr, sys.__stderr__):
+        with suppress(AttributeError, OSError, ValueError):
+            if stream is not None and stream.fileno() >= 0:
+                return stream
+    raise UsageError("a command needs a standard error to write to")
 
 
 @asynccontextmanager

@@ -87,7 +87,10 @@ def process_rollout(config: RolloutConfig, directory: Path, *, processes: int = 
 
 def _what_to_load(config: RolloutConfig, directory: Path) -> tuple[str, Path, Json | None]:
     if config.environment is not None:
-        return config.environment.name, directory, config.environment.model_dump(include={"name", "args", "system"})
+        chosen = config.environment
+        environment = chosen.model_dump(include={"name", "args", "system"})
+        environment["num_seeds"] = chosen.seed + chosen.size if config.scenarios is None else 0
+        return chosen.name, directory, environment
     assert config.entry is not None, "a config has an entry, a command or an environment"
     return config.entry, directory, None
 

@@ -87,6 +87,7 @@ def test_a_library_that_is_not_installed_is_named_with_its_cure(
         "pip install aiohttp",
         "pip install 'art-cli[reasoning-gym]'",
         "pip install 'art-cli[textarena]'",
+        "pip install verifiers",
     ]
 
 
@@ -156,6 +157,16 @@ def test_a_package_adds_a_library_by_an_entry_point(tmp_path: Path) -> None:
         timeout=120,
     )
     assert run.stdout == "says what it is told\n", run.stderr
+
+
+def test_what_another_python_has_is_listed_by_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["environments", "mcp", "--python", sys.executable, "--json"]) == 0
+    (mcp,) = json.loads(capsys.readouterr().out)
+    assert (mcp["library"], mcp["problem"], mcp["environments"]) == ("mcp", "", [])
+    assert cli.run(["environments", "nothing", "--python", sys.executable]) == 2
+    assert "no library of environments 'nothing'" in capsys.readouterr().err
+    assert cli.run(["environments", "--python", str(tmp_path / "none")]) == 2
+    assert "--python" in capsys.readouterr().err
 
 
 def test_the_list_as_json_has_every_environment_and_what_is_wrong_with_it(capsys: pytest.CaptureFixture[str]) -> None:

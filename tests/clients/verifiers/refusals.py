@@ -1,0 +1,23 @@
+"""Prints why environments are refused, and which tasksets are listed. It runs in verifiers' own Python."""
+
+import json
+import sys
+
+START, CASES, PLACE = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+sys.path.insert(0, START)
+import start  # noqa: E402
+
+sys.path.pop(0)
+start.load_package()
+from art_cli.environments import Settings, open_environment  # noqa: E402
+from art_cli.environments.listing import look  # noqa: E402
+from art_cli.errors import UsageError  # noqa: E402
+
+told = []
+for name, args, num_seeds in CASES:
+    try:
+        open_environment(Settings(f"verifiers/{name}", args, directory=PLACE, num_seeds=num_seeds))
+        told.append("")
+    except UsageError as refusal:
+        told.append(str(refusal))
+print("\n" + json.dumps([told, look("verifiers")]))
