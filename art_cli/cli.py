@@ -44,7 +44,7 @@ class LazyCommands(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in commands.NAMES:
             raise KeyError(name)
-        single, module = typer.Typer(**PLAIN), import_module(f"art_cli.commands.{name}")
+        single, module = typer.Typer(**PLAIN), import_module(f"art_cli.commands.{commands.MODULES.get(name, name)}")
         single.command(name, cls=getattr(module, "Command", None))(module.run)
         return get_command(single)
 

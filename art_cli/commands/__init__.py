@@ -1,7 +1,8 @@
 """The commands: the table of their names, and the options and findings that several of them share.
 
-The command `art X` is the function `run` of `commands/X.py`. Its parameters are the arguments and options, and its
-docstring is the help. The help imports the module, so a module imports anything heavy inside its functions.
+The command `art X` is the function `run` of `commands/X.py`; MODULES has the exceptions. Its parameters are the
+arguments and options, and its docstring is the help. The help imports the module, so a module imports anything heavy
+inside its functions.
 """
 
 import json
@@ -30,11 +31,14 @@ NAMES = (
     "serve",
     "gateway",
     "export",
+    "import",
     "checkpoints",
     "environments",
     "scenarios",
     "doctor",
 )
+
+MODULES = {"import": "import_traces"}  # commands that Python has the word of
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
 Overrides = Annotated[

@@ -32,13 +32,13 @@ class Demo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoLine(Demo, frozen=True, kw_only=True):
-    """A transcript on a line of a file, which must not be an attempt that art recorded."""
+    """A transcript on a line of a file, which must not be an attempt with the tokens that were sampled."""
 
-    group_size: Any = None  # an attempt has both
+    group_size: Any = None  # an attempt that art played has both; one of another tool may have no turns
     turns: Any = None
 
     def __post_init__(self) -> None:
-        if self.group_size is not None and self.turns is not None:
+        if self.group_size is not None and self.turns:
             raise ValueError(
                 "an attempt, not a transcript: the messages of good and bad attempts would be learned from alike; "
                 "--best-of (sft.best_of) learns from the best scored ones of each group"

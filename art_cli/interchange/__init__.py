@@ -1,0 +1,44 @@
+"""Traces of other tools read into trajectories (`art import`), and trajectories written as theirs (`art generate`).
+
+One file for each format: how a record of it is recognised, and what it says of an attempt. `import_files` reads files
+of any of them, puts attempts at the same scenario into groups, and says what it could not read.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from art_cli.interchange import openai_log, openenv
+from art_cli.interchange.attempt import Attempt
+from art_cli.interchange.inspect_eval import InspectSample
+from art_cli.interchange.langfuse import LangfuseExport
+from art_cli.interchange.openai_log import OpenAILog
+from art_cli.interchange.openenv import OpenEnvTrace
+from art_cli.interchange.verifiers import VerifiersTrace
+from art_cli.trajectory import Json, Trajectory
+
+
+class Reader(Protocol):
+    """Reads the records of one format, in the order of the files."""
+
+    name: str  # as in --from
+    about: str  # one line for the help
+
+    @staticmethod
+    def recognises(record: Json) -> bool:
+        """Whether the record is of this format."""
+
+    def read(self, record: Json, group: str | None) -> Attempt | None:
+        """The attempt of one record. None: it is part of one that `finish` gives.
+
+        `group`: the scenario's id, whatever the record says; None: the record says it, or else the first question.
+        Raises ValueError: the record cannot be read.
+        """
+
+    def finish(self) -> Iterator[Attempt]:
+        """The attempts that several records are parts of."""
+
+
+# in the order in which a record is tried: the last ones recognise less
+READERS: Sequence[Callable[[], Reader]] = (OpenEnvTrace, VerifiersTrace, InspectSample, LangfuseExport, OpenAILog)
+READ = tuple(reader().name for reader in READERS)
+WRITERS: Mapping[str, Callable[[Trajectory], Json]] = {"openai": openai_log.record_of, "openenv": openenv.record_of}
