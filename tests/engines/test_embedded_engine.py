@@ -291,11 +291,11 @@ async def test_several_answers_share_the_prompt_and_differ() -> None:
 async def test_top_logprobs_are_the_likeliest_tokens() -> None:
     weights = tiny_weights()
     async with running(weights) as engine:
-        reply = await engine.reply(chat(seed=4, wants_logprobs=True, top_logprobs=3, max_tokens=5))
+        reply = await engine.reply(chat(seed=4, wants_logprobs=True, top_logprobs=3, max_tokens=5, temperature=2.0))
     choice = reply.choices[0]
     with torch.no_grad():
         logits = weights.model(torch.tensor([reply.prompt_ids + choice.token_ids])).logits[0]
-    expected = logits[len(reply.prompt_ids) - 1 : -1].log_softmax(-1).topk(3).values.tolist()
+    expected = (logits[len(reply.prompt_ids) - 1 : -1] / 2.0).log_softmax(-1).topk(3).values.tolist()
     assert choice.top_logprobs is not None and len(choice.tokens) == len(choice.token_ids)
     for likeliest, values in zip(choice.top_logprobs, expected, strict=True):
         assert [value for _, value in likeliest] == pytest.approx(values, abs=1e-5)

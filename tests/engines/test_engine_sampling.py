@@ -146,9 +146,10 @@ def test_seeds_of_several_answers_differ_and_the_first_is_that_of_one_answer() -
     assert all(0 <= seed < 2**64 for seed in seeds)
 
 
-def test_top_logprobs_are_the_likeliest_tokens() -> None:
-    logits = torch.stack([random_logits(50, seed) for seed in range(3)])
-    values, ids = top_logprobs(logits, 4)
-    expected = logits.log_softmax(-1).sort(-1, descending=True)
+def test_top_logprobs_are_the_likeliest_tokens_at_the_temperature_they_are_drawn_at() -> None:
+    """Each row under softmax(logits / temperature); the last is greedy, where it is softmax(logits)."""
+    logits = torch.stack([random_logits(50, seed) for seed in range(4)])
+    values, ids = top_logprobs(logits, 4, np.array([1, 0.5, 2, 0], np.float32))
+    expected = (logits / torch.tensor([1, 0.5, 2, 1])[:, None]).log_softmax(-1).sort(-1, descending=True)
     assert torch.allclose(values, expected.values[:, :4], atol=1e-6)
     assert ids.tolist() == expected.indices[:, :4].tolist()

@@ -3,6 +3,9 @@
 `benchmarks/clients.py` has more of them, and vLLM; tests/serving/test_vllm_serve.py has these on vLLM.
 """
 
+import asyncio
+import json
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,7 +13,8 @@ import pytest
 import pytest_asyncio
 
 from tests.support.node import clients as install_node_client
-from tests.support.tool_clients import TOOLS, art_serve, converse, demo, is_right, teach
+from tests.support.real_agents import PYTHON, has
+from tests.support.tool_clients import MODEL, PLACE, TOOLS, art_serve, converse, demo, is_right, teach
 
 KEY = "the-key-of-this-test"
 
@@ -34,3 +38,15 @@ async def test_a_client_gets_the_call_then_the_streamed_answer_and_401_with_anot
         install_node_client()
     found = await converse(program, url, KEY)
     assert is_right(found), found
+
+
+@pytest.mark.agents
+@pytest.mark.skipif(not has("openenv"), reason="no openenv in .venv-agents: make test-agents")
+async def test_openenv_finds_that_what_is_served_can_be_trained_on(url: str) -> None:
+    """It asks for token ids and logprobs, and whether these change with the temperature as those sampled from do."""
+    command = (str(PYTHON), str(PLACE / "openenv_validate.py"), url, MODEL, KEY)
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
+    out, _ = await asyncio.wait_for(process.communicate(), 120)
+    report = json.loads(out)
+    assert (report["capture_level"], report["ok"], report["logprobs_mode"]) == ("tokens", True, "processed"), report
+    assert report["param_fixes"] == [] and not [said for said in report["findings"] if "FATAL" in said], report

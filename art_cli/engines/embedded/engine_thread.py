@@ -43,7 +43,7 @@ class Piece(NamedTuple):
     ids: list[int]
     logprobs: list[float]
     raw_logprobs: list[float]
-    top: Top | None  # [L][k] token ids and raw logprobs; None: the client did not ask for them
+    top: Top | None  # [L][k] token ids and logprobs; None: the client did not ask for them
     step: int
     finish_reason: str | None = None  # None: the generation goes on
     failure: EngineError | None = None
@@ -271,7 +271,8 @@ class EngineThread:
         rows = np.flatnonzero(nums)
         if not rows.size:
             return
-        values, ids = sampling.top_logprobs(logits[torch.from_numpy(rows).to(logits.device)], int(nums.max()))
+        wanted, temperature = logits[torch.from_numpy(rows).to(logits.device)], self._temperature[plan.slots[rows]]
+        values, ids = sampling.top_logprobs(wanted, int(nums.max()), temperature)
         for row, row_ids, row_values in zip(rows, ids.tolist(), values.tolist(), strict=True):
             generation: Generation = self._scheduler.running[int(plan.slots[row])].payload
             generation.top.append(list(zip(row_ids, row_values, strict=True))[: generation.num_top])

@@ -91,10 +91,15 @@ def draw(logits: Tensor, knobs: Knobs, allowed: Allowed | None = None) -> Drawn:
     return Drawn(ids, logprobs, logits.gather(1, ids[:, None])[:, 0] - raw)
 
 
-def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """The `num` likeliest tokens of each row under softmax(logits): logprobs [n, num] descending, and their ids."""
-    values, ids = logits.topk(num, dim=-1)
-    return values - logits.logsumexp(-1, keepdim=True), ids
+def top_logprobs(logits: Tensor, num: int, temperature: npt.NDArray[np.float32]) -> tuple[Tensor, Tensor]:
+    """The `num` likeliest tokens of each row: logprobs [n, num] under softmax(logits / temperature), and their ids.
+
+    Descending. top_p and top_k cut nothing here. At temperature 0 they are those of temperature 1, as in vLLM.
+    """
+    scale = torch.from_numpy(np.where(temperature == 0, np.float32(1), temperature)).to(logits.device)
+    scaled = logits / scale[:, None]
+    values, ids = scaled.topk(num, dim=-1)
+    return values - scaled.logsumexp(-1, keepdim=True), ids
 
 
 def _draw_held(logits: Tensor, knobs: Knobs, allowed: Allowed) -> Tensor:
