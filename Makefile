@@ -68,17 +68,21 @@ $(UNSLOTH)/.ready:
 test-unsloth: $(READY) $(UNSLOTH)/.ready  ## the Unsloth learner against a real Unsloth on the CPU
 	ART_UNSLOTH_PYTHON=$(UNSLOTH)/bin/python $(BIN)/pytest -m unsloth
 
-# Agents as their users have them, in a Python of their own (rollout.python): openai 3, which does not go with litellm, and
-# the Claude Agent SDK, which brings Claude Code's command line (380 MB). Where there is Node, Codex's (400 MB) too.
+# Agents as their users have them, in a Python of their own (rollout.python): openai 3, which does not go with litellm, the
+# frameworks of docs/clients.md (130 MB), and the Claude Agent SDK, which brings Claude Code's command line (380 MB).
+# Where there is Node, Codex's (400 MB) too. Of OpenEnv only the check of endpoints is used, which needs no more than
+# httpx; its servers would bring gradio, pandas and an mcp that the Claude Agent SDK cannot use.
 $(AGENTS)/.ready:
 	$(PYTHON) -m venv $(AGENTS)
 	$(AGENTS)/bin/python -m pip install --quiet --upgrade pip
 	$(AGENTS)/bin/python -m pip install --quiet openai==3.54.0 openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0' \
-		anthropic==2.12.0 claude-agent-sdk==0.2.187
+		anthropic==2.12.0 claude-agent-sdk==0.2.187 langchain==1.4.7 langgraph==1.2.22 langchain-openai==1.7.3 \
+		smolagents==1.26.0 autogen-agentchat==0.7.5 'autogen-ext[openai]==0.7.5' httpx
+	$(AGENTS)/bin/python -m pip install --quiet --no-deps openenv==0.10.0
 	! command -v npm || npm install --prefix $(AGENTS) --no-audit --no-fund --silent @openai/codex@0.169.0
 	touch $@
 
-test-agents: $(READY) $(AGENTS)/.ready  ## agents of openai 3, the Agents SDK, pydantic-ai, Claude and Codex, as they come
+test-agents: $(READY) $(AGENTS)/.ready  ## agents of openai 3, of six frameworks, of Claude and Codex, as they come
 	ART_AGENTS_PYTHON=$(AGENTS)/bin/python $(BIN)/pytest -m agents
 
 # verifiers holds mcp at 2.0.0 and openai below 3, so it goes neither with our mcp nor with the agents' packages.

@@ -18,6 +18,7 @@ from art_cli.rollouts.gateway import Gateway
 from art_cli.rollouts.recorder import Recorder
 from art_cli.rollouts.retries import Retries
 from art_cli.trajectory import Trajectory
+from tests.support.lossy import Swallowing
 from tests.support.scripted import Engine, ScriptedBackend, encode
 from tests.support.trees import samples_of, scored, turn
 
@@ -39,44 +40,6 @@ def trained(recorder: Recorder) -> list[str]:
     trajectory = Trajectory(id="t", group_id="g", group_size=1, index=0, turns=recorder.turns)
     samples = samples_of(trajectory)
     return ["".join(map(chr, sample.token_ids[sample.targets])) for sample in samples]
-
-
-class Swallowing:
-    """A proxy that passes on nothing of the answers to its first connection, nor that its client has left."""
-
-    def __init__(self, upstream: str) -> None:
-        self._upstream = urlsplit(upstream)
-        self._numbers = itertools.count()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    @asynccontextmanager
-    async def serve(self) -> AsyncIterator[str]:
-        server = await asyncio.start_server(self._begin, "127.0.0.1", 0)
-        try:
-            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-        finally:
-            server.close()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._tasks.add(asyncio.create_task(self._pass(reader, writer)))
-
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        is_first = next(self._numbers) == 0
-        answers, upstream = await asyncio.open_connection(self._upstream.hostname, self._upstream.port)
-        try:
-            await asyncio.gather(_forward(reader, upstream), _forward(answers, None if is_first else writer))
-        finally:
-            for open_end in (upstream, writer):
-                open_end.close()
-
-
-async def _forward(source: asyncio.StreamReader, target: asyncio.StreamWriter | None) -> None:
-    while data := await source.read(1 << 16):
-        if target is not None:
-            target.write(data)
 
 
 @asynccontextmanager

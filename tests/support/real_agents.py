@@ -1,4 +1,4 @@
-"""A Python with openai 3, the OpenAI Agents SDK, pydantic-ai and the Claude Agent SDK, and Codex's command line.
+"""A Python with openai 3, the frameworks of agents and the Claude Agent SDK, and Codex's command line.
 
 `make setup-agents` makes .venv-agents; ART_AGENTS_PYTHON names another. Without either, tests that need it are skipped.
 """
@@ -19,3 +19,8 @@ MARKS = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(not IS_THERE, reason="no .venv-agents and no ART_AGENTS_PYTHON: make test-agents"),
 ]
+
+
+def has(package: str) -> bool:
+    """Whether that Python has the package, which an environment made earlier may lack."""
+    return any(PYTHON.parent.parent.glob(f"lib/*/site-packages/{package}"))

@@ -2,9 +2,11 @@
 
 import contextlib
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+from art_cli.chat import Backend
 from art_cli.chat.requests import Sampling
 from art_cli.config.schema import RolloutConfig
 from art_cli.rollouts.gateway import Gateway
@@ -23,10 +25,20 @@ async def ask(policy, *messages):
 class Stage:
     """A directory with a rollout, a gateway being served, and a runner."""
 
-    def __init__(self, directory: Path, backend: ScriptedBackend | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        backend: Backend | None = None,
+        *,
+        scenario: dict[str, Any] | None = None,
+        between: Callable[[str], AbstractAsyncContextManager[str]] | None = None,
+    ) -> None:
+        """`scenario` is what it holds besides id and index; `between` makes a proxy of the gateway's address."""
         self.directory = directory
         self.backend = backend or ScriptedBackend()
         self.finished: list[Trajectory] = []
+        self._scenario = scenario or {}
+        self._between = between or contextlib.nullcontext
 
     def plans(self, number: int) -> list[RolloutPlan]:
         return [
@@ -35,7 +47,7 @@ class Stage:
                 group_id="g",
                 group_size=number,
                 index=index,
-                scenario={"id": "s", "index": index},
+                scenario={"id": "s", "index": index, **self._scenario},
                 step=2,
             )
             for index in range(number)
@@ -45,7 +57,11 @@ class Stage:
     async def open(self, **options: Any) -> Any:
         config = RolloutConfig(**{"scenarios": "none", "entry": "rollout.py:rollout", **options})
         gateway = Gateway(Engine(self.backend, step=2), defaults=Sampling(), seed=0, max_turns=config.max_turns)
-        async with gateway.serve(), Runner(config, self.directory, gateway, backoff_s=0) as runner:
+        async with (
+            gateway.serve() as url,
+            self._between(url) as gateway.base_url,
+            Runner(config, self.directory, gateway, backoff_s=0) as runner,
+        ):
             yield runner
         assert gateway._backends == {}  # nothing is kept of a rollout that is over
 

@@ -94,20 +94,23 @@ def demo(tools: list[Json]) -> Json:
 # --- the policy -------------------------------------------------------------------------------------------------------
 
 
-def build(directory: Path) -> None:
-    """The base: a Qwen3 of 330k random parameters, a token per byte; heads of 32, the smallest that vLLM's CPU has."""
+def build(directory: Path, length: int = 1024) -> None:
+    """The base: a Qwen3 of 330k random parameters, a token per byte; heads of 32, the smallest that vLLM's CPU has.
+
+    `length` is the most tokens of its context.
+    """
     config = tiny_config(hidden=128)
-    config.head_dim = 32
+    config.head_dim, config.max_position_embeddings = 32, length
     with torch.random.fork_rng():
         torch.manual_seed(0)
         Qwen3ForCausalLM(config).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
 
 
-def teach(place: Path, demos: Sequence[Json]) -> RunDir:
+def teach(place: Path, demos: Sequence[Json], *, length: int = 1024) -> RunDir:
     """A run in `place` whose only checkpoint, step 0, is the adapter that `art sft` makes of the transcripts."""
     run = RunDir(place / MODEL)
-    build(place / "base")
+    build(place / "base", length)
     (place / "demos.jsonl").write_text("".join(json.dumps(demo) + "\n" for demo in demos))
     (place / "rollout.py").write_text("def rollout(policy, scenario):\n    return 0.0\n")
     (place / "scenarios.jsonl").write_text('{"id": "one"}\n')

@@ -1,16 +1,18 @@
-"""openai itself with a tool: the loop that its documentation shows."""
+"""openai itself with a tool: the loop that its documentation shows. Tells which Python it ran in."""
 
 import json
+import sys
 from importlib.metadata import version
 
-from question import PARAMETERS, QUESTION, outcome
+from art_cli import Outcome
 
+INTEGER = {"type": "integer"}
+PARAMETERS = {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add two numbers.", "parameters": PARAMETERS}}]
 
 
 async def rollout(policy, scenario):
-    called = []
-    messages = [{"role": "user", "content": QUESTION}]
+    messages = [{"role": "user", "content": scenario["question"]}]
     for _ in range(3):
         reply = await policy.client.chat.completions.create(model=policy.model, messages=messages, tools=TOOLS)
         message = reply.choices[0].message
@@ -19,6 +21,6 @@ async def rollout(policy, scenario):
             break
         for call in message.tool_calls:
             values = json.loads(call.function.arguments)
-            called.append([call.function.name, values])
             messages.append({"role": "tool", "tool_call_id": call.id, "content": str(values["a"] + values["b"])})
-    return outcome(called, message.content or "", openai=version("openai"))
+    told = {"python": sys.executable, "torch": "torch" in sys.modules, "openai": version("openai")}
+    return Outcome(reward=float(scenario["answer"] in (message.content or "")), metadata=told)

@@ -1,22 +1,15 @@
-"""The OpenAI Agents SDK, told to use chat completions."""
-
-from importlib.metadata import version
-
 from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
-from question import QUESTION, outcome
 
-set_tracing_disabled(True)
+set_tracing_disabled(True)  # or it sends every attempt to OpenAI
+
+
+@function_tool
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
 
 
 async def rollout(policy, scenario):
-    called = []
-
-    @function_tool
-    def add(a: int, b: int) -> int:
-        """Add two numbers."""
-        called.append(["add", {"a": a, "b": b}])
-        return a + b
-
-    agent = Agent(name="adder", model=OpenAIChatCompletionsModel(policy.model, policy.client), tools=[add])
-    done = await Runner.run(agent, QUESTION, max_turns=3)
-    return outcome(called, done.final_output, agents=version("openai-agents"))
+    model = OpenAIChatCompletionsModel(policy.model, policy.client)
+    done = await Runner.run(Agent(name="adder", model=model, tools=[add]), scenario["question"], max_turns=4)
+    return 1.0 if scenario["answer"] in done.final_output else 0.0
