@@ -17,9 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.malformed import Malformed, malformed
+from art_cli.chat.requests import Sampling
+from art_cli.rollouts.gateway import Gateway
+from tests.support.malformed import PATHS, RICH, Malformed, malformed, post
 from tests.support.openapi import describe
+from tests.support.scripted import Engine
 from tests.support.served import make_run
+from tests.support.template_backend import TemplateBackend
 
 NUM_REQUESTS = int(os.environ.get("ART_FUZZ", "1500"))
 NUM_CONNECTIONS = 16
@@ -105,6 +109,21 @@ async def test_malformed_requests_are_refused_and_cost_nothing(tmp_path: Path) -
     assert not [status for status in statuses if status >= 500]
     assert statuses[400] > NUM_REQUESTS / 2
     assert growth < MAX_GROWTH_MIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS)
+async def test_malformed_requests_of_a_rollout_are_refused_by_the_gateway(path: str) -> None:
+    """And the key still works for what is well-formed."""
+    gateway = Gateway(Engine(TemplateBackend(lambda _: "yes"), "mine"), defaults=Sampling(), seed=0, max_turns=10**6)
+    key = gateway.open("t0")
+    async with gateway.serve() as url:
+        requests = malformed(seed=2, paths=[path], key=key)
+        statuses = await bombard(url.removesuffix("/v1"), requests, NUM_REQUESTS // 5)
+        whole = post(path, json.dumps(RICH[path]).encode(), "Connection: close", f"Authorization: Bearer {key}")
+        assert await send(url.removesuffix("/v1"), whole, ANSWER_S) == 200
+    assert gateway.close(key).upstream_error is None
+    assert statuses[400] > NUM_REQUESTS / 10 and not [status for status in statuses if status >= 500], statuses
 
 
 async def test_schemathesis_finds_nothing_in_the_servers_description(tmp_path: Path) -> None:
