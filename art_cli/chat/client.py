@@ -67,7 +67,7 @@ class HttpBackend:
         """Raises ChatError as `reply` does, also when the stream ends before its choices do."""
         open_choices = set(range(request.sampling.n))
         async with self._post(request, is_stream=True) as response:
-            async for data in _events(response):
+            async for data in read_events(response):
                 if data == b"[DONE]":
                     break
                 parsed = self._decode(data)
@@ -90,26 +90,39 @@ class HttpBackend:
     @asynccontextmanager
     async def _post(self, request: Request, *, is_stream: bool) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer of status 200. A field that the endpoint refuses and the client did not ask for is left out."""
-        url = f"{self._url}/{'completions' if request.messages is None else 'chat/completions'}"
+        url = f"{self._url}/{self._path(request)}"
         timeout = aiohttp.ClientTimeout(
             total=None if is_stream else self._timeout_s, sock_connect=CONNECT_TIMEOUT_S, sock_read=self._timeout_s
         )
         with self._transport_errors():
             while True:
-                body = msgspec.json.encode(self._dialect.body(request, self.model, is_stream=is_stream))
+                body = msgspec.json.encode(self._body(request, is_stream=is_stream))
                 async with self._open().post(url, data=body, timeout=timeout, allow_redirects=False) as response:
                     if response.status == 200:
                         yield response
                         return
                     answer = await read_answer(response, MAX_ERROR)
-                    if not self._dialect.learn(request, response.status, answer):
+                    if not self._learn(request, response.status, answer):
                         raise self._refusal(response.status, answer, response.headers.get("Retry-After"))
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            headers = {"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"}
-            self._session = open_session(self._url, headers)
+            self._session = open_session(self._url, self._headers())
         return self._session
+
+    def _path(self, request: Request) -> str:
+        return "completions" if request.messages is None else "chat/completions"
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"}
+
+    def _body(self, request: Request, *, is_stream: bool) -> Json:
+        """Raises ChatError 400: the protocol has no place for something that the client asks."""
+        return self._dialect.body(request, self.model, is_stream=is_stream)
+
+    def _learn(self, request: Request, status: int, answer: bytes) -> bool:
+        """Whether another body may be accepted, after this refusal."""
+        return self._dialect.learn(request, status, answer)
 
     # --- failing ------------------------------------------------------------------------------------------------------
 
@@ -352,7 +365,7 @@ def _usage(parsed: _ReplyJson) -> tuple[int, int] | None:
     return None if parsed.usage is None else (parsed.usage.prompt_tokens, parsed.usage.completion_tokens or 0)
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """The data of each server-sent event. aiohttp's line reader is not used: it refuses lines as long as token ids."""
     rest = bytearray()
     async for piece in response.content.iter_any():

@@ -27,6 +27,7 @@ from art_cli.config.checks import untrainable
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.places import show
 from art_cli.config.schema import (
+    AnthropicEngineConfig,
     BlendJudgeConfig,
     DistillConfig,
     FunctionJudgeConfig,
@@ -154,7 +155,7 @@ def _engine(loaded: LoadedConfig) -> Iterator[Wrong]:
             yield Wrong("engine.python", f"no program {show(engine.python)}; it names the Python that has vLLM")
         if engine.url is not None:
             yield from _url("engine.url", engine.url)
-    elif isinstance(engine, OpenAIEngineConfig):
+    elif isinstance(engine, OpenAIEngineConfig | AnthropicEngineConfig):
         yield from _url("engine.url", engine.url)
     elif isinstance(engine, OwnEngineConfig):
         yield from _entry("engine.entry", engine.entry, loaded.directory)

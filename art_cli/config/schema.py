@@ -13,6 +13,7 @@ from pydantic import model_validator
 
 from art_cli.config.sections.base import MAX_COUNT, MAX_NAME, YEAR_S, RunName, Section
 from art_cli.config.sections.engine import (
+    AnthropicEngineConfig,
     AutoEngineConfig,
     EmbeddedEngineConfig,
     EngineConfig,
@@ -79,6 +80,7 @@ from art_cli.config.sections.train import EvalConfig, SftConfig, TrainConfig
 
 __all__ = [
     "AlgorithmConfig",
+    "AnthropicEngineConfig",
     "AutoEngineConfig",
     "AutoLearnerConfig",
     "BaseLearnerConfig",

@@ -24,6 +24,7 @@ from art_cli.model import Weights
 from art_cli.policy_spec import PolicySpec, spec_of
 
 BUILT_INS = {
+    "anthropic": "art_cli.engines.anthropic:AnthropicEngine",
     "embedded": "art_cli.engines.embedded.engine:EmbeddedEngine",
     "openai": "art_cli.engines.openai:OpenAIEngine",
     "vllm": "art_cli.engines.vllm.engine:VllmEngine",

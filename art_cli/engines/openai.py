@@ -1,10 +1,13 @@
-"""OpenAIEngine: any OpenAI-compatible endpoint, for `art generate` and `art eval`. It cannot be trained.
+"""OpenAIEngine: any OpenAI-compatible endpoint, for `art gateway`, `art generate`, `art eval`. It cannot be trained.
+
+HostedEngine is what it shares with an endpoint of another protocol.
 
 The key is read from the environment variable that the configuration names, and stays in memory.
 """
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, Self
 from urllib.parse import urlsplit
@@ -12,27 +15,27 @@ from urllib.parse import urlsplit
 from art_cli.chat import Backend
 from art_cli.chat.answers import LOCAL
 from art_cli.chat.client import HttpBackend
-from art_cli.config.sections.engine import OpenAIEngineConfig
+from art_cli.config.sections.engine import HostedEngineConfig, OpenAIEngineConfig
 from art_cli.engines import Endpoint, EngineSetup
 from art_cli.errors import EngineError
 
 CONNECT_DEADLINE_S = 10.0
 
 
-class OpenAIEngine:
+class HostedEngine:
     """A foreign model at its own address; its step is always 0."""
 
-    def __init__(self, config: OpenAIEngineConfig) -> None:
-        """Raises EngineError: the endpoint is not on this machine, and the environment has no key for it."""
+    def __init__(self, config: HostedEngineConfig, connect: Callable[[str], HttpBackend]) -> None:
+        """`connect` makes the backend for a key.
+
+        Raises EngineError: the endpoint is not on this machine, and the environment has no key for it.
+        """
         key = os.environ.get(config.api_key_env, "")
         if not key and urlsplit(config.url).hostname not in LOCAL:
             raise EngineError(f"engine.api_key_env: the environment variable {config.api_key_env} is not set")
-        self._http = HttpBackend(config.url, key or "none", config.model, timeout_s=config.timeout_s)
+        self._name = config.name
+        self._http = connect(key or "none")
         self.endpoint = Endpoint(base_url=config.url, api_key=key or "none", model=config.model, step=0)
-
-    @classmethod
-    def of(cls, config: OpenAIEngineConfig, setup: EngineSetup) -> Self:
-        return cls(config)
 
     @property
     def backend(self) -> Backend:
@@ -52,10 +55,12 @@ class OpenAIEngine:
         await writer.wait_closed()
 
     async def load(self, checkpoint: Path, step: int) -> None:
-        raise EngineError(f"{self.endpoint.model}: an endpoint of engine 'openai' cannot be trained; use 'embedded'")
+        raise EngineError(
+            f"{self.endpoint.model}: an endpoint of engine {self._name!r} cannot be trained; use 'embedded'"
+        )
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        raise EngineError(f"{self.endpoint.model}: an endpoint of engine 'openai' cannot score given tokens")
+        raise EngineError(f"{self.endpoint.model}: an endpoint of engine {self._name!r} cannot score given tokens")
 
     def longest_prompt(self) -> None:
         """Unknown, because the tokenizer is the server's."""
@@ -73,3 +78,14 @@ class OpenAIEngine:
 
     async def close(self) -> None:
         await self._http.close()
+
+
+class OpenAIEngine(HostedEngine):
+    """An OpenAI-compatible endpoint."""
+
+    def __init__(self, config: OpenAIEngineConfig) -> None:
+        super().__init__(config, lambda key: HttpBackend(config.url, key, config.model, timeout_s=config.timeout_s))
+
+    @classmethod
+    def of(cls, config: OpenAIEngineConfig, setup: EngineSetup) -> Self:
+        return cls(config)

@@ -40,7 +40,7 @@ class EmbeddedEngineConfig(EngineSection):
 
 
 class OpenAIEngineConfig(EngineSection):
-    """Any OpenAI-compatible endpoint, for `art generate` and `art eval`. Its model cannot be trained."""
+    """Any OpenAI-compatible endpoint, for `art gateway`, `art generate` and `art eval`. Its model cannot be trained."""
 
     can_train = False
 
@@ -53,6 +53,28 @@ class OpenAIEngineConfig(EngineSection):
     """The environment variable that holds the key. The key itself never stands in a file."""
     timeout_s: Seconds = 300.0
     """The longest time for one request."""
+
+
+class AnthropicEngineConfig(EngineSection):
+    """Any endpoint of Anthropic's Messages, for `art gateway`, `art generate` and `art eval`. Its model cannot be
+    trained, and its replies are text without token ids."""
+
+    can_train = False
+
+    name: Literal["anthropic"]
+    url: str = "https://api.anthropic.com"
+    """The endpoint's base URL, without /v1/messages."""
+    model: str
+    """The model, as the endpoint names it."""
+    api_key_env: str = "ANTHROPIC_API_KEY"
+    """The environment variable that holds the key. The key itself never stands in a file."""
+    max_tokens: PositiveInt = 8192
+    """The largest number of tokens of a reply to a call that sets none, because this protocol needs one."""
+    timeout_s: Seconds = 300.0
+    """The longest time for one request."""
+
+
+HostedEngineConfig = OpenAIEngineConfig | AnthropicEngineConfig
 
 
 # The arguments and variables of vLLM that art sets itself -> the configuration key to use instead, if there is one.
@@ -136,6 +158,11 @@ class OwnEngineConfig(EngineSection):
 
 
 EngineConfig = Annotated[
-    AutoEngineConfig | EmbeddedEngineConfig | OpenAIEngineConfig | VllmEngineConfig | OwnEngineConfig,
+    AutoEngineConfig
+    | EmbeddedEngineConfig
+    | OpenAIEngineConfig
+    | AnthropicEngineConfig
+    | VllmEngineConfig
+    | OwnEngineConfig,
     Field(discriminator="name"),
 ]

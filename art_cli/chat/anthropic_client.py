@@ -1,0 +1,309 @@
+"""AnthropicBackend: any endpoint of Anthropic's Messages as a Backend: Anthropic's own, or another server of it.
+
+https://docs.claude.com/en/api/messages
+
+It is the reverse of wires/anthropic_messages.py: chat messages become content blocks, blocks and events become a Reply
+and Chunks. The endpoint reports neither token ids nor logprobs, so replies are text only. What its protocol has no
+place for is refused by name: plain completions, `response_format`, several choices, logprobs. Thoughts of earlier
+replies are not sent back, because the endpoint takes none without its own signature, which is not kept.
+"""
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import msgspec
+
+from art_cli.chat.answers import read_answer
+from art_cli.chat.calls import input_of
+from art_cli.chat.client import HttpBackend, read_events
+from art_cli.chat.errors import invalid
+from art_cli.chat.replies import Choice, Chunk, Reply
+from art_cli.chat.requests import Request, text_of
+
+Json = dict[str, Any]
+
+VERSION = "2023-06-01"  # of the protocol, in the header anthropic-version
+FINISH_REASONS = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "pause_turn": "stop",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+    "tool_use": "tool_calls",
+    "refusal": "content_filter",
+}
+STATUSES = {"overloaded_error": 529, "rate_limit_error": 429, "invalid_request_error": 400}  # of an error in a stream
+
+
+class _UsageJson(msgspec.Struct):
+    input_tokens: int | None = 0
+    output_tokens: int | None = 0
+    cache_creation_input_tokens: int | None = 0
+    cache_read_input_tokens: int | None = 0
+
+    @property
+    def num_prompt(self) -> int:
+        return sum(n or 0 for n in (self.input_tokens, self.cache_creation_input_tokens, self.cache_read_input_tokens))
+
+
+class _BlockJson(msgspec.Struct):
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Json | None = None
+
+
+class _MessageJson(msgspec.Struct):
+    id: str = ""
+    content: list[_BlockJson] = []
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: _UsageJson = msgspec.field(default_factory=_UsageJson)
+
+
+class _DeltaJson(msgspec.Struct):
+    type: str = ""
+    text: str = ""
+    thinking: str = ""
+    partial_json: str = ""
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+
+
+class _EventJson(msgspec.Struct):
+    type: str = ""
+    index: int = 0
+    message: _MessageJson | None = None
+    content_block: _BlockJson | None = None
+    delta: _DeltaJson | None = None
+    usage: _UsageJson | None = None
+    error: Json | None = None
+
+
+class AnthropicBackend(HttpBackend):
+    """Sends requests to `base_url` (`https://api.anthropic.com`), with `max_tokens` where a call sets none."""
+
+    def __init__(
+        self, base_url: str, api_key: str, model: str, *, max_tokens: int = 8192, timeout_s: float = 300.0
+    ) -> None:
+        super().__init__(base_url.rstrip("/").removesuffix("/v1"), api_key, model, timeout_s=timeout_s)
+        self._max_tokens = max_tokens
+
+    async def reply(self, request: Request) -> Reply:
+        """Raises ChatError as HttpBackend does."""
+        async with self._post(request, is_stream=False) as response:
+            parsed = self._convert(await read_answer(response), _MessageJson)
+        calls = [_call(block) for block in parsed.content if block.type == "tool_use"]
+        text = "".join(block.text or "" for block in parsed.content if block.type == "text")
+        thoughts = "".join(block.thinking or "" for block in parsed.content if block.type == "thinking")
+        message: Json = {"role": "assistant", "content": text or (None if calls else "")}
+        message |= ({"reasoning_content": thoughts} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
+        return Reply(
+            id=parsed.id,
+            created=0,
+            model=request.model,
+            choices=[
+                Choice(
+                    index=0,
+                    message=message,
+                    text=text,
+                    finish_reason=_finish_reason(parsed.stop_reason),
+                    stop_string=parsed.stop_sequence,
+                )
+            ],
+            prompt_ids=[],
+            step=self.step,
+            sampling=request.sampling,
+            usage=(parsed.usage.num_prompt, parsed.usage.output_tokens or 0),
+        )
+
+    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        """Raises ChatError as HttpBackend does, also when the stream ends before the message does."""
+        stream = _Stream(request, self.step)
+        async with self._post(request, is_stream=True) as response:
+            async for data in read_events(response):
+                event = self._convert(data, _EventJson)
+                if event.type == "error":
+                    raise self._refusal(STATUSES.get(str((event.error or {}).get("type")), 502), data)
+                for chunk in stream.chunks(event):
+                    yield chunk
+        if not stream.is_over:
+            raise self._broken("the stream ended before the answer did")
+
+    # --- asking -------------------------------------------------------------------------------------------------------
+
+    def _path(self, request: Request) -> str:
+        return "v1/messages"
+
+    def _headers(self) -> dict[str, str]:
+        return {"x-api-key": self._api_key, "anthropic-version": VERSION, "Content-Type": "application/json"}
+
+    def _body(self, request: Request, *, is_stream: bool) -> Json:
+        _refuse(request)
+        sampling, given = request.sampling, request.user_set
+        system, messages = _messages(request.messages or [])
+        body: Json = {"model": self.model, "messages": messages, "stream": is_stream}
+        body["max_tokens"] = sampling.max_tokens or self._max_tokens
+        if system:
+            body["system"] = system
+        if request.tools:
+            body |= {"tools": [_tool(tool) for tool in request.tools], "tool_choice": _tool_choice(request.tool_choice)}
+        if sampling.stop:
+            body["stop_sequences"] = list(sampling.stop)
+        # Only what the client gave, because newer models refuse temperature and top_p together.
+        body |= {name: getattr(sampling, name) for name in ("temperature", "top_p") if name in given}
+        if "top_k" in given and sampling.top_k > 0:
+            body["top_k"] = sampling.top_k
+        return body
+
+    def _learn(self, request: Request, status: int, answer: bytes) -> bool:
+        return False
+
+    def _convert(self, data: bytes, kind: type[Any]) -> Any:
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except (ValueError, RecursionError) as error:
+            raise self._broken(f"not a message of Anthropic's protocol: {error}") from error
+
+
+class _Stream:
+    """The chunks of one stream's events."""
+
+    def __init__(self, request: Request, step: int) -> None:
+        self._request, self._step = request, step
+        self._id = ""
+        self._num_prompt = 0
+        self._calls: dict[int, int] = {}  # index of a block -> index of its call
+        self.is_over = False
+
+    def chunks(self, event: _EventJson) -> Iterator[Chunk]:
+        match event.type:
+            case "message_start" if event.message is not None:
+                self._id, self._num_prompt = event.message.id, event.message.usage.num_prompt
+                yield self._chunk({"role": "assistant"})
+            case "content_block_start" if event.content_block is not None and event.content_block.type == "tool_use":
+                index = self._calls[event.index] = len(self._calls)
+                function = {"name": event.content_block.name or "", "arguments": ""}
+                call = {"index": index, "id": event.content_block.id, "type": "function", "function": function}
+                yield self._chunk({"tool_calls": [call]})
+            case "content_block_delta" if event.delta is not None:
+                if delta := self._delta(event.index, event.delta):
+                    yield self._chunk(delta)
+            case "message_delta" if event.delta is not None and not self.is_over:
+                self.is_over = True
+                usage = event.usage or _UsageJson()
+                yield self._chunk(
+                    {},
+                    finish_reason=_finish_reason(event.delta.stop_reason),
+                    stop_string=event.delta.stop_sequence,
+                    usage=(usage.num_prompt or self._num_prompt, usage.output_tokens or 0),
+                )
+
+    def _delta(self, index: int, delta: _DeltaJson) -> Json:
+        match delta.type:
+            case "text_delta":
+                return {"content": delta.text}
+            case "thinking_delta":
+                return {"reasoning_content": delta.thinking}
+            case "input_json_delta" if index in self._calls and delta.partial_json:
+                function = {"arguments": delta.partial_json}
+                return {"tool_calls": [{"index": self._calls[index], "function": function}]}
+        return {}
+
+    def _chunk(
+        self,
+        delta: Json,
+        *,
+        finish_reason: str = "",
+        stop_string: str | None = None,
+        usage: tuple[int, int] | None = None,
+    ) -> Chunk:
+        return Chunk(
+            id=self._id,
+            created=0,
+            model=self._request.model,
+            choice=Choice(
+                index=0,
+                message=delta,
+                text=delta.get("content") or "",
+                finish_reason=finish_reason or "stop",
+                stop_string=stop_string,
+            ),
+            is_last=bool(finish_reason),
+            step=self._step,
+            sampling=self._request.sampling,
+            usage=usage,
+        )
+
+
+# --- chat messages as Anthropic's -------------------------------------------------------------------------------------
+
+
+def _refuse(request: Request) -> None:
+    """Raises ChatError 400: the protocol has no place for what the client asks."""
+    if request.messages is None:
+        raise invalid("the endpoint behind speaks Anthropic's Messages, which have no plain completions", "prompt")
+    asked = {
+        "response_format": request.response_format is not None,
+        "n": request.sampling.n > 1,
+        "logprobs": request.wants_logprobs,
+        "chat_template_kwargs": bool(request.template_kwargs),
+    }
+    for name in (name for name, is_asked in asked.items() if is_asked):
+        raise invalid(f"{name}: the endpoint behind speaks Anthropic's Messages, which have no such thing", name)
+
+
+def _messages(messages: list[Json]) -> tuple[str, list[Json]]:
+    """The system prompt, and the other messages as content blocks; neighbours of one role are one message."""
+    leading = next((i for i, message in enumerate(messages) if not _is_system(message)), len(messages))
+    system = "\n\n".join(filter(None, (text_of(message.get("content")) for message in messages[:leading])))
+    found: list[Json] = []
+    for message in messages[leading:]:
+        role = "assistant" if message.get("role") == "assistant" else "user"
+        if not (blocks := list(_blocks(message))):
+            continue
+        if found and found[-1]["role"] == role:
+            found[-1]["content"] += blocks
+        else:
+            found.append({"role": role, "content": blocks})
+    return system, found
+
+
+def _is_system(message: Json) -> bool:
+    return message.get("role") in ("system", "developer")
+
+
+def _blocks(message: Json) -> Iterator[Json]:
+    text = text_of(message.get("content"))
+    if message.get("role") == "tool":
+        yield {"type": "tool_result", "tool_use_id": message.get("tool_call_id"), "content": text}
+        return
+    if text.strip():  # the endpoint refuses blocks of white space
+        yield {"type": "text", "text": text}
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        name, arguments = function.get("name"), function.get("arguments") or ""
+        yield {"type": "tool_use", "id": call.get("id"), "name": name, "input": input_of(arguments)}
+
+
+def _tool(tool: Json) -> Json:
+    function = tool["function"]
+    described = {"description": function["description"]} if function.get("description") else {}
+    return {"name": function["name"], **described, "input_schema": function.get("parameters") or {"type": "object"}}
+
+
+def _tool_choice(choice: str | Json) -> Json:
+    if isinstance(choice, str):
+        return {"type": {"required": "any"}.get(choice, choice)}
+    return {"type": "tool", "name": choice["function"]["name"]}
+
+
+def _call(block: _BlockJson) -> Json:
+    arguments = msgspec.json.encode(block.input or {}).decode()
+    return {"id": block.id, "type": "function", "function": {"name": block.name or "", "arguments": arguments}}
+
+
+def _finish_reason(stop_reason: str | None) -> str:
+    return FINISH_REASONS.get(stop_reason or "", "stop")
