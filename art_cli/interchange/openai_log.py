@@ -38,7 +38,7 @@ class OpenAILog:
 
     def __init__(self) -> None:
         self._open: dict[str, Attempt] = {}  # attempts that more calls may belong to, by session or number
-        self._ends: dict[str, deque[str]] = defaultdict(deque)  # hash of a conversation -> attempts that it ends
+        self._ends: dict[bytes, deque[str]] = defaultdict(deque)  # hash of a conversation -> attempts that it ends
 
     @staticmethod
     def recognises(record: Json) -> bool:
@@ -57,7 +57,7 @@ class OpenAILog:
             attempt = _about(record, group)
         attempt.add(call)
         self._open[name] = attempt
-        self._ends[_digest([*(call.messages or ()), call.message or {}])].append(name)
+        self._ends[_digests([*(call.messages or ()), call.message or {}])[-1]].append(name)
         attempt.reward = attempt.reward if as_number(record.get("reward")) is None else as_number(record["reward"])
         return None
 
@@ -72,8 +72,8 @@ class OpenAILog:
                 if isinstance(source.get(key), str | int):
                     return f"{key} {source[key]}"
         messages = list(call.messages or ())
-        for end in range(len(messages) - 1, 0, -1):
-            if messages[end - 1].get("role") == "assistant" and (names := self._ends.get(_digest(messages[:end]))):
+        for digest in reversed(_digests(messages)[:-1]):
+            if names := self._ends.get(digest):
                 return names.popleft()
         return f"call {len(self._open)}"
 
@@ -155,12 +155,15 @@ def _response(record: Json) -> Json | None:
     return None
 
 
-def _digest(messages: Sequence[Json]) -> str:
-    """A hash of what a client keeps of a conversation when it sends it back."""
-    kept = [
-        [m.get("role"), m.get("content") or "", m.get("tool_call_id"), _names(m.get("tool_calls"))] for m in messages
-    ]
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode("utf-8", "replace")).hexdigest()
+def _digests(messages: Sequence[Json]) -> list[bytes]:
+    """For each message, a hash of the conversation up to it, of what a client keeps when it sends it back."""
+    digests, before = [], b""
+    for m in messages:
+        kept = [m.get("role"), m.get("content") or "", m.get("tool_call_id"), _names(m.get("tool_calls"))]
+        text = json.dumps(kept, sort_keys=True).encode("utf-8", "replace")
+        before = hashlib.sha256(before + text).digest()
+        digests.append(before)
+    return digests
 
 
 def _names(calls: Any) -> list[Any]:

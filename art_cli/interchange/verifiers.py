@@ -1,6 +1,7 @@
 """Traces of verifiers (0.4, `traces.jsonl`): a graph of messages, each with the tokens that it adds.
 
-A path from a root to a leaf is a conversation, and its nodes' tokens one after the other are what the model saw. The
+A path from a root to a leaf is a conversation, and its nodes' tokens one after the other are what the model saw. Those
+of an agent that is not trained (an opponent, a judge) are left out. The
 files have logprobs with four decimals, so they are up to 5e-5 away from those that were sampled.
 """
 
@@ -45,9 +46,11 @@ class VerifiersTrace:
         )
         nodes = [as_object(node, "nodes") for node in as_list(record.get("nodes"), "nodes")]
         calls = {call.get("node"): call for call in as_list(record.get("calls"), "calls") if isinstance(call, dict)}
+        is_trained = as_object(record.get("agent"), "agent").get("trainable") is not False
         for index, node in enumerate(nodes):
             if node.get("sampled"):
-                attempt.add(_call(nodes, index, calls.get(index) or {}, record))
+                call = _call(nodes, index, calls.get(index) or {}, record)
+                attempt.add(call if is_trained else call._replace(tokens=None))
         return attempt
 
     def finish(self) -> Iterator[Attempt]:

@@ -190,5 +190,5 @@ def reference_tile(board: str, draw: random.Random) -> str:
 def test_a_run_may_make_as_many_calls_as_its_games_have_moves(name: str) -> None:
     config = load_config(ROOT / "recipes" / "2048" / name).config
     for entry in (config.rollout.scenarios, config.eval.scenarios):
-        for scenario in getattr(scenarios, entry.removeprefix("scenarios.py:"))():
+        for scenario in getattr(scenarios, entry.source.removeprefix("scenarios.py:"))():
             assert scenario["moves"] <= config.rollout.max_turns

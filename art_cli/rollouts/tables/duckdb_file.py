@@ -14,6 +14,7 @@ SETTINGS = {
     "autoinstall_known_extensions": False,
     "autoload_known_extensions": False,
     "allow_community_extensions": False,
+    "temp_directory": "",  # nothing is written beside the file
     "lock_configuration": True,
     "memory_limit": "4GB",
     "threads": 2,

@@ -1,14 +1,15 @@
 """Parquet files, and rows of Arrow tables as plain values."""
 
 import importlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from art_cli.errors import DataError, describe, printable
-from art_cli.rollouts.tables.columns import MAX_BYTES, MAX_ROWS, Columns, Row
+from art_cli.rollouts.tables.columns import MAX_BYTES, MAX_ROWS, Columns, Json, Row
 
-BATCH_ROWS = 128  # rows that are plain values at once
+BATCH_ROWS = 64  # rows that are unpacked at once
+LARGE_BATCH = 64 * 2**20  # bytes of a batch whose rows are made one by one
 
 
 def rows(path: Path, columns: Columns) -> Generator[Row]:
@@ -37,7 +38,7 @@ def plain_rows(batches: Iterator[Any], source: object) -> Generator[Row]:
     while True:
         try:
             batch = next(batches, None)
-            values = [] if batch is None else batch.to_pylist()
+            values = [] if batch is None else _values(batch)
         except (OSError, ValueError) as error:  # Arrow's errors are ValueErrors, or OSErrors for damaged pages
             raise DataError(f"damaged after row {number}: {describe(error)}", source) from None
         if batch is None:
@@ -45,6 +46,14 @@ def plain_rows(batches: Iterator[Any], source: object) -> Generator[Row]:
         for row in values:
             number += 1
             yield Row(f"{source}, row {number}", row)
+
+
+def _values(batch: Any) -> Iterable[Json]:
+    """The rows of a batch; of one with large cells each as it is needed, because plain values are copies."""
+    if batch.nbytes < LARGE_BATCH:
+        rows: list[Json] = batch.to_pylist()
+        return rows
+    return (batch.slice(index, 1).to_pylist()[0] for index in range(batch.num_rows))
 
 
 def check_types(schema: Any, wanted: Sequence[str], source: object) -> None:
