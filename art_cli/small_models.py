@@ -116,6 +116,7 @@ def make_tokenizer(
     if template is None:
         template = TOOLS_TEMPLATE if tools else CHAT_TEMPLATE
         texts = [*texts, "system", "user", "assistant", *(["tools", "tool"] if tools else [])]
+        texts += [tool["function"]["name"] for tool in tools]
     tokenizer.train_from_iterator(texts, trainer)
     pieces = [*(MARKERS if "<tool_call>" in template else []), *call_pieces(tools)]
     tokenizer.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in pieces])

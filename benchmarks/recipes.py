@@ -34,7 +34,10 @@ from art_cli.views.curve import Series, curve
 ROOT = Path(__file__).parent.parent
 ART = [sys.executable, "-m", "art_cli"]
 METRICS = {"tictactoe": "win"}  # recipe -> the metric that tells how good it is, where that is not the reward
-RULES = {"tictactoe": "tictactoe_rule.py"}  # recipe -> the rule of a judge server, in tests/support
+RULES = {
+    "email-search": "email_search_rule.py",
+    "tictactoe": "tictactoe_rule.py",
+}  # recipe -> the rule of a judge server, in tests/support
 LIMIT = 0.05  # largest difference between the ends with and without the judge
 HEAD = (
     "seed  reward   num   start                 best (step)                  last (step)                  "
@@ -150,6 +153,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="keep the run directories here")
     parser.add_argument("settings", nargs="*", help="for every run: key=value")
     options = parser.parse_intermixed_args()
+    if options.judge and options.recipe not in RULES:
+        parser.error(f"--judge: no rule for {options.recipe}; there are rules for {', '.join(RULES)}")
     metric = options.metric or METRICS.get(options.recipe, "reward")
     all_rows, missed = [], []
     print(f"{options.recipe}: {metric}\n{HEAD}", flush=True)

@@ -40,8 +40,6 @@ PARTS = {
     "sampling": Part("Sampling against transformers", ("benchmarks.sampling",)),
     "loop": Part("The whole loop against TRL", ("benchmarks.loop",)),
     "gateway": Part("The capturing gateway", ("benchmarks.gateway",)),
-    "templates": Part("Which turns branch in each chat template", ("benchmarks.templates",)),
-    "clients": Part("Clients, protocols and engines", ("benchmarks.clients",)),
     "utilisation": Part("Share of the machine", ("benchmarks.utilisation",)),
     "scaling": Part(
         "How a step grows",

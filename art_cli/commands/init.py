@@ -36,7 +36,10 @@ NOT_COPIED = shutil.ignore_patterns("__pycache__", "runs", "*.pyc")  # files tha
 def run(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.", show_default=False)],
     recipe: Annotated[
-        str | None, typer.Option("--recipe", metavar="NAME", help="Which one: tictactoe, 2048, codenames.")
+        str | None,
+        typer.Option(
+            "--recipe", metavar="NAME", help="Which one: tictactoe, 2048, codenames, email-search, temporal-clue."
+        ),
     ] = None,
     environment: Annotated[
         str | None, typer.Option("--environment", metavar="NAME", help="One that `art environments` lists.")

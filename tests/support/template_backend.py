@@ -47,18 +47,13 @@ class TemplateBackend:
         ids: list[int] = self.vocabulary.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def read(self, prompt: Prompt, text: str) -> Json:
-        """The assistant message in a whole text."""
+    async def reply(self, request: Request) -> Reply:
+        prompt, ids, text = self._ask(request)
         parser = prompt.parser()
         parser.push(text)
         parser.flush()
-        return parser.message
-
-    async def reply(self, request: Request) -> Reply:
-        prompt, ids, text = self._ask(request)
-        message = self.read(prompt, text)
-        reason = "tool_calls" if message.get("tool_calls") else "stop"
-        choice = Choice(index=0, message=message, text=text, finish_reason=reason, **_sampled(ids))
+        reason = "tool_calls" if parser.calls else "stop"
+        choice = Choice(index=0, message=parser.message, text=text, finish_reason=reason, **_sampled(ids))
         return Reply(
             id="chatcmpl-1",
             created=1,
