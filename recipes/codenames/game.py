@@ -1,7 +1,7 @@
 """The rules of a small Codenames, and its words: each has a kind and a colour, and these are the clues.
 
 On the table lie six words: three of ours, two that are nobody's, and the assassin. The spymaster alone knows which is
-which, and says a clue with a number: how many guesses it is good for. The guesser names one word at a time.
+which, and says a clue; the guesser names one word. A game has at most as many clues as there are words of ours.
 """
 
 import random
@@ -11,7 +11,6 @@ KINDS = ("animal", "food", "stone", "vehicle")
 WORDS_BY_COLOUR = {
     "red": ("lobster", "tomato", "ruby", "firetruck"),
     "green": ("frog", "lettuce", "emerald", "tractor"),
-    "white": ("swan", "rice", "marble", "ambulance"),
     "black": ("raven", "caviar", "coal", "hearse"),
 }
 MEANINGS = {
@@ -39,9 +38,8 @@ def deal(draw: random.Random) -> Table:
 
 
 def legal_clues(table: Table) -> list[str]:
-    """A clue is true of at least one of our words, and its number is at most the number of our words: "red 2"."""
-    true = [clue for clue in CLUES if any(clue in MEANINGS[word] for word in table.ours)]
-    return [f"{clue} {number}" for clue in true for number in range(1, len(table.ours) + 1)]
+    """Those that are true of at least one of our words."""
+    return [clue for clue in CLUES if any(clue in MEANINGS[word] for word in table.ours)]
 
 
 def show_all(table: Table) -> str:
@@ -51,6 +49,6 @@ def show_all(table: Table) -> str:
     return "\n".join(["ours:", *ours, "neutral:", *neutral, "assassin:", table.assassin])
 
 
-def show_words(table: Table, clue: str, num_left: int) -> str:
-    """What the guesser sees: the clue, how many guesses are left, and the words, each in a line."""
-    return "\n".join([f"{clue} {num_left}", *table.words])
+def show_words(table: Table, clue: str) -> str:
+    """What the guesser sees: the clue, and the words, each in a line."""
+    return "\n".join([f"{clue}:", *table.words])

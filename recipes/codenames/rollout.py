@@ -6,13 +6,12 @@ Both sides have the same reward, so both conversations belong to the one traject
 import random
 from typing import Any
 
-from game import CLUES, NUM_OURS, Table, deal, legal_clues, show_all, show_words
+from game import CLUES, deal, legal_clues, show_all, show_words
 
 from art_cli import Outcome, Policy
 
-SPYMASTER = f"Give a clue that is true of our words, and how many guesses: {' '.join(CLUES)}"
+SPYMASTER = f"Give a clue that is true of our words: {' '.join(CLUES)}"
 GUESSER = "Guess a word by the clue"
-NUM_CLUES = 2
 LOST = -1.0
 
 
@@ -42,26 +41,14 @@ async def rollout(policy: Policy, scenario: dict[str, Any]) -> Outcome:
     spymaster, guesser = Player(policy, SPYMASTER), Player(policy, GUESSER)
     metrics = {"found": 0, "wrong": 0, "illegal": 0, "assassin": 0}
     try:
-        for _ in range(NUM_CLUES):
-            table = await _play_clue(table, spymaster, guesser, metrics)
-            if not table.ours:
-                break
+        for _ in range(scenario["clues"]):
+            clue = await spymaster.ask(show_all(table), legal_clues(table))
+            word = await guesser.ask(show_words(table, clue), table.words)
+            if word == table.assassin:
+                raise Lost("assassin")
+            metrics["found" if word in table.ours else "wrong"] += 1
+            table = table.without(word)
     except Lost as lost:
         metrics[str(lost)] = 1
         return Outcome(reward=LOST, metrics=metrics)
-    return Outcome(reward=(metrics["found"] - metrics["wrong"]) / NUM_OURS, metrics=metrics)
-
-
-async def _play_clue(table: Table, spymaster: Player, guesser: Player, metrics: dict[str, int]) -> Table:
-    """One clue and its guesses, which end with a wrong one. Returns what is left. Raises Lost."""
-    clue, number = (await spymaster.ask(show_all(table), legal_clues(table))).split()
-    for num_left in range(int(number), 0, -1):
-        word = await guesser.ask(show_words(table, clue, num_left), table.words)
-        is_ours = word in table.ours
-        if word == table.assassin:
-            raise Lost("assassin")
-        metrics["found" if is_ours else "wrong"] += 1
-        table = table.without(word)
-        if not is_ours:
-            break
-    return table
+    return Outcome(reward=(metrics["found"] - metrics["wrong"]) / scenario["clues"], metrics=metrics)

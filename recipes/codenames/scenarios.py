@@ -1,17 +1,28 @@
-"""The games: each is the seed of a deal. Those for evaluation are fixed, and none of them is trained on."""
+"""The games: the seed of a deal, and how many clues there are.
+
+Those for evaluation are fixed, and none of them is trained on. The long ones are for a real model.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
 
 def train() -> Iterator[dict[str, Any]]:
-    return _games("train", 4000)
+    return _games("train", 4000, clues=1)
 
 
 def evaluation() -> Iterator[dict[str, Any]]:
-    return _games("eval", 400)
+    return _games("eval", 400, clues=1)
 
 
-def _games(name: str, num_games: int) -> Iterator[dict[str, Any]]:
+def train_long() -> Iterator[dict[str, Any]]:
+    return _games("train", 4000, clues=3)
+
+
+def evaluation_long() -> Iterator[dict[str, Any]]:
+    return _games("eval", 400, clues=3)
+
+
+def _games(name: str, num_games: int, *, clues: int) -> Iterator[dict[str, Any]]:
     for number in range(num_games):
-        yield {"id": f"{name}-{number}", "seed": f"{name}-{number}"}
+        yield {"id": f"{name}-{number}", "seed": f"{name}-{number}", "clues": clues}
