@@ -47,6 +47,8 @@ class OpenAILog:
         return _request(record) is not None and _response(record) is not None
 
     def read(self, record: Json, group: str | None = None) -> Attempt | None:
+        if "group_size" in record and "turns" in record:
+            raise ValueError("a trajectory of art's own, which art judge, art step and art sft take as it is")
         request, response = _request(record), _response(record)
         if response is None or request is None:
             return _conversation(record, group)

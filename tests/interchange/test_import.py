@@ -79,6 +79,14 @@ def test_openenv(tmp_path: Path) -> None:
     assert [turn.finish_reason for turn in first.turns] == ["tool_calls", "stop"]
 
 
+def test_openenv_without_a_record_around_it(tmp_path: Path) -> None:
+    """The first question says which attempts are at the same scenario, and there is no reward."""
+    traces = [json.loads(line)["trace"] for line in (FIXTURES / "openenv.jsonl").read_text().splitlines()]
+    done, found = imported(tmp_path, write(tmp_path / "t.jsonl", *traces))
+    assert len(done.groups) == 1 and [t.group_size for t in found] == [2, 2]
+    assert [t.reward for t in found] == [None, None] and done.num_with_tokens == 2
+
+
 def test_verifiers(tmp_path: Path) -> None:
     """The tokens along the path are 1 2 | 3 4 | 5 [6 7] | 8 | 5 [9 10]; the rewards 1 x 1 and 0.5 x 0.5 add up."""
     done, found = imported(tmp_path, FIXTURES / "verifiers.jsonl")
@@ -98,6 +106,10 @@ def test_verifiers(tmp_path: Path) -> None:
     assert first.turns[0].logprobs == [-0.1235, -0.5] and first.turns[0].temperature == 0.7
     assert first.metrics == {"num": 2.0, "right": 1.0, "short": 0.25}
     assert found[2].error == "ToolError: no such file"
+    opponent = json.loads((FIXTURES / "verifiers.jsonl").read_text().splitlines()[0])
+    opponent["agent"]["trainable"] = False
+    _, found = imported(tmp_path, write(tmp_path / "o.jsonl", opponent))
+    assert found[0].messages == first.messages and not found[0].turns
 
 
 def test_inspect(tmp_path: Path) -> None:
@@ -273,7 +285,7 @@ def trajectories(draw: st.DrawFn) -> list[Trajectory]:
     return made
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(trajectories(), st.randoms())
 def test_openenv_gives_back_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, made: list[Trajectory], order: Any
@@ -288,7 +300,7 @@ def test_openenv_gives_back_what_was_written(
     assert all(t.reward == (None if t.error else t.returned_reward) for t in found)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(trajectories())
 def test_openai_gives_back_messages_tools_and_rewards(
     tmp_path_factory: pytest.TempPathFactory, made: list[Trajectory]
@@ -320,20 +332,18 @@ def test_what_is_written_as_a_training_trace_is_one(made: list[Trajectory]) -> N
             assert turn["loss_mask"] == mask
 
 
-@pytest.mark.parametrize("format", ["openai", "openenv"])
-def test_generate_writes_the_format_and_goes_on_where_it_was_stopped(tmp_path: Path, format: str) -> None:
-    letters = Path(__file__).parent.parent / "letters"
-    project = tmp_path / "letters"
-    shutil.copytree(letters, project)
-    output = tmp_path / "t.jsonl"
-    words = ["generate", str(project / "config.yaml"), "-o", str(output), "--format", format]
+def test_generate_writes_the_format_and_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    """Killed after half of its attempts, it plays the others; the file has all of them, with their tokens."""
+    shutil.copytree(Path(__file__).parent.parent / "letters", project := tmp_path / "letters")
+    words = ["generate", str(project / "config.yaml"), "-o", str(tmp_path / "t.jsonl"), "--format", "openenv"]
     assert art(words) == 0
-    own = list(read_lines(tmp_path / "t.art.jsonl", Trajectory))
-    write_lines(tmp_path / "t.art.jsonl", own[: len(own) // 2])
+    first = list(read_lines(tmp_path / "t.art.jsonl", Trajectory))
+    write_lines(tmp_path / "t.art.jsonl", first[: len(first) // 2])
     assert art(words) == 0
-    _, found = imported(tmp_path, output)
-    assert {(t.group_id, t.index) for t in found} == {(t.group_id, t.index) for t in own} and len(found) == len(own)
-    assert all(bool(t.turns) == (format == "openenv") for t in found)
+    own = {t.id: t for t in read_lines(tmp_path / "t.art.jsonl", Trajectory)}
+    _, found = imported(tmp_path, tmp_path / "t.jsonl")
+    assert len(found) == len(own) == len(first) and all(t.turns == own[t.id].turns for t in found)
+    assert all(t.messages == own[t.id].messages and t.reward == own[t.id].returned_reward for t in found)
 
 
 # --- hostile ----------------------------------------------------------------------------------------------------------
@@ -371,6 +381,10 @@ HOSTILE: dict[str, bytes] = {
         {"messages": [{"role": "assistant", "content": ["attachment://a"] * 90}], "epoch": 1, "target": "", "id": 1,
          "attachments": {"a": "x" * 2**20}}
     ).encode() + b"\n",
+    "a trajectory of ours": msgspec.json.encode(
+        Trajectory(id="a", group_id="g", group_size=1, index=0, messages=GOOD["messages"])
+    )
+    + b"\n",
     "an observation without output": b'{"type": "GENERATION", "traceId": "t", "input": "x"}\n',
 }  # fmt: skip
 
@@ -399,7 +413,7 @@ values = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.dictionaries(st.sampled_from(["messages", "request", "response", "turns", "nodes", "task", "rewards", "epoch",
        "target", "traceId", "type", "id", "observations", "name", "metadata", "input", "output"]), values, max_size=8),
        st.sampled_from([None, *READ]))  # fmt: skip
@@ -415,7 +429,7 @@ def test_any_json_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, r
         list(TrajectoryFile(directory / "imported.jsonl"))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["openenv.jsonl", "verifiers.jsonl", "langfuse.jsonl", "inspect.eval"]), st.data())
 def test_a_damaged_file_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject

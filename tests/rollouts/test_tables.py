@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -143,6 +143,7 @@ def test_a_dataset_of_the_hub_comes_from_the_cache_without_network(
 # --- ids --------------------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=2, max_size=8, unique=True), st.randoms())
 def test_a_derived_id_depends_on_its_row_alone(
     tmp_path_factory: pytest.TempPathFactory, prompts: list[str], order: random.Random
@@ -190,14 +191,15 @@ WRONG_CSV = {
     "an empty id": (b"prompt,id\n1,\n", "t.csv:2: \"id\" is a string or a whole number, not ''"),
     "a name twice": (b"prompt,prompt\n1,2\n", "two columns are called 'prompt'"),
     "a nameless column": (b",prompt\n0,2\n", "column 1 has no name (pandas writes its index so)"),
-    "a huge cell": (b"prompt\n" + b"x" * (17 * 2**20), "more than 16 Mi characters"),
-    "a huge cell of many lines": (b'prompt\n"' + b"x\n" * (9 * 2**20), "field larger than field limit"),
+    "a huge cell": (b"prompt\n" + b"x" * 2**21, "more than 1 Mi characters"),
+    "a huge cell of many lines": (b'prompt\n"' + b"x\n" * 2**20, "field larger than field limit"),
     "nothing but NUL": (b"\0" * 100, "no column"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG_CSV)
-def test_a_wrong_csv_is_one_line_with_its_place(tmp_path: Path, name: str) -> None:
+def test_a_wrong_csv_is_one_line_with_its_place(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("art_cli.rollouts.tables.csv_file.MAX_CELL", 2**20)
     data, message = WRONG_CSV[name]
     (tmp_path / "t.csv").write_bytes(data)
     columns = {} if "q" in data.decode("latin-1").partition("\n")[0] or "name" in name else {"question": "prompt"}
@@ -230,10 +232,10 @@ def test_a_damaged_parquet_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_parquet_that_unpacks_to_more_than_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """60 cells of 1 MiB take less than 2 in the file."""
-    write_parquet(tmp_path / "t.parquet", [{"id": n, "q": "x" * 2**20} for n in range(60)])
+    """60 cells of 256 KiB take less than 2 MiB in the file."""
+    write_parquet(tmp_path / "t.parquet", [{"id": n, "q": "x" * 2**18} for n in range(60)])
     assert (tmp_path / "t.parquet").stat().st_size < 2 * 2**20
-    monkeypatch.setattr("art_cli.rollouts.tables.columns.MAX_BYTES", 20 * 2**20)
+    monkeypatch.setattr("art_cli.rollouts.tables.columns.MAX_BYTES", 5 * 2**20)
     assert "larger than" in refused(tmp_path, "t.parquet")
 
 
@@ -320,6 +322,31 @@ def test_what_duckdb_holds_and_json_does_not(tmp_path: Path) -> None:
         assert what in refused(tmp_path, "t.duckdb", query=f"SELECT {value} AS v")
     nested = load(tmp_path, "t.duckdb", query="SELECT 'a' AS id, [{'n': 1.5::DOUBLE}] AS v")
     assert nested == [{"id": "a", "v": [{"n": 1.5}]}]
+
+
+def test_a_full_text_index_is_read(tmp_path: Path) -> None:
+    database = sqlite3.connect(tmp_path / "t.db")
+    database.execute("CREATE VIRTUAL TABLE mails USING fts5(body)")
+    database.executemany("INSERT INTO mails VALUES (?)", [("the invoice is late",), ("lunch",)])
+    database.commit()
+    database.close()
+    query = "SELECT rowid AS id, body FROM mails WHERE mails MATCH 'invoice' ORDER BY bm25(mails)"
+    assert load(tmp_path, "t.db", query=query) == [{"id": 1, "body": "the invoice is late"}]
+    assert "not one SELECT" in refused(tmp_path, "t.db", query="UPDATE sqlite_master SET sql = ''")
+    assert "not one SELECT" in refused(tmp_path, "t.db", query="DELETE FROM mails")
+
+
+def test_a_sqlite_file_in_wal_mode_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    """Nor is what another program has written to its log overlooked."""
+    database = sqlite3.connect(tmp_path / "t.db")
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute("CREATE TABLE tasks (id)")
+    database.execute("INSERT INTO tasks VALUES ('new')")
+    database.commit()
+    assert load(tmp_path, "t.db", query="SELECT id FROM tasks") == [{"id": "new"}]
+    database.close()
+    assert load(tmp_path, "t.db", query="SELECT id FROM tasks") == [{"id": "new"}]
+    assert os.listdir(tmp_path) == ["t.db"]
 
 
 def test_the_wrong_kind_of_source_is_named(tmp_path: Path) -> None:

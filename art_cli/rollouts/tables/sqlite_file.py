@@ -11,7 +11,8 @@ from art_cli.errors import DataError, printable
 from art_cli.rollouts.tables.columns import MAX_CELL, Columns, Row
 
 ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
-REFUSALS = ("not authorized", "authorization denied", "prohibited", "one statement")
+READ_BY_INDEXES = ("data_version", "page_size")  # what a full-text index asks for when it is opened
+REFUSALS = ("not authorized", "authorization denied", "prohibited", "one statement", "may not be modified", "readonly")
 INSTRUCTIONS = 10_000  # steps of SQLite's machine between two looks at the clock, well below a millisecond
 
 
@@ -37,7 +38,8 @@ def rows(path: Path, query: str, columns: Columns, timeout_s: float) -> Generato
 
 def _open(path: Path, deadline: float) -> sqlite3.Connection:
     wait_s = max(0.0, deadline - time.monotonic())
-    database = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro", uri=True, timeout=wait_s)
+    address = f"file:{quote(str(path.resolve()))}?{_options(path)}"
+    database = sqlite3.connect(address, uri=True, timeout=wait_s)
     try:
         database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4 * MAX_CELL)  # bytes; a character has up to four
         database.execute("PRAGMA trusted_schema = OFF")  # functions with effects are not run by views of the file
@@ -50,5 +52,17 @@ def _open(path: Path, deadline: float) -> sqlite3.Connection:
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+    """What a SELECT does, and what the opening of a full-text index in it does: it declares its columns so."""
     is_loading = action == sqlite3.SQLITE_FUNCTION and second in ("load_extension", "fts3_tokenizer")
-    return sqlite3.SQLITE_OK if action in ALLOWED and not is_loading else sqlite3.SQLITE_DENY
+    is_declaring = action == sqlite3.SQLITE_UPDATE and first == "sqlite_master"
+    is_asking = action == sqlite3.SQLITE_PRAGMA and first in READ_BY_INDEXES and second is None
+    is_allowed = action in ALLOWED and not is_loading
+    return sqlite3.SQLITE_OK if is_allowed or is_declaring or is_asking else sqlite3.SQLITE_DENY
+
+
+def _options(path: Path) -> str:
+    """Reading only. A file in WAL mode without a log is taken as it is, so that nothing is made beside it."""
+    with path.open("rb") as file:
+        is_wal = file.read(20)[18:] == b"\x02\x02"
+    has_log = path.with_name(f"{path.name}-wal").exists()
+    return "mode=ro&immutable=1" if is_wal and not has_log else "mode=ro"
