@@ -21,9 +21,10 @@ _ESCAPE = re.compile(
     r"""|&\#[xX]0{0,6}(?P<hash>[0-9a-fA-F]{2});?|&\#0{0,6}(?P<decimal>[0-9]{2,3});?|\\{1,8}(?P<char>[^\\])""",
     re.DOTALL,
 )
+_MARKS = ("%", "\\", "&")  # every escape begins with one
 _BASE64 = frozenset(string.ascii_letters + string.digits + "+/-_=")
 _URL_SAFE = str.maketrans("+/", "-_")
-MAX_ESCAPES = 50_000  # escapes that are undone in one text; the text behind them is cut off
+MAX_ESCAPES = 50_000  # escapes that are undone in one text, unless the caller says otherwise
 MAX_ROUNDS = 3  # times that escapes are undone, for example of a key in a URL in a JSON text in a JSON text
 MIN_LENGTH = 6  # characters; a shorter value is no key, and replacing it would garble texts
 
@@ -37,7 +38,9 @@ class Secrets:
     "&#115;k-a/b1", base64 of any text that holds it, and its hexadecimal digits.
     """
 
-    def __init__(self, values: Iterable[str]) -> None:
+    def __init__(self, values: Iterable[str], *, max_escapes: int = MAX_ESCAPES) -> None:
+        """`max_escapes`: a text is cut off behind as many escapes, because undoing them takes time."""
+        self._max_escapes = max_escapes
         values = {value for value in values if len(value) >= MIN_LENGTH}
         self._plain = sorted({value.lower() for value in values}, key=len, reverse=True)
         self._plain += sorted({value.encode().hex() for value in values})
@@ -46,12 +49,30 @@ class Secrets:
     def redact(self, text: str) -> str:
         """The text with every secret, and every user:password in a URL, replaced by ***."""
         if self._plain:
-            if too_many := next(itertools.islice(_ESCAPE.finditer(text), MAX_ESCAPES, None), None):
-                text = text[
-                    : too_many.start()
-                ]  # a text with more is no verdict and no error, and undoing them takes seconds
-            text = _mask(text, sorted(self._find(text)))
-        return _USERINFO.sub("***@", text)
+            text = self._shortened(text)
+            if self._occurs(text):
+                text = _mask(text, sorted(self._find(text)))
+        return _USERINFO.sub("***@", text) if "://" in text else text
+
+    def _shortened(self, text: str) -> str:
+        """The text up to where it has too many escapes, which no verdict and no error has."""
+        if sum(map(text.count, _MARKS)) <= self._max_escapes:
+            return text
+        too_many = next(itertools.islice(_ESCAPE.finditer(text), self._max_escapes, None), None)
+        return text if too_many is None else text[: too_many.start()]
+
+    def _occurs(self, text: str) -> bool:
+        """Whether `_find` finds anything. It is ten times as fast, as it notes no places."""
+        for _ in range(MAX_ROUNDS + 1):
+            lowered = _lower(text)
+            if any(value in lowered for value in self._plain) or any(form in text for form in self._encoded):
+                return True
+            if not any(mark in text for mark in _MARKS):
+                return False
+            text, num = _ESCAPE.subn(_character, text)
+            if not num:
+                return False
+        return False
 
     def _find(self, text: str) -> Iterator[Span]:
         """The spans of secrets in the text, as it is and with its escapes undone up to MAX_ROUNDS times."""

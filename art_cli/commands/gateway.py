@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PORT = 8000
+MAX_ESCAPES = 1_000_000  # in one message; a tool's result of 10 MB of JSON in JSON has as many
 
 
 def run(
@@ -97,7 +98,7 @@ def run(
 
         async def serve() -> "Totals":
             async with _started(*made) as engine:
-                known = Secrets([*keys, engine.endpoint.api_key])
+                known = Secrets([*keys, engine.endpoint.api_key], max_escapes=MAX_ESCAPES)
                 traits = engine_traits(loaded.engine, loaded.directory)
                 service = GatewayService(
                     engine,
