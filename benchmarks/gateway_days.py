@@ -53,7 +53,8 @@ PASSWORD = "hunter2-of-ann"
 SIMULATED_S = 24 * 3600.0
 IDLE_S, ROTATE_S = 2 * 3600.0, 3600.0  # simulated
 FAILURE, LEAVING, QUOTING = 0.05, 0.05, 0.05  # shares of calls that the endpoint fails, clients leave, that quote keys
-TIMEOUT_S = 1.0  # of the endpoint
+TIMEOUT_S = 5.0  # of the endpoint; long, because one process plays the endpoint and all clients
+MAX_OPEN = 2000  # 10,000 conversations of up to an hour, each remembered for two more, are 1,000 at a time
 START_TIMEOUT_S = 60.0
 GIVE_UP_S = 60.0
 ATTEMPTS = 4  # conversations that attempt one task
@@ -65,6 +66,7 @@ class Plan(NamedTuple):
     kills: int = 5
     seconds: float = 300.0  # in which a day is played
     idle_s: float | None = None  # None: two simulated hours
+    timeout_s: float = TIMEOUT_S
 
 
 @dataclass
@@ -76,6 +78,7 @@ class Day:
     counts: Counter[str] = field(default_factory=Counter)
     resident: list[tuple[float, float]] = field(default_factory=list)  # (second, MB of the gateway)
     leaks: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)  # what is wrong, one line each
 
 
 # --- the endpoint -----------------------------------------------------------------------------------------------------
@@ -92,8 +95,8 @@ def render(messages: Iterable[Json]) -> str:
 class Endpoint:
     """OpenAI's chat completions with token ids, a token per letter. A share of the calls fails in one of five ways."""
 
-    def __init__(self, day: Day, seed: int) -> None:
-        self._day, self._random = day, random.Random(seed)
+    def __init__(self, day: Day, seed: int, timeout_s: float) -> None:
+        self._day, self._random, self._timeout_s = day, random.Random(seed), timeout_s
         self.app = Starlette(routes=[Route("/v1/chat/completions", self._answer, methods=["POST"])])
 
     async def _answer(self, http: Request) -> Response:
@@ -105,7 +108,7 @@ class Endpoint:
         if failure == "refuses":
             return JSONResponse({"error": {"message": f"overloaded; your key {UPSTREAM_KEY}"}}, 500)
         if failure == "hangs":
-            await asyncio.sleep(TIMEOUT_S * 1.5)
+            await asyncio.sleep(self._timeout_s * 1.5)
         if failure == "garbage":
             return Response("<html>\x00 oops", media_type="text/event-stream" if body.get("stream") else "text/html")
         name = f"reply-{self._random.getrandbits(64):016x}"
@@ -252,11 +255,12 @@ class Process:
 
     def __init__(self, place: Path, upstream: str, plan: Plan, day: Day) -> None:
         scale = plan.seconds / SIMULATED_S
-        engine = {"name": "openai", "url": f"{upstream}/v1", "model": "m", "timeout_s": TIMEOUT_S}
+        engine = {"name": "openai", "url": f"{upstream}/v1", "model": "m", "timeout_s": plan.timeout_s}
         gateway = {
             "directory": "out",
             "idle_s": plan.idle_s or IDLE_S * scale,
             "rotate_s": ROTATE_S * scale,
+            "max_open": MAX_OPEN,
             "redact": {"keys": ["password"]},
         }
         self._config, self.out, self._day = place / "gateway.yaml", place / "out", day
@@ -317,7 +321,7 @@ def _free_port() -> int:
 async def play(plan: Plan, place: Path) -> tuple[Day, Json]:
     """Plays the day. Returns what the clients know, and what the gateway said at its end."""
     day = Day()
-    endpoint = Endpoint(day, seed=0)
+    endpoint = Endpoint(day, seed=0, timeout_s=plan.timeout_s)
     async with serve(endpoint.app) as upstream, _session() as session:
         gateway = Process(place, upstream, plan, day)
         await gateway.start()
@@ -399,6 +403,9 @@ def examine(day: Day, out: Path) -> tuple[Findings, Counter[str]]:
             counts["of them with a branch"] += bool(trajectory.branches)
     doubled = sum(len(found) > 1 for found in [*holders.values(), *owners.values()])
     doubled += sum(number > 1 for number in sampled.values())
+    day.notes += [f"{name}: in {sorted(found)}" for name, found in holders.items() if len(found) > 1]
+    day.notes += [f"conversation {name}: in {sorted(found)}" for name, found in owners.items() if len(found) > 1]
+    day.notes += [f"{name}: sampled in {number} turns" for name, number in sampled.items() if number > 1]
     lost = len(day.replies.keys() - holders.keys())
     return Findings(lost, doubled, mixed, inexact, incomplete, len(day.leaks)), counts
 
@@ -424,7 +431,12 @@ def main() -> None:
         findings, counts = examine(day, Path(place) / "out")
     print("played: ", ", ".join(f"{name} {num}" for name, num in sorted(day.counts.items()) if name))
     print("written:", ", ".join(f"{name} {num}" for name, num in counts.items()))
-    print("wrong:  ", ", ".join(f"{name} {num}" for name, num in findings._asdict().items()), *sorted(day.leaks)[:3])
+    print(
+        "wrong:  ",
+        ", ".join(f"{name} {num}" for name, num in findings._asdict().items()),
+        *sorted(day.leaks)[:3],
+        *day.notes[:5],
+    )
     step = max(1, len(day.resident) // 20)
     print("resident MB at second:", "  ".join(f"{at:.0f}: {mb:.0f}" for at, mb in day.resident[::step]))
     print("the gateway's last line:", json.dumps(totals))

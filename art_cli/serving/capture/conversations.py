@@ -79,7 +79,8 @@ class Conversations:
         self._named: dict[tuple[str, str], Conversation] = {}
         self._index: dict[bytes, list[Conversation]] = {}  # digest of messages up to a reply -> those that have it
         self._retries: dict[str, Retries] = {}  # client -> its latest calls
-        self._attempted: WeakKeyDictionary[Attempted, Conversation] = WeakKeyDictionary()
+        self._attempted: WeakKeyDictionary[Attempted, str] = WeakKeyDictionary()  # -> id of the conversation
+        self._is_text_only_told = False
 
     @contextlib.contextmanager
     def calling(self, client: str, request: Request, redacted: list[Json] | None) -> Iterator[Conversation]:
@@ -92,7 +93,7 @@ class Conversations:
         replaced = retries.replaced(request)
         conversation = self._find(client, shown, replaced) or self._begin(client, shown)
         attempted = retries.add(request)
-        self._attempted[attempted] = conversation
+        self._attempted[attempted] = conversation.about.id
         conversation.num_in_flight += 1
         self.open.move_to_end(conversation.about.id)
         try:
@@ -126,7 +127,7 @@ class Conversations:
         if request.conversation is not None:
             return self._named.get((client, self._redactor.text(request.conversation)))
         is_lost = replaced is not None and replaced.state == "lost"  # an answered one may be another attempt's
-        before = self._attempted.get(replaced) if replaced is not None and is_lost else None
+        before = self.open.get(self._attempted.get(replaced, "")) if replaced is not None and is_lost else None
         if before is not None and before.is_attached:
             return before
         if request.messages is None:
@@ -190,6 +191,11 @@ class Conversations:
         """Notes that a call has ended, and makes room."""
         recorder = conversation.recorder
         conversation.last_at = self._clock()
+        if recorder.has_foreign_replies and not self._is_text_only_told:
+            self._is_text_only_told = True
+            log.warning(
+                "the endpoint reports no token ids: its calls are text only, for art judge and not for art step"
+            )
         self.open.move_to_end(conversation.about.id)
         self._count(conversation)
         is_empty = recorder.num_entries == 0

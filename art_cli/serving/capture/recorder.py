@@ -37,6 +37,7 @@ class JournaledRecorder(Recorder):
         self.about = about
         self.num_bytes = 0  # estimate of the memory that it takes
         self.num_text_only = 0  # calls that are recorded without token ids
+        self.has_foreign_replies = False  # the endpoint reported none
         self.on_call: Callable[[Request, Recorded], None] | None = None  # told of each call that is taken, redacted
         self._redactor = redactor
         self._write = write
@@ -55,6 +56,7 @@ class JournaledRecorder(Recorder):
 
     def record(self, request: Request, reply: Reply) -> Recorded:
         """Raises ChatError 503: the call cannot be written."""
+        self.has_foreign_replies |= not reply.prompt_ids
         request, reply = self._redacted(request, reply)
         call = call_of(
             request, reply, last=self._last(), sequence=self._sequence(), seen=self.tools, is_left=self._is_leaving
