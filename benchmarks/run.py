@@ -1,6 +1,6 @@
 """Every speed that is claimed, measured in one go: writes benchmarks/RESULTS.md.
 
-    make bench                                   # all of it, 20 to 25 minutes on two cores
+    make bench                                   # all of it, 25 to 30 minutes on two cores
     python -m benchmarks.run --only gateway      # a part; its section alone is written anew
 
 Each part is a command of its own, run one after the other in a fresh process; what it prints is its section. A part
@@ -40,6 +40,7 @@ PARTS = {
     "sampling": Part("Sampling against transformers", ("benchmarks.sampling",)),
     "loop": Part("The whole loop against TRL", ("benchmarks.loop",)),
     "gateway": Part("The capturing gateway", ("benchmarks.gateway",)),
+    "gateway_days": Part("A day of the gateway alone", ("benchmarks.gateway_days",)),
     "utilisation": Part("Share of the machine", ("benchmarks.utilisation",)),
     "scaling": Part(
         "How a step grows",

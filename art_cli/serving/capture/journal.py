@@ -152,7 +152,7 @@ class Journal:
         """Raises ChatError 503: the disk is all but full, so that an answer might not be recorded."""
         free = shutil.disk_usage(self.directory).free
         if free < MIN_FREE:
-            raise _unwritable(f"{free >> 20} MB are free")
+            raise _unwritable(f"only {free >> 20} MB are free on its disk")
 
     def append(self, entry: Entry) -> int:
         """The length of the line, which the system has when this returns. Raises ChatError 503: it does not take it."""
