@@ -15,6 +15,7 @@ from art_cli.trajectory import Json, ScoredTrajectory, Trajectory, score_traject
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 MAX_TOKEN_ID = 2**31 - 1
+MAX_ID = 1000  # characters of the id of an attempt or of a scenario
 
 
 class Tokens(NamedTuple):
@@ -75,6 +76,8 @@ class Attempt:
         recorder = self._messages
         if not recorder.messages and not self._tokens.turns:
             raise ValueError("no model call with messages or tokens in it")
+        if max(len(self.scenario or ""), len(self.id or "")) > MAX_ID:
+            raise ValueError(f"an id of more than {MAX_ID} characters")
         scenario = self.scenario or first_question(recorder.messages, [t.prompt_ids for t in self._tokens.turns[:1]])
         trajectory = Trajectory(
             id=self.id or "",

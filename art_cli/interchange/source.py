@@ -5,6 +5,7 @@ A record that cannot be read is yielded as its reason, and the others are read.
 
 import importlib
 import io
+import os
 import struct
 import zipfile
 import zlib
@@ -25,6 +26,7 @@ MAX_ENTRIES = 1_000_000  # of an archive
 MAX_ARCHIVE_BYTES = 64 * 2**30  # of all its entries unpacked
 CHUNK = 2**20
 ZSTANDARD = 93  # method of zip that Python reads from 3.14 on
+METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, ZSTANDARD}  # others reserve what memory the archive asks for
 LISTS = ("data", "samples", "traces", "observations")  # keys under which a whole file has its records
 _ANY = msgspec.json.Decoder()
 
@@ -40,7 +42,7 @@ class Found(NamedTuple):
 def records(path: Path) -> Iterator[Found]:
     """The records of a file. Raises DataError: there is no such file, or none of its content can be read."""
     if not path.is_file():
-        raise DataError("no such file", path)
+        raise DataError("not a file" if os.path.lexists(path) else "no such file", path)
     with path.open("rb") as file:
         start = file.read(4)
     if start == b"PK\x03\x04":
@@ -161,6 +163,8 @@ def _of_archive(path: Path) -> Iterator[Found]:
 
 def _unpacked(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, file: IO[bytes], limit: int) -> bytes | None:
     """The content of an entry. None: it is larger than `limit`, whatever the archive says of its size."""
+    if entry.compress_type not in METHODS:
+        raise ValueError(f"packed by method {entry.compress_type} of zip, which inspect does not use")
     if entry.compress_type != ZSTANDARD or hasattr(zipfile, "ZIP_ZSTANDARD"):
         with archive.open(entry) as stream:
             text = stream.read(limit + 1)

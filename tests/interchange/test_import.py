@@ -367,6 +367,7 @@ HOSTILE: dict[str, bytes] = {
     "tokens and logprobs that misfit": json.dumps(
         {"turns": [{"prompt_token_ids": [1], "completion_token_ids": [2], "loss_mask": [0, 1], "per_token_logps": []}]}
     ).encode() + b"\n",
+    "an id without end": json.dumps({**GOOD, "group_id": "x" * 2000}).encode() + b"\n",
     "a negative token": json.dumps(call([ASKED], GOOD["messages"][1], ids=([1], [-2]))).encode() + b"\n",
     "an OpenEnv mask that misfits": b'{"turns": [{"prompt_token_ids": [1], '
     b'"completion_token_ids": [2], "loss_mask": [0]}]}\n',
@@ -453,7 +454,7 @@ def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pyt
     assert done.unread.counts == {"a line of more than 0 MiB": 2}
 
 
-@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED])
 def test_a_zip_bomb_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: int) -> None:
     """An entry that unpacks to a thousand times its size, whatever size the archive names."""
     sample = {"id": "a", "epoch": 1, "target": "x", "messages": [ASKED, GOOD["messages"][1]], "scores": {"m": "C"}}
@@ -464,8 +465,22 @@ def test_a_zip_bomb_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         archive.writestr("header.json", "{}")
     monkeypatch.setattr("art_cli.interchange.source.MAX_LINE_BYTES", 2**20)
     done, found = imported(tmp_path, tmp_path / "l.eval")
-    assert [(t.group_id, t.reward) for t in found] == [("a", None)] or [t.reward for t in found] == [1.0]
+    assert [(t.group_id, t.reward) for t in found] == [("a", 1.0)]
     assert done.unread.counts.total() == 2 and "it unpacks to more than 1 MiB" in str(done.unread)
+
+
+def test_entries_of_other_methods_and_bombs_of_zstandard_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LZMA's decoder reserves the memory that an entry names. The entries of inspect.eval unpack to 9 kB and more."""
+    pytest.importorskip("pyarrow")
+    with zipfile.ZipFile(tmp_path / "l.eval", "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("samples/a.json", "{}")
+    with pytest.raises(DataError, match="packed by method 14 of zip"):
+        imported(tmp_path, tmp_path / "l.eval")
+    monkeypatch.setattr("art_cli.interchange.source.MAX_LINE_BYTES", 8000)
+    with pytest.raises(DataError, match="none of 4 records could be read: 4 it unpacks to more"):
+        imported(tmp_path, FIXTURES / "inspect.eval")
 
 
 def test_files_that_hold_nothing_are_refused_in_one_line(tmp_path: Path) -> None:
