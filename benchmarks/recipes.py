@@ -8,15 +8,16 @@
 
 For each run: the mean of one metric over the fixed evaluation scenarios (the recipe's own rate, else the reward) at the
 start, at the best checkpoint (that with the highest reward) and at the last one; the rise from the start to the last,
-and how far the last is below the best, both over the same scenarios; the seconds of the whole `art train` and its
-parts. Intervals are of 95 %. With `--afresh` both checkpoints are also loaded and evaluated again by `art eval`.
-The exit code is 1 if a seed did not rise beyond its interval, or with `--judge` if the two ways to be rewarded end more
-than 0.05 apart.
+and how far the last is below the best, both over the same scenarios; the seconds of the whole `art train`, of its
+parts, and of processors, which a busy machine does not change much. Intervals are of 95 %. With `--afresh` both
+checkpoints are also loaded and evaluated again by `art eval`. The exit code is 1 if a seed did not rise beyond its
+interval, or with `--judge` if the two ways to be rewarded end more than 0.05 apart.
 """
 
 import argparse
 import contextlib
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -41,7 +42,8 @@ RULES = {
 LIMIT = 0.05  # largest difference between the ends with and without the judge
 HEAD = (
     "seed  reward   num   start                 best (step)                  last (step)                  "
-    "rise                    last - best             seconds (sampling, training, judging)  groups owed  gap"
+    "rise                    last - best             "
+    "seconds (sampling, training, judging; processors)  groups owed  gap"
 )
 
 
@@ -49,9 +51,9 @@ def measure(recipe: str, metric: str, seed: int, reward: str, runs: Path, settin
     """Trains one seed in a process of its own and reads what it left. `reward` names the run."""
     config = ROOT / "recipes" / recipe / "config.yaml"
     given = [f"train.seed={seed}", f"name={reward}-{seed}", f"runs={runs}", *settings]
-    begin = time.perf_counter()
+    begin, used = time.perf_counter(), _processor_seconds()
     subprocess.run([*ART, "train", str(config), *given], check=True, stdout=subprocess.DEVNULL)
-    seconds = time.perf_counter() - begin
+    seconds, used = time.perf_counter() - begin, _processor_seconds() - used
     run = RunDir(runs / f"{reward}-{seed}")
     values = {step: _values(run, step, metric) for step in sorted(run.evaluations())}
     first, best, last = min(values), wanted_steps(run, "best")[0], max(values)
@@ -64,11 +66,18 @@ def measure(recipe: str, metric: str, seed: int, reward: str, runs: Path, settin
         "rise": paired_difference(values[last], values[first]),
         "below": paired_difference(values[last], values[best]),
         "seconds": seconds,
+        "used": used,
         "parts": [sum(line[part] for line in train) for part in ("sample_s", "train_s", "judge_s")],
         "owed": sum(line.get("num_unscored", 0.0) for line in train),
         "gap": max(line.get("logprob_gap", 0.0) for line in train),
         "again": [str(config), *given, *(str(run.checkpoint_path(step)) for step in (best, last))],
     }
+
+
+def _processor_seconds() -> float:
+    """Used by all processes that this one has started and that have ended, theirs included."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _values(run: RunDir, step: int, metric: str) -> dict[str, float]:
@@ -107,11 +116,11 @@ def line(row: dict[str, Any]) -> str:
         return f"{_interval(values[step])} ({step:3d})"
 
     sampling, training, judging = row["parts"]
-    seconds = f"{row['seconds']:.1f} ({sampling:.1f}, {training:.1f}, {judging:.1f})"
+    seconds = f"{row['seconds']:.0f} ({sampling:.0f}, {training:.0f}, {judging:.0f}; {row['used']:.0f})"
     return (
         f"{row['seed']:4d}  {row['reward']:7s}  {values[0].num:4d}  {_interval(values[min(values)])}  "
         f"{at(row['best'])}  {at(max(values))}  {_interval(row['rise'], '+')}  {_interval(row['below'], '+')}  "
-        f"{seconds:37s}  {row['owed']:11.0f}  {row['gap']:.1e}"
+        f"{seconds:49s}  {row['owed']:11.0f}  {row['gap']:.1e}"
     )
 
 
