@@ -12,7 +12,7 @@ def train() -> Iterator[dict[str, Any]]:
 
 
 def evaluation() -> Iterator[dict[str, Any]]:
-    return _games("eval", 400, target=16, moves=12)
+    return _games("eval", 200, target=16, moves=12)
 
 
 def train_long() -> Iterator[dict[str, Any]]:

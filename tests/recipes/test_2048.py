@@ -111,7 +111,7 @@ def test_demonstrations_are_legal_and_no_move_is_preferred() -> None:
 def test_evaluation_games_are_fixed_and_none_is_trained_on() -> None:
     held_out, trained = list(scenarios.evaluation()), list(scenarios.train())
     assert held_out == list(scenarios.evaluation())
-    assert len({scenario["seed"] for scenario in held_out}) == 400
+    assert len({scenario["seed"] for scenario in held_out}) == 200
     assert not {scenario["seed"] for scenario in held_out} & {scenario["seed"] for scenario in trained}
 
 
