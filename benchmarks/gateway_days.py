@@ -2,10 +2,10 @@
 
     python -m benchmarks.gateway_days [--conversations 10000] [--kills 5] [--seconds 300]
 
-24 hours are played in `--seconds`: an idle conversation is over after two of these hours, and files are rotated every
-hour. Clients speak all protocols with five keys, think between their calls, quote keys and passwords, hang up in the
-middle of a reply, and send a call again when it failed, with the header of an SDK. The endpoint refuses, hangs, breaks
-off streams and answers garbage. At the end what every client was told is held against the files:
+24 hours are played in `--seconds`: an idle conversation is over after two of these hours (or a minute), and files are
+rotated every hour. Clients speak all protocols with five keys, think between their calls, quote keys and passwords,
+hang up in the middle of a reply, and send a failed call again with the header of an SDK. The endpoint refuses, hangs,
+breaks off streams and answers garbage. At the end what every client was told is held against the files:
 
     lost       a reply that a client got whole and that no trajectory has
     doubled    a reply or a conversation that two trajectories have, or a reply that was sampled in two turns
@@ -54,7 +54,8 @@ SIMULATED_S = 24 * 3600.0
 IDLE_S, ROTATE_S = 2 * 3600.0, 3600.0  # simulated
 FAILURE, LEAVING, QUOTING = 0.05, 0.05, 0.05  # shares of calls that the endpoint fails, clients leave, that quote keys
 TIMEOUT_S = 5.0  # of the endpoint; long, because one process plays the endpoint and all clients
-MAX_OPEN = 2000  # 10,000 conversations of up to an hour, each remembered for two more, are 1,000 at a time
+MAX_OPEN = 10_000  # so that only idle time ends a conversation, which can be told from the files
+SHORTEST_IDLE_S = 60.0  # of real time, because a start of the gateway takes some of it
 START_TIMEOUT_S = 60.0
 GIVE_UP_S = 60.0
 ATTEMPTS = 4  # conversations that attempt one task
@@ -65,8 +66,12 @@ class Plan(NamedTuple):
     conversations: int = 10_000
     kills: int = 5
     seconds: float = 300.0  # in which a day is played
-    idle_s: float | None = None  # None: two simulated hours
     timeout_s: float = TIMEOUT_S
+
+    @property
+    def idle_s(self) -> float:
+        """Real seconds: two simulated hours, but long enough for a start of the gateway."""
+        return max(SHORTEST_IDLE_S, IDLE_S * self.seconds / SIMULATED_S)
 
 
 @dataclass
@@ -258,7 +263,7 @@ class Process:
         engine = {"name": "openai", "url": f"{upstream}/v1", "model": "m", "timeout_s": plan.timeout_s}
         gateway = {
             "directory": "out",
-            "idle_s": plan.idle_s or IDLE_S * scale,
+            "idle_s": plan.idle_s,
             "rotate_s": ROTATE_S * scale,
             "max_open": MAX_OPEN,
             "redact": {"keys": ["password"]},
@@ -375,18 +380,24 @@ class Findings(NamedTuple):
     leaked: int
 
 
-def examine(day: Day, out: Path) -> tuple[Findings, Counter[str]]:
-    """Holds the files against what the clients were told. Returns what is wrong, and counts of what there is."""
+def examine(day: Day, out: Path, plan: Plan) -> tuple[Findings, Counter[str]]:
+    """Holds the files against what the clients were told. Returns what is wrong, and counts of what there is.
+
+    A client that was idle for so long that its conversation was over goes on in another trajectory, whose first prompt
+    holds the first one. That is no fault, and counted as split.
+    """
     holders: dict[str, set[str]] = {}  # reply -> trajectories
     owners: dict[int, set[str]] = {}  # conversation of a client -> trajectories
     sampled: Counter[str] = Counter()  # reply -> turns
     counts: Counter[str] = Counter()
+    spans: dict[str, tuple[float, float]] = {}  # trajectory -> first and last call
     mixed = inexact = incomplete = 0
     for path in sorted(out.glob("trajectories-*.jsonl")):
         counts["files"] += 1
         incomplete += sum(not group.is_complete for group in TrajectoryFile(path))
         for trajectory in read_lines(path, Trajectory):
             replies = {name for messages in _conversations(trajectory) for name in _replies(messages)}
+            spans[trajectory.id] = trajectory.started_at, trajectory.started_at + trajectory.duration_s
             for name in replies:
                 holders.setdefault(name, set()).add(trajectory.id)
             mine = {day.replies[name] for name in replies if name in day.replies}
@@ -401,13 +412,21 @@ def examine(day: Day, out: Path) -> tuple[Findings, Counter[str]]:
             counts["trajectories"] += 1
             counts["of them text only"] += trajectory.metadata["text_only_calls"] > 0
             counts["of them with a branch"] += bool(trajectory.branches)
-    doubled = sum(len(found) > 1 for found in [*holders.values(), *owners.values()])
-    doubled += sum(number > 1 for number in sampled.values())
-    day.notes += [f"{name}: in {sorted(found)}" for name, found in holders.items() if len(found) > 1]
-    day.notes += [f"conversation {name}: in {sorted(found)}" for name, found in owners.items() if len(found) > 1]
+    for name, found in [*holders.items(), *owners.items()]:
+        if len(found) > 1 and _is_split([spans[each] for each in found], plan.idle_s):
+            counts["replies and conversations split by idle time"] += 1
+        elif len(found) > 1:
+            day.notes.append(f"{name}: in {sorted(found)}")
     day.notes += [f"{name}: sampled in {number} turns" for name, number in sampled.items() if number > 1]
+    doubled = len(day.notes)
     lost = len(day.replies.keys() - holders.keys())
     return Findings(lost, doubled, mixed, inexact, incomplete, len(day.leaks)), counts
+
+
+def _is_split(spans: list[tuple[float, float]], idle_s: float) -> bool:
+    """Whether each of these trajectories begins only after the one before was idle for as long."""
+    ordered = sorted(spans)
+    return all(later[0] - earlier[1] >= idle_s for earlier, later in zip(ordered[:-1], ordered[1:], strict=True))
 
 
 def _conversations(trajectory: Trajectory) -> list[list[Json]]:
@@ -428,7 +447,7 @@ def main() -> None:
     plan = Plan(options.conversations, options.kills, options.seconds)
     with tempfile.TemporaryDirectory(prefix="gateway-days-") as place:
         day, totals = asyncio.run(play(plan, Path(place)))
-        findings, counts = examine(day, Path(place) / "out")
+        findings, counts = examine(day, Path(place) / "out", plan)
     print("played: ", ", ".join(f"{name} {num}" for name, num in sorted(day.counts.items()) if name))
     print("written:", ", ".join(f"{name} {num}" for name, num in counts.items()))
     print(

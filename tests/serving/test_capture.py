@@ -298,8 +298,9 @@ def _break_off(patched: pytest.MonkeyPatch, moment: str) -> None:
 
 
 async def test_a_day_of_clients_that_leave_an_endpoint_that_fails_and_two_kills(tmp_path: Path) -> None:
-    day, totals = await play(Plan(conversations=150, kills=2, seconds=4, idle_s=60, timeout_s=1), tmp_path)
-    findings, counts = examine(day, tmp_path / "out")
+    plan = Plan(conversations=150, kills=2, seconds=4, timeout_s=1)
+    day, totals = await play(plan, tmp_path)
+    findings, counts = examine(day, tmp_path / "out", plan)
     assert not any(findings), (findings, day.leaks, day.notes)
     assert day.counts["kills"] == 2 and day.counts["clients gave up"] == 0
     assert counts["trajectories"] >= len(set(day.replies.values())) > 100
