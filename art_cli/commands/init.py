@@ -38,7 +38,9 @@ def run(
     recipe: Annotated[
         str | None,
         typer.Option(
-            "--recipe", metavar="NAME", help="Which one: tictactoe, 2048, codenames, email-search, temporal-clue."
+            "--recipe",
+            metavar="NAME",
+            help="Which one: tictactoe, 2048, codenames, email-search, temporal-clue, mcp-tools.",
         ),
     ] = None,
     environment: Annotated[

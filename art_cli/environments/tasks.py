@@ -19,6 +19,8 @@ DIFFICULTIES = range(1, 6)
 BATCH = 10  # tasks of one call; more are often cut off, or repeat each other
 MAX_TASK = 4000  # characters of a task
 MAX_SHOWN = 40  # tasks that are shown as those that are there already
+MAX_SHOWN_TASK = 400  # characters of each
+MAX_TOOLS = 60_000  # characters of all tools as JSON from which a call shows only those that it is about
 SAME = 0.8  # share of their words that two tasks have in common (Jaccard) from which they are the same
 
 SYSTEM = """\
@@ -95,7 +97,7 @@ class Tasks:
         """Tasks that the model is not to repeat: the newest ones of the same tools first."""
         wanted = {place.tool for place in places}
         newest = sorted(reversed(self.found), key=lambda task: wanted.isdisjoint(_names(task)))
-        return [str(task["task"]) for task in newest[:MAX_SHOWN]]
+        return [str(task["task"])[:MAX_SHOWN_TASK] for task in newest[:MAX_SHOWN]]
 
 
 def _names(task: Json) -> set[str]:
@@ -104,12 +106,21 @@ def _names(task: Json) -> set[str]:
 
 def questions(tools: Sequence[Json], places: Sequence[Place], there_are: Sequence[str]) -> list[Json]:
     """The messages that ask for one task for each place. `tools` as OpenAI's functions."""
-    shown = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    shown = _show(tools, {place.tool for place in places})
     wanted = "\n".join(f"- difficulty {place.difficulty}, with the tool {place.tool}" for place in places)
     before = "".join(f"- {json.dumps(task, ensure_ascii=False)}\n" for task in there_are)
     tail = f"\n\nThese are there already; write others:\n{before}" if before else ""
     ask = f"Write {len(places)} tasks, each with the tool named and others where they are needed:\n{wanted}{tail}"
     return [{"role": "system", "content": SYSTEM + shown}, {"role": "user", "content": ask}]
+
+
+def _show(tools: Sequence[Json], wanted: set[str]) -> str:
+    """The tools as JSON, a line each; of too many only those that are wanted, and the names of the others."""
+    lines = {tool["function"]["name"]: json.dumps(tool["function"], ensure_ascii=False) for tool in tools}
+    if sum(map(len, lines.values())) <= MAX_TOOLS:
+        return "\n".join(lines.values())
+    others = ", ".join(sorted(lines.keys() - wanted))
+    return "\n".join(line[:MAX_TOOLS] for name, line in lines.items() if name in wanted) + f"\nand also: {others}"
 
 
 def schema(tools: Sequence[str]) -> Json:

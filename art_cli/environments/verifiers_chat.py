@@ -48,8 +48,9 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]  # verifiers is
             messages += [message_to_wire(message) for message in prompt or []]
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack:
+            http = openai.DefaultAsyncHttpxClient(timeout=None, verify=endpoint.startswith("https:"))
             client = await stack.enter_async_context(
-                openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None)
+                openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None, http_client=http)
             )
             tools, places, connections = await connect_mcp({"mcpServers": servers}, stack)
             try:

@@ -80,6 +80,18 @@ def test_tasks_are_spread_and_the_file_trains_as_it_is(tmp_path: Path, capsys: p
     assert len(training_scenarios(load_config(config).config, tmp_path)) == 40
 
 
+def test_a_configuration_gives_the_model_and_the_settings_of_the_environment(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    with chatting(ChatServer(Writer())) as server:
+        rollout = json.dumps({"environment": {"name": SERVER, "args": {"tools": ["add"]}}, "scenarios": "tasks.jsonl"})
+        judge = json.dumps({"name": "ruler", "model": "m", "api_base": server.api_base})
+        config.write_text(f'model: {{base: "builtin:tiny"}}\nrollout: {rollout}\njudge: {judge}\n')
+        output = str(tmp_path / "tasks.jsonl")
+        assert cli.run(["scenarios", "mcp", PLACE, "-o", output, "--num", "5", "--config", str(config)]) == 0
+    assert [task["tools"] for task in read(tmp_path / "tasks.jsonl")] == [["add"]] * 5
+    assert server.asked[0]["model"] == "m"
+
+
 def test_malformed_repeated_and_refused_answers_cost_calls_and_never_get_in(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
