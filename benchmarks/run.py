@@ -41,6 +41,7 @@ PARTS = {
     "loop": Part("The whole loop against TRL", ("benchmarks.loop",)),
     "gateway": Part("The capturing gateway", ("benchmarks.gateway",)),
     "gateway_days": Part("A day of the gateway alone", ("benchmarks.gateway_days",)),
+    "templates": Part("Which turns branch in each chat template", ("benchmarks.templates",)),
     "utilisation": Part("Share of the machine", ("benchmarks.utilisation",)),
     "scaling": Part(
         "How a step grows",

@@ -78,6 +78,26 @@ def test_arguments_written_as_json_stay_the_text_that_was_sampled(family: str) -
     assert call["arguments"] == '{ "to":"é4",  "n" : 7 }'
 
 
+@pytest.mark.parametrize(
+    ("text", "id"),
+    [
+        ('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "Ab3dEf6h9"}]', "Ab3dEf6h9"),
+        ("[TOOL_CALLS]f[CALL_ID]Ab3dEf6h9[ARGS]{}", "Ab3dEf6h9"),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "no id"}]', None),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": 123456789}]', "123456789"),
+        ("[TOOL_CALLS]f[ARGS]{}", None),
+    ],
+)
+def test_a_call_of_mistral_has_the_id_that_was_sampled_or_one_that_its_templates_accept(
+    text: str, id: str | None
+) -> None:
+    parser = MessageParser(has_tools=True, has_thinking=False, syntax=MISTRAL)
+    parser.push(text)
+    parser.flush()
+    [call] = parser.calls
+    assert call["id"] == id or (id is None and len(call["id"]) == 9 and call["id"].isalnum())
+
+
 def test_several_calls_in_one_reply() -> None:
     one = '{"name": "move", "arguments": {}}'
     assert len(parse(f"[TOOL_CALLS][{one}, {one}]", [], syntax=MISTRAL)["tool_calls"]) == 2

@@ -167,7 +167,7 @@ LLAMA = ('{"name": "add", "parameters": {"b":  1.0, "a":2}}', '{"name": "add", "
     [
         ("qwen3", REPLIES, "<|im_end|>", []),
         ("qwen3", THOUGHTS, "<|im_end|>", [3]),  # thoughts go at the user's next question
-        ("qwen2_5", REPLIES, "<|im_end|>", [1, 2]),  # arguments are written anew
+        ("qwen2_5", REPLIES, "<|im_end|>", []),
         ("llama3_2", LLAMA, "<|eot_id|>", []),
     ],
     ids=["qwen3", "qwen3 thinks", "qwen2.5", "llama3.2"],

@@ -47,13 +47,18 @@ class TemplateBackend:
         ids: list[int] = self.vocabulary.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    async def reply(self, request: Request) -> Reply:
-        prompt, ids, text = self._ask(request)
+    def read(self, prompt: Prompt, text: str) -> Json:
+        """The assistant message in a whole text."""
         parser = prompt.parser()
         parser.push(text)
         parser.flush()
-        reason = "tool_calls" if parser.calls else "stop"
-        choice = Choice(index=0, message=parser.message, text=text, finish_reason=reason, **_sampled(ids))
+        return parser.message
+
+    async def reply(self, request: Request) -> Reply:
+        prompt, ids, text = self._ask(request)
+        message = self.read(prompt, text)
+        reason = "tool_calls" if message.get("tool_calls") else "stop"
+        choice = Choice(index=0, message=message, text=text, finish_reason=reason, **_sampled(ids))
         return Reply(
             id="chatcmpl-1",
             created=1,

@@ -70,9 +70,13 @@ def read_json_call(body: str, _: Schemas = {}) -> list[Json] | None:  # noqa: B0
 
 def read_json_calls(body: str, _: Schemas) -> list[Json] | None:
     """A list of objects with `name` and `arguments`, or one, or several joined by semicolons (Llama)."""
+    return _calls_in(body, _json_call)
+
+
+def _calls_in(body: str, read: Callable[[str], Json | None]) -> list[Json] | None:
     text = body.strip(SPACE)
     texts = _split(text, "[") if text.startswith("[") else _split_objects(text)
-    calls = [_json_call(one) for one in texts or ()]
+    calls = [read(one) for one in texts or ()]
     return [call for call in calls if call is not None] if calls and None not in calls else None
 
 
@@ -132,7 +136,8 @@ def _split_objects(text: str) -> list[str] | None:
 
 # --- the others -------------------------------------------------------------------------------------------------------
 
-_ARGUMENTS = re.compile(r"\s*([\w.\-]{1,200})\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]", re.ASCII)
+_MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
+_ARGUMENTS = re.compile(r"\s*([\w.\-]{1,200})\s*(?:\[CALL_ID\](\w*)[^\[]*)?\[ARGS\]", re.ASCII)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]{1,200})>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]{1,200})>\n?(.*?)\n?</parameter>", re.DOTALL)
 _GLM_NAME = re.compile(r"\s*([\w.\-]{1,200})\s*(?=<arg_key>|$)", re.ASCII)
@@ -140,17 +145,32 @@ _GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_va
 
 
 def read_mistral_calls(body: str, schemas: Schemas) -> list[Json] | None:
-    """A JSON list, or `name[ARGS]{...}` once for each call, `[TOOL_CALLS]` between them."""
+    """A JSON list, or `name[ARGS]{...}` once for each call, `[TOOL_CALLS]` between them.
+
+    Mistral's templates refuse an id that is not 9 letters and digits. Those that write the list write the id in it, so
+    the id that the model sampled is the call's.
+    """
     if "[ARGS]" not in body:
-        return read_json_calls(body, schemas)
+        return _calls_in(body, _mistral_call)
     calls = []
     for part in body.split("[TOOL_CALLS]"):
         found = _ARGUMENTS.match(part)
         arguments = part[found.end() :].strip(SPACE) if found else ""
         if found is None or read_object(arguments) is None:
             return None
-        calls.append(call_of(found[1], arguments))
+        calls.append({**call_of(found[1], arguments), "id": _mistral_id(found[2])})
     return calls
+
+
+def _mistral_call(text: str) -> Json | None:
+    call = _json_call(text)
+    if call is None:
+        return None
+    return {**call, "id": _mistral_id((read_object(text) or {}).get("id", "").strip('"'))}
+
+
+def _mistral_id(sampled: str | None) -> str:
+    return sampled if sampled and _MISTRAL_ID.fullmatch(sampled) else uuid.uuid4().hex[:9]
 
 
 def read_xml_call(body: str, schemas: Schemas) -> list[Json] | None:

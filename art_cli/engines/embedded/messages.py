@@ -11,6 +11,9 @@ schemas. Another grammar holds a reply to `response_format`.
 """
 
 import json
+import re
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +28,7 @@ from art_cli.engines.embedded.text import MARKERS, Vocabulary, overlap
 Json = dict[str, Any]
 
 CALL, _, THINK, THINK_END = MARKERS
+_WRITES_ANEW = re.compile(r"\barguments\s*\|\s*tojson")
 MAX_ASIDE = 2**20  # most characters of messages and tools that a template may leave out, as thoughts of earlier turns
 MAX_LENGTH = 2**20  # tokens of the context where the caller gives no length
 
@@ -116,14 +120,56 @@ def _encode(vocabulary: Vocabulary, text: str, max_length: int, request: Request
 
 def _apply_template(vocabulary: Vocabulary, request: Request, tools: list[Json], max_length: int) -> str:
     assert request.messages is not None, "a request has messages or a prompt"
-    keeps_text = "arguments is string" in (vocabulary.tokenizer.chat_template or "")
+    template = vocabulary.tokenizer.chat_template or ""
+    keeps_text = "arguments is string" in template or "arguments is not string" in template  # Qwen3; Mistral
     messages = [_for_template(message, keeps_text) for message in request.messages]
+    stand_ins = StandIns(request.messages if _WRITES_ANEW.search(template) and not keeps_text else ())
     most = max_length * vocabulary.longest
     wishes = {} if request.thinks is None else {"enable_thinking": request.thinks}
-    try:
+
+    def rendered(messages: list[Json]) -> str:
         return vocabulary.template.render(messages, tools, request.template_kwargs, most=most, wishes=wishes)
+
+    try:
+        text = stand_ins.replaced(rendered(stand_ins.put_into(messages))) if stand_ins.texts else None
+        if text is None:
+            return rendered(messages)
+        if len(text) > most:
+            raise TooLong
+        return text
     except TooLong:
         raise too_long(request, f"more than {max_length}", max_length) from None
+
+
+class StandIns:
+    """Keeps the arguments of calls as they were written, where a template would write them anew (`arguments | tojson`).
+
+    The template gets an object of a name that nobody can guess in their place, and its text is put right afterwards. So
+    a call that the model wrote with other spaces than Python's continues the tokens that were sampled.
+    """
+
+    def __init__(self, messages: Sequence[Json]) -> None:
+        self._name = secrets.token_hex(12)
+        calls = [(m, c) for m, message in enumerate(messages) for c in range(len(message.get("tool_calls") or ()))]
+        given = {place: messages[place[0]]["tool_calls"][place[1]]["function"].get("arguments") for place in calls}
+        self.texts = {place: text for place, text in given.items() if isinstance(text, str) and text[:1] == "{"}
+
+    def put_into(self, messages: list[Json]) -> list[Json]:
+        changed = list(messages)
+        for number, (m, c) in enumerate(self.texts):
+            calls = list(changed[m]["tool_calls"])
+            calls[c] = {**calls[c], "function": {**calls[c]["function"], "arguments": {self._name: number}}}
+            changed[m] = {**changed[m], "tool_calls": calls}
+        return changed
+
+    def replaced(self, text: str) -> str | None:
+        """The text with the arguments in it. None: the template did something else with an object than write it."""
+        for number, arguments in enumerate(self.texts.values()):
+            stand_in = json.dumps({self._name: number})
+            if text.count(stand_in) != 1:
+                return None
+            text = text.replace(stand_in, arguments)
+        return None if self._name in text else text
 
 
 def _for_template(message: Json, keeps_text: bool) -> Json:
