@@ -4,10 +4,11 @@
     python benchmarks/serve_attack.py --seconds 5 --clients 5       # a quick look
 
 The clients send templates of their own, template variables without bound, prompts of 28 MiB, endless tool definitions
-and messages, and schemas that are costly to compile. Another process asks /health all the while, of this server and of
-a second one without attackers, whose times show what the machine itself costs. At the end SIGTERM comes in the middle
-of the attack. Prints a table; exit code 1 where /health was slower than 250 ms for its server (and
-not for the idle one too), where a request got a 5xx other than 503, or where the server outlived its deadline.
+and messages, schemas that are costly to compile, and the like on each protocol. Another process asks /health all the
+while, of this server and of a second one without attackers, whose times show what the machine itself costs. At the end
+SIGTERM comes in the middle of the attack. Prints a table; exit code 1 where /health was slower than 250 ms for its
+server (and not for the idle one too), where a request got a 5xx other than 503, or where the server outlived its
+deadline.
 """
 
 import argparse
@@ -43,6 +44,7 @@ SPIN = (
 )
 GROW = "{% set ns = namespace(x='x' * 99999) %}{% for a in range(99999) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 
 
 class Attack(NamedTuple):
@@ -76,6 +78,22 @@ def attacks(mib: int) -> dict[str, Attack]:
         name: Attack(CHAT, json.dumps({"model": "tiny", "messages": [user], **fields}).encode())
         for name, fields in chats.items()
     }
+    text, item = "hello wo" * (size // 8), {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    broad = [{"name": "f", "description": "d", "input_schema": parameters}]
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {"a": [[]] * 30_000}}
+    others: dict[str, tuple[str, dict[str, Any]]] = {
+        "long system": (MESSAGES, {"system": text, "messages": [user]}),
+        "broad tool, messages": (MESSAGES, {"tools": broad, "messages": [user]}),
+        "broad input": (MESSAGES, {"messages": [user, {"role": "assistant", "content": [use]}]}),
+        "long count": (COUNT, {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]}),
+        "many blocks": (COUNT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}] * 30_000}]}),
+        "long instructions": (RESPONSES, {"instructions": text, "input": "hi"}),
+        "many items": (RESPONSES, {"input": [item] * 30_000, "store": True}),
+        "deep item": (RESPONSES, {"input": [user, {**item, "arguments": "[" * 100_000}]}),
+    }
+    for name, (path, fields) in others.items():
+        limit = {} if path == COUNT else {"max_tokens" if path == MESSAGES else "max_output_tokens": 2}
+        found[name] = Attack(path, json.dumps({"model": "tiny", **limit, **fields}).encode())
     found["long prompt"] = Attack(TEXT, json.dumps({"model": "tiny", "prompt": "hello wo" * (size // 8)}).encode())
     found["long prompt of ids"] = Attack(TEXT, json.dumps({"model": "tiny", "prompt": [7] * (size // 4)}).encode())
     found["lists"] = Attack(CHAT, b'{"model": "tiny", "messages": [' + b"[]," * (size // 3) + b"1]}")

@@ -41,8 +41,9 @@ START_S = 600.0  # vLLM on busy cores
 
 
 async def converse(program: str, url: str, key: str, *, python: Path = Path(sys.executable)) -> Json:
-    """What the client's program printed, or {"error": the last line it wrote}."""
-    command = ["node" if program.endswith(".mjs") else str(python), str(PLACE / program)]
+    """What the client's program printed, or {"error": the last line it wrote}. Arguments may follow its name."""
+    name, *arguments = program.split()
+    command = ["node" if name.endswith(".mjs") else str(python), str(PLACE / name), *arguments]
     variables = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL}
     root = url.removesuffix("/v1")
     variables |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": key, "ANTHROPIC_MODEL": MODEL}
