@@ -11,8 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from art_cli.durable import read_object
 from art_cli.errors import ArtError, CheckpointError, DataError, UsageError, one_line
-from art_cli.run_dir import HASHES, hash_files, read_object, verify_built
+from art_cli.manifest import HASHES, hash_files, verify_built
 
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

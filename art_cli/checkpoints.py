@@ -19,17 +19,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from art_cli.durable import new_directory, read_object, remove, write_lines
 from art_cli.errors import CheckpointError, DataError, RunError, UsageError, one_line
-from art_cli.run_dir import (
-    Manifest,
-    RunDir,
-    new_checkpoint,
-    new_directory,
-    read_object,
-    remove,
-    verify_checkpoint,
-    write_lines,
-)
+from art_cli.manifest import Manifest, new_checkpoint, verify_checkpoint
+from art_cli.run_dir import RunDir
 
 ADAPTER_CONFIG, ADAPTER_FILE, TEMPLATE_FILE = "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"
 Which = Literal["offered", "best", "newest"]  # the checkpoint of a run that is meant

@@ -20,10 +20,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from art_cli import plugins, quantization, run_dir
+from art_cli import plugins, quantization
 from art_cli.base_files import check_base, read_template, refuse_pickles
 from art_cli.config.schema import LoraConfig, ModelConfig
+from art_cli.durable import new_directory
 from art_cli.errors import ArtError, CheckpointError, RunError, UsageError, one_line
+from art_cli.manifest import write_hashes
 from art_cli.precision import DtypeChoice, choose_dtype
 
 if TYPE_CHECKING:
@@ -90,9 +92,9 @@ def find_base(base: str, *, directory: Path, built: Path, named: str = "model.ba
         build = plugins.resolve(base, base=directory)
         _hide_progress_bars()
         try:
-            with run_dir.new_directory(built) as empty:
+            with new_directory(built) as empty:
                 build(empty)
-                run_dir.write_hashes(empty)
+                write_hashes(empty)
         except Exception as error:
             raise UsageError(f"{named}: {base} failed: {type(error).__name__}: {error}") from error
     return str(built)

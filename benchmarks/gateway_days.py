@@ -41,8 +41,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from art_cli.chat.server import serve
+from art_cli.durable import read_lines
 from art_cli.judges.files.source import TrajectoryFile
-from art_cli.run_dir import read_lines
 from art_cli.trajectory import Trajectory
 
 Json = dict[str, Any]

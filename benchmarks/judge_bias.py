@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from art_cli.run_dir import write_lines
+from art_cli.durable import write_lines
 from art_cli.trajectory import Trajectory
 
 ART = [sys.executable, "-m", "art_cli", "judge"]

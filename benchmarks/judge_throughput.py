@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from art_cli.run_dir import read_lines, write_lines
+from art_cli.durable import read_lines, write_lines
 from art_cli.trajectory import ScoredTrajectory, Trajectory
 
 GROUPS, SIZE, DELAY_S, PLACES, KILLS = 1000, 4, 0.05, 64, 10

@@ -247,7 +247,8 @@ def _saver(given: argparse.Namespace) -> Any:
 
 
 def save(model: Any, given: argparse.Namespace, step: int) -> None:
-    from art_cli.run_dir import Manifest, RunDir, new_checkpoint
+    from art_cli.manifest import Manifest, new_checkpoint
+    from art_cli.run_dir import RunDir
 
     manifest = Manifest(step=step, base=str(given.base), config_hash="")
     with new_checkpoint(RunDir(given.out).checkpoint_path(step), manifest) as directory:

@@ -24,8 +24,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from art_cli.durable import write_lines
 from art_cli.model import find_base
-from art_cli.run_dir import RunDir, write_lines
+from art_cli.run_dir import RunDir
 from benchmarks.sides import Row, table
 from benchmarks.tictactoe_trl import SAME_WORK
 

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from art_cli.checkpoints import wanted_steps
+from art_cli.durable import read_lines
 from art_cli.loop.evaluate import Estimate, estimate, paired_difference, values_by_scenario
-from art_cli.run_dir import RunDir, read_lines
+from art_cli.run_dir import RunDir
 from art_cli.trajectory import Trajectory
 from art_cli.views.curve import Series, curve
 

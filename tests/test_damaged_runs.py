@@ -21,9 +21,10 @@ from art_cli.errors import ArtError
 from art_cli.loop.record import claim_config
 from art_cli.loop.report import read_report
 from art_cli.loop.train import train
+from art_cli.manifest import hash_files
 from art_cli.model import load_weights, on_base
 from art_cli.policy_spec import read_spec
-from art_cli.run_dir import RunDir, hash_files
+from art_cli.run_dir import RunDir
 from art_cli.serving.export import saved_prompts
 from art_cli.serving.loader import engine_config
 from art_cli.serving.source import base_config, find_source

@@ -17,8 +17,9 @@ from art_cli.config.schema import ModelConfig, RunConfig
 from art_cli.learners import make_learner, parallel
 from art_cli.loop.policy import PolicySource, find_policy, open_policy
 from art_cli.loop.train import train
+from art_cli.manifest import Manifest, manifest_digest, verify_checkpoint
 from art_cli.model import count_parameters, load_weights
-from art_cli.run_dir import Manifest, RunDir, manifest_digest, verify_checkpoint
+from art_cli.run_dir import RunDir
 from art_cli.serving.loader import Loader, engine_config
 from art_cli.serving.source import find_source
 from tests.support.paths import LETTERS

@@ -16,9 +16,10 @@ from art_cli.config.schema import EmbeddedEngineConfig, GrpoConfig, ModelConfig,
 from art_cli.engines.proof import compare, make_probe
 from art_cli.engines.vllm.arguments import command
 from art_cli.errors import UsageError
+from art_cli.manifest import Manifest, new_checkpoint
 from art_cli.model import Weights
 from art_cli.policy_spec import spec_of
-from art_cli.run_dir import Manifest, RunDir, new_checkpoint
+from art_cli.run_dir import RunDir
 from art_cli.serving.export import export
 from art_cli.serving.loader import Loader
 from art_cli.serving.source import find_source

@@ -9,17 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from art_cli.durable import LineWriter, new_directory, read_lines, write_file
 from art_cli.errors import CheckpointError, DataError, RunError
-from art_cli.run_dir import (
-    LineWriter,
-    Manifest,
-    RunDir,
-    new_checkpoint,
-    new_directory,
-    read_lines,
-    verify_checkpoint,
-    write_file,
-)
+from art_cli.manifest import Manifest, new_checkpoint, verify_checkpoint
+from art_cli.run_dir import RunDir
 from art_cli.trajectory import Score, ScoredTrajectory, Trajectory, Turn, score_trajectory
 
 

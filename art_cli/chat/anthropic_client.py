@@ -22,7 +22,7 @@ from art_cli.chat.requests import Request, text_of
 
 Json = dict[str, Any]
 
-VERSION = "2023-06-01"  # of the protocol, in the header anthropic-version
+VERSION = "2023-06-01"  # the protocol's version, sent as the header anthropic-version
 FINISH_REASONS = {
     "end_turn": "stop",
     "stop_sequence": "stop",
@@ -32,7 +32,11 @@ FINISH_REASONS = {
     "tool_use": "tool_calls",
     "refusal": "content_filter",
 }
-STATUSES = {"overloaded_error": 529, "rate_limit_error": 429, "invalid_request_error": 400}  # of an error in a stream
+STATUSES = {
+    "overloaded_error": 529,
+    "rate_limit_error": 429,
+    "invalid_request_error": 400,
+}  # HTTP status of an error that comes in a stream
 
 
 class _UsageJson(msgspec.Struct):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PORT = 8000
-MAX_ESCAPES = 1_000_000  # in one message; a tool's result of 10 MB of JSON in JSON has as many
+MAX_ESCAPES = 1_000_000  # most escapes in one message; a tool's result of 10 MB of JSON in JSON has as many
 
 
 def run(

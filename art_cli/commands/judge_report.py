@@ -48,7 +48,7 @@ def report(
     found, sample = make_report(path, gold=gold)
     lines, plain, values = report_lines(found), msgspec.to_builtins(found), found.values()
     if html is not None:
-        from art_cli.run_dir import write_file
+        from art_cli.durable import write_file
         from art_cli.views.judge_page import judge_page
 
         write_file(html, judge_page(plain, asdict(sample), lines).encode())

@@ -35,7 +35,7 @@ def run(
 
     plain = msgspec.to_builtins(read_report(RunDir(run)))
     if html is not None:
-        from art_cli.run_dir import write_file
+        from art_cli.durable import write_file
         from art_cli.views.report_page import report_page
 
         write_file(html, report_page(plain).encode(errors="replace"))

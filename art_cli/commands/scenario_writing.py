@@ -11,6 +11,7 @@ from art_cli import threads
 from art_cli.commands.judging import choose_judge, dollars
 from art_cli.config.compose import load_config
 from art_cli.config.schema import RulerJudgeConfig
+from art_cli.durable import write_lines
 from art_cli.environments import Json, Settings, cure, library_named, not_installed
 from art_cli.environments.mcp import McpServer
 from art_cli.environments.tasks import (
@@ -32,7 +33,6 @@ from art_cli.judges.trial import require_keys
 from art_cli.log import Bar, shown_bar
 from art_cli.loop.interrupts import Interrupts
 from art_cli.rollouts.scenarios import load_scenarios
-from art_cli.run_dir import write_lines
 
 log = logging.getLogger(__name__)
 

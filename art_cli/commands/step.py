@@ -45,7 +45,7 @@ def run(
 
 
 def _read(path: Path) -> "list[ScoredTrajectory]":
-    from art_cli.run_dir import read_lines
+    from art_cli.durable import read_lines
     from art_cli.trajectory import ScoredTrajectory
 
     if not path.is_file():

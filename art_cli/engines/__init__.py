@@ -91,7 +91,7 @@ class EngineSetup:
 
     options: Mapping[str, Any]  # the engine's own section of the configuration; of a user's, what is below `options`
     policy: PolicySpec | None  # None: the engine brings a model of its own
-    name: str  # what clients call the policy
+    name: str  # the policy's name for clients
     step: int  # where the policy stands before the first `load`
     logs: Path  # directory in which a process of its own writes its log
     weights: Weights | None = None  # only for an engine that needs them

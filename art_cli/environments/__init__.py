@@ -62,7 +62,7 @@ class Listing(NamedTuple):
 class Settings:
     """What the configuration says of an environment, as plain data."""
 
-    name: str  # with its library: "reasoning_gym/countdown"
+    name: str  # LIBRARY/NAME, such as "reasoning_gym/countdown"
     args: Json = field(default_factory=dict)
     system: str | None = None  # the system message; None: the library's own; "": none
     directory: str = "."  # the configuration's, in which programs are started

@@ -9,7 +9,7 @@ import ast
 import math
 
 MAX_LENGTH = 4000  # characters; the longest right answer of the nine generators has fewer than 500
-MAX_NODES = 400  # of an expression's syntax tree
+MAX_NODES = 400  # most nodes of an expression's syntax tree
 MAX_EXPONENT = 64  # the largest exponent, and the largest product of exponents of exponents
 FUNCTIONS = frozenset(
     {

@@ -25,7 +25,7 @@ from art_cli.errors import UsageError, printable
 MAX_MESSAGE = 1 << 26  # bytes of one answer of a URL; the mcp package's own limit for SSE is 1 MiB
 MAX_TOOLS = 1_000_000  # characters of all tools as JSON, which are part of every prompt
 MAX_NAME = 128  # characters of a tool's name, as in the protocol
-MAX_PAGES = 50  # of the server's list of tools
+MAX_PAGES = 50  # most pages of the server's list of tools
 
 
 class Place(NamedTuple):
@@ -34,7 +34,7 @@ class Place(NamedTuple):
     url: str
     command: StdioServerParameters | None  # None: it is the URL
     headers: dict[str, str]
-    transport: str  # of the URL: "http" or "sse"
+    transport: str  # "http" or "sse", for a URL
     timeout_s: float  # longest wait for an answer, for a connection, and for its end
 
 

@@ -191,7 +191,7 @@ class VerifiersEnvironment:
             for role, spec in specs.items()
             if spec.client is None  # otherwise it is another model by its own configuration
         }
-        env = copy.copy(self._env)  # which shares the servers, and has this attempt's clients
+        env = copy.copy(self._env)  # the copy shares the servers, and has this attempt's clients
         env.config = self._config.model_copy(update=others)
         return await env.run_episode(task, ModelContext(model=policy.model, client=client))
 

@@ -15,7 +15,7 @@ from verifiers.v1 import Harness, HarnessConfig, ProgramResult
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
-ID = "art_chat"  # by which verifiers imports this module
+ID = "art_chat"  # the name by which verifiers imports this module
 MAX_RESULT = 20_000  # characters of a tool's result that the policy sees
 
 __all__ = ["ChatHarness"]

@@ -20,7 +20,7 @@ from art_cli.trajectory import Json, Trajectory
 class Reader(Protocol):
     """Reads the records of one format, in the order of the files."""
 
-    name: str  # as in --from
+    name: str  # the name that --from takes
     about: str  # one line for the help
 
     @staticmethod
@@ -38,7 +38,7 @@ class Reader(Protocol):
         """The attempts that several records are parts of."""
 
 
-# in the order in which a record is tried: the last ones recognise less
+# A record is tried in this order: the last ones recognise less
 READERS: Sequence[Callable[[], Reader]] = (OpenEnvTrace, VerifiersTrace, InspectSample, LangfuseExport, OpenAILog)
 READ = tuple(reader().name for reader in READERS)
 WRITERS: Mapping[str, Callable[[Trajectory], Json]] = {"openai": openai_log.record_of, "openenv": openenv.record_of}

@@ -44,7 +44,7 @@ class Attempt:
 
     id: str | None = None
     scenario: str | None = None
-    task: Json = field(default_factory=dict)  # what else is known of the scenario
+    task: Json = field(default_factory=dict)  # further keys of the scenario
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     metadata: Json = field(default_factory=dict)

@@ -4,9 +4,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from art_cli.durable import write_lines
 from art_cli.errors import DataError
 from art_cli.interchange import WRITERS
-from art_cli.run_dir import write_lines
 from art_cli.trajectory import Json, Trajectory
 
 log = logging.getLogger(__name__)

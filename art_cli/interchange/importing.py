@@ -20,7 +20,7 @@ from art_cli.trajectory import Json, ScoredTrajectory
 
 MAX_SCORES = 20  # names of scores that are told
 MAX_REASONS = 5  # different reasons that are told; the others are counted
-WRONG = (ValueError, TypeError, OverflowError, RecursionError)  # what hostile values raise where they are converted
+WRONG = (ValueError, TypeError, OverflowError, RecursionError)  # errors of converting a hostile value
 _SCORED = msgspec.json.Decoder(ScoredTrajectory)
 
 
@@ -121,7 +121,7 @@ def _trajectories(
             if reward is not None:
                 attempt.reward = _named(attempt, reward)
             line = msgspec.json.encode(attempt.trajectory())
-            trajectory = _SCORED.decode(line)  # what is written can be read
+            trajectory = _SCORED.decode(line)  # a check: the written line can be read
             key = (trajectory.group_id, trajectory.id)
             if trajectory.id and key in ids:
                 raise ValueError("an attempt that was read before: its id is there already")

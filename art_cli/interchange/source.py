@@ -22,8 +22,8 @@ from art_cli.processes.plain_json import is_deep
 from art_cli.trajectory import Json
 
 MAX_DEPTH = 100  # levels of a record
-MAX_ENTRIES = 1_000_000  # of an archive
-MAX_ARCHIVE_BYTES = 64 * 2**30  # of all its entries unpacked
+MAX_ENTRIES = 1_000_000  # most entries of an archive
+MAX_ARCHIVE_BYTES = 64 * 2**30  # size of all its entries unpacked
 CHUNK = 2**20
 ZSTANDARD = 93  # method of zip that Python reads from 3.14 on
 METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, ZSTANDARD}  # others reserve what memory the archive asks for

@@ -14,7 +14,7 @@ from art_cli.config.sections.judge import RewardModelJudgeConfig
 from art_cli.errors import JudgeError, JudgeStopped, describe
 from art_cli.judges import Judge, Verdict, make_key
 from art_cli.judges.text import clean
-from art_cli.run_dir import hash_files
+from art_cli.manifest import hash_files
 from art_cli.trajectory import Json, Score, Trajectory
 
 

@@ -26,7 +26,7 @@ BUILT_INS = dict.fromkeys(("torch", "unsloth"), "art_cli.learners.torch_learner:
 
 Progress = Callable[[int, int], None]  # (number done, total), counted in packs of a step or optimizer steps of an sft
 
-SFT_DIRECTORY = "sft"  # in a checkpoint: state of a warm-up that is not done
+SFT_DIRECTORY = "sft"  # directory in a checkpoint with the state of an unfinished warm-up
 
 
 class StepMetrics(msgspec.Struct, kw_only=True):

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
+from art_cli.durable import read_lines
 from art_cli.errors import DataError
 from art_cli.learners.samples import count_sampled
-from art_cli.run_dir import read_lines
 from art_cli.trajectory import EQUAL_REWARDS, ScoredTrajectory, Trajectory, Turn
 
 Json = dict[str, Any]

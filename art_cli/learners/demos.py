@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from art_cli.durable import read_lines
 from art_cli.errors import DataError, LearnerError, describe
 from art_cli.learners.samples import Ints, Sample, bare_sample
 from art_cli.plugins import resolve
-from art_cli.run_dir import read_lines
 
 Json = dict[str, Any]
 

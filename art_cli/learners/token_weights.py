@@ -78,7 +78,7 @@ def observed_tokens(trajectory: Trajectory) -> npt.NDArray[np.bool_]:
     puts around the messages, which no record tells apart. A turn that leaves the earlier tokens elsewhere renders its
     replies anew, or begins another conversation: its prompt tokens are not taken for the environment's.
     """
-    ends: list[set[int]] = []  # for each turn, the places in its whole sequence where a reply ends
+    ends: list[set[int]] = []  # each turn's places in its whole sequence where a reply ends
     parts = [np.zeros(0, dtype=np.bool_)]
     for turn in trajectory.turns:
         before = set() if turn.parent is None else {end for end in ends[turn.parent] if end <= turn.kept}

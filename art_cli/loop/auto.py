@@ -49,7 +49,7 @@ class AutoChoice(NamedTuple):
 
     name: str
     reason: str
-    cure: str = ""  # what to do to get the faster one; "": nothing helps, or nothing is needed
+    cure: str = ""  # advice for getting the faster one; "": nothing helps, or nothing is needed
 
 
 def choose(group: str, facts: Facts) -> AutoChoice:

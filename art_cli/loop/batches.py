@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from art_cli.config.schema import RunConfig
+from art_cli.durable import LineWriter
 from art_cli.errors import RunError
 from art_cli.judges import Judge
 from art_cli.loop.choice import ScenarioChoice
@@ -24,7 +25,7 @@ from art_cli.loop.generate import GroupScorer, group, owed
 from art_cli.loop.sampler import Sampler
 from art_cli.loop.step_groups import StepGroups
 from art_cli.rollouts.progress import Progress, shown
-from art_cli.run_dir import LineWriter, RunDir
+from art_cli.run_dir import RunDir
 from art_cli.threads import end
 from art_cli.trajectory import Json, ScoredTrajectory, Trajectory
 

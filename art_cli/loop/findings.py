@@ -60,7 +60,7 @@ class RunFinding(msgspec.Struct, frozen=True):
     until: int  # the last step that shows it
     text: str
     reasons: list[Reason]
-    cure: str  # what to try where no reason says it
+    cure: str  # advice where no reason gives one
 
     @property
     def cures(self) -> list[str]:

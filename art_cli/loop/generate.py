@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from art_cli.durable import LineWriter
 from art_cli.judges import Judge
 from art_cli.judges.groups import JudgeProgress, by_group
 from art_cli.rollouts.runner import RolloutPlan
-from art_cli.run_dir import LineWriter
 from art_cli.trajectory import Json, ScoredTrajectory, Trajectory
 
 AnyTrajectory = TypeVar("AnyTrajectory", bound=Trajectory)

@@ -17,9 +17,10 @@ from art_cli.engines import engine_traits
 from art_cli.errors import CheckpointError, ConfigError, Problem, UsageError
 from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.loop.dtype import decide_dtype, recorded_dtype
+from art_cli.manifest import Manifest, new_checkpoint, verify_checkpoint
 from art_cli.model import Weights, find_base, load_checkpoint, load_weights
 from art_cli.policy_spec import PolicySpec, read_spec
-from art_cli.run_dir import Manifest, RunDir, new_checkpoint, verify_checkpoint
+from art_cli.run_dir import RunDir
 from art_cli.scratch import scratch
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,9 @@ from pydantic import ValidationError
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.identity import Change, config_changes
 from art_cli.config.schema import RunConfig
+from art_cli.durable import read_object, write_file
 from art_cli.errors import DataError, RunError
-from art_cli.run_dir import RunDir, read_object, write_file
+from art_cli.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from art_cli import threads
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.references import check_ready
+from art_cli.durable import LineWriter, read_lines
 from art_cli.engines import engine_traits
 from art_cli.errors import UsageError
 from art_cli.judges import make_judge
@@ -29,7 +30,7 @@ from art_cli.model import Weights
 from art_cli.policy_spec import PolicySpec
 from art_cli.rollouts.runner import RolloutPlan
 from art_cli.rollouts.splits import training_scenarios
-from art_cli.run_dir import LineWriter, RunDir, read_lines
+from art_cli.run_dir import RunDir
 from art_cli.trajectory import ScoredTrajectory, Trajectory
 
 log = logging.getLogger(__name__)

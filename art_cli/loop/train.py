@@ -27,6 +27,7 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.identity import config_hash
 from art_cli.config.references import check_ready, missing_targets
 from art_cli.config.schema import OwnEngineConfig
+from art_cli.durable import read_lines, write_file
 from art_cli.engines import engine_traits, proof
 from art_cli.errors import ConfigError, Problem, UsageError, first_of_group
 from art_cli.judges import Judge, make_judge
@@ -44,11 +45,12 @@ from art_cli.loop.interrupts import Interrupts
 from art_cli.loop.record import claim_config
 from art_cli.loop.sampler import Sampler, open_sampler
 from art_cli.loop.warm_up import WarmUp, make_warm_up
+from art_cli.manifest import Manifest, new_checkpoint
 from art_cli.model import clone_trainable, count_parameters, find_base
 from art_cli.policy_spec import read_spec, spec_of
 from art_cli.rollouts.scenarios import is_function, pools_of
 from art_cli.rollouts.splits import evaluation_scenarios, find_overlap, training_scenarios
-from art_cli.run_dir import Evaluation, Manifest, MetricsLine, RunDir, new_checkpoint, read_lines, write_file
+from art_cli.run_dir import Evaluation, MetricsLine, RunDir
 from art_cli.secrets import find_secrets
 from art_cli.trackers.dispatch import Trackers, open_trackers
 from art_cli.trajectory import Json, Trajectory
@@ -305,7 +307,7 @@ class TrainingRun:
     async def _take_step(self, sampler: Sampler, batch: Batch, step: int) -> None:
         self.trackers.log_trajectories(step, batch.groups)
         trained = await self._update(sampler, batch, step)
-        metrics = trained.known() | batch.metrics  # with refilled groups the batch has other means of the rewards
+        metrics = trained.known() | batch.metrics  # the batch has, with refilled groups, other means of the rewards
         if trained.num_updates == 0:
             total = self.config.train.steps
             log.warning("step %d/%d: no signal: all groups' rewards are equal; no weight changed", step + 1, total)

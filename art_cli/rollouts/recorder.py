@@ -235,9 +235,7 @@ class Recorder:
         return self._replace(extended, _Conversation(messages, [], text + sampled))
 
     def _replace(self, extended: Sequence[_Conversation], new: _Conversation) -> _Conversation:
-        if (
-            extended
-        ):  # of two equal ones, a reply that the rollout gave up on and the retry's, it goes on from the retry's
+        if extended:  # where a lost reply and the retry's are equal, it goes on from the retry's
             longest = max(extended, key=lambda c: (len(c.messages), not c.is_abandoned))
             self._conversations = [c for c in self._conversations if c is not longest]
         self._conversations.append(new)

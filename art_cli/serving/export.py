@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from art_cli import model
 from art_cli.chat.requests import Sampling
+from art_cli.durable import new_directory, read_lines
 from art_cli.errors import DriftError, RunError, UsageError
 from art_cli.model import Weights
-from art_cli.run_dir import RunDir, new_directory, read_lines
+from art_cli.run_dir import RunDir
 from art_cli.serving.card import model_card
 from art_cli.serving.source import Source, base_config
 from art_cli.trajectory import Trajectory, sequence

@@ -14,7 +14,8 @@ from art_cli.chat.requests import Sampling
 from art_cli.checkpoints import Found, Which
 from art_cli.config.schema import ModelConfig
 from art_cli.errors import UsageError
-from art_cli.run_dir import Manifest, RunDir
+from art_cli.manifest import Manifest
+from art_cli.run_dir import RunDir
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 NAME = re.compile(r"[\w.@/-]+")

@@ -9,11 +9,11 @@ import pytest
 
 from art_cli import cli
 from art_cli.config.schema import VllmEngineConfig
+from art_cli.durable import LineWriter, new_directory, write_file
 from art_cli.engines.vllm.server import OwnServer
 from art_cli.errors import EngineError
 from art_cli.judges.ruler.cache import VerdictCache
 from art_cli.policy_spec import PolicySpec
-from art_cli.run_dir import LineWriter, new_directory, write_file
 from art_cli.scratch import scratch
 from tests.support.paths import LETTERS
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from art_cli.cli import report
+from art_cli.durable import write_lines
 from art_cli.errors import ConfigError, DataError, EngineError, JudgeError, Problem, printable, printable_lines
 from art_cli.log import set_up
-from art_cli.run_dir import write_lines
 from art_cli.secrets import Secrets, find_secrets
 from tests.support.judge_server import Conduct, serving
 from tests.support.paths import ROOT

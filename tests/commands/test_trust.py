@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from art_cli import cli
-from art_cli.run_dir import RunDir, hash_files
+from art_cli.manifest import hash_files
+from art_cli.run_dir import RunDir
 from tests.support import fake_vllm
 from tests.support.served import make_run
 

@@ -18,7 +18,8 @@ from torch import zeros
 
 from art_cli.config.compose import load_config, load_sweep
 from art_cli.errors import ConfigError
-from art_cli.run_dir import Manifest, RunDir, new_checkpoint
+from art_cli.manifest import Manifest, new_checkpoint
+from art_cli.run_dir import RunDir
 from art_cli.trajectory import ScoredTrajectory, Trajectory, score_trajectory
 from tests.support.hostile import NUM_MUTATIONS, MemoryBound, assert_in_words, mutations
 

@@ -18,9 +18,10 @@ from art_cli.config.schema import ModelConfig
 from art_cli.engines import EngineTraits, engine_traits, make_engine, proof
 from art_cli.errors import ConfigError, EngineError, UsageError
 from art_cli.loop.train import train
+from art_cli.manifest import verify_checkpoint
 from art_cli.policy_spec import PolicySpec, read_spec, spec_of
 from art_cli.rollouts.gateway import Gateway
-from art_cli.run_dir import RunDir, verify_checkpoint
+from art_cli.run_dir import RunDir
 from tests.support import fake_vllm, plain_engine
 from tests.support.paths import LETTERS
 from tests.support.scripted import Engine, ScriptedBackend

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from art_cli.chat.replies import Choice, Reply
 from art_cli.chat.requests import Request, Sampling
 from art_cli.cli import run as art
+from art_cli.durable import read_lines, write_lines
 from art_cli.errors import DataError, UsageError
 from art_cli.interchange import READ, openenv
 from art_cli.interchange.exporting import write_traces
@@ -32,7 +33,6 @@ from art_cli.interchange.importing import Imported, import_files
 from art_cli.judges.files.source import TrajectoryFile
 from art_cli.learners.demos import load_demos
 from art_cli.rollouts.recorder import Recorder
-from art_cli.run_dir import read_lines, write_lines
 from art_cli.trajectory import ScoredTrajectory, Trajectory, prompt, sequence
 
 Json = dict[str, Any]

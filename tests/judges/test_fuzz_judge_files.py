@@ -16,6 +16,7 @@ import pytest
 
 from art_cli import cli
 from art_cli.config.schema import RolloutJudgeConfig, RulerJudgeConfig
+from art_cli.durable import LineWriter, read_lines
 from art_cli.errors import ArtError, LearnerError, printable
 from art_cli.judges import make_judge
 from art_cli.judges.files.session import Session
@@ -25,7 +26,6 @@ from art_cli.judges.report.text import report_lines
 from art_cli.judges.ruler.judge import RulerJudge
 from art_cli.learners.demos import demo_samples, load_demos
 from art_cli.rollouts.scenarios import load_scenarios
-from art_cli.run_dir import LineWriter, read_lines
 from art_cli.trajectory import ScoredTrajectory, Trajectory
 from art_cli.views.judge_page import judge_page
 from tests.support.hostile import NUM_MUTATIONS, MemoryBound, assert_in_words, mutations

@@ -15,12 +15,12 @@ import msgspec
 import pytest
 
 from art_cli.config.schema import BlendJudgeConfig, FunctionJudgeConfig, RewardModelJudgeConfig, RulerJudgeConfig
+from art_cli.durable import LineWriter, read_lines, write_lines
 from art_cli.errors import DataError, RunError
 from art_cli.judges import make_judge
 from art_cli.judges.files.source import TrajectoryFile
 from art_cli.learners.demos import load_demos
 from art_cli.rollouts.scenarios import load_scenarios
-from art_cli.run_dir import LineWriter, read_lines, write_lines
 from art_cli.trajectory import Json, ScoredTrajectory, Trajectory
 from tests.support.hostile import assert_in_words
 from tests.support.paths import ROOT

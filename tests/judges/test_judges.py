@@ -11,11 +11,12 @@ import pytest
 
 from art_cli.config.compose import load_config
 from art_cli.config.schema import FunctionJudgeConfig, RolloutJudgeConfig
+from art_cli.durable import write_lines
 from art_cli.errors import JudgeError, UsageError
 from art_cli.judges import Verdict, make_judge
 from art_cli.judges.costs import CostEstimate
 from art_cli.loop.train import train
-from art_cli.run_dir import RunDir, write_lines
+from art_cli.run_dir import RunDir
 from art_cli.trajectory import Score, Trajectory
 from tests.support.paths import LETTERS
 

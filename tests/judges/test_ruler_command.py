@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from art_cli import cli
-from art_cli.run_dir import read_lines, write_lines
+from art_cli.durable import read_lines, write_lines
 from art_cli.trajectory import ScoredTrajectory, Trajectory
 from tests.support.judge_server import Conduct, JudgeServer, read_record, serving
 from tests.support.paths import ROOT

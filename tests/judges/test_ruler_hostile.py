@@ -27,13 +27,13 @@ import msgspec
 import pytest
 
 from art_cli.config.schema import PriceConfig, RulerJudgeConfig
+from art_cli.durable import write_lines
 from art_cli.errors import JudgeError, JudgeStopped, UsageError
 from art_cli.judges.groups import judge_groups
 from art_cli.judges.providers import MAX_ANSWER, MAX_BYTES, MAX_MARKS, classify
 from art_cli.judges.providers.waits import read_wait, retry_after
 from art_cli.judges.ruler.judge import RulerJudge
 from art_cli.judges.ruler.verdict import VerdictError, parse_verdict
-from art_cli.run_dir import write_lines
 from art_cli.trajectory import Trajectory
 from tests.support.hostile import ATOMS, NUM_MUTATIONS, Heartbeat, MemoryBound, mutations
 from tests.support.judge_server import Conduct, JudgeServer, serving

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from numpy.random import default_rng
 
 from art_cli.config.schema import NoiseConfig
+from art_cli.durable import write_lines
 from art_cli.errors import DataError, UsageError
 from art_cli.judges.report.agreement import (
     Measure,
@@ -26,7 +27,6 @@ from art_cli.judges.report.agreement import (
 from art_cli.judges.report.noise import flip_rates, vote_reliability
 from art_cli.judges.report.report import make_report
 from art_cli.judges.report.text import report_lines
-from art_cli.run_dir import write_lines
 from art_cli.trajectory import Score, ScoredTrajectory, score_trajectory
 from art_cli.views.judge_page import judge_page
 from tests.support.ruler_cases import attempt

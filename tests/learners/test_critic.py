@@ -18,8 +18,8 @@ from art_cli.learners.algorithms.objectives import ValueTerms, clipped_value_err
 from art_cli.learners.step_samples import count, make_step_samples
 from art_cli.learners.token_weights import VALUE, Credit
 from art_cli.learners.torch_learner import TorchLearner
+from art_cli.manifest import hash_files
 from art_cli.model import Weights
-from art_cli.run_dir import hash_files
 from art_cli.trajectory import ScoredTrajectory
 from tests.support.gradients import Caught, chosen_logprobs, distance, groups_of, learner, leaves, two_answers
 from tests.support.tiny import tiny_weights

@@ -43,9 +43,10 @@ from art_cli.learners.ranks import deal, pack_evenly
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.learners.watchdog import Watchdog
 from art_cli.learners.workers import Workers
+from art_cli.manifest import verify_checkpoint
 from art_cli.model import load_weights
 from art_cli.processes.calls import Advance, Heartbeat, Returned
-from art_cli.run_dir import RunDir, verify_checkpoint
+from art_cli.run_dir import RunDir
 from art_cli.trajectory import ScoredTrajectory
 from tests.learners.test_streams import NAMES
 from tests.learners.test_user_algorithm import MINE

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from art_cli.config.schema import GrpoConfig, SftConfig, TorchLearnerConfig, TrainConfig
+from art_cli.durable import write_lines
 from art_cli.errors import DataError, LearnerError
 from art_cli.learners import SftProgress
 from art_cli.learners.best_of import best_attempts
@@ -17,7 +18,6 @@ from art_cli.learners.samples import bare_sample
 from art_cli.learners.sft_batches import SftBatches, even_bounds
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.model import Weights
-from art_cli.run_dir import write_lines
 from tests.support.tiny import tiny_tokenizer, tiny_weights
 from tests.support.trees import scored, turn
 from tests.support.warm_up import warm_up

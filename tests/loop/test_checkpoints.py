@@ -16,8 +16,9 @@ from art_cli.errors import CheckpointError, RunError, UsageError
 from art_cli.loop.auto import resolve_auto
 from art_cli.loop.policy import PolicySource, find_policy, open_policy
 from art_cli.loop.train import train
+from art_cli.manifest import verify_checkpoint
 from art_cli.model import save_weights
-from art_cli.run_dir import RunDir, verify_checkpoint
+from art_cli.run_dir import RunDir
 from art_cli.serving.source import find_source
 from tests.support.paths import LETTERS
 from tests.support.served import add_checkpoint, make_run

@@ -26,8 +26,9 @@ from art_cli.loop.choice import ScenarioChoice
 from art_cli.loop.generate import group
 from art_cli.loop.policy import PolicySource, open_learner
 from art_cli.loop.train import train
+from art_cli.manifest import verify_checkpoint
 from art_cli.rollouts.scenarios import load_scenarios
-from art_cli.run_dir import RunDir, verify_checkpoint
+from art_cli.run_dir import RunDir
 from art_cli.trajectory import ScoredTrajectory, Trajectory
 from tests.support.paths import LETTERS
 

@@ -11,11 +11,12 @@ from art_cli import cli
 from art_cli.chat.app import build_app
 from art_cli.chat.server import serve
 from art_cli.config.compose import load_config
+from art_cli.durable import read_lines
 from art_cli.engines import make_engine
 from art_cli.loop.auto import resolve_auto
 from art_cli.loop.policy import PolicySource, open_policy
 from art_cli.loop.train import train
-from art_cli.run_dir import RunDir, read_lines
+from art_cli.run_dir import RunDir
 from art_cli.trajectory import ScoredTrajectory, Trajectory, has_signal
 from tests.support.paths import LETTERS
 

@@ -14,10 +14,10 @@ import pytest
 
 from art_cli.config.compose import load_gateway
 from art_cli.config.schema import GatewayConfig, RedactConfig
+from art_cli.durable import LineWriter, read_lines
 from art_cli.engines import Endpoint
 from art_cli.errors import ConfigError, RunError
 from art_cli.judges.files.source import TrajectoryFile
-from art_cli.run_dir import LineWriter, read_lines
 from art_cli.secrets import Secrets
 from art_cli.serving.capture import conversations, journal
 from art_cli.serving.capture.clients import Clients

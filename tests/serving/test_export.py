@@ -14,9 +14,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from art_cli import cli
+from art_cli.durable import write_lines
 from art_cli.engines.proof import make_probe
 from art_cli.errors import DriftError, RunError, UsageError
-from art_cli.run_dir import RunDir, write_lines
+from art_cli.run_dir import RunDir
 from art_cli.serving import export as module
 from art_cli.serving.export import export, saved_prompts
 from art_cli.serving.source import find_source

@@ -12,8 +12,9 @@ from art_cli import cli
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.schema import EmbeddedEngineConfig
 from art_cli.errors import ArtError, CheckpointError, UsageError
+from art_cli.manifest import Manifest, new_checkpoint
 from art_cli.model import save_weights
-from art_cli.run_dir import Manifest, RunDir, new_checkpoint
+from art_cli.run_dir import RunDir
 from art_cli.serving import follow
 from art_cli.serving.admission import Admission
 from art_cli.serving.dispatch import Dispatch

@@ -12,9 +12,11 @@ from typing import Any, NoReturn
 import torch
 
 from art_cli.chat.requests import Request, Sampling
+from art_cli.durable import write_lines
 from art_cli.engines import Endpoint
+from art_cli.manifest import Manifest, new_checkpoint
 from art_cli.model import save_weights
-from art_cli.run_dir import Manifest, RunDir, new_checkpoint, write_lines
+from art_cli.run_dir import RunDir
 from art_cli.serving.source import Source
 from art_cli.trajectory import Trajectory, Turn
 from tests.support.scripted import ScriptedBackend

@@ -21,7 +21,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
-from art_cli.run_dir import RunDir, new_checkpoint, verify_checkpoint
+from art_cli.manifest import new_checkpoint, verify_checkpoint
+from art_cli.run_dir import RunDir
 from tests.support.paths import CLIENTS
 from tests.support.scripted import tool_call
 from tests.support.tiny import tiny_config, tiny_tokenizer

@@ -93,7 +93,7 @@ class MessageEvents:
         self._last: Chunk | None = None
         self._ended = Choice(index=0)  # the piece that ended the answer; a chunk with counts may follow it
         self._num_prompt = self._num_sampled = 0
-        self._index = -1  # of the newest block
+        self._index = -1  # position of the newest block
         self._open = ""  # type of the block that is open; "": none is
         self._thoughts: list[str] = []
         self._call: Json | None = None  # the call that is not yet whole

@@ -47,7 +47,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _MAX_REPEATED = 16 * 1024  # characters as JSON; OpenAI's own metadata are 16 pairs of 576 at most
 _LOGPROBS = "message.output_text.logprobs"
-# What else a client may ask to include belongs to tools and images that are refused, so there is nothing to include.
+# Everything else that a client may ask to include belongs to tools and images, which are refused.
 _INCLUDABLE = frozenset(
     {
         *(_LOGPROBS, ENCRYPTED, "file_search_call.results", "web_search_call.results"),

@@ -17,7 +17,7 @@ from art_cli.chat.errors import invalid
 
 Json = dict[str, Any]
 
-_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})_\d+")  # as `item_id` writes it
+_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})_\d+")  # an id that `item_id` has written
 _ENCRYPTED = "art-reasoning-1."  # the beginning of our `encrypted_content`; base64 of the text follows
 _PARTS = ("input_text", "output_text", "text", "summary_text", "refusal")
 
@@ -107,7 +107,7 @@ class _Fold:
         self._messages: list[Json] = []
         self._assistant: Json | None = None  # the assistant message that was written last
         self._response: str | None = None  # response that this message came from, if an id of its items says so
-        self._follows: Literal["nothing", "outputs", "more"] = "nothing"  # what was written after it
+        self._follows: Literal["nothing", "outputs", "more"] = "nothing"  # the kind of item written after it
 
     def add(self, item: Item) -> None:
         match item:

@@ -19,7 +19,7 @@ from art_cli.chat.wires.responses_items import conversation, without_instruction
 Json = dict[str, Any]
 
 MAX_REPLIES = 1000
-MAX_BYTES = 16 * 2**20  # of all conversations that are kept, as JSON; an agent's 100 turns of 100 KB are 10 MB
+MAX_BYTES = 16 * 2**20  # size of all conversations that are kept, as JSON; an agent's 100 turns of 100 KB are 10 MB
 
 
 class _Kept(NamedTuple):

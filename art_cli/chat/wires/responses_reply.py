@@ -100,7 +100,7 @@ Event = tuple[str, Json]  # name without "response.", and fields
 class _OpenItem:
     """One item that grows: the events of its beginning, of each piece, of its end."""
 
-    prefix: str  # of its id
+    prefix: str  # beginning of its id
 
     def __init__(self, request: Request, place: int) -> None:
         self.request = request
@@ -149,7 +149,7 @@ class _OpenText(_OpenItem):
 
     def __init__(self, request: Request, place: int) -> None:
         super().__init__(request, place)
-        self.logprobs: list[Any] = []  # of all tokens so far
+        self.logprobs: list[Any] = []  # one for each token so far
         self.num_told = 0  # number of logprobs that deltas have carried
 
     def item(self, status: str) -> Json:
@@ -207,7 +207,7 @@ class ResponseEvents:
         self._open: _OpenItem | None = None
         self._items: list[Json] = []  # those that are closed
         self._call = -1  # index of the open call among the calls of the reply
-        self._logprobs: list[Any] = []  # of tokens that no message was open for
+        self._logprobs: list[Any] = []  # one for each token that came while no message was open
         self._counts = [0, 0]  # tokens of the prompt and of the answer
         self._finish_reason = "stop"
         self._last: Chunk | None = None

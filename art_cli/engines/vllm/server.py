@@ -18,13 +18,13 @@ import sys
 from pathlib import Path
 
 from art_cli.config.sections.engine import VllmEngineConfig
+from art_cli.durable import write_file
 from art_cli.engines.vllm import arguments
 from art_cli.engines.vllm.control import Control, Refused, Unreachable
 from art_cli.errors import EngineError
 from art_cli.policy_spec import PolicySpec
 from art_cli.private import make_directory, owner_only
 from art_cli.processes.child import ChildProcess, describe_end, last_lines
-from art_cli.run_dir import write_file
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
+from art_cli.durable import LineWriter
 from art_cli.errors import RunError, printable
 from art_cli.json_lines import decode
 from art_cli.judges.files.source import Group, TrajectoryFile
-from art_cli.run_dir import LineWriter
 from art_cli.trajectory import ScoredTrajectory, Trajectory, score_trajectory
 
 log = logging.getLogger(__name__)

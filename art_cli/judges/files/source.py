@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from art_cli.durable import newer_schema
 from art_cli.errors import DataError, UsageError, printable
 from art_cli.json_lines import Line, decode, is_torn, lines
-from art_cli.run_dir import newer_schema
 from art_cli.trajectory import SCHEMA_VERSION, Json, Trajectory
 
 log = logging.getLogger(__name__)

@@ -66,8 +66,8 @@ class VoteReliability(msgspec.Struct, frozen=True):
     differ more than attempts do.
     """
 
-    all_votes: Measure  # of the mean of an attempt's votes
-    one_vote: Measure  # of a single vote
+    all_votes: Measure  # reliability of the mean of an attempt's votes
+    one_vote: Measure  # reliability of a single vote
 
 
 def vote_reliability(groups: Sequence[Sequence[Sequence[float]]]) -> VoteReliability | None:

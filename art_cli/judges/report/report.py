@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
+from art_cli.durable import read_lines
 from art_cli.errors import DataError, UsageError, printable
 from art_cli.judges.files.source import MAX_GROUP_SIZE
 from art_cli.judges.groups import MAX_REWARD, by_group
 from art_cli.judges.report import agreement
 from art_cli.judges.report.agreement import Measure, Ratio
 from art_cli.judges.report.noise import FlipRates, VoteReliability, flip_rates, vote_reliability
-from art_cli.run_dir import read_lines
 from art_cli.trajectory import EQUAL_REWARDS, Score
 
 # the fields of Agreement

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
-MAX_ROWS = 1_000_000  # as many as a user's function may give
+MAX_ROWS = 1_000_000  # the limit of a user's function too
 MAX_CELL = 16 * 2**20  # largest number of characters of one cell; a million tokens of text are about 4 million
 MAX_BYTES = 2 * 2**30  # largest number of bytes of all scenarios as JSON, because they are kept in memory
 MAX_LISTED = 12  # columns that an error names

@@ -9,7 +9,7 @@ from art_cli.errors import DataError, printable
 from art_cli.json_lines import foreign_encoding
 from art_cli.rollouts.tables.columns import MAX_CELL, Columns, Row
 
-DELIMITERS = ",;\t"  # what spreadsheets write, by country and by format
+DELIMITERS = ",;\t"  # spreadsheets write one of these, by country and by format
 
 
 def rows(path: Path, columns: Columns) -> Generator[Row]:

@@ -11,7 +11,7 @@ from art_cli.errors import DataError, printable
 from art_cli.rollouts.tables.columns import MAX_CELL, Columns, Row
 
 ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
-READ_BY_INDEXES = ("data_version", "page_size")  # what a full-text index asks for when it is opened
+READ_BY_INDEXES = ("data_version", "page_size")  # a full-text index asks for these when it is opened
 REFUSALS = ("not authorized", "authorization denied", "prohibited", "one statement", "may not be modified", "readonly")
 INSTRUCTIONS = 10_000  # steps of SQLite's machine between two looks at the clock, well below a millisecond
 

@@ -53,7 +53,7 @@ class Conversation:
     def __init__(self, recorder: JournaledRecorder, backend: RecordingBackend, now: float) -> None:
         self.recorder, self.backend = recorder, backend
         self.about = recorder.about
-        self.last_at = now  # by the clock of Conversations
+        self.last_at = now  # time by the clock of Conversations
         self.num_in_flight = 0
         self.is_attached = True  # False: no further call joins it, because it is over or too large
         self.num_counted = 0  # bytes of it in the sum over all

@@ -46,7 +46,7 @@ class Entry(msgspec.Struct, kw_only=True, omit_defaults=True):
     at: float  # seconds since the epoch
     client: str = ""  # "key 2"; the key itself is written nowhere
     name: str | None = None  # the client's own name for the conversation
-    scenario: str = ""  # what attempts at the same task share
+    scenario: str = ""  # the id that attempts at the same task share
     call: Call | None = None
     abandons: int | None = None  # number of the entry whose call the client gave up and made again
 

@@ -31,9 +31,9 @@ import msgspec
 
 from art_cli import json_lines
 from art_cli.chat.errors import ChatError
+from art_cli.durable import LineWriter, lock_directory, newer_schema, sync_directory, write_lines
 from art_cli.errors import DataError
 from art_cli.private import make_directory
-from art_cli.run_dir import LineWriter, lock_directory, newer_schema, sync_directory, write_lines
 from art_cli.serving.capture.entries import Entry, Head
 from art_cli.serving.capture.trajectories import places, trajectory_of
 from art_cli.trajectory import SCHEMA_VERSION, Trajectory
@@ -123,7 +123,7 @@ class Journal:
         self._writer: LineWriter
         self._retired: _Retired | None = None
         self._conversations: set[str] = set()  # those that have entries in the current journal
-        self._num_bytes = 0  # of new calls in the current journal
+        self._num_bytes = 0  # size of the new calls in the current journal
         self._first_at: float | None = None  # when the first of them was made
         self._num_appended = self._num_synced = 0
         self._syncing: asyncio.Task[None] | None = None
@@ -136,7 +136,7 @@ class Journal:
         make_directory(self.directory)
         with ExitStack() as stack:
             stack.enter_context(lock_directory(self.directory, self.directory / "lock"))
-            for path in self.directory.glob(f".{TRAJECTORIES}-*.tmp"):  # of a writer that was killed
+            for path in self.directory.glob(f".{TRAJECTORIES}-*.tmp"):  # a writer left it that was killed
                 path.unlink(missing_ok=True)
             self._recover()
             self._stack = stack.pop_all()

@@ -41,7 +41,7 @@ class JournaledRecorder(Recorder):
         self.on_call: Callable[[Request, Recorded], None] | None = None  # told of each call that is taken, redacted
         self._redactor = redactor
         self._write = write
-        self._entries: list[Recorded | None] = []  # what each entry of the journal recorded
+        self._entries: list[Recorded | None] = []  # the turns of each entry of the journal
         self._is_leaving = False
 
     @property

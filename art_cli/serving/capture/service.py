@@ -77,7 +77,9 @@ class GatewayService:
         gateway = Gateway(
             engine,
             defaults=Sampling(),
-            seed=secrets.randbits(31),  # of this process, so that a call after a restart is not sampled as one before
+            seed=secrets.randbits(
+                31
+            ),  # the seed of this process, so that a call after a restart is not sampled as one before
             max_turns=NO_LIMIT,
             enforces_formats=enforces_formats,
         )

@@ -23,7 +23,7 @@ class Place(NamedTuple):
 
     group_id: str
     group_size: int
-    position: int  # from 0
+    position: int  # 0 for the first
 
 
 def scenario_of(request: Request) -> str:
