@@ -287,7 +287,11 @@ def test_generate_and_check_say_it_too(art: Art, tmp_path: Path) -> None:
         ("engine: {max_batch: 4}\n", [], "`name: embedded` beside it (engine=embedded)"),
         ("", ["engine.max_batch=4"], "`name: embedded` beside it (engine=embedded)"),
         ("engine: {python: /p}\n", [], "`name: vllm` beside it (engine=vllm)"),
-        ("engine: {timeout_s: 4}\n", [], "`name: openai` or `name: vllm` beside it (engine=openai)"),
+        (
+            "engine: {timeout_s: 4}\n",
+            [],
+            "`name: openai` or `name: anthropic` or `name: vllm` beside it (engine=openai)",
+        ),
     ],
 )
 def test_a_knob_of_one_engine_needs_that_engines_name(project: Path, text: str, override: list[str], line: str) -> None:
