@@ -84,6 +84,11 @@ class Contestant(NamedTuple):
     settings: tuple[str, ...] = ()  # key=value of ours, or of TRL's GRPOConfig
     is_trl: bool = False
 
+    @property
+    def told(self) -> list[str]:
+        """The settings as a row tells them: paths in this checkout are relative to its root."""
+        return [setting.replace(f"{ROOT}{os.sep}", "") for setting in self.settings]
+
 
 class Job(NamedTuple):
     """One row to be."""
@@ -358,7 +363,7 @@ class Runner:
             "task": name,
             "contestant": contestant.name,
             "seed": seed,
-            "settings": list(contestant.settings),
+            "settings": contestant.told,
             "rollouts": job.rollouts,
             **found,
             "min": min(rates),
@@ -385,7 +390,7 @@ def _children_s() -> float:
 
 def is_done(job: Job, path: Path) -> bool:
     """Whether there is a row of at least as many rollouts with the same settings."""
-    key = (job.name, job.contestant.name, job.seed, list(job.contestant.settings))
+    key = (job.name, job.contestant.name, job.seed, job.contestant.told)
     return any(
         (row["task"], row["contestant"], row["seed"], row["settings"]) == key and row["rollouts"] >= job.rollouts
         for row in read_rows(path)

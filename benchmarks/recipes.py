@@ -37,8 +37,8 @@ ROOT = Path(__file__).parent.parent
 ART = [sys.executable, "-m", "art_cli"]
 METRICS = {"tictactoe": "win"}  # recipe -> the metric that tells how good it is, where that is not the reward
 RULES = {
-    "email-search": "email_search_rule.py",
-    "tictactoe": "tictactoe_rule.py",
+    "email-search": ("--group-rule", "email_search_rule.py:scores"),
+    "tictactoe": ("--rule", "tictactoe_rule.py:rule"),
 }  # recipe -> the rule of a judge server, in tests/support
 LIMIT = 0.05  # largest difference between the ends with and without the judge
 HEAD = (
@@ -98,8 +98,8 @@ def evaluate_afresh(row: dict[str, Any], metric: str) -> str:
 @contextlib.contextmanager
 def judge_by_rule(recipe: str) -> Iterator[list[str]]:
     """The settings of a judge that reads the attempts in RULER's prompt and scores them by the recipe's rule."""
-    rule = ROOT / "tests" / "support" / RULES[recipe]
-    command = [sys.executable, "-m", "tests.support.judge_server", "--rule", f"{rule}:rule"]
+    option, rule = RULES[recipe]
+    command = [sys.executable, "-m", "tests.support.judge_server", option, str(ROOT / "tests" / "support" / rule)]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None

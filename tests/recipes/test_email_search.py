@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.email_search_rule import rule
+from tests.support.email_search_rule import scores
 from tests.support.recipes import load
 
 RECIPE = load("email-search")
@@ -143,8 +143,8 @@ def test_a_call_that_fits_no_tool_finds_nothing_and_is_no_answer(name: str, argu
     assert (outcome.metrics["answered"], player.num_calls) == (False, 2)
 
 
-def test_the_rule_of_the_judge_is_the_reward_where_the_email_was_read() -> None:
-    """Attempts that search, read and answer anything: only lucky answers, without the e-mail, differ."""
+def test_the_rule_of_the_judge_is_the_reward_where_an_attempt_has_read_the_email() -> None:
+    """Attempts that search, read and answer anything. Alone, lucky answers without the e-mail count nothing."""
     draw, lucky, rewards = random.Random(0), 0, set()
     for number in range(400):
         emails, question = make_mailbox(f"rule-{number}", SMALL)
@@ -156,10 +156,16 @@ def test_the_rule_of_the_judge_is_the_reward_where_the_email_was_read() -> None:
             said = draw.choice([question.answer, draw.choice(facts), "in " + question.answer, ""])
             return draw.choice([call("answer", text=said)] * 9 + [said, call("read", id=1)])
 
+        def read_right(messages: list[Any], question: Any = question) -> Any:
+            is_first = messages[-1]["role"] == "user"
+            return call("read", id=question.email) if is_first else call("answer", text="nothing")
+
         outcome, player = play(choose, f"rule-{number}")
-        judged = rule([[(message["role"], message["content"]) for message in player.messages]])
-        if judged != outcome.reward:
-            assert (judged, outcome.reward, outcome.metrics["found"]) == (0.0, 1.0, False)
+        _, reader = play(read_right, f"rule-{number}")
+        seen, other = ([[(m["role"], m["content"]) for m in each.messages]] for each in (player, reader))
+        assert scores([seen, other]) == scores([other, seen])[::-1] == [outcome.reward, 0.0]
+        if scores([seen]) != [outcome.reward]:
+            assert (outcome.reward, outcome.metrics["found"]) == (1.0, False)
             lucky += 1
         rewards.add(outcome.reward)
     assert rewards == {0.0, 1.0} and 0 < lucky < 160

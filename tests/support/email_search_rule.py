@@ -1,29 +1,42 @@
-"""What an attempt of recipes/email-search was worth, told from its conversation alone: the rule of a judge server.
+"""What attempts of recipes/email-search were worth, told from their conversations alone: the rule of a judge server.
 
-    python -m tests.support.judge_server --rule tests/support/email_search_rule.py:rule
+    python -m tests.support.judge_server --group-rule tests/support/email_search_rule.py:scores
 
-An answer is right if an e-mail that was read says so: one of the person and about the project of the question. So an
-answer that is right by luck, without that e-mail, is worth nothing here.
+An answer is right if an e-mail says so that one of the attempts has read: one of the person and about the project of
+the question. So an answer that is right by luck counts, as for the reward, unless no attempt has read that e-mail.
 """
 
 import json
 import re
 
+Conversation = list[tuple[str, str]]  # (role, text)
+
 FACTS = {"Where": r"\bin (\w+)", "When": r"\bon (\w+)", "Whom": r"\bwith (\w+)", "What": r"costs (\w+) euros"}
 ASIDE = {"in", "on", "with", "euros"}
 
 
-def rule(conversations: list[list[tuple[str, str]]]) -> float:
-    """1 for an answer that the right e-mail gives, else 0."""
-    conversation = conversations[-1]
+def scores(attempts: list[list[Conversation]]) -> list[float]:
+    """1 for an answer that the right e-mail gives, else 0. All attempts are at the same question."""
+    conversations = [attempt[-1] for attempt in attempts]
+    facts = {fact for conversation in conversations for fact in _facts(conversation)}
+    return [float(_answer(conversation) in facts) for conversation in conversations]
+
+
+def _facts(conversation: Conversation) -> list[str]:
+    """What the right e-mail says, if it was read."""
     [question] = [text for role, text in conversation if role == "user"]
-    role, said = conversation[-1]
-    answer = re.fullmatch(r"answer\((.*)\)", said, re.DOTALL)
-    if role != "assistant" or not answer:
-        return 0.0
     asked = re.fullmatch(r"(\w+) does (\w+) (?:meet about|pay for) the (\w+)\?", question)
     assert asked, question
     head = f"From: {asked[2]}\nSubject: {asked[3]}\n"
-    facts = [re.findall(FACTS[asked[1]], text[len(head) :]) for _, text in conversation if text.startswith(head)]
-    said = re.sub(r"[\W_]", " ", str(json.loads(answer[1])["text"])).lower().split()
-    return float(any([fact.lower()] == [word for word in said if word not in ASIDE] for fact in sum(facts, [])))
+    read = [text[len(head) :] for _, text in conversation if text.startswith(head)]
+    return [fact.lower() for text in read for fact in re.findall(FACTS[asked[1]], text)]
+
+
+def _answer(conversation: Conversation) -> str:
+    """The answer without the words around it; "" where there is none."""
+    role, said = conversation[-1]
+    answer = re.fullmatch(r"answer\((.*)\)", said, re.DOTALL)
+    if role != "assistant" or not answer:
+        return ""
+    words = re.sub(r"[\W_]", " ", str(json.loads(answer[1])["text"])).lower().split()
+    return " ".join(word for word in words if word not in ASIDE)

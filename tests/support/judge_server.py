@@ -117,10 +117,12 @@ def read_record(content: str) -> Record:
 
 # --- the rule ---------------------------------------------------------------------------------------------------------
 
-Rule = Callable[[list[list[tuple[str, str]]]], float]  # conversations of (role, text), the main one last -> [0, 1]
+Attempt = list[list[tuple[str, str]]]  # conversations of (role, text), the main one last
+Rule = Callable[[Attempt], float]  # -> [0, 1]
+GroupRule = Callable[[list[Attempt]], list[float]]  # the attempts of one question, which may be compared
 
 
-def stated_quality(conversations: list[list[tuple[str, str]]]) -> float:
+def stated_quality(conversations: Attempt) -> float:
     """The last `quality=...` that an assistant message of the attempt states; 0 where none does."""
     found = [
         QUALITY.findall(text) for conversation in conversations for role, text in conversation if role == "assistant"
@@ -134,6 +136,7 @@ class Conduct:
     """How the judge behaves."""
 
     rule: Rule = stated_quality
+    group_rule: GroupRule | None = None  # in place of `rule`
     bias: float = 0.0  # added for the first place, taken off for the last, half of it each; linear between
     noise: float = 0.0  # standard deviation; drawn anew for every call
     relative: bool = False  # stretch each answer's scores from 0 to 1, as a judge who only compares does
@@ -198,14 +201,18 @@ def judge_record(record: Record, conduct: Conduct, rng: random.Random) -> list[E
     """The entries in the order shown."""
     names = list(record.attempts)
     assert record.asked == names, (record.asked, names)
-    scores = []
-    for place, name in enumerate(names):
-        conversations = [
+    attempts: list[Attempt] = [
+        [
             [(message.role.split(" ")[0], message.text) for message in conversation]
             for _, conversation in sorted(record.attempts[name], key=lambda labelled: labelled[0] == "main")
         ]
+        for name in names
+    ]
+    exact = conduct.group_rule(attempts) if conduct.group_rule else [conduct.rule(attempt) for attempt in attempts]
+    scores = []
+    for place, score in enumerate(exact):
         lean = conduct.bias * (0.5 - place / (len(names) - 1)) if len(names) > 1 else 0.0
-        scores.append(conduct.rule(conversations) + lean + rng.gauss(0, conduct.noise))
+        scores.append(score + lean + rng.gauss(0, conduct.noise))
     if conduct.relative and max(scores) > min(scores):
         scores = [(score - min(scores)) / (max(scores) - min(scores)) for score in scores]
     return [
@@ -371,20 +378,20 @@ def serving(conduct: Conduct | None = None) -> Iterator[JudgeServer]:
         loop.close()
 
 
-def load_rule(entry: str) -> Rule:
+def load_rule(entry: str) -> Any:
     """The function of "file.py:function"."""
     path, _, name = entry.rpartition(":")
     spec = importlib.util.spec_from_file_location("judge_rule", path)
     assert spec and spec.loader, entry
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    rule: Rule = getattr(module, name)
-    return rule
+    return getattr(module, name)
 
 
 async def _main(arguments: argparse.Namespace) -> None:
     conduct = Conduct(
         rule=load_rule(arguments.rule) if arguments.rule else stated_quality,
+        group_rule=load_rule(arguments.group_rule) if arguments.group_rule else None,
         bias=arguments.bias,
         noise=arguments.noise,
         delay_s=arguments.delay_ms / 1000,
@@ -406,5 +413,6 @@ if __name__ == "__main__":
     parser.add_argument("--noise", type=float, default=0.0)
     parser.add_argument("--misbehaviour", default="")
     parser.add_argument("--rule", default="")
+    parser.add_argument("--group-rule", default="")
     parser.add_argument("--log", type=Path, default=None)
     asyncio.run(_main(parser.parse_args()))
