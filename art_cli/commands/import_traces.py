@@ -40,9 +40,9 @@ def run(
 ) -> None:
     """Read traces of other tools.
 
-    Reads OpenAI-style logs, OpenEnv's TrainingTrace, traces.jsonl of verifiers, logs of inspect, exports of Langfuse,
-    and writes trajectories: attempts at one scenario are a group. What they are is recognised by their content. A
-    record that cannot be read is counted and told, and the others are read.
+    Reads logs of calls to OpenAI or Anthropic, OpenEnv's TrainingTrace, traces.jsonl of verifiers, logs of inspect,
+    exports of Langfuse, and writes trajectories: attempts at one scenario are a group. What they are is recognised by
+    their content. A record that cannot be read is counted and told, and the others are read.
 
     \b
     art import traces.jsonl -o trajectories.jsonl

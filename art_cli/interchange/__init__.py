@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from art_cli.interchange import openai_log, openenv
-from art_cli.interchange.attempt import Attempt
+from art_cli.interchange.attempt import TracedAttempt
 from art_cli.interchange.inspect_eval import InspectSample
 from art_cli.interchange.langfuse import LangfuseExport
 from art_cli.interchange.openai_log import OpenAILog
@@ -17,7 +17,7 @@ from art_cli.interchange.verifiers import VerifiersTrace
 from art_cli.trajectory import Json, Trajectory
 
 
-class Reader(Protocol):
+class TraceReader(Protocol):
     """Reads the records of one format, in the order of the files."""
 
     name: str  # the name that --from takes
@@ -27,18 +27,18 @@ class Reader(Protocol):
     def recognises(record: Json) -> bool:
         """Whether the record is of this format."""
 
-    def read(self, record: Json, group: str | None) -> Attempt | None:
+    def read(self, record: Json, group: str | None) -> TracedAttempt | None:
         """The attempt of one record. None: it is part of one that `finish` gives.
 
         `group`: the scenario's id, whatever the record says; None: the record says it, or else the first question.
         Raises ValueError: the record cannot be read.
         """
 
-    def finish(self) -> Iterator[Attempt]:
+    def finish(self) -> Iterator[TracedAttempt]:
         """The attempts that several records are parts of."""
 
 
-# A record is tried in this order: the last ones recognise less
-READERS: Sequence[Callable[[], Reader]] = (OpenEnvTrace, VerifiersTrace, InspectSample, LangfuseExport, OpenAILog)
+# A record is tried in this order, because the last ones recognise less.
+READERS: Sequence[Callable[[], TraceReader]] = (OpenEnvTrace, VerifiersTrace, InspectSample, LangfuseExport, OpenAILog)
 READ = tuple(reader().name for reader in READERS)
 WRITERS: Mapping[str, Callable[[Trajectory], Json]] = {"openai": openai_log.record_of, "openenv": openenv.record_of}

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from art_cli.chat.replies import Choice, Reply
@@ -27,7 +28,7 @@ class Tokens(NamedTuple):
     mask: Sequence[bool] | None = None  # [L] which of them are trained; None: all
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """One model call: the messages that were sent, and the reply."""
 
     messages: Sequence[Json] | None  # OpenAI's form; None: the record has none
@@ -39,7 +40,7 @@ class Call(NamedTuple):
 
 
 @dataclass
-class Attempt:
+class TracedAttempt:
     """One rollout. `scenario` is the id of its group; None: it is derived from what the model was first asked."""
 
     id: str | None = None
@@ -55,7 +56,7 @@ class Attempt:
     _messages: Recorder = field(default_factory=Recorder)  # calls without their tokens
     _tokens: Recorder = field(default_factory=Recorder)  # tokens without their calls
 
-    def add(self, call: Call) -> None:
+    def add(self, call: TracedCall) -> None:
         """Adds one call, in the order of their time. Raises ValueError: messages or tokens that cannot be."""
         if call.messages is not None and call.message is not None:
             sent, message = [plain_message(each) for each in call.messages], plain_message(call.message)
@@ -202,6 +203,19 @@ def numbers(values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, 
     """Those of the values that are numbers."""
     pairs = values.items() if isinstance(values, Mapping) else values
     return {str(name): number for name, value in pairs if (number := as_number(value)) is not None}
+
+
+def named(record: Mapping[str, Any], keys: Iterable[str]) -> str | None:
+    """The first of these keys that is an id: text or a whole number. None: none of them is."""
+    return next((str(record[key]) for key in keys if isinstance(record.get(key), str | int)), None)
+
+
+def seconds(text: Any) -> float:
+    """Seconds since the epoch; 0 for what is no time."""
+    try:
+        return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return 0.0
 
 
 def sampling_of(*sources: Any) -> Sampling:

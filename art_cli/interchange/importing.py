@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from art_cli.errors import DataError, UsageError, printable
-from art_cli.interchange import READ, READERS, Reader
-from art_cli.interchange.attempt import Attempt
+from art_cli.interchange import READ, READERS, TraceReader
+from art_cli.interchange.attempt import TracedAttempt
 from art_cli.interchange.source import records
 from art_cli.private import make_directory, owner_only
 from art_cli.trajectory import Json, ScoredTrajectory
@@ -132,13 +132,13 @@ def _trajectories(
         yield trajectory, line
 
 
-def _named(attempt: Attempt, reward: str) -> float | None:
+def _named(attempt: TracedAttempt, reward: str) -> float | None:
     return (attempt.whole.metrics if attempt.whole is not None else attempt.metrics).get(reward)
 
 
 def _attempts(
-    paths: Sequence[Path], readers: Sequence[Reader], done: Imported, *, form: str | None, group_by: str | None
-) -> Iterator[tuple[str, Attempt]]:
+    paths: Sequence[Path], readers: Sequence[TraceReader], done: Imported, *, form: str | None, group_by: str | None
+) -> Iterator[tuple[str, TracedAttempt]]:
     for path in paths:
         for place, record, problem in records(path):
             done.num_records += 1
@@ -163,7 +163,7 @@ def _why(error: Exception) -> str:
     return "JSON is nested too deeply" if isinstance(error, RecursionError) else str(error) or type(error).__name__
 
 
-def _reader_of(record: Json, readers: Sequence[Reader], form: str | None) -> Reader:
+def _reader_of(record: Json, readers: Sequence[TraceReader], form: str | None) -> TraceReader:
     if form is not None:
         return next(reader for reader in readers if reader.name == form)
     for reader in readers:

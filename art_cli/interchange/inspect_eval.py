@@ -5,10 +5,9 @@ inspect's own `value_to_float`.
 """
 
 from collections.abc import Iterator
-from datetime import datetime
 from typing import Any
 
-from art_cli.interchange.attempt import Attempt, Call, as_list, as_number, as_object
+from art_cli.interchange.attempt import TracedAttempt, TracedCall, as_list, as_number, as_object, named, seconds
 from art_cli.trajectory import Json
 
 LETTERS = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
@@ -25,13 +24,13 @@ class InspectSample:
     def recognises(record: Json) -> bool:
         return isinstance(record.get("messages"), list) and "epoch" in record and "target" in record
 
-    def read(self, record: Json, group: str | None = None) -> Attempt:
+    def read(self, record: Json, group: str | None = None) -> TracedAttempt:
         scores = {name: _number(score) for name, score in as_object(record.get("scores"), "scores").items()}
         known = {name: value for name, value in scores.items() if value is not None}
         error = record.get("error")
-        attempt = Attempt(
+        attempt = TracedAttempt(
             id=record["uuid"] if isinstance(record.get("uuid"), str) else None,
-            scenario=group or (str(record["id"]) if isinstance(record.get("id"), str | int) else None),
+            scenario=group or named(record, ("id",)),
             task={"input": record.get("input"), "target": record.get("target")},
             reward=next(iter(known.values())) if len(known) == 1 else None,
             metrics=known,
@@ -45,10 +44,10 @@ class InspectSample:
         replies = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
         if not replies:
             raise ValueError("no assistant message")
-        attempt.add(Call(messages[: replies[-1]], messages[replies[-1]], _tools(record)))
+        attempt.add(TracedCall(messages[: replies[-1]], messages[replies[-1]], _tools(record)))
         return attempt
 
-    def finish(self) -> Iterator[Attempt]:
+    def finish(self) -> Iterator[TracedAttempt]:
         return iter(())
 
 
@@ -113,11 +112,3 @@ class _Attachments:
             case dict():
                 return {key: self.resolve(each) for key, each in value.items()}
         return value
-
-
-def seconds(text: Any) -> float:
-    """Seconds since the epoch; 0 for what is no time."""
-    try:
-        return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return 0.0

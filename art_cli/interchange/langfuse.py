@@ -8,8 +8,16 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from art_cli.interchange.attempt import Attempt, Call, as_list, as_number, as_object, sampling_of
-from art_cli.interchange.inspect_eval import seconds
+from art_cli.interchange.attempt import (
+    TracedAttempt,
+    TracedCall,
+    as_list,
+    as_number,
+    as_object,
+    named,
+    sampling_of,
+    seconds,
+)
 from art_cli.trajectory import Json
 
 KINDS = {"GENERATION", "AGENT", "TOOL", "CHAIN", "RETRIEVER", "EVALUATOR", "EMBEDDING", "GUARDRAIL", "SPAN", "EVENT"}
@@ -32,7 +40,7 @@ class LangfuseExport:
         is_score = "dataType" in record or "data_type" in record
         return is_observation or _is_trace(record) or (is_score and _get(record, "traceId") is not None)
 
-    def read(self, record: Json, group: str | None = None) -> Attempt | None:
+    def read(self, record: Json, group: str | None = None) -> TracedAttempt | None:
         if group is not None:
             self._groups.setdefault(str(record["id"] if _is_trace(record) else _get(record, "traceId")), group)
         if _is_trace(record):
@@ -43,7 +51,7 @@ class LangfuseExport:
             self._keep_score(str(_get(record, "traceId")), record)
         return None
 
-    def finish(self) -> Iterator[Attempt]:
+    def finish(self) -> Iterator[TracedAttempt]:
         for trace, generations in self._generations.items():
             attempt = _attempt(trace, self._traces.get(trace, {}), generations, self._scores.get(trace, {}))
             attempt.scenario = self._groups.get(trace, attempt.scenario)
@@ -72,11 +80,11 @@ class LangfuseExport:
             self._scores.setdefault(trace, {})[score["name"]] = value
 
 
-def _attempt(trace: str, about: Json, generations: list[Json], scores: dict[str, float]) -> Attempt:
+def _attempt(trace: str, about: Json, generations: list[Json], scores: dict[str, float]) -> TracedAttempt:
     generations.sort(key=lambda each: str(_get(each, "startTime") or ""))
     times = [seconds(_get(generations[0], "startTime")), seconds(_get(generations[-1], "endTime"))]
     failed = [each for each in generations if each.get("level") == "ERROR"]
-    attempt = Attempt(
+    attempt = TracedAttempt(
         id=trace,
         scenario=_scenario(about),
         reward=next(iter(scores.values())) if len(scores) == 1 else None,
@@ -93,11 +101,10 @@ def _attempt(trace: str, about: Json, generations: list[Json], scores: dict[str,
 
 def _scenario(record: Json) -> str | None:
     """The scenario that the metadata of a trace or of one of its observations names."""
-    metadata = _object(record.get("metadata"))
-    return next((str(metadata[key]) for key in GROUPS if isinstance(metadata.get(key), str | int)), None)
+    return named(_object(record.get("metadata")), GROUPS)
 
 
-def _call(observation: Json) -> Call:
+def _call(observation: Json) -> TracedCall:
     """One generation. Raises ValueError: its input has no messages, or its output no reply."""
     asked, answered = _value(observation.get("input")), _value(observation.get("output"))
     tools: list[Any] = []
@@ -109,7 +116,7 @@ def _call(observation: Json) -> Call:
     if not isinstance(messages, list) or not messages:
         raise ValueError("a generation whose input has no messages")
     found = _get(observation, "modelParameters")
-    return Call(messages, _reply(answered), tools, sampling=sampling_of(_object(found)))
+    return TracedCall(messages, _reply(answered), tools, sampling=sampling_of(_object(found)))
 
 
 def _reply(output: Any) -> Json:

@@ -3,8 +3,8 @@
     {"messages": [...], "tools": [...], "reward": 1.0, "group_id": "easy-17"}     a whole conversation
     {"request": {"messages": [...]}, "response": {"choices": [...]}}              one call of a conversation
 
-Calls whose messages go on from an earlier call's reply are one attempt, also where no key says so. A reply of vLLM with
-`return_token_ids` and `logprobs` has the tokens. `record_of` writes the first form.
+A call may also be one of OpenAI's Responses or of Anthropic's Messages (protocols.py). Calls whose messages go on from
+an earlier call's reply are one attempt, also where no key says so. `record_of` writes the first form.
 """
 
 import hashlib
@@ -13,17 +13,18 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from art_cli.chat.wires.responses_items import without_instructions
 from art_cli.interchange.attempt import (
-    Attempt,
-    Call,
-    Tokens,
+    TracedAttempt,
+    TracedCall,
     as_list,
     as_number,
     as_object,
+    named,
     numbers,
     plain_message,
-    sampling_of,
 )
+from art_cli.interchange.protocols import call_of
 from art_cli.trajectory import Json, Trajectory
 
 REQUESTS = ("request", "request_body", "body", "input", "kwargs")
@@ -37,8 +38,9 @@ class OpenAILog:
     about = "lines with `messages`, or with a request and its response"
 
     def __init__(self) -> None:
-        self._open: dict[str, Attempt] = {}  # attempts that more calls may belong to, by session or number
+        self._open: dict[str, TracedAttempt] = {}  # attempts that more calls may belong to, by session or number
         self._ends: dict[bytes, deque[str]] = defaultdict(deque)  # hash of a conversation -> attempts that it ends
+        self._kept: dict[str, list[Json]] = {}  # id of a response -> its conversation, which a later call may name
 
     @staticmethod
     def recognises(record: Json) -> bool:
@@ -46,27 +48,30 @@ class OpenAILog:
             return True
         return _request(record) is not None and _response(record) is not None
 
-    def read(self, record: Json, group: str | None = None) -> Attempt | None:
+    def read(self, record: Json, group: str | None = None) -> TracedAttempt | None:
         if "group_size" in record and "turns" in record:
             raise ValueError("a trajectory of art's own, which art judge, art step and art sft take as it is")
         request, response = _request(record), _response(record)
         if response is None or request is None:
             return _conversation(record, group)
-        call = call_of(request, response)
+        call = call_of(request, response, self._kept)
+        conversation = [*(call.messages or ()), call.message or {}]
+        if isinstance(response.get("output"), list) and isinstance(id := response.get("id"), str):
+            self._kept[id] = without_instructions(request.get("instructions"), conversation)
         name = self._session(record, call)
         attempt = self._open.get(name)
         if attempt is None:
             attempt = _about(record, group)
         attempt.add(call)
         self._open[name] = attempt
-        self._ends[_digests([*(call.messages or ()), call.message or {}])[-1]].append(name)
+        self._ends[_digests(conversation)[-1]].append(name)
         attempt.reward = attempt.reward if as_number(record.get("reward")) is None else as_number(record["reward"])
         return None
 
-    def finish(self) -> Iterator[Attempt]:
+    def finish(self) -> Iterator[TracedAttempt]:
         yield from self._open.values()
 
-    def _session(self, record: Json, call: Call) -> str:
+    def _session(self, record: Json, call: TracedCall) -> str:
         """The attempt that a call belongs to: by a key of the line, or because it goes on from a reply of it."""
         metadata = record.get("metadata") if isinstance(record.get("metadata"), dict) else {}
         for source in (record, metadata or {}):
@@ -80,37 +85,7 @@ class OpenAILog:
         return f"call {len(self._open)}"
 
 
-def call_of(request: Json, response: Json) -> Call:
-    """One call of OpenAI's chat protocol. Raises ValueError: it failed, or is of another form."""
-    messages = as_list(request.get("messages"), "messages")
-    choices = as_list(response.get("choices"), "choices")
-    if not messages:
-        raise ValueError("a request without messages")
-    if not choices or not isinstance(choices[0], dict):
-        error = response.get("error")
-        raise ValueError(f"a call that failed: {json.dumps(error)[:200]}" if error else "a response without choices")
-    choice: Json = choices[0]
-    return Call(
-        messages=[plain_message(each) for each in messages],
-        message=plain_message(choice.get("message")),
-        tools=as_list(request.get("tools"), "tools"),
-        tokens=_tokens(response, choice),
-        sampling=sampling_of(request),
-        finish_reason=str(choice.get("finish_reason") or "stop"),
-    )
-
-
-def _tokens(response: Json, choice: Json) -> Tokens | None:
-    """The tokens of a reply of vLLM with `return_token_ids` and `logprobs`; None where it lacks one of them."""
-    prompt = response.get("prompt_token_ids") or choice.get("prompt_token_ids")
-    sampled, logprobs = choice.get("token_ids"), choice.get("logprobs")
-    content = logprobs.get("content") if isinstance(logprobs, dict) else None
-    if not isinstance(prompt, list) or not isinstance(sampled, list) or not isinstance(content, list):
-        return None
-    return Tokens(prompt, sampled, [each.get("logprob") if isinstance(each, dict) else None for each in content])
-
-
-def _conversation(record: Json, group: str | None) -> Attempt:
+def _conversation(record: Json, group: str | None) -> TracedAttempt:
     """A line of `messages`. Raises ValueError: there is no assistant's among them."""
     messages = [plain_message(each) for each in as_list(record.get("messages"), "messages")]
     attempt = _about(record, group)
@@ -119,20 +94,17 @@ def _conversation(record: Json, group: str | None) -> Attempt:
         sent = [plain_message(each) for each in as_list(branch, "branches")]
         if not any(each["role"] == "assistant" for each in sent):
             raise ValueError("no assistant message")
-        attempt.add(Call(sent[:-1], sent[-1], tools))
+        attempt.add(TracedCall(sent[:-1], sent[-1], tools))
     return attempt
 
 
-def _about(record: Json, group: str | None) -> Attempt:
-    named = (record[key] for key in GROUPS if isinstance(record.get(key), str | int))
-    scenario = group or next(named, None)
+def _about(record: Json, group: str | None) -> TracedAttempt:
     task = record.get("scenario") if isinstance(record.get("scenario"), dict) else {}
-    if scenario is None and isinstance(id := (task or {}).get("id"), str | int):
-        scenario = id
+    scenario = group or named(record, GROUPS)
     error = record.get("error")
-    return Attempt(
-        id=str(record["id"]) if isinstance(record.get("id"), str | int) else None,
-        scenario=None if scenario is None else str(scenario),
+    return TracedAttempt(
+        id=named(record, ("id",)),
+        scenario=named(task or {}, ("id",)) if scenario is None else scenario,
         task=dict(task or {}),
         reward=as_number(record.get("reward")),
         metrics=numbers(as_object(record.get("metrics"), "metrics")),
@@ -146,7 +118,7 @@ def _request(record: Json) -> Json | None:
         if isinstance(found := record.get(key), dict):
             inner = found.get("body")
             return inner if isinstance(inner, dict) else found
-    return record if "messages" in record and _response(record) is not None else None
+    return record if ("messages" in record or "input" in record) and _response(record) is not None else None
 
 
 def _response(record: Json) -> Json | None:

@@ -13,12 +13,13 @@ from typing import Any
 import msgspec
 
 from art_cli.interchange.attempt import (
-    Attempt,
-    Call,
     Tokens,
+    TracedAttempt,
+    TracedCall,
     as_list,
     as_number,
     as_object,
+    named,
     numbers,
     sampling_of,
 )
@@ -40,7 +41,7 @@ class OpenEnvTrace:
         first = turns[0] if isinstance(turns, list) and turns else None
         return isinstance(first, dict) and "completion_token_ids" in first
 
-    def read(self, record: Json, group: str | None = None) -> Attempt:
+    def read(self, record: Json, group: str | None = None) -> TracedAttempt:
         trace = _trace(record)
         if trace.get("schema_version", 1) != 1:
             raise ValueError(f"schema_version {trace['schema_version']!r}; 1 is read")
@@ -48,13 +49,11 @@ class OpenEnvTrace:
         if turns and (own := as_object(turns[0].get("metadata"), "metadata").get(OWN)):
             whole = _own(own, turns)
             whole.group_id = group or whole.group_id
-            return Attempt(whole=whole)
+            return TracedAttempt(whole=whole)
         around = {} if trace is record else record
-        named = (around[key] for key in GROUPS if isinstance(around.get(key), str | int))
-        scenario = group or next(named, None)
-        attempt = Attempt(
-            id=next((str(around[key]) for key in IDS if isinstance(around.get(key), str | int)), None),
-            scenario=None if scenario is None else str(scenario),
+        attempt = TracedAttempt(
+            id=named(around, IDS),
+            scenario=group or named(around, GROUPS),
             reward=as_number(around.get("reward")),
             metrics=numbers(as_object(around.get("metrics"), "metrics")),
         )
@@ -62,7 +61,7 @@ class OpenEnvTrace:
             attempt.add(_call(turn))
         return attempt
 
-    def finish(self) -> Iterator[Attempt]:
+    def finish(self) -> Iterator[TracedAttempt]:
         return iter(())
 
 
@@ -70,7 +69,7 @@ def _trace(record: Json) -> Json:
     return next((record[key] for key in INNER if isinstance(record.get(key), dict)), record)
 
 
-def _call(turn: Json) -> Call:
+def _call(turn: Json) -> TracedCall:
     prompt_ids, sampled = (as_list(turn.get(f"{name}_token_ids"), name) for name in ("prompt", "completion"))
     mask = as_list(turn.get("loss_mask"), "loss_mask")
     if len(mask) != len(prompt_ids) + len(sampled):
@@ -79,7 +78,7 @@ def _call(turn: Json) -> Call:
     metadata = as_object(turn.get("metadata"), "metadata")
     choices = as_list(response.get("choices"), "choices")
     choice = as_object(choices[0] if choices else None, "choices")
-    return Call(
+    return TracedCall(
         messages=request.get("messages"),
         message=choice.get("message"),
         tools=as_list(request.get("tools"), "tools"),

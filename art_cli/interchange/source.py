@@ -31,15 +31,15 @@ LISTS = ("data", "samples", "traces", "observations")  # keys under which a whol
 _ANY = msgspec.json.Decoder()
 
 
-class Found(NamedTuple):
-    """One record, or why it cannot be read. Example: Found("log.jsonl:3", None, "JSON is malformed: ...")"""
+class SourceRecord(NamedTuple):
+    """One record, or why it cannot be read. Example: SourceRecord("log.jsonl:3", None, "JSON is malformed: ...")"""
 
     place: str
     record: Json | None
     problem: str = ""
 
 
-def records(path: Path) -> Iterator[Found]:
+def records(path: Path) -> Iterator[SourceRecord]:
     """The records of a file. Raises DataError: there is no such file, or none of its content can be read."""
     if not path.is_file():
         raise DataError("not a file" if os.path.lexists(path) else "no such file", path)
@@ -58,18 +58,18 @@ def records(path: Path) -> Iterator[Found]:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def _of_text(path: Path) -> Iterator[Found]:
+def _of_text(path: Path) -> Iterator[SourceRecord]:
     """JSON lines; or, where the first line is no whole value, one JSON value over many lines."""
     is_first = True
     for number, line in _lines(path):
         place = f"{path}:{number}"
         if line is None:
-            yield Found(place, None, f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
+            yield SourceRecord(place, None, f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
         elif is_first and _opens(line) and (whole := _whole(path)) is not None:
             yield from _parsed(whole, str(path))
             return
         elif json_lines.is_torn(line):
-            yield Found(place, None, "the last line is half-written")
+            yield SourceRecord(place, None, "the last line is half-written")
         else:
             yield from _parsed(line, place)
         is_first = False
@@ -100,28 +100,30 @@ def _whole(path: Path) -> bytes | None:
     return path.read_bytes() if path.stat().st_size <= MAX_LINE_BYTES else None
 
 
-def _parsed(text: bytes, place: str) -> Iterator[Found]:
+def _parsed(text: bytes, place: str) -> Iterator[SourceRecord]:
     try:
         value = json_lines.decode(text, _ANY)
     except (ValueError, MemoryError) as error:
-        yield Found(place, None, str(error) or "too large for the memory")
+        yield SourceRecord(place, None, str(error) or "too large for the memory")
         return
     yield from _found(value, place)
 
 
-def _found(value: Any, place: str) -> Iterator[Found]:
+def _found(value: Any, place: str) -> Iterator[SourceRecord]:
     """The records in a value: itself, the items of a list, or those of an object that is only their envelope."""
     if isinstance(value, dict | list) and is_deep(value, MAX_DEPTH):
-        yield Found(place, None, "JSON is nested too deeply")
+        yield SourceRecord(place, None, "JSON is nested too deeply")
         return
     items = value if isinstance(value, list) else _enveloped(value)
     if items is None:
         is_record = isinstance(value, dict)
-        yield Found(place, value if is_record else None, "" if is_record else "not a JSON object")
+        yield SourceRecord(place, value if is_record else None, "" if is_record else "not a JSON object")
         return
     for number, item in enumerate(items, 1):
         is_record = isinstance(item, dict)
-        yield Found(f"{place}, item {number}", item if is_record else None, "" if is_record else "not a JSON object")
+        yield SourceRecord(
+            f"{place}, item {number}", item if is_record else None, "" if is_record else "not a JSON object"
+        )
 
 
 def _enveloped(value: Any) -> list[Any] | None:
@@ -134,7 +136,7 @@ def _enveloped(value: Any) -> list[Any] | None:
 # --- archives ---------------------------------------------------------------------------------------------------------
 
 
-def _of_archive(path: Path) -> Iterator[Found]:
+def _of_archive(path: Path) -> Iterator[SourceRecord]:
     """The JSON entries below `samples/` of a zip archive, as inspect writes it, each with the header's task."""
     try:
         archive = zipfile.ZipFile(path)
@@ -152,10 +154,10 @@ def _of_archive(path: Path) -> Iterator[Found]:
             try:
                 text = _unpacked(archive, entry, file, min(MAX_LINE_BYTES, left))
             except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError) as error:
-                yield Found(place, None, f"it cannot be unpacked: {describe(error)}")
+                yield SourceRecord(place, None, f"it cannot be unpacked: {describe(error)}")
                 continue
             if text is None:
-                yield Found(place, None, f"it unpacks to more than {MAX_LINE_BYTES >> 20} MiB")
+                yield SourceRecord(place, None, f"it unpacks to more than {MAX_LINE_BYTES >> 20} MiB")
                 continue
             left -= len(text)
             yield from _parsed(text, place)

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from art_cli.interchange.attempt import (
-    Attempt,
-    Call,
     Tokens,
+    TracedAttempt,
+    TracedCall,
     as_list,
     as_number,
     as_object,
@@ -30,13 +30,13 @@ class VerifiersTrace:
         nodes = record.get("nodes")
         return isinstance(nodes, list) and isinstance(record.get("task"), dict) and "rewards" in record
 
-    def read(self, record: Json, group: str | None = None) -> Attempt:
+    def read(self, record: Json, group: str | None = None) -> TracedAttempt:
         if (version := record.get("version", 1)) != 1:
             raise ValueError(f"a trace of version {version!r}; 1 is read")
         task = as_object(record.get("task"), "task")
         rewards = {name: _reward(each) for name, each in as_object(record.get("rewards"), "rewards").items()}
         known = {name: value for name, value in rewards.items() if value is not None}
-        attempt = Attempt(
+        attempt = TracedAttempt(
             id=str(record["id"]) if isinstance(record.get("id"), str) else None,
             scenario=group or _scenario(task),
             task={"task": as_object(task.get("data"), "task.data")},
@@ -53,7 +53,7 @@ class VerifiersTrace:
                 attempt.add(call if is_trained else call._replace(tokens=None))
         return attempt
 
-    def finish(self) -> Iterator[Attempt]:
+    def finish(self) -> Iterator[TracedAttempt]:
         return iter(())
 
 
@@ -78,7 +78,7 @@ def _error(record: Json) -> str | None:
     return f"{last.get('type', 'verifiers')}: {last.get('message', record.get('stop_condition') or 'it did not end')}"
 
 
-def _call(nodes: Sequence[Json], index: int, call: Json, record: Json) -> Call:
+def _call(nodes: Sequence[Json], index: int, call: Json, record: Json) -> TracedCall:
     """The call that sampled a node. Raises ValueError: a node whose parent is none before it, or tokens that misfit."""
     path = _path(nodes, index)
     tools = as_list(path[0].get("tools"), "tools") or as_list(record.get("tools"), "tools")
@@ -90,7 +90,7 @@ def _call(nodes: Sequence[Json], index: int, call: Json, record: Json) -> Call:
     has_tokens = start < len(ids)
     if has_tokens and (len(mask) != len(ids) or None in spread or next(logprobs, None) is not None):
         raise ValueError(f"node {index}: its mask or its logprobs are not as many as its tokens")
-    return Call(
+    return TracedCall(
         messages=[_message(node) for node in path[:-1]],
         message=_message(path[-1]),
         tools=tools,

@@ -86,7 +86,7 @@ def _line(name: str, points: Sequence[Mapping[str, Any]], *, has_dots: bool) -> 
 def _plots(series: Mapping[str, Sequence[Sequence[float]]]) -> list[str]:
     drawn = [
         curve(
-            NAMES[name],
+            NAMES.get(name, name),
             [Series("", [(float(x), y) for x, y in points], has_dots=False)],
             covers=_covered(name),
             size=SMALL,

@@ -28,6 +28,8 @@ KINDS = {
     "training_fell": "training reward fell",
     "no_signal": "no signal",
     "failures": "failures",
+    "shadow_gap": "reward and shadow moved apart",
+    "shadow_correlation": "shadow stopped agreeing",
 }
 INDENT = 13
 
@@ -45,7 +47,11 @@ def _lines(report: Report) -> list[str]:
     if rows := evaluation_rows(report):
         lines += ["", "evaluations: reward with its 95 % interval over scenarios"]
         lines += [f"  step {step:>5s}  {reward}  {note}".rstrip() for step, reward, note in rows]
-    plots = [(NAMES[name], points) for name, points in report["series"].items() if points and _is_of_use(name, points)]
+    plots = [
+        (NAMES.get(name, name), points)
+        for name, points in report["series"].items()
+        if points and _is_of_use(name, points)
+    ]
     if plots:
         lines += ["", "training: first value, every step, last value"]
         lines += [f"  {name:22s} {_spark(points)}" for name, points in plots]
@@ -196,10 +202,14 @@ def cures(finding: Mapping[str, Any]) -> list[str]:
 def _spark(points: Sequence[Sequence[float]]) -> str:
     """Example: "    0.31 ▁▃▅▇█     0.7"; each character is the mean of some neighbouring steps."""
     values = [value for _, value in points]
-    num = min(WIDTH, len(values))
+    return f"{values[0]:9.3g} {spark(values, WIDTH):{WIDTH}s} {values[-1]:9.3g}"
+
+
+def spark(values: Sequence[float], width: int, *, bars: str = BARS) -> str:
+    """The values as at most `width` characters, each the mean of some neighbours. No values give no characters."""
+    num = min(width, len(values))
     parts = [values[len(values) * i // num : len(values) * (i + 1) // num] for i in range(num)]
     means = [sum(part) / len(part) for part in parts]
-    low, high = min(means), max(means)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    bars = "".join(BARS[round((mean - low) * scale)] for mean in means)
-    return f"{values[0]:9.3g} {bars:{WIDTH}s} {values[-1]:9.3g}"
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(bars) - 1) / (high - low) if high > low else 0.0
+    return "".join(bars[round((mean - low) * scale)] for mean in means)

@@ -185,6 +185,82 @@ def test_other_spellings_of_request_and_response(tmp_path: Path) -> None:
     assert [t.messages[-1]["content"] for t in found] == ["2", "2"]
 
 
+def test_calls_of_the_responses_protocol(tmp_path: Path) -> None:
+    """Two calls, the second by `previous_response_id` alone; the reply as the official SDK dumps it."""
+    from openai.types.responses import Response
+
+    tool = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False, "description": None}
+    search = {"type": "web_search"}
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}]}
+    called = {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "add", "arguments": '{"x": 1}'}
+    text = {"type": "output_text", "text": "two", "annotations": []}
+    said = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [text]}
+
+    def response(id: str, *output: Json) -> Json:
+        fields = {"id": id, "created_at": 0.0, "model": "m", "object": "response", "parallel_tool_calls": True}
+        fields |= {"tool_choice": "auto", "tools": [], "output": list(output)}
+        return Response.model_validate(fields).model_dump()
+
+    first = {"model": "m", "instructions": "Be brief.", "input": "1+1?", "tools": [tool, search]}
+    result = {"type": "function_call_output", "call_id": "c", "output": "2"}
+    second = {"instructions": "Be brief.", "previous_response_id": "resp_a", "input": [result]}
+    lines = [
+        {"request": first, "response": response("resp_a", reasoning, called)},
+        {**second, "response": response("resp_b", said), "reward": 1},
+        {"request": {**second, "previous_response_id": "resp_x"}, "response": response("resp_c", said)},
+        {"request": first, "response": response("resp_d")},
+    ]
+    done, (found,) = imported(tmp_path, write(tmp_path / "log.jsonl", *lines))
+    assert found.messages == [
+        {"role": "system", "content": "Be brief."},
+        ASKED,
+        {**CALL, "content": "", "reasoning_content": "hm"},
+        RESULT,
+        {"role": "assistant", "content": "two"},
+    ]
+    assert (found.reward, len(found.tools), found.tools[0]["function"]["name"]) == (1.0, 1, "add")
+    assert {why.partition(":")[0] for why in done.unread.counts} == {
+        "it goes on from a response that is not in the log",
+        "a response without a message or a call",
+    }
+
+
+def test_calls_of_the_messages_protocol(tmp_path: Path) -> None:
+    """Two calls as the official SDK dumps them; the second goes on from the first one's reply."""
+    from anthropic.types import Message
+
+    usage = {"input_tokens": 1, "output_tokens": 1}
+    tools = [{"name": "add", "input_schema": {"type": "object"}}, {"type": "web_search_20250305", "name": "web_search"}]
+
+    def response(*content: Json) -> Json:
+        fields = {"id": "m", "type": "message", "role": "assistant", "model": "m", "usage": usage}
+        return Message.model_validate({**fields, "stop_reason": "end_turn", "content": list(content)}).model_dump()
+
+    thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    used = {"type": "tool_use", "id": "c", "name": "add", "input": {"x": 1}}
+    asked = {"model": "m", "max_tokens": 9, "system": "Be brief.", "tools": tools, "messages": [ASKED]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "2"}]}
+    one = response(thought, used)
+    later = {**asked, "messages": [ASKED, {"role": "assistant", "content": one["content"]}, result]}
+    image = {"role": "user", "content": [{"type": "image", "source": {}}]}
+    lines = [
+        {"request": asked, "response": one},
+        {"request": later, "response": response({"type": "text", "text": "two"})},
+        {"request": {**asked, "messages": [image]}, "response": one},
+        {"request": asked, "response": {"type": "error", "error": {"type": "overloaded_error", "message": "busy"}}},
+    ]
+    done, (found,) = imported(tmp_path, write(tmp_path / "log.jsonl", *lines))
+    assert found.messages == [
+        {"role": "system", "content": "Be brief."},
+        ASKED,
+        {**CALL, "reasoning_content": "hm"},
+        RESULT,
+        {"role": "assistant", "content": "two"},
+    ]
+    assert [tool["function"]["name"] for tool in found.tools] == ["add"] and not found.branches
+    assert done.unread.counts.total() == 2
+
+
 # --- and on -----------------------------------------------------------------------------------------------------------
 
 
