@@ -6,16 +6,34 @@ is reported once, and never stops or slows a run. A tracker imports its SDK insi
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from art_cli.config.schema import OwnTrackerConfig, TrackerConfig
+from art_cli.config.schema import NoTrackerConfig, OwnTrackerConfig, RunConfig, TrackerConfig
 from art_cli.errors import UsageError
 from art_cli.plugins import resolve
 from art_cli.run_dir import MetricsLine
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.traces.saved import run_id
+from art_cli.trajectory import ScoredTrajectory, Trajectory
 
-BUILT_INS = {"wandb": "art_cli.trackers.wandb:WandbTracker"}
+BUILT_INS = {
+    "wandb": "art_cli.trackers.wandb:WandbTracker",
+    "tensorboard": "art_cli.trackers.tensorboard:TensorBoardTracker",
+    "mlflow": "art_cli.trackers.mlflow:MlflowTracker",
+    "trackio": "art_cli.trackers.trackio:TrackioTracker",
+    "langfuse": "art_cli.trackers.langfuse:LangfuseTracker",
+    "otel": "art_cli.trackers.otel:OtelTracker",
+}
+# The modules that each needs. The extra of the tracker's name installs them.
+NEEDED = {
+    "wandb": ("wandb",),
+    "tensorboard": ("tensorboard",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+    "trackio": ("trackio",),
+    "langfuse": ("opentelemetry.proto",),
+    "otel": ("opentelemetry.proto",),
+}
 METHODS = ("log", "log_trajectories", "close")
 
 
@@ -26,9 +44,29 @@ class TrackedRun(NamedTuple):
     root: Path  # the run's directory
     config: dict[str, Any]  # the whole configuration, as in config.json
 
+    @property
+    def id(self) -> str:
+        """The same each time that the run in this directory goes on. Example: "3f2a8c019be47d65"."""
+        return run_id(self.root)
+
+    @property
+    def steps(self) -> int:
+        """How many steps the run is to take; 0: unknown."""
+        train = self.config.get("train")
+        steps = train.get("steps") if isinstance(train, dict) else None
+        return steps if isinstance(steps, int) else 0
+
+    def sends_checkpoint(self, step: int, every: int) -> bool:
+        """Whether the checkpoint of `step` is to be sent: each `every`-th, and the last; none where `every` is 0."""
+        return every > 0 and (step % every == 0 or step == self.steps)
+
 
 class Tracker(Protocol):
-    """Made as `Class(run, section)`; a user's own as `Class(run, **options)`. One thread makes all calls, in order."""
+    """Made as `Class(run, section)`; a user's own as `Class(run, **options)`. One thread makes all calls, in order.
+
+    A tracker may have two more methods. `log_checkpoint(step, path)` is told of each checkpoint, whose directory may be
+    pruned some steps later. `log_evaluation(step, groups)` takes every attempt of an evaluation.
+    """
 
     def log(self, line: MetricsLine) -> None:
         """Takes one line of metrics.jsonl, just written."""
@@ -40,6 +78,16 @@ class Tracker(Protocol):
         """Comes last, when the run ends in whatever way short of a kill."""
 
 
+class CheckpointTracker(Tracker, Protocol):
+    def log_checkpoint(self, step: int, path: Path) -> None:
+        """Takes the checkpoint of the policy after `step` updates, which is whole."""
+
+
+class EvaluationTracker(Tracker, Protocol):
+    def log_evaluation(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> None:
+        """Takes the attempts of an evaluation of the policy at `step`, those at one scenario in a group."""
+
+
 def make_tracker(config: TrackerConfig, run: TrackedRun, directory: Path) -> Tracker:
     """The tracker that a section names; `entry` is relative to `directory`.
 
@@ -49,8 +97,39 @@ def make_tracker(config: TrackerConfig, run: TrackedRun, directory: Path) -> Tra
         kind = resolve(config.entry, base=directory)
         tracker: Tracker = kind(run, **config.options)
     else:
+        check_installed(config.name)
         kind = resolve(BUILT_INS[config.name], base=directory)
         tracker = kind(run, config)
     if missing := [name for name in METHODS if not callable(getattr(tracker, name, None))]:
         raise UsageError(f"{kind.__name__} is no tracker: it has no method {' and no '.join(missing)}")
     return tracker
+
+
+def trackers_of(config: RunConfig) -> list[TrackerConfig]:
+    """The sections of `tracker` and `trackers` that name one."""
+    return [each for each in (config.tracker, *config.trackers) if not isinstance(each, NoTrackerConfig)]
+
+
+def check_tracker(config: TrackerConfig) -> None:
+    """Raises UsageError: a built-in tracker's package is not installed, or its keys are not set. It asks no server."""
+    if isinstance(config, NoTrackerConfig | OwnTrackerConfig):
+        return
+    check_installed(config.name)
+    kind = resolve(BUILT_INS[config.name], base=Path())
+    if check := getattr(kind, "check_keys", None):
+        check()
+
+
+def check_installed(name: str) -> None:
+    """Raises UsageError: a package that the built-in tracker needs is not installed."""
+    for module in NEEDED.get(name, ()):
+        if not _is_there(module):
+            package = module.replace(".", "-")
+            raise UsageError(f"tracker {name}: {package} is not installed; pip install 'art-cli[{name}]'")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # its parent is not installed, or something else stands in its place
+        return False

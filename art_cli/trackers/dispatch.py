@@ -15,14 +15,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TypeVar
 
 import msgspec
 
-from art_cli.config.schema import NoTrackerConfig, OwnTrackerConfig, RunConfig
+from art_cli.config.schema import OwnTrackerConfig, RunConfig
 from art_cli.errors import UsageError, describe
 from art_cli.run_dir import MetricsLine
-from art_cli.trackers import TrackedRun, Tracker, make_tracker
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.trackers import TrackedRun, Tracker, make_tracker, trackers_of
+from art_cli.trajectory import ScoredTrajectory, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ CALL_TIMEOUT_S = 120.0  # longest time that one call of a tracker may take
 CLOSE_TIMEOUT_S = 60.0  # longest wait at the end for queued calls and `close`, for all trackers together
 
 Groups = Sequence[Sequence[ScoredTrajectory]]
-_decoder = msgspec.msgpack.Decoder(list[ScoredTrajectory])
+Attempt = TypeVar("Attempt", bound=Trajectory)
 
 
 class Trackers:
@@ -47,7 +48,17 @@ class Trackers:
 
     def log_trajectories(self, step: int, groups: Groups) -> None:
         for thread in self.threads:
-            thread.put(lambda tracker: tracker.log_trajectories(step, [_copy(group) for group in groups]))
+            thread.put(lambda tracker: tracker.log_trajectories(step, _copies(groups, ScoredTrajectory)))
+
+    def log_evaluation(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> None:
+        """Tells the trackers that have the method."""
+        for thread in self.threads:
+            thread.put(lambda tracker: _call(tracker, "log_evaluation", step, lambda: _copies(groups, Trajectory)))
+
+    def log_checkpoint(self, step: int, path: Path) -> None:
+        """Tells the trackers that have the method."""
+        for thread in self.threads:
+            thread.put(lambda tracker: _call(tracker, "log_checkpoint", step, lambda: path))
 
     async def close(self) -> None:
         if self.threads:
@@ -64,7 +75,7 @@ class Trackers:
 def open_trackers(config: RunConfig, root: Path, directory: Path) -> Trackers:
     """Starts the trackers that the configuration names. Raises UsageError: one is not installed or not there."""
     run = TrackedRun(config.name, root, config.model_dump(mode="json"))
-    sections = [each for each in (config.tracker, *config.trackers) if not isinstance(each, NoTrackerConfig)]
+    sections = trackers_of(config)
     threads = [
         TrackerThread(
             each.entry if isinstance(each, OwnTrackerConfig) else each.name, partial(make_tracker, each, run, directory)
@@ -100,6 +111,11 @@ class TrackerThread:
     @property
     def num_dropped(self) -> int:
         return self._num_offered - self._num_done
+
+    @property
+    def thread_id(self) -> int | None:
+        """The system's name of the thread, by which its processor time can be asked; None: it ended."""
+        return self._thread.ident if self._thread.is_alive() else None
 
     def wait_for_start(self, timeout_s: float) -> None:
         """Raises UsageError: the tracker cannot be made because of a mistake of the user's."""
@@ -174,6 +190,13 @@ class TrackerThread:
             log.warning("tracker %s: %s", self.name, text)
 
 
-def _copy(group: Sequence[ScoredTrajectory]) -> list[ScoredTrajectory]:
-    """The group as records of their own: the learner reads the run's, and a tracker may change what it is given."""
-    return _decoder.decode(msgspec.msgpack.encode(group))
+def _call(tracker: Tracker, name: str, step: int, argument: Callable[[], object]) -> None:
+    """Calls a method that a tracker need not have."""
+    if callable(method := getattr(tracker, name, None)):
+        method(step, argument())
+
+
+def _copies(groups: Sequence[Sequence[Attempt]], kind: type[Attempt]) -> list[list[Attempt]]:
+    """The groups as records of their own: the learner reads the run's, and a tracker may change what it is given."""
+    decoder = msgspec.msgpack.Decoder(list[kind])  # type: ignore[valid-type]
+    return [decoder.decode(msgspec.msgpack.encode(group)) for group in groups]

@@ -1,37 +1,65 @@
-"""Sends metrics and samples of trajectories to Weights & Biases. Resumes the W&B run of the same name and directory."""
+"""Sends metrics, samples, rewards and checkpoints to Weights & Biases. Resumes the W&B run of the same directory.
 
-import hashlib
-from collections.abc import Iterator, Sequence
+Nothing of the terminal, the system or the code is sent along. In offline mode, and where the server cannot be reached
+at the start, everything is in `logs/wandb` of the run, where `wandb sync` finds it.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from art_cli.chat.requests import text_of
 from art_cli.config.sections.tracker import WandbTrackerConfig
-from art_cli.errors import UsageError
+from art_cli.errors import one_line
 from art_cli.run_dir import MetricsLine
 from art_cli.trackers import TrackedRun
+from art_cli.trackers.table import COLUMNS, Groups, rewards, rows
 from art_cli.trajectory import ScoredTrajectory
 
-MAX_ROWS = 32  # number of trajectories in a step's table
-MAX_TEXT = 4_000  # characters of one cell
-COLUMNS = ["step", "group", "trajectory", "reward", "returned reward", "turns", "tokens", "error", "prompt", "reply"]
+log = logging.getLogger(__name__)
+
+INIT_TIMEOUT_S = 20.0  # longest wait for W&B's server at the start, below the 30 s that the run waits for its trackers
 
 
 class WandbTracker:
     def __init__(self, run: TrackedRun, config: WandbTrackerConfig) -> None:
+        import wandb
+
+        self._wandb, self._tracked, self._config = wandb, run, config
         try:
-            import wandb
-        except ImportError as error:
-            raise UsageError("tracker: wandb is not installed; pip install 'art-cli[wandb]'") from error
-        self._table = wandb.Table
-        self._run = wandb.init(
-            project=config.project,
-            entity=config.entity,
-            mode=config.mode,
-            name=run.name,
-            id=hashlib.sha256(str(run.root.resolve()).encode()).hexdigest()[:16],
+            self._run = self._open(config.mode)
+        except wandb.Error as error:
+            if config.mode == "offline":
+                raise
+            where = run.root / "logs/wandb"
+            log.warning("tracker wandb: %s; it writes to %s instead, and wandb sync sends it", one_line(error), where)
+            wandb.teardown()  # its process still holds the run that it could not begin
+            self._run = self._open("offline")
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        if not self._run.offline:
+            log.info("tracker wandb: %s", self._run.url)
+
+    def _open(self, mode: str) -> Any:
+        settings = self._wandb.Settings(
+            init_timeout=INIT_TIMEOUT_S,
+            console="off",
+            silent=True,
+            disable_code=True,
+            disable_git=True,
+            x_disable_stats=True,
+            x_transaction_log_flush_interval=1.0,  # a killed run loses what was logged in as many seconds, not 15
+        )
+        return self._wandb.init(
+            project=self._config.project,
+            entity=self._config.entity,
+            mode=mode,
+            name=self._tracked.name,
+            id=self._tracked.id,
             resume="allow",
-            dir=str(run.root / "logs"),
-            config=run.config,
+            dir=str(self._tracked.root / "logs"),
+            config=self._tracked.config,
+            settings=settings,
         )
 
     def log(self, line: MetricsLine) -> None:
@@ -39,24 +67,29 @@ class WandbTracker:
         self._run.log({**numbers, "step": line.step})
 
     def log_trajectories(self, step: int, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:
-        """A table of the best and the worst attempt of each group, for as many groups as MAX_ROWS has room for."""
-        rows = [_row(step, trajectory) for group in groups[: MAX_ROWS // 2] for trajectory in _extremes(group)]
-        self._run.log({"train/samples": self._table(columns=COLUMNS, data=rows), "step": step})
+        self._log_attempts("train", step, groups)
+
+    def log_evaluation(self, step: int, groups: Groups) -> None:
+        self._log_attempts("eval", step, groups)
+
+    def _log_attempts(self, split: str, step: int, groups: Groups) -> None:
+        """A histogram of the rewards, and a table of the best and the worst attempt of each group."""
+        shown: dict[str, Any] = {f"{split}/samples": self._wandb.Table(columns=COLUMNS, data=rows(step, groups))}
+        if found := rewards(groups):
+            shown[f"{split}/rewards"] = self._wandb.Histogram(found)
+        self._run.log({**shown, "step": step})
+
+    def log_checkpoint(self, step: int, path: Path) -> None:
+        """The checkpoint as a version of one artifact. W&B copies it at once, so that it may be pruned afterwards."""
+        if not self._tracked.sends_checkpoint(step, self._config.checkpoint_every):
+            return
+        artifact = self._wandb.Artifact(f"{self._tracked.name}-checkpoint", type="model", metadata={"step": step})
+        try:
+            artifact.add_dir(str(path))
+        except (OSError, ValueError) as error:  # it was pruned while this tracker was behind
+            log.warning("tracker wandb: the checkpoint of step %d was not sent: %s", step, one_line(error))
+            return
+        self._run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _extremes(group: Sequence[ScoredTrajectory]) -> Iterator[ScoredTrajectory]:
-    ranked = sorted(group, key=lambda trajectory: float("-inf") if trajectory.reward is None else trajectory.reward)
-    yield from ranked[:-2:-1]
-    yield from ranked[:1] if len(ranked) > 1 else []
-
-
-def _row(step: int, trajectory: ScoredTrajectory) -> list[Any]:
-    said = [(message.get("role"), text_of(message.get("content"))[:MAX_TEXT]) for message in trajectory.messages]
-    prompt = next((text for role, text in said if role == "user"), "")
-    reply = next((text for role, text in reversed(said) if role == "assistant"), "")
-    score = [trajectory.reward, trajectory.returned_reward]
-    counts = [len(trajectory.turns), trajectory.num_sampled]
-    return [step, trajectory.group_id, trajectory.id, *score, *counts, trajectory.error, prompt, reply]

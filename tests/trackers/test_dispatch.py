@@ -13,7 +13,7 @@ from art_cli.errors import UsageError
 from art_cli.run_dir import MetricsLine
 from art_cli.trackers import TrackedRun, Tracker, dispatch, make_tracker
 from art_cli.trackers.dispatch import Trackers, TrackerThread
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.trajectory import ScoredTrajectory, Trajectory
 from tests.support.waiting import wait_until
 
 
@@ -69,6 +69,28 @@ def test_each_tracker_gets_everything_in_order_and_is_closed_last(warnings: Call
         assert tracker.groups[0][1] == [group] and tracker.groups[0][1][0][0] is not group[0]
         assert tracker.is_closed
     assert warnings() == []
+
+
+def test_checkpoints_and_evaluations_go_to_those_that_take_them(
+    tmp_path: Path, warnings: Callable[[], list[str]]
+) -> None:
+    class Taker(Recorder):
+        taken: list[object]
+
+        def log_checkpoint(self, step: int, path: Path) -> None:
+            self.taken = [(step, path)]
+
+        def log_evaluation(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> None:
+            self.taken.append((step, groups))
+
+    plain, taker = Recorder(), Taker()
+    trackers = opened(plain, taker)
+    played = Trajectory(id="a", group_id="g", group_size=1, index=0, returned_reward=1.0)
+    trackers.log_checkpoint(2, tmp_path)
+    trackers.log_evaluation(2, [[played]])
+    asyncio.run(trackers.close())
+    assert taker.taken == [(2, tmp_path), (2, [[played]])]
+    assert plain.is_closed and warnings() == []
 
 
 @pytest.mark.parametrize("error", [ValueError("no disk\nhere"), SystemExit(3)])

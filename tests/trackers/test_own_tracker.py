@@ -9,12 +9,14 @@ import pytest
 
 from art_cli.config.compose import load_config
 from art_cli.config.schema import OwnTrackerConfig
+from art_cli.durable import read_lines
 from art_cli.errors import ConfigError, UsageError
 from art_cli.loop.train import train
 from art_cli.run_dir import MetricsLine, RunDir
 from art_cli.trackers import TrackedRun, make_tracker
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.trajectory import ScoredTrajectory, Trajectory
 from tests.support.paths import LETTERS, ROOT
+from tests.support.receiver import receiving, values
 
 MINE = """
 import json
@@ -52,9 +54,11 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_it_sees_every_line_and_every_group_and_changes_nothing(project: Path, tmp_path: Path) -> None:
-    trackers = "trackers=[{entry: 'mine.py:Mine', options: {file: one}}, {entry: 'mine.py:Mine', options: {file: two}}]"
-    settings = ["train.steps=2", f"runs={tmp_path}", "name=tracked", trackers]
-    tracked = asyncio.run(train(load_config(project / "config.yaml", settings)))
+    own = "{entry: 'mine.py:Mine', options: {file: one}}, {entry: 'mine.py:Mine', options: {file: two}}"
+    with receiving() as receiver:
+        trackers = f"trackers=[{own}, {{name: otel, url: '{receiver.url}'}}]"
+        settings = ["train.steps=2", f"runs={tmp_path}", "name=tracked", trackers]
+        tracked = asyncio.run(train(load_config(project / "config.yaml", settings)))
 
     files = RunDir(tracked.root)
     first, *records, last = map(json.loads, (tmp_path / "one").read_text().splitlines())
@@ -68,6 +72,11 @@ def test_it_sees_every_line_and_every_group_and_changes_nothing(project: Path, t
         assert {id_: reward for group in seen for id_, reward in group.items()} == {
             each.id: each.reward for each in files.scored(step)
         }
+    roots = [values(span.attributes) for span in receiver.spans() if not span.parent_span_id]
+    played = [each.id for step in range(2) for each in files.scored(step)]
+    evaluated = [each.id for step in files.evaluations() for each in read_lines(files.eval_path(step), Trajectory)]
+    sent = [(each["art.split"], each["gen_ai.conversation.id"]) for each in roots]
+    assert sorted(sent) == sorted([*(("train", id_) for id_ in played), *(("eval", id_) for id_ in evaluated)])
     assert all(each.metrics["grad_norm"] > 0 for each in files.metrics() if each.split == "train")
 
 
