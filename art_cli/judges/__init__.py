@@ -67,6 +67,10 @@ class Judge:
     """Whether it refuses a rollout that returned no reward."""
     noise: "NoiseConfig | None" = None
     """What the configuration says of its errors; `make_judge` sets it."""
+    spent_usd: float = 0.0
+    """Dollars that earlier processes of its job spent, as far as it keeps a record of them."""
+    is_priced: bool = True
+    """Whether the price of each of its calls is known."""
     has_rounds: bool = False
     """Whether it can be asked for further rounds of votes (`judge_again`)."""
 

@@ -26,6 +26,8 @@ class BlendJudge(Judge):
         self.judges = judges or {name: make_judge(each, directory, job=job) for name, each in _named(config).items()}
         self.in_flight = max(judge.in_flight for judge in self.judges.values())
         self.needs_reward = any(judge.needs_reward for judge in self.judges.values())
+        self.spent_usd = max(judge.spent_usd for judge in self.judges.values())  # they share the job
+        self.is_priced = all(judge.is_priced for judge in self.judges.values())
         self.has_rounds = any(judge.has_rounds for judge in self.judges.values())
 
     @property

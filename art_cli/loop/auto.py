@@ -20,7 +20,16 @@ from typing import Any, NamedTuple
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.knobs import variants
-from art_cli.config.schema import AutoEngineConfig, AutoLearnerConfig, ModelConfig, RunConfig, Section
+from art_cli.config.schema import (
+    AutoEngineConfig,
+    AutoLearnerConfig,
+    EngineConfig,
+    ModelConfig,
+    OwnEngineConfig,
+    RunConfig,
+    Section,
+    VllmEngineConfig,
+)
 from art_cli.engines.vllm.arguments import LORA_RANKS, has_gpu
 from art_cli.engines.vllm.probe import VllmFacts, find_vllm
 
@@ -211,8 +220,17 @@ def describe(resolved: LoadedConfig, *groups: str) -> str:
     parts = []
     for group in groups:
         reason = resolved.auto.get(group)
-        parts.append(f"{group} {getattr(resolved.config, group).name}" + (f" (auto: {reason})" if reason else ""))
+        section = getattr(resolved.config, group)
+        name = engine_name(section) if group == "engine" else section.name
+        parts.append(f"{group} {name}" + (f" (auto: {reason})" if reason else ""))
     return ", ".join(parts)
+
+
+def engine_name(config: EngineConfig) -> str:
+    """Example: "embedded", "mine.py:Engine" or "vllm (2 replicas)"."""
+    if isinstance(config, VllmEngineConfig) and config.num_servers > 1:
+        return f"vllm ({config.num_servers} {'servers' if config.urls else 'replicas'})"
+    return config.entry if isinstance(config, OwnEngineConfig) else config.name
 
 
 def _section(group: str, name: str, auto: Section) -> Section:

@@ -20,6 +20,7 @@ from art_cli.config.schema import RunConfig
 from art_cli.durable import LineWriter
 from art_cli.errors import RunError
 from art_cli.judges import Judge
+from art_cli.judges.shadow import ShadowJudges, shadow_numbers
 from art_cli.loop.choice import ScenarioChoice
 from art_cli.loop.generate import GroupScorer, group, owed
 from art_cli.loop.sampler import Sampler
@@ -45,8 +46,16 @@ class Batches:
     """The batches of one run, played by one sampler. `close` cancels what is being played, which stays owed."""
 
     def __init__(
-        self, config: RunConfig, run: RunDir, sampler: Sampler, judge: Judge, scenarios: Sequence[Json]
+        self,
+        config: RunConfig,
+        run: RunDir,
+        sampler: Sampler,
+        judge: Judge,
+        scenarios: Sequence[Json],
+        *,
+        shadows: ShadowJudges | None = None,
     ) -> None:
+        self._shadows = shadows
         self.config, self.run, self.sampler, self.judge = config, run, sampler, judge
         self.choice = ScenarioChoice(config, run, scenarios)
         self._tasks: dict[int, asyncio.Task[Batch]] = {}
@@ -78,7 +87,7 @@ class Batches:
             replayed = await asyncio.to_thread(self.choice.replays, step)
             done = self.run.trajectories(step)
             wave = StepGroups(self.config.rollout, step, scenarios, done, num_replayed=len(replayed))
-            scorer = GroupScorer(self.judge, out, group(self.run.scored(step)))
+            scorer = GroupScorer(self.judge, out, self._shadows, group(self.run.scored(step)))
             for trajectory in wave.done:
                 scorer.add(trajectory)
 
@@ -105,6 +114,7 @@ class Batches:
         groups = wave.scored(scorer.scored)
         if self.judge.noise is not None and self.judge.noise.ask_again:
             numbers |= _asked_again(groups)
+        numbers |= shadow_numbers(groups, self.config)
         await asyncio.to_thread(self.choice.note, step, groups)
         return Batch(groups + replayed, numbers | wave.numbers(scorer.scored) | self._judged())
 
@@ -138,8 +148,9 @@ def _numbers(
 ) -> dict[str, float]:
     """Counts and means of a step's rollouts. `judge_s` is the time of judging after the last rollout.
 
-    `num_limited` counts rollouts that met a limit on turns or context, `num_without_turns` those that finished without
-    a model call, `failed.KIND` those that failed in that way.
+    `truncated_share` is of replies, those that were cut off by their length. `num_limited` counts rollouts that met a
+    limit on turns or context, `num_without_turns` those that finished without a model call, `failed.KIND` those that
+    failed in that way.
     """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     tokens = sum(trajectory.num_sampled for trajectory in trajectories)
@@ -152,6 +163,7 @@ def _numbers(
     }
     numbers["sample_tokens_per_s"] = tokens / sample_s if sample_s else 0.0
     numbers["num_without_turns"] = sum(trajectory.is_silent and trajectory.error is None for trajectory in trajectories)
+    numbers["truncated_share"] = sum(turn.finish_reason == "length" for turn in turns) / max(len(turns), 1)
     numbers["num_limited"] = sum(trajectory.limit is not None for trajectory in trajectories)
     numbers |= {f"failed.{kind}": num for kind, num in _failures(trajectories).most_common(MAX_KINDS)}
     return numbers

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from art_cli.checkpoints import run_config
 from art_cli.config.compose import LoadedConfig
+from art_cli.config.schema import TinkerLearnerConfig
 from art_cli.errors import DataError
 from art_cli.model import resolve_dtype
 from art_cli.run_dir import RunDir
@@ -41,8 +42,8 @@ def decide_dtype(loaded: LoadedConfig, base: str, *, recorded: str = "") -> Load
 
     Raises UsageError: nothing loadable at `base`.
     """
-    if loaded.config.model.dtype != "auto":
-        return loaded
+    if loaded.config.model.dtype != "auto" or isinstance(loaded.config.learner, TinkerLearnerConfig):
+        return loaded  # a server has the weights, and decides
     if recorded:
         return _with_dtype(loaded, recorded, "as it was trained")
     choice = resolve_dtype(loaded.config.model, base, device=loaded.config.learner.device)

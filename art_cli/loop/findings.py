@@ -4,6 +4,8 @@ evaluation_fell   an evaluation lies below the best one before it, by more than 
 training_fell     the training reward of the last steps lies below that of the best steps before
 no_signal         nearly all groups of several steps say nothing, because their attempts got equal rewards
 failures          many rollouts of several steps fail
+shadow_gap        the reward rose above a shadow judge's score by more than before, on the same trajectories
+shadow_correlation  a shadow judge's scores agree with the rewards less than before, within groups
 
 The best of many evaluations is good by luck too. So the level of the interval is divided by the number of pairs that
 were compared (Bonferroni), and of runs that never change about 5 % are accused. A reason beside the fall is evidence of
@@ -15,12 +17,13 @@ policy that it made.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from statistics import NormalDist, fmean, median, stdev
-from typing import NamedTuple
+from statistics import NormalDist, fmean, stdev
 
 import msgspec
 
 from art_cli.loop.history import Evaluated, History, UpdateNumbers
+from art_cli.loop.reasons import MEND_REWARD, MEND_ROLLOUT, NOTHING_TO_LEARN, SLOWER, Reason, find_reasons, mostly
+from art_cli.trajectory import SHADOW
 
 LEVEL = 0.05  # share of runs without any change in which a fall is found by chance
 # What the number of compared pairs of evaluations, and of windows of training rewards, is multiplied by, because they
@@ -30,7 +33,6 @@ MIN_SCENARIOS = 3  # number of scenarios below which an evaluation has no interv
 WINDOWS = (5, 20)  # numbers of steps whose mean training reward is compared with the best such mean before
 STREAK = 5  # number of steps in a row that make a lasting state
 NO_SIGNAL, FAILURES = 0.9, 0.2  # shares of groups and of rollouts from which a lasting state is a finding
-NEAR = 2  # number of updates whose means stand for a policy; more would hide how fast a collapse goes
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -39,14 +41,6 @@ class Interval(msgspec.Struct, frozen=True):
     mean: float
     low: float
     high: float
-
-
-class Reason(msgspec.Struct, frozen=True):
-    """A number that changed beside a fall. Example: Reason("entropy", "entropy fell from 0.59 to 0.11 nats", "...")"""
-
-    kind: str
-    text: str
-    cure: str  # advice, with the keys of the configuration to change
 
 
 class RunFinding(msgspec.Struct, frozen=True):
@@ -78,7 +72,7 @@ def find(history: History, *, is_comparable: bool = True) -> list[RunFinding]:
     `is_comparable`: whether training rewards of different steps can be compared. Those of a judge that only compares
     the attempts of a group cannot.
     """
-    found = [*_evaluations_fell(history), *_lasting(history)]
+    found = [*_evaluations_fell(history), *_lasting(history), *_shadows(history)]
     if is_comparable:
         found += _training_fell(history)
     return sorted(found, key=lambda finding: finding.step)
@@ -159,12 +153,21 @@ def _training_fell(history: History) -> Iterator[RunFinding]:
     sums = [0.0]
     for value in values:
         sums.append(sums[-1] + value)
+    for width, fall in _distinct_falls(values):
+        yield _training_finding(history, rewarded, sums, width, fall)
+
+
+def _distinct_falls(values: Sequence[float]) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    """(width, fall) of `_falls` for each width of window, without those that a shorter window found."""
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
     seen: set[int] = set()
     for width in WINDOWS:
         for first, last, top in _falls(values, sums, width):
             if seen.isdisjoint(range(first, last + 1)):
                 seen.update(range(first, last + 1))
-                yield _training_finding(history, rewarded, sums, width, (first, last, top))
+                yield width, (first, last, top)
 
 
 def _falls(values: Sequence[float], sums: Sequence[float], width: int) -> Iterator[tuple[int, int, int]]:
@@ -223,6 +226,50 @@ def _training_finding(
     return RunFinding("training_fell", step, rewarded[last][0], text, reasons, SLOWER)
 
 
+# --- shadow rewards ---------------------------------------------------------------------------------------------------
+
+
+def _shadows(history: History) -> Iterator[RunFinding]:
+    """A finding for each time that a shadow judge and the reward begin to move apart.
+
+    A gap that widens is a fall of its negative, and is told from noise as a fall of the training reward is.
+    """
+    names = {name for update in history.updates[-1:] + history.updates[:1] for name in update.metrics}
+    for name in sorted(names):
+        shadow, _, kind = name.removeprefix(SHADOW).rpartition(".")
+        if not name.startswith(SHADOW) or kind not in ("gap", "correlation"):
+            continue
+        known = [update for update in history.updates if name in update.metrics]
+        sign = -1.0 if kind == "gap" else 1.0
+        for width, fall in _distinct_falls([sign * update.metrics[name] for update in known]):
+            yield _shadow_finding(known, shadow, kind, width, fall)
+
+
+def _shadow_finding(
+    known: Sequence[UpdateNumbers], shadow: str, kind: str, width: int, fall: tuple[int, int, int]
+) -> RunFinding:
+    first, last, top = fall
+
+    def mean(at: int, name: str) -> float:
+        return fmean(update.metrics.get(name, math.nan) for update in known[at + 1 - width : at + 1])
+
+    def steps(at: int) -> str:
+        return f"steps {known[at + 1 - width].number} to {known[at].number}"
+
+    name = f"{SHADOW}{shadow}"
+    if kind == "gap":
+        moved = ", ".join(
+            f"{what} {mean(top, of):.3f} -> {mean(first, of):.3f}"
+            for what, of in (("reward", f"{name}.reward"), ("shadow", name))
+        )
+        apart = f"{mean(first, f'{name}.gap'):+.3f} in {steps(first)}, {mean(top, f'{name}.gap'):+.3f} in {steps(top)}"
+        text = f"the reward moved away from shadow {shadow}: {apart} ({moved})"
+    else:
+        now, before = (f"{mean(at, f'{name}.correlation'):.2f} in {steps(at)}" for at in (first, top))
+        text = f"shadow {shadow} agrees less with the reward: correlation {now}, {before}"
+    return RunFinding(f"shadow_{kind}", known[first].number, known[last].number, text, [], MEND_REWARD)
+
+
 # --- lasting states ---------------------------------------------------------------------------------------------------
 
 
@@ -235,7 +282,7 @@ def _lasting(history: History) -> Iterator[RunFinding]:
         yield RunFinding("no_signal", streak[0].number, streak[-1].number, text, [], NOTHING_TO_LEARN)
     for streak in _streaks(history.updates, lambda update: (update.per_attempt("num_failed") or 0.0) >= FAILURES):
         share = fmean(update.per_attempt("num_failed") or 0.0 for update in streak)
-        text = f"{share:.0%} of the rollouts of steps {_span(streak)} failed{_mostly(streak)}"
+        text = f"{share:.0%} of the rollouts of steps {_span(streak)} failed{mostly(streak)}"
         yield RunFinding("failures", streak[0].number, streak[-1].number, text, [], MEND_ROLLOUT)
 
 
@@ -255,140 +302,6 @@ def _streaks(updates: Sequence[UpdateNumbers], is_so: Callable[[UpdateNumbers], 
 
 def _span(streak: Sequence[UpdateNumbers]) -> str:
     return f"{streak[0].number} to {streak[-1].number}"
-
-
-def _mostly(updates: Sequence[UpdateNumbers]) -> str:
-    """Example: ", mostly timeout"."""
-    counts: dict[str, float] = {}
-    for update in updates:
-        for name, num in update.metrics.items():
-            if name.startswith("failed."):
-                counts[name.removeprefix("failed.")] = counts.get(name.removeprefix("failed."), 0.0) + num
-    return f", mostly {max(counts, key=lambda kind: counts[kind])}" if counts else ""
-
-
-# --- reasons ----------------------------------------------------------------------------------------------------------
-
-SLOWER = "a smaller train.learning_rate, or more groups (rollout.groups_per_step) for a less noisy step"
-EXPLORE = (
-    "loss.entropy_floor, a smaller train.learning_rate, train.max_kl, loss.kl above 0, or a higher "
-    "rollout.sampling.temperature"
-)
-NOTHING_TO_LEARN = (
-    "rollout.refill, scenarios that are neither solved nor hopeless (rollout.choose=adaptive), a larger "
-    "rollout.group_size, or rewards with more levels"
-)
-MEND_ROLLOUT = "read the errors in step_*/trajectories.jsonl; rollout.timeout_s and rollout.concurrency bound the rest"
-GENTLER = (
-    "train.max_kl, train.clip_to_history=2, a smaller train.max_grad_norm or train.learning_rate, or train.decay=linear"
-)
-FEWER_UPDATES = "fewer train.epochs_per_step or train.updates_per_step, or a smaller train.learning_rate"
-SAME_WEIGHTS = "model.dtype=float32, a smaller train.max_staleness, or train.max_logprob_gap to stop earlier"
-LIMITS = "rollout.max_turns, rollout.sampling.max_tokens and model.max_length, or a lower rollout.limit_reward"
-CURES = (SLOWER, EXPLORE, NOTHING_TO_LEARN, MEND_ROLLOUT, GENTLER, FEWER_UPDATES, SAME_WEIGHTS, LIMITS)
-
-
-def find_reasons(updates: Sequence[UpdateNumbers], best: int, step: int) -> list[Reason]:
-    """What changed between the updates up to step `best` and those up to `step`."""
-    since = [update for update in updates if best < update.number <= step]
-    if not since:
-        return []
-    before = [update for update in updates if best - NEAR < update.number <= best] or since[:1]
-    first, now = [update for update in updates if update.number <= step][:NEAR], since[-NEAR:]
-    spans = _Spans(first, before, now)
-    checks = (_entropy, _signal, _gap, _clip, _kl, _length, _failures, _limits)
-    return [reason for check in checks if (reason := check(spans)) is not None] + _gradient(updates, since)
-
-
-class _Spans(NamedTuple):
-    """The first updates of the run, those before the best policy, and the latest ones."""
-
-    first: Sequence[UpdateNumbers]
-    before: Sequence[UpdateNumbers]
-    now: Sequence[UpdateNumbers]
-
-    def means(self, of: Callable[[UpdateNumbers], float | None]) -> tuple[float, float, float] | None:
-        """The mean of each span; None: one of them has no such number."""
-        spans = [[value for update in span if (value := of(update)) is not None] for span in self]
-        return (fmean(spans[0]), fmean(spans[1]), fmean(spans[2])) if all(spans) else None
-
-
-def _entropy(spans: _Spans) -> Reason | None:
-    """Halved since the best policy, a quarter of the run's start, or doubled."""
-    if (means := spans.means(lambda update: update.get("entropy"))) is None:
-        return None
-    first, before, now = means
-    if now <= before / 2:
-        return Reason("entropy", f"entropy fell from {before:.2g} to {now:.2g} nats", EXPLORE)
-    if now <= first / 4:
-        return Reason("entropy", f"entropy fell from {first:.2g} nats at the start to {now:.2g}", EXPLORE)
-    if now >= 2 * before and now - before >= 0.2:
-        return Reason("entropy", f"entropy rose from {before:.2g} to {now:.2g} nats", GENTLER)
-    return None
-
-
-def _signal(spans: _Spans) -> Reason | None:
-    means = spans.means(lambda update: update.get("no_signal_share"))
-    if means is None or means[2] < 0.5:
-        return None
-    text = f"{means[2]:.0%} of the groups without signal, {min(means[:2]):.0%} before"
-    return Reason("signal", text, NOTHING_TO_LEARN)
-
-
-def _doubled(spans: _Spans, of: Callable[[UpdateNumbers], float | None], least: float) -> tuple[float, float] | None:
-    """The means before the best policy and now, where the number is now at least `least` and twice what it was."""
-    means = spans.means(of)
-    return None if means is None or means[2] < least or means[2] < 2 * means[1] else means[1:]
-
-
-def _gap(spans: _Spans) -> Reason | None:
-    if (rise := _doubled(spans, lambda update: update.get("logprob_gap"), 0.01)) is None:
-        return None
-    return Reason("gap", "logprob gap rose from {:.2g} to {:.2g} nats".format(*rise), SAME_WEIGHTS)
-
-
-def _clip(spans: _Spans) -> Reason | None:
-    if (rise := _doubled(spans, lambda update: update.get("clip_fraction"), 0.1)) is None:
-        return None
-    return Reason("clip", "clipped tokens rose from {:.1%} to {:.1%}".format(*rise), FEWER_UPDATES)
-
-
-def _kl(spans: _Spans) -> Reason | None:
-    if (rise := _doubled(spans, lambda update: update.get("kl"), 0.05)) is None:
-        return None
-    return Reason("kl", "KL to the reference rose from {:.2g} to {:.2g} nats".format(*rise), GENTLER)
-
-
-def _length(spans: _Spans) -> Reason | None:
-    means = spans.means(lambda update: update.per_attempt("tokens_sampled"))
-    if means is None or means[1] <= 0 or 2 / 3 < means[2] / means[1] < 1.5:
-        return None
-    how = "grew" if means[2] > means[1] else "shrank"
-    return Reason("length", f"sampled tokens of an attempt {how} from {means[1]:.3g} to {means[2]:.3g}", LIMITS)
-
-
-def _failures(spans: _Spans) -> Reason | None:
-    means = spans.means(lambda update: update.per_attempt("num_failed"))
-    if means is None or means[2] - means[1] < 0.05:
-        return None
-    text = f"failed rollouts rose from {means[1]:.0%} to {means[2]:.0%}{_mostly(spans.now)}"
-    return Reason("failures", text, MEND_ROLLOUT)
-
-
-def _limits(spans: _Spans) -> Reason | None:
-    means = spans.means(lambda update: update.per_attempt("num_limited"))
-    if means is None or means[2] - means[1] < 0.05:
-        return None
-    return Reason("limits", f"rollouts at a limit rose from {means[1]:.0%} to {means[2]:.0%}", LIMITS)
-
-
-def _gradient(updates: Sequence[UpdateNumbers], since: Sequence[UpdateNumbers]) -> list[Reason]:
-    """The largest gradient since the best policy, if it is more than 5 times the median of the run up to there."""
-    norms = [u.metrics["grad_norm"] for u in updates if "grad_norm" in u.metrics and u.number <= since[-1].number]
-    latest = [(update.metrics["grad_norm"], update.number) for update in since if "grad_norm" in update.metrics]
-    if not latest or (top := max(latest))[0] <= 5 * median(norms):
-        return []
-    return [Reason("gradient", f"gradient norm {top[0]:.2g} at step {top[1]}, median {median(norms):.2g}", GENTLER)]
 
 
 # --- while a run trains -----------------------------------------------------------------------------------------------

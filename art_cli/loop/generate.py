@@ -10,9 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import msgspec
+
 from art_cli.durable import LineWriter
 from art_cli.judges import Judge
 from art_cli.judges.groups import JudgeProgress, by_group
+from art_cli.judges.shadow import ShadowJudges
 from art_cli.rollouts.runner import RolloutPlan
 from art_cli.trajectory import Json, ScoredTrajectory, Trajectory
 
@@ -68,6 +71,7 @@ class GroupScorer:
 
     judge: Judge
     writer: LineWriter
+    shadows: ShadowJudges | None = None
     scored: dict[str, list[ScoredTrajectory]] = field(default_factory=dict)
     progress: JudgeProgress = field(default_factory=JudgeProgress)
     _waiting: dict[str, dict[int, Trajectory]] = field(default_factory=lambda: defaultdict(dict))
@@ -83,7 +87,16 @@ class GroupScorer:
 
     async def _score(self, whole: list[Trajectory]) -> None:
         group_id = whole[0].group_id
-        if (scored := await self.progress.judge(self.judge, group_id, lambda: whole)) is not None:
+        shadows = asyncio.create_task(self.shadows.score(whole)) if self.shadows is not None else None
+        try:
+            scored = await self.progress.judge(self.judge, group_id, lambda: whole)
+            if scored is not None and shadows is not None:
+                beside = await shadows
+                scored = [msgspec.structs.replace(each, shadow=beside.get(each.id, [])) for each in scored]
+        finally:
+            if shadows is not None:
+                shadows.cancel()
+        if scored is not None:
             await asyncio.to_thread(self.writer.append_all, scored)
             self.scored[group_id] = scored
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from art_cli.checkpoints import Which, explain, is_base, run_config, run_of, wanted_steps
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.identity import config_changes, config_hash
+from art_cli.config.schema import TinkerEngineConfig, TinkerLearnerConfig
 from art_cli.engines import engine_traits
 from art_cli.errors import CheckpointError, ConfigError, Problem, UsageError
 from art_cli.learners import Learner, load_policy, make_learner
@@ -20,8 +21,10 @@ from art_cli.loop.dtype import decide_dtype, recorded_dtype
 from art_cli.manifest import Manifest, new_checkpoint, verify_checkpoint
 from art_cli.model import Weights, find_base, load_checkpoint, load_weights
 from art_cli.policy_spec import PolicySpec, read_spec
+from art_cli.remote.checkpoint import fetched
 from art_cli.run_dir import RunDir
 from art_cli.scratch import scratch
+from art_cli.storage.fetch import NothingThere, fetch
 
 log = logging.getLogger(__name__)
 BASE = "base"  # word by which a user means the base model instead of a checkpoint
@@ -54,7 +57,14 @@ def find_policy(loaded: LoadedConfig, wanted: Path | None, *, which: Which = "ne
 
 
 def _run(loaded: LoadedConfig, wanted: Path | None) -> RunDir:
-    return RunDir(wanted or loaded.config.runs / loaded.config.name)
+    """The run that is meant. This machine's copy of what the store has, if only the store has this configuration's."""
+    run, store = RunDir(wanted or loaded.config.runs / loaded.config.name), loaded.config.store
+    if wanted is not None or store is None or run.checkpoint_steps():
+        return run
+    try:
+        return RunDir(fetch(f"{store}/{loaded.config.name}", "policy"))
+    except NothingThere:
+        return run
 
 
 def _find_base(wanted: Path | None) -> PolicySource | None:
@@ -163,11 +173,11 @@ def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights 
     with open_base(loaded, source) as base:
         config = as_trained(loaded, source, base).config
         if not traits.needs_weights:
-            yield read_spec(config.model, base)
+            yield read_spec(config.model, base, is_remote=isinstance(config.engine, TinkerEngineConfig))
             return
         weights = load_weights(config.model, base, device=config.learner.device, seed=config.train.seed)
         if source.checkpoint is not None:
-            load_checkpoint(weights, source.checkpoint)
+            load_checkpoint(weights, fetched(source.checkpoint))
         yield weights
 
 
@@ -176,8 +186,9 @@ def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None
     """A learner that continues from `source`, optimizer and RNG included; `base` is the opened base, if it is open."""
     with contextlib.nullcontext(base) if base is not None else open_base(loaded, source) as place:
         config = as_trained(loaded, source, place).config
-        weights = load_policy(config, place)
-        with contextlib.closing(make_learner(config, weights, directory=loaded.directory)) as learner:
+        is_remote = isinstance(config.learner, TinkerLearnerConfig)
+        policy = read_spec(config.model, place, is_remote=True) if is_remote else load_policy(config, place)
+        with contextlib.closing(make_learner(config, policy, directory=loaded.directory)) as learner:
             if source.checkpoint is not None:
                 learner.load(source.checkpoint)
             yield learner

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -22,6 +23,7 @@ from art_cli.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
+MAX_DRAWING = 256 * 2**10  # bytes of a drawing
 MEND_RECORD = "restore it, or remove it to go on with the configuration as it is now"
 
 
@@ -48,6 +50,13 @@ def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
             changes += [{"step": step} | change._asdict() for change in found]
     record = new | {"auto": dict(loaded.auto), "changes": changes}
     write_file(run.config_path, json.dumps(record, indent=2).encode() + b"\n")
+    _copy_drawing(run, loaded.directory / run.drawing_path.name)
+
+
+def _copy_drawing(run: RunDir, source: Path) -> None:
+    """Keeps the recipe's drawing of its states, a file beside the configuration, with the run. `art view` shows it."""
+    if source.is_file() and source.stat().st_size <= MAX_DRAWING:
+        write_file(run.drawing_path, source.read_bytes())
 
 
 def find_clash(run: RunDir, loaded: LoadedConfig) -> str:

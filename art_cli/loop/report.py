@@ -7,6 +7,7 @@ no weights, so it is as quick for a run of a thousand steps, and it may be made 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import methodcaller
 from statistics import fmean
 from typing import Any
 
@@ -17,6 +18,7 @@ from art_cli.errors import RunError, printable
 from art_cli.loop.findings import RunFinding, find, mean_interval
 from art_cli.loop.history import Evaluated, History, UpdateNumbers, is_comparable, read_history
 from art_cli.run_dir import RunDir
+from art_cli.trajectory import SHADOW
 
 SCHEMA = 1  # version of the JSON that `art report --json` prints
 MAX_WORD = 120  # characters of a value of the configuration that are shown
@@ -156,7 +158,7 @@ def read_report(run: RunDir) -> RunReport:
         warm_up=history.warm_up,
         evaluations=[_evaluation(each) for each in history.evaluations],
         training_reward=smoothed,
-        series={name: _series(history.updates, of) for name, of in SERIES.items()},
+        series={name: _series(history.updates, of) for name, of in (SERIES | _shadow_getters(history)).items()},
         rollouts=_rollouts(history.updates),
         seconds=_seconds(history),
         judge=_judge(history.updates),
@@ -220,6 +222,13 @@ def smooth(updates: Sequence[UpdateNumbers]) -> list[Point]:
         near = [reward for _, reward in rewarded[max(0, place - half) : place + half + 1]]
         points.append(_point(number, fmean(near), near))
     return points
+
+
+def _shadow_getters(history: History) -> dict[str, Getter]:
+    """The mean score of each shadow judge, its gap to the reward and its correlation with it."""
+    names = {name for update in history.updates for name in update.metrics if name.startswith(SHADOW)}
+    shown = sorted(name for name in names if not name.endswith((".num", ".reward")))
+    return {name: methodcaller("get", name) for name in shown}
 
 
 def _series(updates: Sequence[UpdateNumbers], of: Getter) -> list[tuple[int, float]]:

@@ -8,13 +8,18 @@ from pathlib import Path
 
 from art_cli.chat.requests import Sampling
 from art_cli.config.compose import LoadedConfig
+from art_cli.config.schema import TinkerEngineConfig, with_base_model
 from art_cli.engines import Engine, engine_traits, make_engine
 from art_cli.errors import first_of_group
 from art_cli.model import Weights
 from art_cli.policy_spec import PolicySpec
+from art_cli.remote.checkpoint import fetched
+from art_cli.rollouts.cluster.rollout import ClusterRollout, serve_cluster
 from art_cli.rollouts.gateway import Gateway
+from art_cli.rollouts.process import ProcessRollout
 from art_cli.rollouts.progress import Progress, shown
 from art_cli.rollouts.runner import OnFinished, RolloutPlan, Runner
+from art_cli.threads import call_in_thread
 
 
 @dataclass
@@ -56,15 +61,17 @@ async def open_sampler(
     step: int,
     logs: Path,
     shares_weights: bool = True,
+    begun: ProcessRollout | None = None,
 ) -> AsyncIterator[Sampler]:
     """Engine started, gateway listening; all of it closed on the way out.
 
     `policy` is the policy at `step`, or None for an engine that brings a model of its own. `checkpoint` is what an
-    engine with its own weights loads; None for the starting policy. `shares_weights` as in `make_engine`.
+    engine with its own weights loads; None for the starting policy. `shares_weights` as in `make_engine`. `begun` is
+    the agent that `begin_rollout` has begun to load.
     """
     config = loaded.config
     engine = make_engine(
-        config.engine,
+        with_base_model(config),
         policy,
         name=config.name,
         step=step,
@@ -75,15 +82,29 @@ async def open_sampler(
     await engine.start()
     try:
         if checkpoint is not None:
+            if not isinstance(config.engine, TinkerEngineConfig):  # its server has the weights already
+                checkpoint = await call_in_thread(fetched, checkpoint)
             await engine.load(checkpoint, step)
         gateway = _gateway(loaded, engine)
         async with (
-            gateway.serve(config.gateway.host, config.gateway.port),
-            Runner(config.rollout, loaded.directory, gateway) as runner,
+            _serving(loaded, gateway) as cluster,
+            Runner(config.rollout, loaded.directory, gateway, cluster=cluster, begun=begun) as runner,
         ):
             yield Sampler(engine, gateway, runner)
     finally:
         await engine.close()
+
+
+@contextlib.asynccontextmanager
+async def _serving(loaded: LoadedConfig, gateway: Gateway) -> AsyncIterator[ClusterRollout | None]:
+    """The gateway listens; yields the cluster that it listens for, None without one."""
+    config = loaded.config
+    if config.rollout.cluster is None:
+        async with gateway.serve(config.gateway.host, config.gateway.port):
+            yield None
+    else:
+        async with serve_cluster(config, loaded.directory, gateway) as cluster:
+            yield cluster
 
 
 def _gateway(loaded: LoadedConfig, engine: Engine) -> Gateway:

@@ -26,35 +26,47 @@ from art_cli.checkpoints import prune_trained
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.identity import config_hash
 from art_cli.config.references import check_ready, missing_targets
-from art_cli.config.schema import OwnEngineConfig
+from art_cli.config.schema import OwnEngineConfig, RunConfig, TinkerEngineConfig, TinkerLearnerConfig
 from art_cli.durable import read_lines, write_file
 from art_cli.engines import engine_traits, proof
-from art_cli.errors import ConfigError, Problem, UsageError, first_of_group
+from art_cli.errors import ConfigError, Paused, Problem, UsageError, first_of_group
 from art_cli.judges import Judge, make_judge
+from art_cli.judges.shadow import ShadowJudges
 from art_cli.judges.trial import require_keys
 from art_cli.learners import Learner, StepMetrics, has_own_weights, load_policy, make_learner
 from art_cli.learners.examples import load_examples
-from art_cli.loop.auto import describe, resolve_auto
+from art_cli.live import can_draw, drawn
+from art_cli.loop.auto import describe, engine_name, resolve_auto
 from art_cli.loop.batches import Batch, Batches
 from art_cli.loop.contest import is_judged, judge_contest
 from art_cli.loop.dtype import decide_dtype, follow_record
 from art_cli.loop.evaluate import play_evaluation, values_by_scenario
+from art_cli.loop.failures import count_failures
 from art_cli.loop.findings import RunWatch
+from art_cli.loop.generate import group
 from art_cli.loop.history import Evaluated, UpdateNumbers, is_comparable, read_history
 from art_cli.loop.interrupts import Interrupts
 from art_cli.loop.record import claim_config
+from art_cli.loop.run_meter import RunMeter
 from art_cli.loop.sampler import Sampler, open_sampler
+from art_cli.loop.startup import Startup, import_libraries
+from art_cli.loop.stop_rules import Firing, StopRules
 from art_cli.loop.warm_up import WarmUp, make_warm_up
 from art_cli.manifest import Manifest, new_checkpoint
 from art_cli.model import clone_trainable, count_parameters, find_base
 from art_cli.policy_spec import read_spec, spec_of
+from art_cli.rollouts.process import ProcessRollout
+from art_cli.rollouts.runner import begin_rollout
 from art_cli.rollouts.scenarios import is_function, pools_of
 from art_cli.rollouts.splits import evaluation_scenarios, find_overlap, training_scenarios
-from art_cli.run_dir import Evaluation, MetricsLine, RunDir
+from art_cli.run_dir import PAUSE, Evaluation, MetricsLine, RunDir
 from art_cli.secrets import find_secrets
+from art_cli.storage.mirror import Mirror, NoMirror, mirrored
+from art_cli.storage.store import ObjectStore
 from art_cli.trackers.dispatch import Trackers, open_trackers
 from art_cli.trajectory import Json, Trajectory
 from art_cli.views.curve import curve, run_series
+from art_cli.views.panel import RunPanel
 
 log = logging.getLogger(__name__)
 WATCH_EVERY_S = 1.0  # interval between checks that the learner's processes live
@@ -70,26 +82,45 @@ class TrainResult:
     evaluations: dict[int, dict[str, float]]  # step -> metrics
 
 
-async def train(loaded: LoadedConfig, *, is_fresh: bool = False) -> TrainResult:
+async def train(loaded: LoadedConfig, *, is_fresh: bool = False, startup: Startup | None = None) -> TrainResult:
     """Trains until `train.steps` are done. An existing run is resumed; `is_fresh` starts a new one beside it.
 
+    `startup` is the clock of the process that was started for this run.
     Raises RunError: the run is in use, or another configuration made it; ConfigError; and every error of the parts.
     """
+    startup = startup or Startup()
+    startup.reached("python and configuration")
     check_ready(loaded, is_training=True)
     _read_data(loaded)
     loaded = resolve_auto(loaded, "engine", "learner")
     _check_engine(loaded)
-    await asyncio.to_thread(require_keys, loaded.config.judge, loaded.directory)
+    for judge in (loaded.config.judge, *(shadow.judge for shadow in loaded.config.shadow.values())):
+        await asyncio.to_thread(require_keys, judge, loaded.directory)
     root = loaded.config.runs / loaded.config.name
-    run = RunDir(_beside(root) if is_fresh else root)
+    run = RunDir(_beside(root, await _kept_names(loaded)) if is_fresh else root)
     with _unless_wrong(run), run.lock(), logs.kept(run.log_path, find_secrets(os.environ).redact):
         log.info("art train %s: %s", loaded.path, describe(loaded, "engine", "learner"))
-        loaded = follow_record(loaded, run)
-        claim_config(run, loaded)
-        run.clean()
-        if (step := _finished_step(run, loaded)) is not None:
-            return TrainResult(run.root, step, True, run.evaluations())
-        return await TrainingRun(loaded, run).train()
+        keep, keeps_best = loaded.config.train.keep_checkpoints, loaded.config.train.keep_best
+        async with mirrored(run, loaded.config.store, keep=keep, keeps_best=keeps_best) as mirror:
+            loaded = follow_record(loaded, run)
+            claim_config(run, loaded)
+            run.clean()
+            if (step := _finished_step(run, loaded)) is not None:
+                return TrainResult(run.root, step, True, run.evaluations())
+            startup.reached("data")
+            begun = await begin_rollout(loaded.config.rollout, loaded.directory)
+            try:
+                return await TrainingRun(loaded, run, mirror, begun=begun, startup=startup).train()
+            finally:
+                if begun is not None:
+                    await begun.close()
+
+
+async def _kept_names(loaded: LoadedConfig) -> Sequence[str]:
+    """The names that runs have in the store, where there is one."""
+    if loaded.config.store is None:
+        return ()
+    return await threads.call_in_thread(ObjectStore(loaded.config.store).directories)
 
 
 def _check_engine(loaded: LoadedConfig) -> None:
@@ -105,10 +136,10 @@ def _check_engine(loaded: LoadedConfig) -> None:
         raise ConfigError([Problem("engine", loaded.places.of("engine"), message)])
 
 
-def _beside(root: Path) -> Path:
-    """The first of root, root-2, root-3, ... that does not exist."""
+def _beside(root: Path, kept: Sequence[str]) -> Path:
+    """The first of root, root-2, root-3, ... that does not exist, here or in the store."""
     paths = [root, *(root.with_name(f"{root.name}-{number}") for number in range(2, 10_000))]
-    return next(path for path in paths if not path.exists())
+    return next(path for path in paths if not path.exists() and path.name not in kept)
 
 
 def _read_data(loaded: LoadedConfig) -> None:
@@ -167,48 +198,85 @@ def _finished_step(run: RunDir, loaded: LoadedConfig) -> int | None:
 class TrainingRun:
     """One process's work on a run. Engine and learner share one copy of the weights if both are in this process."""
 
-    def __init__(self, loaded: LoadedConfig, run: RunDir) -> None:
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        run: RunDir,
+        mirror: Mirror | NoMirror | None = None,
+        *,
+        begun: ProcessRollout | None = None,
+        startup: Startup | None = None,
+    ) -> None:
+        self.mirror = mirror or NoMirror()
+        self.begun, self.startup = begun, startup or Startup()
         self.scenarios = training_scenarios(loaded.config, loaded.directory)
         _warn_of_overlap(loaded, self.scenarios)
         self.judge: Judge = make_judge(loaded.config.judge, loaded.directory, job=str(run.root))
+        self.shadows = ShadowJudges(loaded.config.shadow, loaded.directory, job=str(run.root))
+        self.meter = RunMeter([self.judge, *self.shadows.judges.values()])
+        _check_prices(loaded, [self.judge, *self.shadows.judges.values()])
+        self.panel = RunPanel(loaded.config.name, num_steps=loaded.config.train.steps)
+        self.startup.reached("data")
+        self.engine_traits = engine_traits(loaded.config.engine, loaded.directory)
+        if (
+            self._needs_weights(loaded.config) and loaded.config.learner.name != "unsloth"
+        ):  # Unsloth's import comes first
+            import_libraries(has_adapter=loaded.config.model.lora is not None)
+            self.startup.reached("torch and transformers")
         base = find_base(loaded.config.model.base, directory=loaded.directory, built=run.base)
         _check_targets(loaded, Path(base))
         decided = decide_dtype(loaded, base)
         if decided is not loaded:
             claim_config(run, decided)
         self.loaded, self.config, self.run = decided, decided.config, run
-        self.engine_traits = engine_traits(self.config.engine, loaded.directory)
-        self.weights = load_policy(self.config, base) if self._needs_weights() else None
+        self.weights = load_policy(self.config, base) if self._needs_weights(self.config) else None
         if self.weights is not None:
             self.policy = spec_of(self.weights)
         else:
-            self.policy = read_spec(self.config.model, base, device=self.config.learner.device)
+            is_remote = isinstance(self.config.learner, TinkerLearnerConfig)
+            device = None if is_remote else self.config.learner.device
+            self.policy = read_spec(self.config.model, base, device=device, is_remote=is_remote)
+        self.startup.reached("model")
         self.learner: Learner = make_learner(
             self.config, self.weights or self.policy, directory=loaded.directory, logs=run.logs
         )
+        self.startup.reached("learner")
         self.trackers: Trackers = open_trackers(self.config, run.root, loaded.directory)
         command = going_on(self.loaded, run)
         self.interrupts = Interrupts(f"interrupted; what is complete is in {run.root}; go on with: {command}")
 
-    def _needs_weights(self) -> bool:
+    def _needs_weights(self, config: RunConfig) -> bool:
         """Whether the engine or the learner computes with the policy's weights in this process."""
-        return self.engine_traits.needs_weights or not has_own_weights(self.config)
+        return self.engine_traits.needs_weights or not has_own_weights(config)
 
     async def train(self) -> TrainResult:
         log.info("%s", self._describe())
-        with self.interrupts.handled():
+        with self._shown(), self.interrupts.handled():
             try:
                 await asyncio.sleep(0)  # an interrupt during loading ends the run here, before any thread starts
                 async with self._watching_learner():
                     step = await self._find_start()
+                    self.startup.reached("first checkpoint and warm-up")
                     async with self._open_sampler(step) as sampler:
+                        self.startup.reached("engine and agent")
+                        sampler.gateway.on_first_reply = partial(self.startup.end, "first reply")
                         step = await self._take_steps(sampler, step)
             finally:
                 self.learner.close()
                 await self.judge.close()
+                await self.shadows.close()
                 await self.trackers.close()
         self._draw()
         return TrainResult(self.run.root, step, False, self.run.evaluations())
+
+    @contextlib.contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Shows the panel while the block runs, if there is a terminal."""
+        if not can_draw():
+            yield
+            return
+        with drawn(self.panel.render), logs.showing_stages(self.panel):
+            yield
 
     def _draw(self) -> None:
         """Draws the learning curve: the reward, and the rollouts' own metrics in evaluations."""
@@ -225,8 +293,10 @@ class TrainingRun:
             size = count_parameters(self.weights.model)
             what += f", {size.whole / 1e6:.3g}M parameters, {size.trained / 1e6:.3g}M trained"
         engine, learner = self.config.engine, self.config.learner.name
-        names = f"engine {getattr(engine, 'entry', engine.name)}, learner {learner} on {self.policy.learner_device}"
-        if has_own_weights(self.config):
+        names = f"engine {engine_name(engine)}, learner {learner} on {self.policy.learner_device}"
+        if isinstance(engine, TinkerEngineConfig):
+            names = f"engine {engine.name}, learner {learner} at {engine.url}"
+        elif has_own_weights(self.config):
             names += " in processes of its own"
         return f"{self.config.name}: {what}; {names}"
 
@@ -279,6 +349,7 @@ class TrainingRun:
             step=step,
             logs=self.run.logs,
             shares_weights=is_shared,
+            begun=self.begun,
         )
 
     async def _take_steps(self, sampler: Sampler, first: int) -> int:
@@ -287,14 +358,19 @@ class TrainingRun:
         While the engine samples from step s, batches up to s + max_staleness may be played.
         """
         ahead = self.config.train.max_staleness
-        self.watch = RunWatch(read_history(self.run), is_comparable=is_comparable(self.config.model_dump(mode="json")))
+        history = read_history(self.run)
+        self.watch = RunWatch(history, is_comparable=is_comparable(self.config.model_dump(mode="json")))
+        self.stop_rules = StopRules(self.config.stop, self.run.pauses())
+        self.meter.follow(history)
+        self.panel.history = history
         await self._prove(sampler, first)
         await self._evaluate(sampler, first)
-        batches = Batches(self.config, self.run, sampler, self.judge, self.scenarios)
+        batches = Batches(self.config, self.run, sampler, self.judge, self.scenarios, shadows=self.shadows)
         try:
             for step in range(first, first + ahead):
                 batches.allow(step)
             for step in range(first, self.config.train.steps):
+                self.mirror.check()
                 batches.allow(step + ahead)
                 await self._take_step(sampler, await batches.take(step), step)
                 self.interrupts.stop_if_any()
@@ -306,20 +382,46 @@ class TrainingRun:
 
     async def _take_step(self, sampler: Sampler, batch: Batch, step: int) -> None:
         self.trackers.log_trajectories(step, batch.groups)
+        self.panel.failures = count_failures(trajectory for group in batch.groups for trajectory in group)
         trained = await self._update(sampler, batch, step)
         metrics = trained.known() | batch.metrics  # the batch has, with refilled groups, other means of the rewards
         if trained.num_updates == 0:
             total = self.config.train.steps
             log.warning("step %d/%d: no signal: all groups' rewards are equal; no weight changed", step + 1, total)
+        metrics |= self.meter.numbers()
         metrics["probe_gap"] = await self._hand_over(sampler, step + 1, metrics)
         self._record(step, "train", metrics)
         _announce(step, self.config.train.steps, metrics)
-        self._warn(UpdateNumbers(step + 1, metrics))
+        self._note(UpdateNumbers(step + 1, metrics))
 
-    def _warn(self, record: UpdateNumbers | Evaluated) -> None:
-        """Warns of what goes wrong from this record on."""
+    def _note(self, record: UpdateNumbers | Evaluated) -> None:
+        """Warns of what goes wrong from this record on. Raises Paused: a stop rule says so."""
+        self.panel.add(record)
         for finding in self.watch.add(record):
             log.warning("%s", finding)
+        history, is_evaluation = self.watch.history, isinstance(record, Evaluated)
+        step = record.step if isinstance(record, Evaluated) else record.number
+        for line in self.stop_rules.unreported(history, of_evaluations=is_evaluation):
+            log.warning("%s", line)
+        check = self.stop_rules.after_evaluation if is_evaluation else self.stop_rules.after_step
+        self._stop(check(history, step), step)
+
+    def _stop(self, firing: Sequence[Firing], step: int) -> None:
+        """Warns of the rules that fire at a step. Raises Paused if one pauses the run and there is more to do."""
+        is_done = step >= self.config.train.steps
+        pausing = [each for each in firing if each.rule.then == "pause" and not is_done]
+        for each in firing:
+            if each not in pausing:
+                log.warning("stop rule (%s): %s", each.rule, each.text)
+        if not pausing:
+            return
+        self.run.append_metrics(step, PAUSE, {str(each.rule): each.value for each in pausing})
+        self._prune()
+        texts = "; ".join(f"{each.text} (stop rule: {each.rule}; it fires again {each.anew})" for each in pausing)
+        kept, command = self.run.checkpoint_path(step), going_on(self.loaded, self.run)
+        raise Paused(
+            f"paused at step {step} of {self.config.train.steps}: {texts}; checkpoint: {kept}; go on with: {command}"
+        )
 
     async def _update(self, sampler: Sampler, batch: Batch, step: int) -> StepMetrics:
         """The learner's step. On-policy nothing is sampled meanwhile, so that the engine sleeps."""
@@ -328,6 +430,8 @@ class TrainingRun:
             await sampler.engine.sleep()
         with logs.shown_bar(f"step {step + 1}/{self.config.train.steps}: packs") as progress:
             trained = await self.interrupts.off_loop(self.learner.step, batch.groups, progress=progress)
+        if self.config.train.record_learned:  # before the checkpoint, so that each step that is done has the file
+            await self.interrupts.off_loop(self.learner.write_learned, self.run.learned_path(step))
         if is_on_policy:
             await sampler.engine.wake()
         return trained
@@ -374,6 +478,7 @@ class TrainingRun:
         trajectories = await play_evaluation(
             sampler, self.loaded, step=step, path=self.run.eval_path(step), title=f"eval at step {step}"
         )
+        self.trackers.log_evaluation(step, [*group(trajectories).values()])
         values = values_by_scenario(trajectories)
         if is_judged(self.config, trajectories):
             values["reward"] = await judge_contest(self.judge, trajectories, self._references(trajectories))
@@ -382,7 +487,7 @@ class TrainingRun:
         self._record(step, "eval", means)
         shown = sorted(name for name in means if not name.startswith("num_"))
         log.info("eval at step %d: %s", step, "  ".join(f"{name} {means[name]:.3f}" for name in shown))
-        self._warn(Evaluated(step, means, values.get("reward", {})))
+        self._note(Evaluated(step, means, values.get("reward", {})))
 
     def _references(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         """The attempts of this run's first evaluation, possibly the one just played."""
@@ -406,11 +511,22 @@ class TrainingRun:
         )
         with new_checkpoint(path, manifest) as directory:
             self.learner.save(directory)
+        self.trackers.log_checkpoint(step, path)
+        self.mirror.nudge()
         return path
 
     def _record(self, step: int, split: str, metrics: dict[str, float]) -> None:
         self.run.append_metrics(step, split, metrics)
         self.trackers.log(MetricsLine(step=step, split=split, metrics=metrics, time=time.time()))
+
+
+def _check_prices(loaded: LoadedConfig, judges: Sequence[Judge]) -> None:
+    """Raises ConfigError: a stop rule counts dollars, and what a judge's calls cost is not known."""
+    unpriced = [judge.title for judge in judges if not judge.is_priced]
+    for number, rule in enumerate(loaded.config.stop):
+        if rule.usd is not None and unpriced:
+            key, cure = f"stop.{number}.usd", "set the judge's price, or take the rule out"
+            raise ConfigError([Problem(key, loaded.places.of(key), f"no price is known for {unpriced[0]}; {cure}")])
 
 
 def going_on(loaded: LoadedConfig, run: RunDir) -> str:

@@ -290,7 +290,7 @@ def test_generate_and_check_say_it_too(art: Art, tmp_path: Path) -> None:
         (
             "engine: {timeout_s: 4}\n",
             [],
-            "`name: openai` or `name: anthropic` or `name: vllm` beside it (engine=openai)",
+            "`name: openai` or `name: anthropic` or `name: vllm` or `name: tinker` beside it (engine=openai)",
         ),
     ],
 )
@@ -377,7 +377,7 @@ def test_doctor_in_a_process_of_its_own(tmp_path: Path) -> None:
     found = {finding["name"]: finding for finding in json.loads(done.stdout)}
     assert found["engine"]["message"] == "auto chooses embedded: no GPU here"
     assert found["learner"]["message"] == "auto chooses torch: no GPU here"
-    assert "auto, embedded, entry, openai, vllm" in found["configs"]["message"]
+    assert "auto, embedded, entry, openai, tinker, vllm" in found["configs"]["message"]
 
 
 # --- a real vLLM, a real GPU ------------------------------------------------------------------------------------------

@@ -123,6 +123,7 @@ def check_record(root: Path) -> None:
         scored: dict[str, list[ScoredTrajectory]] = group(files.scored(step))
         assert {t.id for members in scored.values() for t in members} == {t.id for t in played}
         assert verify_checkpoint(files.checkpoint_path(step + 1)).step == step + 1
+        assert sorted(line.id for line in files.learned(step)) == sorted(t.id for t in played)
 
 
 @pytest.mark.slow
@@ -185,10 +186,13 @@ def test_kills_outside_of_generation_give_a_bit_identical_adapter(tmp_path: Path
     for step in range(STEPS):
         shutil.rmtree(whole.checkpoint_path(step + 1))
         whole.scored_path(step).unlink()
+        whole.learned_path(step).unlink()
     asyncio.run(train(load_config(LETTERS / "config.yaml", [f"runs={tmp_path / 'whole'}", *SETTINGS])))
     for step in range(STEPS + 1):
         one, other = (run.checkpoint_path(step) / ADAPTER for run in (whole, files))
         assert one.read_bytes() == other.read_bytes(), f"step {step}"
+    for step in range(STEPS):
+        assert whole.learned_path(step).read_bytes() == files.learned_path(step).read_bytes(), f"step {step}"
 
 
 @pytest.mark.slow
@@ -253,8 +257,11 @@ def test_an_older_checkpoint_takes_over_when_the_newest_is_damaged_and_the_steps
     path = RunDir(root).checkpoint_path(4) / ADAPTER
     good = path.read_bytes()
     played: list[Trajectory] = RunDir(root).trajectories(3)
+    learned = RunDir(root).learned_path(3).read_bytes()
     path.write_bytes(good[:-7])
+    RunDir(root).learned_path(3).unlink()
     asyncio.run(train(loaded))
     assert "passed over a checkpoint" in caplog.text
     assert path.read_bytes() == good
+    assert RunDir(root).learned_path(3).read_bytes() == learned
     assert RunDir(root).trajectories(3) == played

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from art_cli.config.knobs import all_keys
 from art_cli.config.schema import RunConfig
-from art_cli.loop import findings
+from art_cli.loop import findings, reasons
 from art_cli.loop.findings import RunFinding, find, mean_interval, student
 from art_cli.loop.history import Evaluated, History, UpdateNumbers, is_comparable, read_history
 from art_cli.loop.report import SERIES, read_report
@@ -121,7 +121,7 @@ def test_the_watch_tells_each_finding_once_when_it_begins(tmp_path: Path) -> Non
 
 def test_every_key_that_is_recommended_exists() -> None:
     keys = set(all_keys(RunConfig))
-    named = {word.strip(",;()").partition("=")[0] for cure in findings.CURES for word in cure.split() if "." in word}
+    named = {word.strip(",;()").partition("=")[0] for cure in reasons.CURES for word in cure.split() if "." in word}
     assert {word for word in named if "/" not in word} <= keys
     assert {"train.learning_rate", "rollout.refill", "loss.kl"} <= named
 

@@ -55,6 +55,15 @@ def test_every_step_leaves_its_whole_record(finished: Path) -> None:
         assert verify_checkpoint(files.checkpoint_path(step)).step == step
 
 
+def test_the_log_says_how_long_the_start_took_and_what_it_consisted_of(finished: Path) -> None:
+    """The parts follow each other, so that they add up to the whole, but for two digits each."""
+    [line] = [line for line in RunDir(finished).log_path.read_text().splitlines() if "first reply after" in line]
+    whole, parts = line.split("first reply after ")[1].split(" s: ")
+    seconds = {part.rsplit(" ", 1)[0]: float(part.rsplit(" ", 1)[1]) for part in parts.split(", ")}
+    assert float(whole) == pytest.approx(sum(seconds.values()), abs=0.05) and float(whole) > 0
+    assert {"torch and transformers", "model", "learner", "engine and agent", "first reply"} <= set(seconds)
+
+
 def test_the_second_turn_continues_the_first_token_for_token(finished: Path) -> None:
     for trajectory in RunDir(finished).trajectories(0):
         first, second = trajectory.turns

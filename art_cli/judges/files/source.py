@@ -175,7 +175,7 @@ class TrajectoryFile:
             for index, (number, offset) in sorted(group.lines.items()):
                 file.seek(offset)
                 try:
-                    read = _read(file.readline(), group, index)
+                    read = read_line(file.readline(), group, index)
                 except (ValueError, RecursionError) as error:
                     raise DataError(_words(error), self.path, number) from error
                 for trajectory in read:
@@ -209,7 +209,7 @@ def _select(record: Any, dotted: str) -> Any:
     return record
 
 
-def _read(line: bytes, group: Group, index: int) -> list[Trajectory]:
+def read_line(line: bytes, group: Group, index: int) -> list[Trajectory]:
     """The trajectories of one line; `index` is that of the first, unless the line itself has one."""
     if group.kind == "own":
         trajectory = decode(line, _OWN)

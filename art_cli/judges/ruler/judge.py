@@ -61,6 +61,8 @@ class RulerJudge(Judge):
         self.settings = _settings(config, self.panel, instructions)
         self.cache = VerdictCache(_cache_path(config, directory))
         spent = self.cache.spent(job) if job else Spent(usd=0.0, tokens=0)
+        self.spent_usd = spent.usd
+        self.is_priced = all(find_price(member) is not None for member in self.panel)
         self.budget = Budget(config.budget_usd, config.budget_tokens, spent)
         secrets = find_secrets(
             os.environ,

@@ -1,0 +1,105 @@
+"""The names of a step's metrics, as far as they are known before a run, and which settings some of them need."""
+
+from collections.abc import Callable
+from difflib import get_close_matches
+
+from art_cli.config.schema import (
+    AlgorithmConfig,
+    DistillConfig,
+    GagpoConfig,
+    GigpoConfig,
+    NoJudgeConfig,
+    PpoConfig,
+    RewardModelJudgeConfig,
+    RolloutJudgeConfig,
+    RunConfig,
+    SdpoConfig,
+)
+from art_cli.trajectory import SHADOW
+
+EVAL = "eval."  # prefix by which a stop rule means an evaluation's metric
+FAMILIES = ("metrics.", "pool.", "failed.", EVAL)  # prefixes of names that rollouts, scenarios and failures give
+SHADOW_KINDS = ("reward", "gap", "correlation", "num")
+CLOSE = 0.8  # difflib ratio from which a name counts as a misspelling, as with gates
+
+ALWAYS = frozenset(
+    {
+        # the learner reports these (learners.StepMetrics)
+        *("reward_mean", "reward_std", "no_signal_share", "num_groups", "num_samples", "num_trajectories"),
+        *("num_failed", "num_updates", "tokens_trained", "tokens_imitated", "tokens_flat", "tokens_computed"),
+        *("packed", "loss", "entropy", "clip_fraction", "grad_norm", "grad_clip", "learning_rate"),
+        *("logprob_gap", "logprob_gap_max", "train_s"),
+        # the rollouts give these (loop.batches)
+        *("sample_s", "judge_s", "num_unscored", "tokens_sampled", "turns", "sample_tokens_per_s"),
+        *("num_without_turns", "num_limited", "truncated_share", "staleness", "staleness_max"),
+        # the run itself gives these
+        *("probe_gap", "run_s"),
+    }
+)
+
+
+def judge_costs(config: RunConfig) -> bool:
+    """Whether one of its judges may make calls that cost something; a function of the user may, too."""
+    judges = (config.judge, *(shadow.judge for shadow in config.shadow.values()))
+    return not all(isinstance(judge, RolloutJudgeConfig | NoJudgeConfig | RewardModelJudgeConfig) for judge in judges)
+
+
+def _knows_noise(config: RunConfig) -> bool:
+    return not isinstance(config.judge, NoJudgeConfig) and config.judge.noise is not None
+
+
+STATEFUL = GigpoConfig | GagpoConfig | AlgorithmConfig  # algorithms that may compare states
+Need = tuple[str, Callable[[RunConfig], bool]]  # (the key to set, whether it is set)
+
+NEEDS: dict[str, Need] = {
+    "cross_entropy": ("loss.echo", lambda config: config.learns_by.echo > 0 or config.algorithm is not None),
+    "shared_states": ("loss=gigpo", lambda config: isinstance(config.learns_by, STATEFUL)),
+    "kl": ("loss.kl above 0", lambda config: config.learns_by.kl > 0 or config.algorithm is not None),
+    "kl_cov": ("loss.kl_cov", lambda config: config.learns_by.kl_cov is not None),
+    "entropy_coefficient": ("loss.entropy_floor", lambda config: config.learns_by.entropy_floor is not None),
+    "off_policy_masked": ("loss.off_policy", lambda config: config.learns_by.off_policy is not None),
+    **dict.fromkeys(("update_kl", "update_share"), ("train.max_kl", lambda config: config.train.max_kl is not None)),
+    **dict.fromkeys(
+        ("value_loss", "value_mean", "explained_variance"),
+        ("loss=ppo", lambda config: isinstance(config.learns_by, PpoConfig)),
+    ),
+    **dict.fromkeys(
+        ("teacher_kl", "taught_share"),
+        ("loss=distill or loss=sdpo", lambda config: isinstance(config.learns_by, DistillConfig | SdpoConfig)),
+    ),
+    **dict.fromkeys(("reliability", "num_unreliable", "reward_corrected"), ("judge.noise", _knows_noise)),
+    **dict.fromkeys(("num_asked_again", "judge_again_tokens", "judge_again_usd"), ("judge.noise", _knows_noise)),
+    **dict.fromkeys(
+        ("judge_calls", "judge_tokens", "judge_usd", "run_usd"), ("a judge that makes calls, as ruler", judge_costs)
+    ),
+    "num_refilled": ("rollout.refill", lambda config: config.rollout.num_spare > 0),
+    "num_replayed": ("rollout.replay", lambda config: config.rollout.replay is not None),
+}
+
+
+def _why_no_shadow(name: str, config: RunConfig) -> str:
+    shadow, _, kind = name.removeprefix(SHADOW).partition(".")
+    if shadow not in config.shadow:
+        there = ", ".join(f"'{SHADOW}{each}'" for each in config.shadow)
+        return f"there is no shadow judge {shadow!r}; there are: {there}" if there else "needs a shadow section"
+    if kind and kind not in SHADOW_KINDS:
+        return f"no such number; there are: {', '.join(f'{SHADOW}{shadow}.{each}' for each in SHADOW_KINDS)}"
+    return ""
+
+
+def why_unknown(name: str, config: RunConfig) -> str:
+    """Why no step of a run with this configuration has that metric; "": it may have it."""
+    if name.startswith(EVAL):
+        return "" if config.eval is not None else "needs an eval section"
+    if name.startswith(SHADOW):
+        return _why_no_shadow(name, config)
+    if name.startswith(FAMILIES) or name in ALWAYS:
+        return ""
+    if name in NEEDS:
+        need, is_set = NEEDS[name]
+        return "" if is_set(config) else f"no step has it under this configuration; it needs {need}"
+    near = get_close_matches(name, [*ALWAYS, *NEEDS, *FAMILIES], 3, 0.6)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "docs/config.md says which there are"
+    if name in ("reward", "failed"):
+        hint = f"of a step: {'reward_mean' if name == 'reward' else 'num_failed'}; of an evaluation: {EVAL}{name}"
+    return f"no such metric; {hint} (one that rollouts report is metrics.NAME)"

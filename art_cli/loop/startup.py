@@ -1,0 +1,55 @@
+"""Startup: how long a run took from the start of its process to its first reply, and what that time consisted of."""
+
+import logging
+import os
+import time
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+class Startup:
+    """A clock whose parts follow each other. `begin` is a time of `time.monotonic`; None: now.
+
+    Example: after `reached("model")` the time since the last mark belongs to "model".
+    """
+
+    def __init__(self, begin: float | None = None) -> None:
+        self._begin = self._last = time.monotonic() if begin is None else begin
+        self.parts: dict[str, float] = {}  # seconds by name, in order
+        self._is_over = False
+
+    def reached(self, part: str) -> None:
+        now = time.monotonic()
+        self.parts[part] = self.parts.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def end(self, part: str) -> None:
+        """Ends the last part and logs all of them. Later calls do nothing."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self.reached(part)
+        texts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.parts.items())
+        log.info("first reply after %.2f s: %s", self._last - self._begin, texts)
+
+
+def process_begin() -> float:
+    """When this process was started, as a time of `time.monotonic`; now, where the system does not tell."""
+    now = time.monotonic()
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        ticks = int(fields[19])  # field 22 of the line: clock ticks after the machine's start
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return now
+    return now - max(0.0, age)
+
+
+def import_libraries(*, has_adapter: bool) -> None:
+    """Imports what loading a model needs, so that the time of that is a part of its own."""
+    import torch  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  # noqa: F401
+
+    if has_adapter:
+        import peft  # noqa: F401

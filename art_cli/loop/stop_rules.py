@@ -1,0 +1,141 @@
+"""StopRules: which rules of the `stop` section fire after a step or an evaluation. Pure: a history in.
+
+A rule with `then: warn` fires when it begins to hold. One that pauses the run fires as long as it holds; after that it
+begins anew, so that a run that goes on is not paused again at once:
+
+    metric     only the steps after the pause count
+    hours, usd as much again as the rule says, from what was spent at the pause
+"""
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from art_cli.config.metric_names import CLOSE, EVAL
+from art_cli.config.sections.stop import StopRule
+from art_cli.loop.history import History
+
+Series = Sequence[tuple[int, float]]  # (number of updates done, value), ascending
+
+
+class Firing(NamedTuple):
+    """A rule that holds. Example: Firing(rule, 0.95, "no_signal_share was above 0.9 for 5 steps, 3 to 7: now 0.95")"""
+
+    rule: StopRule
+    value: float
+    text: str
+
+    @property
+    def anew(self) -> str:
+        """When the rule may fire again, if it pauses the run now."""
+        if self.rule.hours is not None:
+            return f"after another {self.rule.hours:g} hours"
+        if self.rule.usd is not None:
+            return f"after another ${self.rule.usd:g}"
+        kind = "evaluation" if _is_of_evaluation(self.rule) else "step"
+        num = self.rule.for_steps
+        return f"after {num} more {kind}{'s' if num > 1 else ''} at the earliest"
+
+
+class StopRules:
+    """The rules of one run. `pauses`: what `RunDir.pauses` says of earlier starts."""
+
+    def __init__(self, rules: Sequence[StopRule], pauses: Mapping[str, tuple[int, float]]) -> None:
+        self.rules = rules
+        self._pauses = dict(pauses)
+        self._looked: set[bool] = set()
+
+    def after_step(self, history: History, step: int) -> list[Firing]:
+        """The rules on the metrics of steps, hours and dollars that fire when `step` updates are done."""
+        return self._firing([rule for rule in self.rules if not _is_of_evaluation(rule)], history, step)
+
+    def after_evaluation(self, history: History, step: int) -> list[Firing]:
+        """The rules on the metrics of evaluations that fire after the evaluation at `step`."""
+        return self._firing([rule for rule in self.rules if _is_of_evaluation(rule)], history, step)
+
+    def unreported(self, history: History, *, of_evaluations: bool) -> list[str]:
+        """A line for each rule whose metric no step, or no evaluation, has reported so far. Only the first call says
+        it."""
+        if of_evaluations in self._looked:
+            return []
+        self._looked.add(of_evaluations)
+        rules = [rule for rule in self.rules if rule.metric is not None and _is_of_evaluation(rule) == of_evaluations]
+        lines = []
+        for rule in rules:
+            if not _series(rule, history):
+                records = history.evaluations if of_evaluations else history.updates
+                names = sorted({_spelled(name, of_evaluations) for record in records for name in record.metrics})
+                near = get_close_matches(str(rule.metric), names, 1, CLOSE)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+                lines.append(f"stop: nothing reports {rule.metric!r} so far, so that its rule cannot fire; {hint}")
+        return lines
+
+    def _firing(self, rules: Sequence[StopRule], history: History, step: int) -> list[Firing]:
+        return [found for rule in rules if (found := self._check(rule, history, step)) is not None]
+
+    def _check(self, rule: StopRule, history: History, step: int) -> Firing | None:
+        series = [(number, value) for number, value in _series(rule, history) if number <= step]
+        if not series or series[-1][0] != step:
+            return None  # the step does not have the metric
+        if rule.then == "warn":
+            begins = _holds(rule, series) is not None and _holds(rule, series[:-1]) is None
+            text = _holds(rule, series) if begins else None
+        else:
+            text = _holds(rule, series, *self._pauses.get(str(rule), (-1, 0.0)))
+        return None if text is None else Firing(rule, series[-1][1], text)
+
+
+def _is_of_evaluation(rule: StopRule) -> bool:
+    return rule.metric is not None and rule.metric.startswith(EVAL)
+
+
+def _spelled(name: str, of_evaluations: bool) -> str:
+    return f"{EVAL}{name}" if of_evaluations else name
+
+
+def _series(rule: StopRule, history: History) -> Series:
+    """The values that the rule is about: of its metric; hours; or dollars."""
+    if rule.metric is not None and _is_of_evaluation(rule):
+        name = rule.metric.removeprefix(EVAL)
+        return [(each.step, each.metrics[name]) for each in history.evaluations if name in each.metrics]
+    if rule.metric is not None:
+        return [(each.number, each.metrics[rule.metric]) for each in history.updates if rule.metric in each.metrics]
+    spent = [(each.number, each.metrics["run_s"] / 3600, each.get("run_usd") or 0.0) for each in history.updates
+             if "run_s" in each.metrics]  # fmt: skip
+    if rule.hours is not None:
+        return [(number, hours) for number, hours, _ in spent]
+    return [(number, usd + hours * rule.usd_per_hour) for number, hours, usd in spent]
+
+
+def _holds(rule: StopRule, series: Series, since: int = -1, spent: float = 0.0) -> str | None:
+    """What the last values say, if the rule holds; None: it does not. Only values after step `since` are judged, and
+    of hours and dollars what came after `spent`."""
+    new = [each for each in series if each[0] > since][-rule.for_steps :]
+    if len(new) < rule.for_steps:
+        return None
+    last, steps = new[-1][1], f"{new[0][0]} to {new[-1][0]}" if len(new) > 1 else f"{new[-1][0]}"
+    if rule.hours is not None:
+        return f"the run has taken {last:.2f} hours" if last - spent >= rule.hours else None
+    if rule.usd is not None:
+        return f"the run has cost ${last:.2f}" if last - spent >= rule.usd else None
+    kind = "evaluation" if _is_of_evaluation(rule) else "step"
+    of = f"of {kind}{'s' if len(new) > 1 else ''} {steps}"
+    if rule.below_best_by is not None:
+        return _fell(rule, series, new, of)
+    holds = all(value > rule.above if rule.above is not None else value < (rule.below or 0.0) for _, value in new)
+    bound = f"above {rule.above:g}" if rule.above is not None else f"below {rule.below:g}"
+    return f"{rule.metric} {of} was {bound}, at last {last:.4g}" if holds else None
+
+
+def _fell(rule: StopRule, series: Series, new: Series, of: str) -> str | None:
+    """What is said where the mean of the last values lies below the best mean of as many values in a row."""
+    assert rule.below_best_by is not None
+    width = rule.for_steps
+    means = [
+        (sum(value for _, value in series[end - width : end]) / width, series[end - 1][0])
+        for end in range(width, len(series) + 1)
+    ]
+    now, (best, at) = means[-1][0], max(means)
+    if best - now < rule.below_best_by:
+        return None
+    return f"{rule.metric} {of} was {now:.4g}, {best - now:.4g} below its best of {best:.4g} at {at}"
