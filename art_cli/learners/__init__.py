@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from art_cli.policy_spec import PolicySpec
 
 # `unsloth` takes the same step on weights that Unsloth loads (unsloth.py)
-BUILT_INS = dict.fromkeys(("torch", "unsloth"), "art_cli.learners.torch_learner:TorchLearner")
+BUILT_INS = {
+    **dict.fromkeys(("torch", "unsloth"), "art_cli.learners.torch_learner:TorchLearner"),
+    "tinker": "art_cli.learners.tinker:TinkerLearner",
+}
 
 Progress = Callable[[int, int], None]  # (number done, total), counted in packs of a step or optimizer steps of an sft
 
@@ -97,6 +100,12 @@ class Learner(Protocol):
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
         """Takes one policy step on the scored trajectories of whole groups. Groups without signal change no weight."""
 
+    def write_learned(self, path: Path) -> None:
+        """Writes a LearnedTrajectory for each trajectory of the last step, as a whole file of JSON lines.
+
+        Call it once after a step, and only with `train.record_learned`.
+        """
+
     def begin_sft(self, examples: Sequence[dict[str, Any]], evaluated: Sequence[dict[str, Any]] = ()) -> int:
         """The number of optimizer steps of a supervised warm-up, which this call prepares.
 
@@ -150,6 +159,7 @@ def make_learner(
     A user's algorithm is relative to `directory`. Own processes write their logs to `logs`; None: to a directory that
     is removed. Raises LearnerError: `learner: auto`, not resolved.
     """
+    from art_cli.config.schema import with_base_model
     from art_cli.policy_spec import PolicySpec, spec_of
 
     _check_resolved(config)
@@ -161,14 +171,19 @@ def make_learner(
         "sft": config.sft,
         "sampling_max_tokens": config.rollout.sampling.max_tokens,
     }
+    module, _, name = BUILT_INS[config.learner.name].partition(":")
+    make = getattr(import_module(module), name)
+    if config.learner.name == "tinker":
+        spec = policy if isinstance(policy, PolicySpec) else spec_of(policy)
+        remote: Learner = make(spec, engine=with_base_model(config), lora=config.model.lora, **knobs)
+        return remote
     if has_own_weights(config):
-        make = import_module("art_cli.learners.parallel").parallel_learner
+        parallel = import_module("art_cli.learners.parallel").parallel_learner
         spec = policy if isinstance(policy, PolicySpec) else spec_of(policy)
         model = config.model.model_copy(update={"dtype": spec.dtype})  # the same in all processes
-        learner: Learner = make(base=spec.base, model=model, logs=logs, **knobs)
+        learner: Learner = parallel(base=spec.base, model=model, logs=logs, **knobs)
         return learner
-    module, _, name = BUILT_INS[config.learner.name].partition(":")
-    learner = getattr(import_module(module), name)(policy, **knobs)
+    learner = make(policy, **knobs)
     return learner
 
 
@@ -179,5 +194,5 @@ def _check_resolved(config: "RunConfig") -> None:
 
 
 def has_own_weights(config: "RunConfig") -> bool:
-    """Whether the learner keeps its weights in its own processes, so that weights loaded here never change."""
-    return getattr(config.learner, "processes", 1) > 1
+    """Whether the learner keeps its weights in its own processes or on a server, so that weights here never change."""
+    return config.learner.name == "tinker" or config.learner.processes > 1

@@ -15,7 +15,7 @@ from art_cli.errors import LearnerError
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.off_policy import Correction, SampledTerms
 from art_cli.learners.algorithms.shares import FinishedCounts, UpdateCounts
-from art_cli.learners.algorithms.streams import LossTerms, k3, pack_loss
+from art_cli.learners.algorithms.streams import LossTerms, PackLoss, k3, pack_loss
 from art_cli.learners.logprobs import TokenScores
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.pack_runner import PackRunner
@@ -85,12 +85,19 @@ class LossGradient:
         return update._replace(before=before)
 
     def accumulate(
-        self, update: Update, statistics: StepStatistics, *, is_first: bool, done: Callable[[], None] = lambda: None
+        self,
+        update: Update,
+        statistics: StepStatistics,
+        *,
+        is_first: bool,
+        record: Callable[[Pack, LossTerms, PackLoss], None] = lambda *of_pack: None,
+        done: Callable[[], None] = lambda: None,
     ) -> list[Tensor]:
         """Adds the update's gradient to the parameters' `.grad`. Returns each pack's logprobs at the present weights.
 
-        `is_first` says that no update of the step came before, so that the weights are those that sampled. Raises
-        LearnerError with the trajectory whose loss is not finite, after all processes have run their packs.
+        `is_first` says that no update of the step came before, so that the weights are those that sampled. `record`
+        is called with what each pack gives. Raises LearnerError with the trajectory whose loss is not finite,
+        after all processes have run their packs.
         """
         statistics.losses.append(0.0)
         faults: list[str] = []
@@ -107,6 +114,7 @@ class LossGradient:
                 faults.append(_not_finite("loss", pack.samples[int(terms.samples[is_bad][0])]))
             loss.loss.backward()  # type: ignore[no-untyped-call]
             statistics.add_pack(pack, scores, loss, importance=terms.importance)
+            record(pack, terms, loss)
             logprobs.append(terms.new.detach())
             done()
         for parameter in [] if self.runner.value_head is None else self.runner.value_head.parameters():

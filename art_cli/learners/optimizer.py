@@ -5,11 +5,9 @@ float32 has a copy in float32, because bfloat16 has 8 bits and would round most 
 With CPU offload the copy and the state live on the CPU, which saves the GPU 8 bytes for each trained weight.
 """
 
-import math
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -20,12 +18,10 @@ from art_cli.config.schema import SftConfig, TrainConfig
 from art_cli.errors import CheckpointError
 from art_cli.learners.entropy_floor import EntropyState
 from art_cli.learners.ranks import Ranks
+from art_cli.learners.schedule import EPS, WINDOW, clip_limit, rate_of_step
 
 STATE_FILE = "optimizer.safetensors"
 COUNTS_FILE = "optimizer.json"
-
-WINDOW = 32  # number of past norms whose median clips: long enough to outlast a burst, short enough to follow the trend
-MIN_NORMS = 4  # least number of past norms that have a median to trust
 
 
 class Counts(msgspec.Struct, kw_only=True):
@@ -35,6 +31,15 @@ class Counts(msgspec.Struct, kw_only=True):
     num_updates: int = 0  # optimizer steps
     norms: tuple[float, ...] = ()  # norms of the last WINDOW optimizer steps' gradients before clipping, newest last
     entropy: EntropyState = EntropyState()
+
+
+class Adam(NamedTuple):
+    """The settings of one update, in place of the configuration's."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
 
 
 class Optimizer:
@@ -67,41 +72,34 @@ class Optimizer:
             self._updated.values(),
             lr=self.config.learning_rate,
             betas=(self.config.betas[0], self.config.betas[1]),
+            eps=EPS,
             weight_decay=self.config.weight_decay,
         )
 
     def current_rate(self) -> float:
-        """The learning rate of the current step. It grows evenly over `warmup_steps`; the first step's is not zero.
-
-        Then it decays, so that it would reach its end at step `steps`; the last step's is not zero.
-        """
-        config, done = self.config, self.counts.num_steps
-        if done < config.warmup_steps:
-            return config.learning_rate * (done + 1) / config.warmup_steps
-        progress = min(1.0, (done - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
-        return config.learning_rate * decayed(config.decay, progress, to=config.decay_to)
+        """The learning rate of the current step."""
+        return rate_of_step(self.config, self.counts.num_steps)
 
     def clip_limit(self) -> float:
-        """The norm that the next gradient may have: `max_grad_norm`, or a multiple of the median of those before.
+        """The norm that the next gradient may have."""
+        return clip_limit(self.config, self.counts.norms)
 
-        As AutoClip, Seetharaman et al. 2020 (arXiv:2007.14469), it is a quantile of the gradients' own norms before
-        clipping; here times a factor, and over a window, because norms change while a policy learns.
+    def clip(self, limit: float | None = None) -> float:
+        """The norm of all gradients before this call, which scales them down to the limit if it is larger.
+
+        The limit is `clip_limit()` where none is given.
         """
-        factor, norms = self.config.clip_to_history, self.counts.norms
-        median = statistics.median(norms) if len(norms) >= MIN_NORMS else 0.0
-        if factor is None or median == 0:
-            return self.config.max_grad_norm
-        return min(self.config.max_grad_norm, factor * median)
-
-    def clip(self) -> float:
-        """The norm of all gradients before this call, which scales them down to `clip_limit()` if it is larger."""
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.clip_limit())
+        limit = self.clip_limit() if limit is None else limit
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)
         self._norm = float(self.ranks.whole(norm))
         return self._norm
 
-    def update(self) -> None:
+    def update(self, adam: Adam | None = None) -> None:
+        """Moves the parameters by their gradients. `adam`: this update's settings; None: the configuration's."""
         for group in self._adamw.param_groups:
-            group["lr"] = self.current_rate()
+            group["lr"] = self.current_rate() if adam is None else adam.learning_rate
+            if adam is not None:
+                group.update(betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay)
         for name, copy in self._copies.items():
             _refresh(copy, self.parameters[name])
         self._adamw.step()
@@ -205,17 +203,6 @@ class Optimizer:
             self.counts = msgspec.json.decode((directory / COUNTS_FILE).read_bytes(), type=Counts)
         except Exception as error:
             raise CheckpointError(f"{directory}: optimizer state: {str(error).splitlines()[0]}") from error
-
-
-def decayed(shape: Literal["none", "linear", "cosine"], progress: float, *, to: float) -> float:
-    """The factor of the learning rate at a share of its decay: 1 at its start, `to` at its end.
-
-    Cosine: SGDR, Loshchilov and Hutter 2017 (arXiv:1608.03983), equation 5, without restarts.
-    """
-    if shape == "none":
-        return 1.0
-    left = 1 - progress if shape == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return to + (1 - to) * left
 
 
 def warm_up_settings(config: SftConfig, num_updates: int) -> TrainConfig:

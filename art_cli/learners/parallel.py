@@ -55,6 +55,9 @@ class ParallelLearner:
         written = msgspec.json.encode(groups).decode()
         return self._call("step", {"groups": written}, StepMetrics, progress=progress)
 
+    def write_learned(self, path: Path) -> None:
+        self._call("write_learned", {"path": str(path.resolve())}, NoneType)
+
     def begin_sft(self, examples: Sequence[dict[str, Any]], evaluated: Sequence[dict[str, Any]] = ()) -> int:
         return self._call("begin_sft", {"examples": examples, "evaluated": evaluated}, int)
 

@@ -28,12 +28,14 @@ Ints = npt.NDArray[np.int64]
 class Sample:
     """One token sequence to train on. L tokens, N of them trained.
 
-    Example: Sample(token_ids=[1 2 3 4 5], targets=[3 4], logprobs=[-0.1 -0.7], raw_logprobs=[-0.1 -0.7],
-                    temperatures=[1.0 1.0], weights=[[0.5 0.5] [nan nan] ...], trajectory_id="t7", turn=0)
+    Example: Sample(token_ids=[1 2 3 4 5], targets=[3 4], places=[3 4], logprobs=[-0.1 -0.7],
+                    raw_logprobs=[-0.1 -0.7], temperatures=[1.0 1.0], weights=[[0.5 0.5] [nan nan] ...],
+                    trajectory_id="t7", turn=0)
     """
 
     token_ids: Ints  # [L]
     targets: Ints  # [N] places of the trained tokens, ascending; never 0, which nothing predicts
+    places: Ints  # [N] index of each among the tokens that the trajectory's turns add (token_weights.py)
     logprobs: Floats  # [N] the engine's under softmax(logits / temperature); NaN: from a cut distribution, or a prompt
     raw_logprobs: Floats  # [N] the engine's under softmax(logits); NaN: the engine did not report them
     temperatures: Floats  # [N] divisors of the logits
@@ -70,6 +72,7 @@ def trajectory_samples(trajectory: Trajectory, weights: Floats) -> list[Sample]:
         Sample(
             token_ids=token_ids,
             targets=targets,
+            places=chosen,
             logprobs=tokens.logprobs[chosen],
             raw_logprobs=tokens.raw_logprobs[chosen],
             temperatures=tokens.temperatures[chosen],
@@ -96,6 +99,7 @@ def bare_sample(token_ids: Ints, targets: Ints, name: str, *, temperature: float
     return Sample(
         token_ids=token_ids,
         targets=targets,
+        places=targets,
         logprobs=unknown,
         raw_logprobs=unknown,
         temperatures=np.full(len(targets), temperature),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,12 @@ class StepSamples(NamedTuple):
     @property
     def no_signal_share(self) -> float:
         return 1 - self.num_with_signal / self.num_groups if self.num_groups else 0.0
+
+    def reported(self) -> dict[str, Any]:
+        """What StepMetrics says of the rewards, by the names that it has there."""
+        names = ("reward_mean", "reward_std", "no_signal_share", "num_groups", "num_trajectories", "num_failed")
+        judged = ("shared_states", "reliability", "num_unreliable", "reward_corrected")
+        return {name: getattr(self, name) for name in (*names, *judged)}
 
 
 def make_step_samples(

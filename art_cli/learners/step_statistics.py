@@ -118,17 +118,8 @@ class StepStatistics:
         """`packed`: whether the samples ran as packs; None: not decided yet, because nothing ran."""
         has_updates = bool(self.grad_norms)
         return StepMetrics(
-            reward_mean=batch.reward_mean,
-            reward_std=batch.reward_std,
-            no_signal_share=batch.no_signal_share,
-            num_groups=batch.num_groups,
+            **batch.reported(),
             num_samples=self.num_samples,
-            num_trajectories=batch.num_trajectories,
-            num_failed=batch.num_failed,
-            shared_states=batch.shared_states,
-            reliability=batch.reliability,
-            num_unreliable=batch.num_unreliable,
-            reward_corrected=batch.reward_corrected,
             num_updates=len(self.grad_norms),
             tokens_trained=self.tokens_trained,
             tokens_imitated=self.tokens_imitated,

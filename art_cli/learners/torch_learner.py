@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from art_cli.config.schema import AlgorithmConfig, BaseLearnerConfig, LossConfig, SftConfig, TrainConfig
+from art_cli.durable import write_lines
 from art_cli.errors import DriftError, LearnerError
 from art_cli.learners import Progress, SftProgress, StepMetrics
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.off_policy import build_correction
 from art_cli.learners.algorithms.ppo import Ppo
 from art_cli.learners.algorithms.presets import build_algorithm
-from art_cli.learners.covariance import near_covariant, without_covariant
 from art_cli.learners.critic import Critic
 from art_cli.learners.examples import example_samples
 from art_cli.learners.gradient import LossGradient, Update
+from art_cli.learners.learned import StepRecord
 from art_cli.learners.optimizer import Optimizer, warm_up_settings
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing_check import PackingCheck
@@ -39,12 +41,12 @@ from art_cli.learners.reader import Reader
 from art_cli.learners.samples import Sample, bare_sample
 from art_cli.learners.sft import Sft
 from art_cli.learners.sft_batches import SftBatches
-from art_cli.learners.step_samples import make_step_samples, split_by_update
+from art_cli.learners.step_plan import PlannedStep, plan_step
 from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY, REFERENCE_KL
 from art_cli.learners.trust_region import hold
 from art_cli.model import Weights, load_checkpoint, save_weights
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.trajectory import LearnedTrajectory, ScoredTrajectory
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +85,7 @@ class TorchLearner:
             self.runner, self.algorithm, correction=build_correction(loss.off_policy), mean_over=loss.mean_over
         )
         self.warm_up: Sft | None = None  # set between begin_sft and end_sft
+        self._learned: list[LearnedTrajectory] = []  # lines of the last step, until they are written
         self.packing = PackingCheck(self.runner)
         self.algorithm.bind(Reader(self.runner, self.packing), directory)
         self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
@@ -104,15 +107,8 @@ class TorchLearner:
         weights (contract 2).
         """
         begin = time.perf_counter()
-        with self._naming_memory():
-            batch = make_step_samples(groups, self.algorithm, kl=self.kl, echo=self.echo)
-        parts = split_by_update(batch.groups, self.train_config.updates_per_step)
-        if self.loss.clip_cov is not None:
-            parts = [without_covariant(part, self.loss.clip_cov) for part in parts]
-        if self.loss.kl_cov is not None:
-            parts = [near_covariant(part, self.loss.kl_cov, self.loss.kl_cov_weight) for part in parts]
-        # a step of few groups with signal takes fewer updates, and each is as large as if all groups had signal
-        finished = batch.finished.divided(max(1, min(self.train_config.updates_per_step, batch.num_groups)))
+        record = StepRecord() if self.train_config.record_learned else None
+        batch, parts, finished = self._plan(groups, record)
         statistics = StepStatistics(_replayed(groups))
         learning_rate, bonus = self.optimizer.current_rate(), self._entropy_bonus()
         if parts:
@@ -120,8 +116,10 @@ class TorchLearner:
                 updates = [self.gradient.plan(part, finished, entropy_bonus=bonus or 0.0) for part in parts]
                 for update in updates:
                     statistics.add_counts(update.packs)
-                self._take_updates(updates, statistics, progress)
+                self._take_updates(updates, statistics, record, progress)
         statistics = StepStatistics.total(self.ranks.gather(statistics))
+        if record is not None:
+            self._learned = StepRecord.total(self.ranks.gather(record)).lines(groups)
         if self.loss.entropy_floor is not None:
             self.optimizer.counts.entropy = self.optimizer.counts.entropy.after(
                 statistics.entropy.mean, floor=self.loss.entropy_floor, step=self.loss.entropy_step
@@ -135,6 +133,36 @@ class TorchLearner:
             train_s=seconds,
         )
         return msgspec.structs.replace(metrics, **self.algorithm.numbers())
+
+    def _plan(self, groups: Sequence[Sequence[ScoredTrajectory]], record: StepRecord | None) -> PlannedStep:
+        with self._naming_memory():
+            return plan_step(groups, self.algorithm, loss=self.loss, train=self.train_config, record=record)
+
+    def compute_again(self, groups: Sequence[Sequence[ScoredTrajectory]], id: str) -> LearnedTrajectory:
+        """What a step on the groups computes of that trajectory at the present weights. Changes no weight.
+
+        It runs the packs that the step runs, but only those that hold the trajectory, so that the rounding is the same.
+        """
+        record = StepRecord()
+        _, parts, finished = self._plan(groups, record)
+        for number, part in enumerate(parts):
+            if not any(sample.trajectory_id == id for sample in part):
+                continue
+            with self._changing_weights(parts[0][0], batch=parts[0]):
+                update = self.gradient.plan(part, finished, entropy_bonus=self._entropy_bonus() or 0.0)
+                packs = [pack for pack in update.packs if any(sample.trajectory_id == id for sample in pack.samples)]
+                update = update._replace(packs=packs, before=[None] * len(packs))
+                if number > 0 or self.train_config.epochs_per_step > 1:  # _take_updates decides the same
+                    is_bounded = self.train_config.max_kl is not None
+                    update = self.gradient.look_ahead(update, StepStatistics(), always=is_bounded)
+                recorded = partial(record.add, update=number)
+                self.gradient.accumulate(update, StepStatistics(), is_first=True, record=recorded)
+        return next(line for line in record.lines(groups) if line.id == id)
+
+    def write_learned(self, path: Path) -> None:
+        learned, self._learned = self._learned, []
+        if self.ranks.rank == 0:
+            write_lines(path, learned)
 
     def begin_sft(self, examples: Sequence[dict[str, Any]], evaluated: Sequence[dict[str, Any]] = ()) -> int:
         """The number of optimizer steps to come. Raises LearnerError: no examples, or one that cannot be trained on."""
@@ -220,7 +248,13 @@ class TorchLearner:
 
     # --- the updates of a step ----------------------------------------------------------------------------------------
 
-    def _take_updates(self, updates: list[Update], statistics: StepStatistics, progress: Progress | None) -> None:
+    def _take_updates(
+        self,
+        updates: list[Update],
+        statistics: StepStatistics,
+        record: StepRecord | None,
+        progress: Progress | None,
+    ) -> None:
         """Takes the optimizer steps of all epochs, or none. If one fails, those before it are undone.
 
         The first one that leaves the trust region, if there is one, is drawn back and is the last.
@@ -235,7 +269,10 @@ class TorchLearner:
             later = updates[len(at_first) :]
             updates = at_first + [self.gradient.look_ahead(each, statistics, always=is_bounded) for each in later]
             for index, update in enumerate(updates * epochs):
-                logprobs = self.gradient.accumulate(update, statistics, is_first=index == 0, done=done)
+                recorded = {}
+                if record is not None and index < len(updates):  # this is the first epoch
+                    recorded = {"record": partial(record.add, update=index)}
+                logprobs = self.gradient.accumulate(update, statistics, is_first=index == 0, done=done, **recorded)
                 if index == 0:
                     self._check_drift(statistics)
                     update = update._replace(before=logprobs)

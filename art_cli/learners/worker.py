@@ -70,6 +70,9 @@ class ServedLearner:
         trajectories = msgspec.json.decode(groups, type=list[list[ScoredTrajectory]])
         return self._learner.step(trajectories, progress=progress).known()
 
+    def write_learned(self, path: str) -> None:
+        self._learner.write_learned(Path(path))
+
     def begin_sft(self, examples: list[Json], evaluated: list[Json]) -> int:
         return self._learner.begin_sft(examples, evaluated)
 

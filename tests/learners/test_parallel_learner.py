@@ -34,6 +34,7 @@ from art_cli.config.schema import (
     TorchLearnerConfig,
     TrainConfig,
 )
+from art_cli.durable import read_lines
 from art_cli.errors import ConfigError, DriftError, LearnerError
 from art_cli.learners import workers as workers_module
 from art_cli.learners.entropy_floor import EntropyState
@@ -47,7 +48,7 @@ from art_cli.manifest import verify_checkpoint
 from art_cli.model import load_weights
 from art_cli.processes.calls import Advance, Heartbeat, Returned
 from art_cli.run_dir import RunDir
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.trajectory import LearnedTrajectory, ScoredTrajectory
 from tests.learners.test_streams import NAMES
 from tests.learners.test_user_algorithm import MINE
 from tests.letters.build import build
@@ -159,6 +160,24 @@ def distance(one: Path, other: Path, *, kind: str = "") -> float:
     return float((vectors[0] - vectors[1]).norm() / vectors[0].norm())
 
 
+def check_alike(one: Sequence[LearnedTrajectory], other: Sequence[LearnedTrajectory]) -> None:
+    """Whether they say the same of the same trajectories, but for rounding."""
+    assert [line.id for line in one] == [line.id for line in other] and len(one) == 12
+    for left, right in zip(one, other, strict=True):
+        assert (left.num_tokens, left.masked, left.left_out) == (right.num_tokens, right.masked, right.left_out)
+        for name in ("advantages", "logprobs", "reference", "importance"):
+            numbers = [_numbers(getattr(line, name)) for line in (left, right)]
+            np.testing.assert_allclose(*numbers, rtol=1e-4, atol=1e-4, err_msg=name)
+        assert left.loss == pytest.approx(right.loss, rel=1e-3, abs=1e-5)
+
+
+def _numbers(value: object) -> list[float]:
+    """All numbers of a nested list; NaN for None."""
+    if isinstance(value, list):
+        return [number for each in value for number in _numbers(each)]
+    return [float("nan") if value is None else float(value)]  # type: ignore[arg-type]
+
+
 # --- the gradient -----------------------------------------------------------------------------------------------------
 
 CASES: dict[str, dict[str, object]] = {
@@ -203,6 +222,8 @@ def test_two_processes_have_the_gradient_and_the_metrics_of_one(
     for learner in (one, two):
         learner.load(start)
         metrics.append(learner.step(groups).known())
+        learner.write_learned(tmp_path / f"learned-{len(metrics)}")
+    check_alike(*(list(read_lines(tmp_path / f"learned-{number}", LearnedTrajectory)) for number in (1, 2)))
     first, second = saved(one, tmp_path / "one"), saved(two, tmp_path / "two")
     assert distance(first / MOMENTS, second / MOMENTS, kind=":exp_avg") < 1e-5
     assert distance(first / MOMENTS, second / MOMENTS) < 1e-5

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, ValueTerms, clip_tokens, clipped_value_error
 from art_cli.learners.algorithms.shares import UpdateCounts, token_mean
@@ -23,6 +21,8 @@ from art_cli.learners.token_weights import Credit
 from art_cli.trajectory import ScoredTrajectory
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from art_cli.learners.reader import Reader
 
 
@@ -73,7 +73,7 @@ class Algorithm:
         """
         return token_mean(num_tokens, update)
 
-    def value_error(self, terms: ValueTerms) -> Tensor:
+    def value_error(self, terms: ValueTerms) -> "Tensor":
         """[N] the error of each of the critic's values, not negative. Only a loss with a critic has such terms."""
         return clipped_value_error(terms, None)
 

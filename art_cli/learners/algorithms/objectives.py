@@ -1,9 +1,11 @@
 """Objectives: what each trained token adds to the loss before its share. Pure functions of [N] tensors."""
 
-from typing import NamedTuple
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PolicyTerms(NamedTuple):
@@ -70,7 +72,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
     ratio 1.5, A = -1, bounds 0.2 ->  1.5, not clipped (it still pushes the ratio down)
     """
     bounded = ratio.clamp(1 - low, 1 + high)
-    values = -torch.minimum(ratio * advantages, bounded * advantages)
+    values = -(ratio * advantages).minimum(bounded * advantages)
     is_clipped = ((ratio > 1 + high) & (advantages > 0)) | ((ratio < 1 - low) & (advantages < 0))
     return Objective(values, is_clipped)
 
@@ -88,12 +90,12 @@ def clipped_value_error(terms: ValueTerms, clip: float | None) -> Tensor:
     if clip is None:
         return errors
     near = terms.old + (terms.new - terms.old).clamp(-clip, clip)
-    return torch.maximum(errors, (near - terms.targets).square())
+    return errors.maximum((near - terms.targets).square())
 
 
 def sample_mean(values: Tensor, samples: Tensor) -> Tensor:
     """[N] each value replaced by the mean over its sample. No terms give no terms."""
-    return _sample_sum(values, samples) / _sample_sum(torch.ones_like(values), samples)
+    return _sample_sum(values, samples) / _sample_sum(values.new_ones(values.shape), samples)
 
 
 def _sample_sum(values: Tensor, samples: Tensor) -> Tensor:

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from art_cli.config.sections import loss
 from art_cli.learners.algorithms.gae import credit_by_values, critic_numbers, turn_values
 from art_cli.learners.algorithms.objectives import ValueTerms, clipped_value_error
@@ -15,6 +13,8 @@ from art_cli.learners.token_weights import Credit
 from art_cli.trajectory import ScoredTrajectory
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from art_cli.learners.reader import Reader
 
 
@@ -44,7 +44,7 @@ class Ppo(ClippedPreset[loss.PpoConfig]):
     def numbers(self) -> dict[str, float]:
         return self._numbers
 
-    def value_error(self, terms: ValueTerms) -> Tensor:
+    def value_error(self, terms: ValueTerms) -> "Tensor":
         return clipped_value_error(terms, self.knobs.value_clip)
 
     def value_share(self, update: UpdateCounts) -> float:

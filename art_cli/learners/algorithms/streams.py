@@ -70,9 +70,7 @@ def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
         is_clipped = objective.is_clipped
     held = (~terms.weights[NEAR_OLD].isnan()).nonzero()[:, 0]
     if len(held):
-        old_kl = k3(
-            terms.old[held], terms.new[held]
-        )  # estimates KL(old || new), because the old policy sampled the tokens
+        old_kl = k3(terms.old[held], terms.new[held])  # KL(old || new): the old policy sampled the tokens
         factors = terms.weights[NEAR_OLD, held] * terms.shares[POLICY, held]
         factors = factors if terms.importance is None else factors * terms.importance[held]
         parts = parts.index_add(0, held, old_kl * factors)

@@ -7,8 +7,6 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from art_cli.errors import LearnerError, UsageError, describe
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms
@@ -52,6 +50,8 @@ class UserAlgorithm(Algorithm):
         return [[self._credit(method, value) for value in credits] for credits in answer]
 
     def objective(self, terms: PolicyTerms) -> Objective:
+        from torch import Tensor
+
         with self._calling("objective"):
             answer = self._own.objective(terms)
         if not isinstance(answer, Objective) or not isinstance(answer.values, Tensor):

@@ -1,0 +1,197 @@
+"""AdapterLearner: one adapter that a client trains call by call: gradients add up until the client asks for an update.
+
+    data, loss -> packs -> logprobs -> values of the loss -> backward, into `.grad` ... -> AdamW
+
+It has no algorithm, schedule or loop of its own: those are the client's. Several adapters may stand on one base, each
+with a learner; the caller runs one of them at a time. A call that fails leaves weights, gradients and optimizer as they
+were before it.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from art_cli.config.schema import BaseLearnerConfig, TrainConfig
+from art_cli.errors import LearnerError
+from art_cli.learners.datums import Datum, DatumPack, ask_for_targets, datum_samples
+from art_cli.learners.optimizer import Adam, Optimizer
+from art_cli.learners.pack_runner import PackRunner
+from art_cli.learners.packing_check import PackingCheck
+from art_cli.learners.samples import Sample, bare_sample
+from art_cli.learners.token_losses import TOKEN_LOSSES, TokenLoss
+from art_cli.learners.token_weights import Floats
+from art_cli.model import Weights, clone_trainable, load_checkpoint, save_weights
+
+
+class Passed(NamedTuple):
+    """What one pass over the data gave."""
+
+    logprobs: list[Floats]  # [n, K] of each datum's targets
+    loss: float  # the sum over all tokens
+    num_tokens: int
+    clip_fraction: float | None  # share of the tokens that the loss clipped; None: it does not clip
+
+
+class AdapterLearner:
+    """Trains the adapter of `weights`. Failures raise LearnerError or CheckpointError."""
+
+    def __init__(self, weights: Weights, config: BaseLearnerConfig) -> None:
+        assert weights.has_adapter, "only adapters are trained"
+        self.weights = weights
+        self.runner = PackRunner(weights, config)
+        self.packing = PackingCheck(self.runner)
+        self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
+        device = torch.device("cpu") if config.offload_optimizer else None
+        self.optimizer = Optimizer(self.parameters, TrainConfig(), device=device)
+
+    @property
+    def num_updates(self) -> int:
+        return self.optimizer.counts.num_updates
+
+    def run(self, data: Sequence[Datum], loss: str, settings: Mapping[str, float], *, backward: bool) -> Passed:
+        """The logprobs of the data's targets and the sum of the loss; with `backward` its gradient is added up.
+
+        Raises LearnerError: a loss or a gradient that is not finite, or out of memory; then no gradient was added.
+        """
+        samples = datum_samples(data)
+        with self._running(samples, compares=backward):
+            kept = {name: parameter.grad for name, parameter in self.parameters.items()}
+            try:
+                for parameter in self.parameters.values():
+                    parameter.grad = None
+                with torch.set_grad_enabled(backward):
+                    passed = self._run(samples, data, TOKEN_LOSSES[loss], settings, backward)
+            except BaseException:
+                for name, parameter in self.parameters.items():
+                    parameter.grad = kept[name]
+                raise
+            for name, parameter in self.parameters.items():
+                before = kept[name]
+                if before is not None:
+                    parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        return passed
+
+    def update(self, adam: Adam, *, max_norm: float) -> float:
+        """Takes one step of AdamW on the gradients so far and drops them. Returns their norm before clipping.
+
+        `max_norm` 0: they are not clipped. Raises LearnerError: they are not finite; no weight was changed.
+        """
+        with self.weights.lock:
+            try:
+                norm = self.optimizer.clip(max_norm if max_norm > 0 else math.inf)
+                if not math.isfinite(norm):
+                    raise LearnerError("the gradient is not finite; no weight was changed, and it was dropped")
+                self.optimizer.update(adam)
+            finally:
+                self.optimizer.clear()
+                self.weights.version += 1
+        return norm
+
+    def clear(self) -> None:
+        """Drops the gradients."""
+        self.optimizer.clear()
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """[L - 1] logprobs in nats of each token after the first."""
+        ids = np.asarray(token_ids, dtype=np.int64)
+        sample = bare_sample(ids, np.arange(1, len(ids)), "probe")
+        with self._running([sample], compares=False), torch.no_grad():
+            [pack] = self.runner.pack([sample])
+            scores: list[float] = self.runner.run(pack).logprobs[pack.terms.edges].tolist()
+        return scores
+
+    def copy_weights(self) -> Weights:
+        """The policy as it is now; later updates do not reach it."""
+        return clone_trainable(self.weights)
+
+    def save(self, directory: Path, *, optimizer: bool) -> None:
+        """Writes adapter and tokenizer, and the optimizer's state if it is wanted."""
+        with self.weights.lock:
+            save_weights(self.weights, directory)
+            if optimizer:
+                self.optimizer.save(directory)
+
+    def load(self, directory: Path, *, optimizer: bool) -> None:
+        """Continues from what `save` wrote; without `optimizer` with a new optimizer. Drops the gradients."""
+        with self.weights.lock:
+            load_checkpoint(self.weights, directory)
+            self.optimizer.clear()
+            if optimizer:
+                self.optimizer.load(directory)
+            else:
+                self.optimizer.reset()
+
+    def _run(
+        self, samples: list[Sample], data: Sequence[Datum], loss: TokenLoss, settings: Mapping[str, float], back: bool
+    ) -> Passed:
+        logprobs: list[Any] = [None] * len(data)
+        total, num_tokens, num_clipped, clips = 0.0, 0, 0, False
+        for made in self.runner.pack(samples):
+            asked = ask_for_targets(made, data)
+            new = self.runner.run(asked.pack).logprobs[self._tensor(asked.edge_of)]
+            objective = loss.values(new, self._numbers(asked, data, loss, settings), self._tensor(asked.datum_of))
+            value = objective.values.sum()
+            is_bad = ~objective.values.detach().isfinite()
+            if is_bad.any():
+                number = asked.datum_of[int(is_bad.nonzero()[0, 0])]
+                raise LearnerError(f"data[{number}]: its loss is not finite; no gradient was added")
+            if back:
+                value.backward()  # type: ignore[no-untyped-call]
+            total, num_tokens = total + float(value.detach()), num_tokens + len(new)
+            if objective.is_clipped is not None:
+                num_clipped, clips = num_clipped + int(objective.is_clipped.sum()), True
+            found, start = new.detach().cpu().numpy(), 0
+            for index in asked.order:
+                size = data[index].targets.size
+                logprobs[index] = found[start : start + size].reshape(data[index].targets.shape)
+                start += size
+        return Passed(logprobs, total, num_tokens, num_clipped / max(1, num_tokens) if clips else None)
+
+    def _numbers(
+        self, asked: DatumPack, data: Sequence[Datum], loss: TokenLoss, settings: Mapping[str, float]
+    ) -> dict[str, Tensor]:
+        """What the loss takes, as tensors of the pack's terms, or scalars where no datum brings its own."""
+        numbers = {}
+        for name in (*loss.needs, *loss.takes, *loss.may_bring):
+            if any(name in data[index].numbers for index in asked.order):
+                parts = [self._of_datum(data[index], name, loss, settings) for index in asked.order]
+                numbers[name] = self._tensor(np.concatenate(parts)).float()
+            elif name in loss.takes:
+                numbers[name] = torch.tensor(_setting(name, loss, settings), device=self.weights.device)
+        return numbers
+
+    @staticmethod
+    def _of_datum(datum: Datum, name: str, loss: TokenLoss, settings: Mapping[str, float]) -> Floats:
+        if name in datum.numbers:
+            return datum.numbers[name].ravel()
+        return np.full(datum.targets.size, _setting(name, loss, settings) if name in loss.takes else 1.0)
+
+    @contextlib.contextmanager
+    def _running(self, samples: Sequence[Sample], *, compares: bool) -> Iterator[None]:
+        """Holds the weights. `compares`: the first batch shows whether packs hold, before there are gradients."""
+        try:
+            with self.weights.lock:
+                self.packing.probe(samples[0])
+                if compares and not any(parameter.grad is not None for parameter in self.parameters.values()):
+                    self.packing.compare(samples)
+                with self.runner.running():
+                    yield
+        except RuntimeError as error:
+            if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
+                raise
+            raise LearnerError("out of memory: send fewer or shorter data at once") from error
+
+    def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.weights.device)
+
+
+def _setting(name: str, loss: TokenLoss, settings: Mapping[str, float]) -> float:
+    value = settings.get(name, loss.takes[name])
+    assert value is not None, f"{name} was not checked"
+    return value
