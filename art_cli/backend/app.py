@@ -1,0 +1,165 @@
+"""The ASGI application: which route is where, who asks, and what a client is told that asks for something else.
+
+Whatever a client sends, it is answered with what is wrong with it. What this server does not do is refused by its name.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from art_cli.backend.bodies import PROTO
+from art_cli.backend.checkpoint_routes import CheckpointRoutes
+from art_cli.backend.model_routes import ModelRoutes
+from art_cli.backend.routes import Routes
+from art_cli.backend.session_routes import SessionRoutes
+from art_cli.backend.sessions import ANYONE, owner_of
+from art_cli.backend.state import BackendState
+from art_cli.backend.wire import reply
+from art_cli.chat.errors import ChatError, invalid
+from art_cli.chat.keys import Keys
+from art_cli.chat.pages import check_sender
+from art_cli.errors import ArtError, is_full_disk, one_line
+
+log = logging.getLogger(__name__)
+
+ROOT = "/api/v1"
+ANY = ("GET", "POST", "PUT", "DELETE")
+CHECKPOINT = "/training_runs/{id}/checkpoints/{kind}/{name}"
+KINDS_OF_BODY = ("application/json", PROTO)
+NO_ACCOUNTS = "audit logs, billing and storage usage belong to a hosted service; there are no accounts here"
+NO_PROJECTS = "there are no projects here; any of the client's checkpoints is loaded by its path"
+REFUSED = {
+    "/sessions/{id}/trace_export": "traces of sessions are not kept here",
+    "/sessions/{id}/project": NO_PROJECTS,
+    "/copy_weights": NO_PROJECTS,
+    "/create_custom_loss": "custom losses run in the client: forward_backward_custom with a function",
+    "/auth/token": "there are no accounts here; the key is all there is",
+    "/audit": NO_ACCOUNTS,
+    "/billing/{rest:path}": NO_ACCOUNTS,
+    "/retrieve_futures": "results are asked for one by one: retrieve_future",
+    "/join_sampling_session": "a copied sampling client numbers its requests by chance",
+}
+
+Answerer = Callable[[Request, str], Awaitable[Response]]
+
+
+def build_app(state: BackendState, keys: Keys) -> Starlette:
+    routes, sessions = Routes(state), SessionRoutes(state)
+    models, checkpoints = ModelRoutes(state), CheckpointRoutes(state)
+    table: list[tuple[str, str, Answerer]] = [
+        ("GET", "/healthz", routes.healthz),
+        ("GET", "/get_server_capabilities", routes.capabilities),
+        ("POST", "/client/config", routes.client_config),
+        ("POST", "/client/dynamic_config", routes.dynamic_config),
+        ("POST", "/telemetry", routes.telemetry),
+        ("POST", "/create_session", sessions.create_session),
+        ("POST", "/session_heartbeat", sessions.heartbeat),
+        ("POST", "/sessions/search", sessions.search_sessions),
+        ("GET", "/sessions", sessions.list_sessions),
+        ("GET", "/sessions/{id}", sessions.get_session),
+        ("POST", "/sessions/{id}/finish", sessions.finish_session),
+        ("POST", "/create_model", models.create_model),
+        ("POST", "/get_info", models.get_info),
+        ("POST", "/unload_model", models.unload_model),
+        ("POST", "/forward", models.forward),
+        ("POST", "/forward_backward", models.forward_backward),
+        ("POST", "/optim_step", models.optim_step),
+        ("POST", "/save_weights", models.save_weights),
+        ("POST", "/save_weights_for_sampler", models.save_for_sampler),
+        ("POST", "/save_weights_external", models.save_external),
+        ("POST", "/load_weights", models.load_weights),
+        ("POST", "/weights_info", checkpoints.weights_info),
+        ("GET", "/training_runs", checkpoints.list_runs),
+        ("GET", "/training_runs/{id}", checkpoints.get_run),
+        ("GET", "/training_runs/{id}/checkpoints", checkpoints.list_checkpoints),
+        ("GET", "/checkpoints", checkpoints.list_all_checkpoints),
+        ("DELETE", CHECKPOINT, checkpoints.delete_checkpoint),
+        ("POST", f"{CHECKPOINT}/publish", checkpoints.publish),
+        ("DELETE", f"{CHECKPOINT}/publish", checkpoints.publish),
+        ("PUT", f"{CHECKPOINT}/ttl", checkpoints.set_ttl),
+        ("GET", f"{CHECKPOINT}/archive", checkpoints.archive),
+        ("GET", f"{CHECKPOINT}/external_weights_urls", checkpoints.external_urls),
+        ("POST", "/create_sampling_session", routes.create_sampling_session),
+        ("GET", "/samplers/{id}", routes.get_sampler),
+        ("POST", "/asample", routes.asample),
+        ("POST", "/retrieve_future", routes.retrieve),
+        ("POST", "/cancel_future", routes.cancel),
+    ]
+    answered = [Route(ROOT + path, partial(_answer, keys, work), methods=[method]) for method, path, work in table]
+    refused = [Route(ROOT + path, partial(_answer, keys, _refusal(why)), methods=ANY) for path, why in REFUSED.items()]
+    health = Route("/health", partial(_guarded, partial(_health, keys)), methods=["GET"])
+    download = Route(f"{ROOT}/downloads/{{token}}", partial(_guarded, checkpoints.download), methods=["GET"])
+    app = Starlette(
+        routes=[*answered, *refused, download, health],
+        exception_handlers={HTTPException: _no_route, ClientDisconnect: _gone, Exception: _bug},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def _refusal(why: str) -> Answerer:
+    async def refuse(http: Request, owner: str) -> Response:
+        raise invalid(f"{http.url.path} is not served: {why}")
+
+    return refuse
+
+
+async def _answer(keys: Keys, work: Answerer, http: Request) -> Response:
+    async def answer(http: Request) -> Response:
+        return await work(http, _owner(keys, http))
+
+    return await _guarded(answer, http)
+
+
+async def _guarded(work: Callable[[Request], Awaitable[Response]], http: Request) -> Response:
+    """What `work` answers. A mistake of the client is answered with what it is."""
+    try:
+        return await work(http)
+    except ChatError as error:
+        headers = {"retry-after": error.retry_after} if error.retry_after else None
+        return reply({"detail": error.message}, error.status, headers)
+    except ArtError as error:
+        return reply({"detail": one_line(error)}, 400)
+
+
+def _owner(keys: Keys, http: Request) -> str:
+    """Who asks. Raises ChatError: a wrong key (401), or a web page without one (403)."""
+    if not keys:
+        check_sender(http.method, http.headers, KINDS_OF_BODY)
+        return ANYONE
+    scheme, _, bearer = http.headers.get("authorization", "").partition(" ")
+    key = http.headers.get("x-api-key") or (bearer if scheme.lower() == "bearer" else None)
+    if not keys.admits(key):
+        raise ChatError(401, "this server needs a key of its own in X-API-Key: TINKER_API_KEY of the client")
+    return owner_of(key)
+
+
+async def _health(keys: Keys, http: Request) -> Response:
+    """Answers whoever watches the machine, without a key. A server without keys answers its own machine only."""
+    if not keys:
+        check_sender(http.method, http.headers, KINDS_OF_BODY)
+    return reply({"status": "ok"})
+
+
+async def _no_route(http: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    what = "no such path" if status == 404 else "not this method"
+    return reply({"detail": f"{http.method} {http.url.path[:200]}: {what} here"}, status)
+
+
+async def _gone(http: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _bug(http: Request, error: Exception) -> Response:
+    if is_full_disk(error):
+        log.error("%s %s: no space left on the disk of the checkpoints", http.method, http.url.path)
+        return reply({"detail": "no space left on the server's disk: free some there"}, 507)
+    log.error("%s %s failed", http.method, http.url.path, exc_info=error)
+    return reply({"detail": f"this is a bug in art: {type(error).__name__}"}, 500)

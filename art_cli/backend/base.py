@@ -1,0 +1,81 @@
+"""Base: the model that all clients' adapters stand on, loaded once, and what is the same for all of them."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from art_cli import model
+from art_cli.chat.errors import invalid
+from art_cli.config.schema import LoraConfig
+from art_cli.learners.adapter_learner import AdapterLearner
+from art_cli.model import Weights
+
+ALPHA = 32  # the adapters' scale where no configuration names one; it does not grow with the rank
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2")
+
+
+class Parts(NamedTuple):
+    """Which layers of a model get an adapter. The head never gets one, whatever a client asks for."""
+
+    attention: bool = True
+    mlp: bool = True
+
+
+class Base:
+    """`name` is what clients call it; `names` are what else they may call it."""
+
+    def __init__(self, weights: Weights, *, name: str, lora: LoraConfig | None, learner: Any) -> None:
+        self.weights, self.name = weights, name
+        self.names = {name, weights.base}
+        self._lora, self._learner = lora, learner
+        self.vocabulary = int(weights.model.config.vocab_size)
+        self.max_length = weights.max_length
+
+    def check(self, name: str | None) -> None:
+        """Raises ChatError 400: another model."""
+        if name is not None and name not in self.names:
+            raise invalid(f"base_model {name[:200]!r}: this server has {self.name!r}")
+
+    def new_learner(self, rank: int, seed: int, parts: Parts) -> AdapterLearner:
+        """A learner of a fresh adapter. Raises UsageError: a layer to adapt that the model does not have."""
+        alpha = self._lora.alpha if self._lora is not None else ALPHA
+        lora = LoraConfig(rank=rank, alpha=alpha, targets=self._targets(parts))
+        return AdapterLearner(model.with_adapter(self.weights, lora, seed), self._learner)
+
+    def saved_learner(self, adapter: Path) -> AdapterLearner:
+        """A learner of an adapter of that shape; its tensors are loaded by the caller."""
+        lora = lora_of(adapter)
+        return AdapterLearner(model.with_adapter(self.weights, lora, 0), self._learner)
+
+    def policy(self, adapter: Path | None) -> Weights:
+        """The base with a saved adapter, or without one."""
+        return model.on_base(self.weights, adapter)
+
+    def _targets(self, parts: Parts) -> str | list[str]:
+        if parts.attention and parts.mlp:
+            return "all-linear" if self._lora is None else self._lora.targets
+        if not (parts.attention or parts.mlp):
+            raise invalid("train_attn and train_mlp are both false; the head alone is not trained here")
+        wanted = ATTENTION if parts.attention else MLP
+        there = {name.rpartition(".")[2] for name, _ in self.weights.model.named_modules()}
+        if not (found := sorted(there.intersection(wanted))):
+            raise invalid("this model's layers have names of their own; train_attn and train_mlp go together here")
+        return found
+
+
+def lora_of(adapter: Path) -> LoraConfig:
+    """The shape of a saved adapter."""
+    config: Mapping[str, Any] = json.loads((adapter / "adapter_config.json").read_bytes())
+    targets = config["target_modules"]
+    return LoraConfig(
+        rank=config["r"], alpha=config["lora_alpha"], targets=targets if isinstance(targets, str) else sorted(targets)
+    )
+
+
+def parts_of(lora: LoraConfig) -> Parts:
+    """Which layers the adapter is on."""
+    if isinstance(lora.targets, str):
+        return Parts()
+    return Parts(any(name in ATTENTION for name in lora.targets), any(name in MLP for name in lora.targets))

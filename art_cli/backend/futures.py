@@ -1,0 +1,164 @@
+"""Futures: the answers that clients ask for later, by the id of their request. Each request is run once.
+
+A client that got no answer sends its request again, and asks for the same answer again: both find what is there. An
+answer is kept until room is needed, first those that a client has fetched.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from art_cli.chat.errors import ChatError, invalid
+from art_cli.errors import ArtError, is_full_disk, one_line
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+MAX_KEPT = 20_000  # answers that are kept
+MAX_KEPT_BYTES = 512 * 2**20
+SMALL = 512  # bytes that an answer without tokens counts
+
+
+class FutureAnswer(NamedTuple):
+    """What a request gave. Both forms are made when a client asks, because one of them is enough."""
+
+    as_json: Callable[[], Json]
+    as_proto: Callable[[], bytes] | None = None  # None: this kind of answer is JSON only
+    num_bytes: int = SMALL
+
+
+class Failure(NamedTuple):
+    """Why a request gave nothing. `is_users`: the client can mend it."""
+
+    message: str
+    is_users: bool
+
+
+@dataclass(eq=False)
+class Future:
+    """One request that was accepted."""
+
+    id: str
+    owner: str
+    digest: bytes  # hash of what was asked
+    state: str = "queued"  # queued, running, done
+    waits_for: str = ""  # the reason for waiting that a client is told
+    result: FutureAnswer | Failure | None = None
+    is_fetched: bool = False
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+    def finish(self, result: FutureAnswer | Failure) -> None:
+        if self.result is None:
+            self.result, self.state = result, "done"
+            self.done.set()
+
+
+class Futures:
+    def __init__(self, *, pending: int) -> None:
+        self._pending = pending
+        self._futures: OrderedDict[str, Future] = OrderedDict()
+        self._open: dict[str, int] = {}  # unanswered requests by owner
+        self._num_bytes = 0
+        self._is_closing = False
+
+    def add(self, id: str, owner: str, digest: bytes, *, is_owed: bool = False) -> tuple[Future, bool]:
+        """The future of the request, and whether it is new. Raises ChatError: another request had that id (400), or
+        too many of this client's are unanswered (429), or the server is stopping (503).
+
+        `is_owed`: others wait for this request, so that it is accepted however many these are.
+        """
+        known = self._futures.get(id)
+        if known is not None:
+            if known.digest != digest or known.owner != owner:
+                raise invalid(f"{id}: another request was sent under this number")
+            return known, False
+        if self._is_closing:
+            raise ChatError(503, "the server is stopping", retry_after="5")
+        if not is_owed and self._open.get(owner, 0) >= self._pending:
+            raise ChatError(429, f"{self._pending} requests of this client are unanswered", retry_after="1")
+        future = self._futures[id] = Future(id, owner, digest)
+        self._open[owner] = self._open.get(owner, 0) + 1
+        return future, True
+
+    def get(self, id: str, owner: str) -> Future:
+        """Raises ChatError 404: no such request of this client, or its answer was dropped."""
+        future = self._futures.get(id)
+        if future is None or future.owner != owner:
+            raise ChatError(404, f"no request {id[:200]!r}: it was never sent, or its answer is no longer kept")
+        return future
+
+    def start(self, future: Future, work: Coroutine[Any, Any, FutureAnswer]) -> None:
+        """Runs the work by itself, beside all others."""
+        future.task = asyncio.create_task(self.run(future, work))
+
+    async def run(self, future: Future, work: Coroutine[Any, Any, FutureAnswer]) -> None:
+        """Runs the work and keeps its result. Never raises but when it is cancelled."""
+        future.state = "running"
+        try:
+            result: FutureAnswer | Failure = await work
+        except asyncio.CancelledError:
+            self.settle(future, Failure("the request was cancelled", is_users=False))
+            raise
+        except ChatError as error:
+            result = Failure(error.message, is_users=error.status < 500)
+        except ArtError as error:
+            result = Failure(one_line(error), is_users=True)
+        except Exception as error:  # the boundary to the learner and the engine: one request must not end the server
+            if is_full_disk(error):
+                log.error("%s: no space left on the disk of the checkpoints; nothing was saved", future.id)
+                result = Failure("no space left on the server's disk; nothing was saved: free some there", False)
+            else:
+                log.exception("a request failed")
+                result = Failure(f"{type(error).__name__}: {one_line(error)}", is_users=False)
+        self.settle(future, result)
+
+    def settle(self, future: Future, result: FutureAnswer | Failure) -> None:
+        """Gives the future its result, and drops old answers where room is needed."""
+        if future.result is not None:
+            return
+        future.finish(result)
+        self._open[future.owner] -= 1
+        self._num_bytes += _size(future)
+        self._futures.move_to_end(future.id)
+        while self._num_bytes > MAX_KEPT_BYTES or len(self._futures) > MAX_KEPT:
+            old = next((each for each in self._futures.values() if each.is_fetched), None) or next(
+                (each for each in self._futures.values() if each.result is not None and each is not future), None
+            )
+            if old is None:
+                return
+            self._num_bytes -= _size(old)
+            del self._futures[old.id]
+
+    async def wait(self, future: Future, timeout_s: float) -> bool:
+        """Whether the result is there, at the latest when the time is up."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await future.done.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def cancel(self, future: Future) -> None:
+        if future.task is not None:
+            future.task.cancel()
+
+    async def close(self) -> None:
+        """Accepts nothing more; what is unanswered fails."""
+        self._is_closing = True
+        tasks = [future.task for future in self._futures.values() if future.task is not None and not future.task.done()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=5)
+        for future in list(self._futures.values()):
+            if future.result is None:
+                self.settle(future, Failure("the server was stopped before this request was run", is_users=False))
+
+
+def _size(future: Future) -> int:
+    return future.result.num_bytes if isinstance(future.result, FutureAnswer) else SMALL
