@@ -13,6 +13,7 @@ from art_cli.errors import message_of
 from art_cli.plugins import place_of
 
 MAX_ERROR_LENGTH = 2000  # characters of an error kept in a trajectory
+NODE = "node"  # the kind of error of an attempt whose machine was lost, which is not the attempt's doing
 MAX_LEAVES = 100  # number of errors looked at in an exception group
 MAX_CAUSES = 5  # number of errors looked at along a chain of `raise ... from`
 

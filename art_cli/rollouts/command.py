@@ -4,21 +4,22 @@ It gets the scenario as one JSON line on standard input, and in its environment 
 OPENAI_MODEL, and for Anthropic's clients ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ANTHROPIC_MODEL. The last line that
 it writes to standard output is its outcome: a number, null, or `{"reward": 1.0, "metrics": {...}, "metadata": {...}}`.
 It runs in a session of its own under a process that kills all that descends from it when the rollout is over, however
-it ends (processes/supervisor.py).
+it ends (processes/supervisor.py). Standard library only, because nodes of a cluster may have nothing else.
 """
 
+import json
+import math
 import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
-
-import msgspec
+from typing import Any, NoReturn
 
 from art_cli.errors import RolloutError, message_of
 from art_cli.outcome import Outcome
 from art_cli.processes.child import Finished, run_program
+from art_cli.processes.plain_json import dump
 from art_cli.rollouts.attempt import MAX_ERROR_LENGTH, AttemptError, describe_exit
 from art_cli.rollouts.peers import Peers
 from art_cli.rollouts.policy import Json, Policy, read_outcome
@@ -52,7 +53,7 @@ class CommandRollout:
         try:
             ended = await run_program(
                 self._command,
-                msgspec.json.encode(scenario) + b"\n",
+                dump(scenario) + b"\n",
                 cwd=self._directory,
                 environment=environment,
                 on_start=lambda child: self._peers.add(policy.api_key, child.supervisor_pid),
@@ -74,7 +75,8 @@ class CommandRollout:
     def _read(self, stdout: bytes) -> Outcome:
         line = stdout.rstrip().rpartition(b"\n")[2]
         try:
-            value = msgspec.json.decode(line)
+            value = json.loads(line.decode(), parse_constant=_refuse, parse_float=_finite)
+            dump(value)  # raises ValueError for half a surrogate pair
         except (ValueError, RecursionError) as error:
             shown = line[:200].decode(errors="replace")
             message = f"the last line of standard output must be a number or a JSON object, not {shown!r}"
@@ -89,6 +91,16 @@ class CommandRollout:
             listed = ", ".join(known)
             raise RolloutError(f"{self._entry}: unknown key {sorted(unknown)[0]!r} in the outcome; it has {listed}")
         return Outcome(**value)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _finite(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"{digits} is larger than any float")
+    return value
 
 
 def _describe(ended: Finished) -> str:

@@ -11,7 +11,7 @@ import copy
 import inspect
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from art_cli.environments import Settings, open_environment
 from art_cli.errors import RolloutError
@@ -21,6 +21,9 @@ from art_cli.rollouts.attempt import AttemptError, from_exception
 from art_cli.rollouts.own_key import reading_own
 from art_cli.rollouts.policy import Connections, Json, Policy, read_outcome
 from art_cli.threads import LoopThread, call_in_thread
+
+if TYPE_CHECKING:
+    from art_cli.config.schema import RolloutConfig
 
 CLOSE_TIMEOUT_S = 5.0  # longest wait for cancelled rollouts to end
 Ending = Outcome | AttemptError | RolloutError  # how a rollout ends
@@ -119,6 +122,17 @@ def _check_signature(function: object, entry: str) -> None:
         raise RolloutError(f"{entry}: must take (policy, scenario): {error}") from error
     except ValueError:  # no signature to be had: a builtin
         return
+
+
+def what_to_load(config: "RolloutConfig") -> tuple[str, Json | None]:
+    """`entry` and `environment` of load_function for a configuration without a command."""
+    if config.environment is not None:
+        chosen = config.environment
+        environment = chosen.model_dump(include={"name", "args", "system"})
+        environment["num_seeds"] = chosen.seed + chosen.size if config.scenarios is None else 0
+        return chosen.name, environment
+    assert config.entry is not None, "a config has an entry, a command or an environment"
+    return config.entry, None
 
 
 def load_function(entry: str, directory: Path, environment: Json | None = None) -> FunctionRollout:

@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 
 import msgspec
@@ -88,6 +88,7 @@ class Gateway:
         self.seed = seed
         self.base_url = ""  # set while it is served
         self.num_sampled = 0  # tokens sampled in all answered calls
+        self.on_first_reply: Callable[[], None] | None = None  # called once, when the first call is answered
         self._defaults = defaults
         self._backends: dict[str, RecordingBackend] = {}  # key -> open rollout
         self.peers = Peers()  # CommandRollout registers the programs that it starts
@@ -111,13 +112,16 @@ class Gateway:
             self.base_url = f"{root}/v1"
             yield self.base_url
 
-    def open(self, trajectory_id: str, *, temperature: float | None = None) -> str:
-        """The key of one attempt at one rollout. Calls that set no temperature get `temperature`."""
+    def open(self, trajectory_id: str, *, temperature: float | None = None, group_id: str | None = None) -> str:
+        """The key of one attempt at one rollout. Calls that set no temperature get `temperature`.
+
+        The calls of one `group_id` go to the same server where the engine has several.
+        """
         key = secrets.token_urlsafe(32)
         defaults = self._defaults
         if temperature is not None:
             defaults = msgspec.structs.replace(defaults, temperature=temperature)
-        self._backends[key] = RecordingBackend(self, trajectory_id, defaults)
+        self._backends[key] = RecordingBackend(self, trajectory_id, defaults, group_id=group_id)
         return key
 
     def key_of(self, scope: Scope) -> str | None:
@@ -171,11 +175,18 @@ class RecordingBackend:
     """Answers one open rollout from the engine. Every answer is recorded before the rollout sees its end."""
 
     def __init__(
-        self, gateway: Gateway, trajectory_id: str, defaults: Sampling, recorder: Recorder | None = None
+        self,
+        gateway: Gateway,
+        trajectory_id: str,
+        defaults: Sampling,
+        recorder: Recorder | None = None,
+        *,
+        group_id: str | None = None,
     ) -> None:
         self.recorder = recorder or Recorder()
         self._gateway = gateway
         self._trajectory_id = trajectory_id
+        self._group_id = group_id
         self._defaults = defaults
         self._num_admitted = 0
         self._num_unrecorded = 0
@@ -280,10 +291,10 @@ class RecordingBackend:
         request = cap_tokens(with_defaults(request, self._defaults), self._defaults.max_tokens)
         if self._gateway.is_forced:
             request = force_sampling(request, self._defaults)
-        if request.sampling.seed is not None:
-            return request
-        seed = call_seed(self._gateway.seed, whose, number)
-        return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, seed=seed))
+        sampling = request.sampling
+        if sampling.seed is None:
+            sampling = msgspec.structs.replace(sampling, seed=call_seed(self._gateway.seed, whose, number))
+        return msgspec.structs.replace(request, sampling=sampling, group=self._group_id)
 
     @contextlib.contextmanager
     def _calling(self, call: _Call) -> Iterator[None]:
@@ -351,6 +362,9 @@ class RecordingBackend:
 
     def _count_sampled(self, reply: Reply | None) -> None:
         if reply is not None:
+            if self._gateway.on_first_reply is not None:
+                self._gateway.on_first_reply()
+                self._gateway.on_first_reply = None
             num_sampled = sum(len(choice.token_ids) for choice in reply.choices)
             self._gateway.num_sampled += num_sampled or (reply.usage[1] if reply.usage else 0)
 

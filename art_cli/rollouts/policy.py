@@ -3,9 +3,11 @@
 Standard library only, because the Python that runs rollouts may have nothing else (start.py).
 """
 
+import contextlib
 import math
 import sys
 import threading
+from importlib import import_module
 from numbers import Real
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from art_cli.errors import RolloutError
 from art_cli.outcome import MAX_NUMBER, Outcome
 from art_cli.processes.plain_json import MAX_DEPTH, dump, is_deep, load
 from art_cli.rollouts.attempt import AttemptError
+from art_cli.rollouts.plain_chat import spare_the_walk
 from art_cli.state_key import STATE_HEADER, write_header
 from art_cli.unrecorded import UNRECORDED
 
@@ -69,6 +72,16 @@ def _make_client(*names: str) -> Any:
         except (AttributeError, RuntimeError):  # an openai without it; an extra that is not installed
             continue
     return None
+
+
+def import_client() -> None:
+    """Imports what `policy.client` needs, which takes most of a second, before the first attempt waits for it.
+
+    A package that is not there, or that fails, is reported by the attempt that asks for a client.
+    """
+    with contextlib.suppress(Exception):
+        _import_openai()
+        import_module("openai.resources.chat.completions")
 
 
 def _import_openai() -> ModuleType:
@@ -129,24 +142,28 @@ class Policy:
     def client(self) -> "openai.AsyncOpenAI":
         """For `async def rollout`."""
         if self._client is None:
-            self._client = _import_openai().AsyncOpenAI(
+            package = _import_openai()
+            self._client = package.AsyncOpenAI(
                 base_url=self.base_url,
                 api_key=self.api_key,
                 default_headers=self.headers,  # the client keeps this very dict, so later states are sent too
                 http_client=self._connections.async_client(),
             )
+            spare_the_walk(self._client, package)
         return self._client
 
     @property
     def sync_client(self) -> "openai.OpenAI":
         """For `def rollout`."""
         if self._sync_client is None:
-            self._sync_client = _import_openai().OpenAI(
+            package = _import_openai()
+            self._sync_client = package.OpenAI(
                 base_url=self.base_url,
                 api_key=self.api_key,
                 default_headers=self.headers,
                 http_client=self._connections.client(),
             )
+            spare_the_walk(self._sync_client, package)
         return self._sync_client
 
     def __repr__(self) -> str:  # must not show the key

@@ -15,9 +15,10 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from art_cli.errors import RolloutError, UsageError
 from art_cli.outcome import Outcome
@@ -27,6 +28,7 @@ from art_cli.rollouts import start
 from art_cli.rollouts.attempt import AttemptError, describe_exit
 from art_cli.rollouts.messages import read_report
 from art_cli.rollouts.policy import Json, Policy
+from art_cli.threads import end
 
 START_DEADLINE_S = 300.0  # longest import of the user's modules
 LONE_PER_CORE = 4  # number of processes per core that play a single attempt
@@ -34,15 +36,22 @@ EXPLAIN_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 15.0  # longest wait for a process to close the function's clients and end
 EXIT_GRACE_S = 1.0  # time that a process has to end after its socket, so that its exit status is known
 OUTPUT_DEADLINE_S = 10.0  # longest wait for the rest of its output
+FUNCTION = "process_worker"  # the module that plays a function (start.py)
 # Variables with which another Python would import our packages, or take itself for this one.
 OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+
+
+def show(text: str) -> None:
+    """Writes what a process prints to standard error here, above a progress bar where one is drawn."""
+    sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 class ProcessRollout:
     """Plays the function `entry` of `directory` in `processes` processes, each attempt in the least busy one.
 
     `python` is the interpreter that runs them; None means this one, with its `sys.path`. With `environment`, the fields
-    of its Settings, they play that environment, and `entry` is its name.
+    of its Settings, they play that environment, and `entry` is its name. `printed` gets what they print.
     """
 
     def __init__(
@@ -53,8 +62,10 @@ class ProcessRollout:
         processes: int = 1,
         python: Path | None = None,
         environment: Json | None = None,
+        printed: Callable[[str], None] = show,
     ) -> None:
-        self._make = partial(_Process, entry, directory, python, environment)
+        what = {"entry": entry, "directory": str(directory), "environment": environment}
+        self._make = partial(RolloutProcess, entry, what, python=python, printed=printed)
         self._processes = [self._make() for _ in range(processes)]
         self._lone = asyncio.Semaphore(LONE_PER_CORE * (os.cpu_count() or 1))
 
@@ -62,6 +73,14 @@ class ProcessRollout:
     def version(self) -> str:
         """The version of the Python that has loaded the function, such as "3.12.1"; empty before `open`."""
         return self._processes[0].version
+
+    async def begin(self) -> None:
+        """Starts all processes and has them load the function; `open` waits for that."""
+        try:
+            await asyncio.gather(*(process.begin() for process in self._processes))
+        except BaseException:
+            await self.close()
+            raise
 
     async def open(self) -> None:
         """Loads the function in all processes. Raises UsageError: it cannot be; RolloutError: it does not fit."""
@@ -95,70 +114,104 @@ class ProcessRollout:
         await asyncio.gather(*(process.close() for process in self._processes))
 
 
-class _Process:
-    """One process, started when it is needed and not there."""
+class RolloutProcess:
+    """One process that plays attempts, started when it is needed and not there.
+
+    `module` answers its calls (start.py), the first of which is `load` with the parameters `what`. Messages name it
+    `title`, and name `python` by its `key` in the configuration. Standard error goes to `errors`; None: to `printed`,
+    as standard output does.
+    """
 
     version = ""  # its Python's, once that has loaded the function
     num_playing = 0  # number of attempts in it
+    verb = "imported"  # a word for what it does at its start, for messages
 
-    def __init__(self, entry: str, directory: Path, python: Path | None, environment: Json | None) -> None:
-        self._entry, self._directory, self._python, self._environment = entry, directory, python, environment
+    def __init__(
+        self,
+        title: str,
+        what: Json,
+        *,
+        python: Path | None,
+        key: str = "rollout.python",
+        module: str = FUNCTION,
+        printed: Callable[[str], None] = show,
+        errors: IO[bytes] | None = None,
+    ) -> None:
+        self._title, self._what, self._python, self._key, self._module = title, what, python, key, module
+        self._printed, self._errors = printed, errors
         self._child: ChildProcess | None = None
         self._calls: CallingEnd | None = None
         self._output: asyncio.Task[None] | None = None
+        self._loading: asyncio.Task[Any] | None = None  # the loading that `begin` has begun
         self._starting = asyncio.Lock()
+
+    @property
+    def is_running(self) -> bool:
+        return self._calls is not None and not self._calls.has_ended
+
+    async def begin(self) -> None:
+        """Returns when a process is there that has been told to load the function."""
+        await self._launch()
+        self._loading = asyncio.create_task(self._load())
+        await asyncio.sleep(0)  # the task sends its message now, as what the caller does next may hold up the loop
 
     async def start(self) -> None:
         """Returns when a process has loaded the function, the present one or a new one."""
         async with self._starting:
-            if self._calls is not None and not self._calls.has_ended:
-                return
-            await self._end()
+            loading, self._loading = self._loading, None
+            if loading is None:
+                if self.is_running:
+                    return
+                await self._end()
             try:
                 async with asyncio.timeout(START_DEADLINE_S):
-                    await self._launch()
-                    what = {"entry": self._entry, "directory": str(self._directory), "environment": self._environment}
-                    self.version = str(await self._ask("load", **what))
+                    if loading is None:
+                        await self._launch()
+                    self.version = str(await (loading or self._load()))
             except BaseException as error:
                 await self._end()  # it is not asked to end, because a process that imports reads nothing
                 if (explained := self._explain_start(error)) is error:
                     raise
                 raise explained from error
 
+    async def _load(self) -> Any:
+        """The version of the Python that has loaded the function."""
+        return await self.ask("load", **self._what)
+
     async def _launch(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._calls = await CallingEnd.open(ours)
             worker = [str(self._python or sys.executable), "-u", "-X", "faulthandler", start.__file__]
-            worker += [str(theirs.fileno()), *([json.dumps(sys.path)] if self._python is None else [])]
+            worker += [str(theirs.fileno()), self._module, *([json.dumps(sys.path)] if self._python is None else [])]
             self._child = await ChildProcess.start(
                 worker,
                 keep=theirs.fileno(),
                 stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
+                stderr=self._errors or asyncio.subprocess.STDOUT,
                 environment=None if self._python is None else _environment(self._python),
             )
         assert self._child.stdout is not None
-        self._output = asyncio.create_task(_pass_on(self._child.stdout))
+        self._output = asyncio.create_task(_pass_on(self._child.stdout, self._printed))
 
     def _explain_start(self, error: BaseException) -> BaseException:
         """The error of a start as the user reads it, with the Python where that is the user's choice."""
-        where = f" (rollout.python: {self._python})" if self._python is not None else ""
+        where = f" ({self._key}: {self._python})" if self._python is not None else ""
         match error:
             case TimeoutError():
-                return RolloutError(f"{self._entry}: not imported within {START_DEADLINE_S:.0f} s{where}")
+                return RolloutError(f"{self._title}: not {self.verb} within {START_DEADLINE_S:.0f} s{where}")
             case AttemptError():
-                return RolloutError(f"{self._entry}: {error.message} while it was imported{where}")
+                return RolloutError(f"{self._title}: {error.message} while it was {self.verb}{where}")
             case UsageError() | RolloutError() if where:
                 return type(error)(f"{error}{where}")
         return error
 
-    async def play(self, policy: Policy, scenario: Json) -> Outcome:
+    async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
         self.num_playing += 1
         try:
             await self.start()
             plain = {name: getattr(policy, name) for name in ("base_url", "api_key", "model", "step")}
-            ending = read_report(await self._ask("play", scenario=scenario, **plain))
+            ending = read_report(await self.ask("play", scenario=scenario, is_alone=is_alone, **plain))
         except ValueError as error:
             raise AttemptError("process", f"its process answered with no outcome: {error}") from error
         finally:
@@ -168,28 +221,30 @@ class _Process:
         return ending
 
     async def explain_timeout(self) -> str:
-        if self._calls is None or self._calls.has_ended:
+        if not self.is_running:
             return ""
         with contextlib.suppress(TimeoutError, AttemptError):
             async with asyncio.timeout(EXPLAIN_DEADLINE_S):
-                return str(await self._ask("explain_timeout"))
+                return str(await self.ask("explain_timeout"))
         return ""
 
     async def close(self) -> None:
         """The process and every one that descends from it are gone. The function's clients have been closed."""
-        if self._calls is not None:
+        if self._loading is not None:  # it was never opened, and a process that imports reads nothing
+            await end(self._loading, timeout_s=CLOSE_DEADLINE_S)
+        elif self._calls is not None:
             self._calls.hang_up()
-        if self._child is not None:
+        if self._child is not None and self._loading is None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._child.wait(), CLOSE_DEADLINE_S)
         await self._end()
 
-    async def _ask(self, method: str, **params: Any) -> Any:
+    async def ask(self, method: str, *, progress: Callable[[int, int], None] | None = None, **params: Any) -> Any:
         """What the method returns. Raises the ArtError that it raised; AttemptError: the process ended."""
         assert self._calls is not None and self._child is not None
         child = self._child
         try:
-            return await self._calls.call(method, params)
+            return await self._calls.call(method, params, progress=progress)
         except ConnectionEnded as error:
             status = await self._exit_of(child, is_at_fault=bool(error.fault))
             fault = f"; {error.fault}" if error.fault else ""
@@ -213,11 +268,9 @@ class _Process:
             self._output.cancel()
 
 
-async def _pass_on(output: asyncio.StreamReader) -> None:
-    """Writes what the process prints to standard error here, above a progress bar where one is drawn."""
+async def _pass_on(output: asyncio.StreamReader, printed: Callable[[str], None]) -> None:
     while received := await output.read(1 << 16):
-        sys.stderr.write(received.decode(errors="replace"))
-        sys.stderr.flush()
+        printed(received.decode(errors="replace"))
 
 
 def _environment(python: Path) -> dict[str, str]:

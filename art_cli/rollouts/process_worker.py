@@ -7,41 +7,44 @@ When the other end of its socket closes, this process cancels what it plays and 
 import socket
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from art_cli import log
 from art_cli.errors import ArtError, message_of
 from art_cli.processes.serve import run_and_exit, serve
+from art_cli.rollouts import Rollout
 from art_cli.rollouts.attempt import AttemptError
-from art_cli.rollouts.function import FunctionRollout, load_function
+from art_cli.rollouts.function import load_function
 from art_cli.rollouts.messages import Json, report
-from art_cli.rollouts.policy import Policy
+from art_cli.rollouts.policy import Policy, import_client
 
 
 def main() -> None:
     log.set_up()
-    run_and_exit(_serve(socket.socket(fileno=int(sys.argv[1]))))
+    serve_and_exit(ServedFunction())
 
 
-async def _serve(connection: socket.socket) -> None:
-    served = ServedRollout()
+def serve_and_exit(served: "ServedRollout") -> NoReturn:
+    """Answers calls at the socket that the command line names, until its other end is closed. Ends this process."""
+    run_and_exit(_serve(socket.socket(fileno=int(sys.argv[1])), served))
+
+
+async def _serve(connection: socket.socket, served: "ServedRollout") -> None:
     await serve(connection, served)
     await served.close()
 
 
 class ServedRollout:
-    """One function, with the methods that process.py calls."""
+    """One rollout, with the methods that process.py calls. A subclass has `load`, which sets it."""
 
-    _rollout: FunctionRollout
+    _rollout: Rollout
 
-    async def load(self, entry: str, directory: str, environment: Json | None) -> str:
-        """The version of this Python, when it has loaded the function. It blocks: modules load in the main thread."""
-        self._rollout = load_function(entry, Path(directory), environment)
-        return sys.version.split()[0]
-
-    async def play(self, base_url: str, api_key: str, model: str, step: int, scenario: Json) -> Json:
+    async def play(
+        self, base_url: str, api_key: str, model: str, step: int, scenario: Json, is_alone: bool = False
+    ) -> Json:
         try:
             policy = Policy(base_url=base_url, api_key=api_key, model=model, step=step)
-            return report(await self._rollout.play(policy, scenario))
+            return report(await self._rollout.play(policy, scenario, is_alone=is_alone))
         except AttemptError as error:
             return report(error)
         except ArtError:
@@ -55,3 +58,21 @@ class ServedRollout:
     async def close(self) -> None:
         if hasattr(self, "_rollout"):
             await self._rollout.close()
+
+
+class ServedFunction(ServedRollout):
+    async def load(self, entry: str, directory: str, environment: Json | None) -> str:
+        """The version of this Python, when it has loaded the function. It blocks: modules load in the main thread."""
+        self._rollout = load_function(entry, Path(directory), environment)
+        if environment is None and _mentions_client(Path(directory) / entry.partition(":")[0]):
+            import_client()
+        return sys.version.split()[0]
+
+
+def _mentions_client(file: Path) -> bool:
+    """Whether a file's attempts will ask for `policy.client` or `policy.sync_client`, by its text."""
+    try:
+        text = file.read_bytes()
+    except OSError:  # a module by its dotted name
+        return False
+    return b"policy.client" in text or b"policy.sync_client" in text

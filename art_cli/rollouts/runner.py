@@ -23,9 +23,10 @@ from art_cli.config.schema import RolloutConfig
 from art_cli.errors import RolloutError, first_of_group
 from art_cli.outcome import Outcome
 from art_cli.rollouts import Rollout
-from art_cli.rollouts.attempt import AttemptError
+from art_cli.rollouts.attempt import NODE, AttemptError
+from art_cli.rollouts.cluster.rollout import ClusterRollout
 from art_cli.rollouts.command import CommandRollout
-from art_cli.rollouts.function import load_function
+from art_cli.rollouts.function import load_function, what_to_load
 from art_cli.rollouts.gateway import OWN_CLIENT, Gateway
 from art_cli.rollouts.peers import Peers
 from art_cli.rollouts.policy import Policy
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 Json = dict[str, Any]
 OnFinished = Callable[[Trajectory], Awaitable[None] | None]
 
+MAX_MOVES = 10  # how often an attempt whose machine is lost is played again besides `rollout.retries`
 BACKOFF_S = 0.5  # pause before the second try; doubled for each further one
 NUM_ALIKE = 16  # the agent is broken when this many first rollouts all fail in the same way
 # Kinds of errors that are the fault of the user's code also after a limit: a useless return value, or no end.
@@ -66,42 +68,63 @@ class _Attempt(NamedTuple):
     error: AttemptError | None
 
 
-async def open_rollout(config: RolloutConfig, directory: Path, peers: Peers) -> Rollout:
+async def begin_rollout(config: RolloutConfig, directory: Path) -> ProcessRollout | None:
+    """The rollout whose processes begin to load it; None where it has none of its own. The caller closes it."""
+    if config.cluster is not None or config.command is not None or config.processes == 0:
+        return None
+    rollout = process_rollout(config, directory, processes=config.processes)
+    await rollout.begin()
+    return rollout
+
+
+async def open_rollout(
+    config: RolloutConfig,
+    directory: Path,
+    peers: Peers,
+    cluster: ClusterRollout | None = None,
+    begun: ProcessRollout | None = None,
+) -> Rollout:
     """The user's rollout, loaded; it registers its programs in `peers`. Raises UsageError, RolloutError."""
+    if cluster is not None:
+        await cluster.ready()
+        return cluster
     if config.command is not None:
         return CommandRollout(config.command, directory=directory, peers=peers)
     if config.processes == 0:
-        return load_function(*_what_to_load(config, directory))
-    rollout = process_rollout(config, directory, processes=config.processes)
+        entry, environment = what_to_load(config)
+        return load_function(entry, directory, environment)
+    rollout = begun or process_rollout(config, directory, processes=config.processes)
     await rollout.open()
     return rollout
 
 
 def process_rollout(config: RolloutConfig, directory: Path, *, processes: int = 1) -> ProcessRollout:
     """The function or the environment in processes of its own, to be opened by the caller."""
-    entry, directory, environment = _what_to_load(config, directory)
+    entry, environment = what_to_load(config)
     return ProcessRollout(
         entry, directory=directory, processes=processes, python=config.python, environment=environment
     )
-
-
-def _what_to_load(config: RolloutConfig, directory: Path) -> tuple[str, Path, Json | None]:
-    if config.environment is not None:
-        chosen = config.environment
-        environment = chosen.model_dump(include={"name", "args", "system"})
-        environment["num_seeds"] = chosen.seed + chosen.size if config.scenarios is None else 0
-        return chosen.name, directory, environment
-    assert config.entry is not None, "a config has an entry, a command or an environment"
-    return config.entry, directory, None
 
 
 class Runner:
     """Plays rollouts against a gateway that is being served. Use it as `async with Runner(...) as runner`."""
 
     def __init__(
-        self, config: RolloutConfig, directory: Path, gateway: Gateway, *, backoff_s: float = BACKOFF_S
+        self,
+        config: RolloutConfig,
+        directory: Path,
+        gateway: Gateway,
+        *,
+        backoff_s: float = BACKOFF_S,
+        cluster: ClusterRollout | None = None,
+        begun: ProcessRollout | None = None,
     ) -> None:
+        """With a `cluster` it plays the rollouts, else this machine does. `begun` is what `begin_rollout` returned;
+        None: the rollout is loaded when this is entered.
+        """
+        self._cluster = cluster
         self._config = config
+        self._begun = begun
         self._gateway = gateway
         self._directory = directory
         self._rollout: Rollout
@@ -111,7 +134,9 @@ class Runner:
         self._silence = _SilenceWatch(is_told=config.environment is not None)  # there the trained seat may never move
 
     async def __aenter__(self) -> Self:
-        self._rollout = await open_rollout(self._config, self._directory, self._gateway.peers)
+        self._rollout = await open_rollout(
+            self._config, self._directory, self._gateway.peers, self._cluster, self._begun
+        )
         return self
 
     async def __aexit__(
@@ -180,20 +205,28 @@ class Runner:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.timeout_s
         is_alone = False
-        for number in range(self._config.retries + 1):
+        number = num_moves = 0  # tries that failed, and tries whose machine was lost, which are no fault of the attempt
+        while True:
+            if self._cluster is not None:
+                deadline += await self._cluster.ready()
             attempt = await self._attempt(plan, deadline, is_alone=is_alone)
             is_last = number + 1 >= self._config.retries  # the next one, if there is one
             is_alone = is_last and attempt.error is not None and attempt.error.kind == "process"
             pause = self._backoff_s * 2**number
             if attempt.error is None or not attempt.error.is_transport or loop.time() + pause >= deadline:
                 break
-            if number < self._config.retries:
-                await asyncio.sleep(pause)
-        return attempt, number
+            if attempt.error.kind == NODE and num_moves < MAX_MOVES:
+                num_moves += 1
+            elif number < self._config.retries:
+                number += 1
+            else:
+                break
+            await asyncio.sleep(pause)
+        return attempt, number + num_moves
 
     async def _attempt(self, plan: RolloutPlan, deadline: float, *, is_alone: bool) -> _Attempt:
         """One try, with a key and a recorder of its own."""
-        key = self._gateway.open(plan.trajectory_id, temperature=plan.temperature)
+        key = self._gateway.open(plan.trajectory_id, temperature=plan.temperature, group_id=plan.group_id)
         policy = Policy(
             base_url=self._gateway.base_url, api_key=key, model=self._gateway.model, step=self._gateway.step
         )

@@ -13,7 +13,7 @@ from art_cli import json_lines
 from art_cli.config.sections.scenarios import ScenariosConfig
 from art_cli.errors import DataError, describe
 from art_cli.plugins import resolve
-from art_cli.rollouts.tables import Columns, Row, is_table, table_scenarios
+from art_cli.rollouts.tables import Columns, TableRow, is_table, table_scenarios
 from art_cli.rollouts.tables.columns import brief, check_id
 
 Json = dict[str, Any]
@@ -51,7 +51,7 @@ def _read(path: Path, columns: Columns) -> list[Json]:
         hint = "a dataset of the hub needs `split`"
         raise DataError(f"no such file; `rollout.scenarios` names a file of them or 'file.py:function'; {hint}", path)
     if columns.is_chosen:
-        return columns.scenarios((Row(f"{path}:{number}", item) for number, item in _lines(path)), path)
+        return columns.scenarios((TableRow(f"{path}:{number}", item) for number, item in _lines(path)), path)
     scenarios: list[Json] = []
     lines: dict[str, int] = {}  # id -> line
     for number, scenario in _lines(path):
@@ -80,7 +80,7 @@ def _call(spec: str, directory: Path, columns: Columns) -> list[Json]:
         if inspect.isawaitable(items) or isinstance(items, str | bytes | dict) or not isinstance(items, Iterable):
             raise DataError(f"expected an iterable of objects with an id, not {type(items).__name__}", spec)
         if columns.is_chosen:
-            rows = (Row(place := f"{spec}, item {n}", _an_object(item, place)) for n, item in enumerate(items, 1))
+            rows = (TableRow(place := f"{spec}, item {n}", _an_object(item, place)) for n, item in enumerate(items, 1))
             return columns.scenarios(rows, spec)
         return _collect(items, spec)
     except DataError:

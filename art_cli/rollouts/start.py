@@ -1,13 +1,15 @@
-"""Starts a rollout process in any Python: `start.py SOCKET [PATH]`; process.py calls it.
+"""Starts a rollout process in any Python: `start.py SOCKET MODULE [PATH]`; process.py calls it.
 
-The Python may be the user's own (`rollout.python`), which has neither this package nor what it depends on. So the
-package is loaded from where this file lies, and nothing else beside it becomes importable. What the
-process imports (process_worker.py and below) needs the standard library only. PATH is given where both processes are
-the same Python: it is a JSON list, the `sys.path` of the process that starts this one.
+MODULE is the one of this room whose `main` answers calls at SOCKET. The Python may be the user's own
+(`rollout.python`), which has neither this package nor what it depends on. So the package is loaded from where this file
+lies, and nothing else beside it becomes importable. What the process imports (process_worker.py and
+cluster/ray_driver.py, and below) needs the standard library only, and Ray's driver Ray. PATH is given where both
+processes are the same Python: it is a JSON list, the `sys.path` of the process that starts this one.
 
 A Python that is too old can still run this file, which then says so.
 """
 
+import importlib
 import importlib.util
 import json
 import os
@@ -25,14 +27,12 @@ def main() -> None:
         raised = {"type": "Raised", "id": FIRST_ID, "kind": "UsageError", "message": message}
         os.write(int(sys.argv[1]), json.dumps(raised).encode() + b"\n")
         return
-    if len(sys.argv) > 2:
+    if len(sys.argv) > 3:
         sys.path[:] = json.loads(sys.argv.pop())
     else:  # Python puts this file's directory first, which would make our modules importable by bare names
         sys.path[:] = [place for place in sys.path if os.path.realpath(place) != HERE]
     load_package()
-    from art_cli.rollouts.process_worker import main as serve
-
-    serve()
+    importlib.import_module(f"art_cli.rollouts.{sys.argv[2]}").main()
 
 
 def load_package() -> None:

@@ -202,3 +202,33 @@ asyncio.run(main())
     while is_alive(pid):
         assert time.monotonic() < deadline, "it is still there"
         time.sleep(0.05)
+
+
+async def test_a_function_that_is_begun_is_loaded_while_the_event_loop_is_held_up(stage: Stage) -> None:
+    (stage.directory / "rollout.py").write_text(
+        "from pathlib import Path\nPath(__file__).with_name('loaded').touch()\ndef rollout(policy, scenario): ...\n"
+    )
+    rollout = process.ProcessRollout("rollout.py:rollout", directory=stage.directory, processes=2)
+    await rollout.begin()
+    wait = f"while [ ! -e {stage.directory / 'loaded'} ]; do sleep 0.02; done"
+    subprocess.run(["sh", "-c", wait], check=True, timeout=60)  # nothing else runs in this process meanwhile
+    await rollout.open()
+    assert rollout.version
+    await rollout.close()
+
+
+async def test_a_function_that_is_begun_and_not_opened_ends_at_once(stage: Stage) -> None:
+    (stage.directory / "rollout.py").write_text("import threading\nthreading.Event().wait()\n")
+    rollout = process.ProcessRollout("rollout.py:rollout", directory=stage.directory)
+    await rollout.begin()
+    async with asyncio.timeout(process.CLOSE_DEADLINE_S - 5):
+        await rollout.close()
+        await rollout.close()
+
+
+async def test_what_a_begun_function_raises_is_raised_when_it_is_opened(stage: Stage) -> None:
+    (stage.directory / "rollout.py").write_text("import os\nos._exit(3)\n")
+    rollout = process.ProcessRollout("rollout.py:rollout", directory=stage.directory)
+    await rollout.begin()
+    with pytest.raises(RolloutError, match="status 3.* while it was imported"):
+        await rollout.open()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from art_cli.config.sections.scenarios import ScenariosConfig, is_dataset
 from art_cli.errors import DataError
-from art_cli.rollouts.tables.columns import Columns, Json, Row
+from art_cli.rollouts.tables.columns import Columns, Json, TableRow
 
 DATABASES = {"sqlite": b"SQLite format 3\0", "duckdb": b"DUCK"}
 PARQUET = b"PAR1"
@@ -29,7 +29,7 @@ def table_scenarios(source: ScenariosConfig, directory: Path) -> list[Json]:
         return columns.scenarios(rows, source.source)
 
 
-def _rows(source: ScenariosConfig, path: Path, columns: Columns) -> Generator[Row]:
+def _rows(source: ScenariosConfig, path: Path, columns: Columns) -> Generator[TableRow]:
     kind = _kind(path)
     if source.query is not None and kind in DATABASES:
         return _query(kind, path, source.query, columns, source.timeout_s)
@@ -55,7 +55,7 @@ def _rows(source: ScenariosConfig, path: Path, columns: Columns) -> Generator[Ro
     return csv_file.rows(path, columns)
 
 
-def _query(kind: str | None, path: Path, query: str, columns: Columns, timeout_s: float) -> Generator[Row]:
+def _query(kind: str | None, path: Path, query: str, columns: Columns, timeout_s: float) -> Generator[TableRow]:
     if kind == "duckdb":
         from art_cli.rollouts.tables import duckdb_file
 
@@ -83,4 +83,4 @@ def _kind(path: Path) -> str | None:
     return "csv" if suffix in (".csv", ".tsv") else None
 
 
-__all__ = ["Columns", "Row", "is_table", "table_scenarios"]
+__all__ = ["Columns", "TableRow", "is_table", "table_scenarios"]

@@ -21,8 +21,8 @@ MAX_BYTES = 2 * 2**30  # largest number of bytes of all scenarios as JSON, becau
 MAX_LISTED = 12  # columns that an error names
 
 
-class Row(NamedTuple):
-    """One row of a table. Example: Row("tasks.csv:3", {"question": "2+2", "answer": "4"})."""
+class TableRow(NamedTuple):
+    """One row of a table. Example: TableRow("tasks.csv:3", {"question": "2+2", "answer": "4"})."""
 
     place: str  # where it stands, for errors
     values: Json  # column -> value; at least the columns that were asked for
@@ -63,7 +63,7 @@ class Columns:
             )
         return [name for name in there if name in chosen]
 
-    def scenarios(self, rows: Iterable[Row], source: object) -> list[Json]:
+    def scenarios(self, rows: Iterable[TableRow], source: object) -> list[Json]:
         """A scenario for each row, with its `id` first.
 
         The id is the column that is called so or mapped to it. Without one it is a hash of the scenario's content, so
@@ -94,7 +94,7 @@ class Columns:
             log.warning("%s: %d rows are equal to earlier ones and left out", source, num_equal)
         return [scenario for scenario, _ in found.values()]
 
-    def _scenario(self, row: Row) -> Json:
+    def _scenario(self, row: TableRow) -> Json:
         scenario: Json = {}
         for key, column in self._mapping.items() or zip(row.values, row.values, strict=True):
             if column not in row.values:

@@ -7,12 +7,12 @@ from typing import TextIO
 
 from art_cli.errors import DataError, printable
 from art_cli.json_lines import foreign_encoding
-from art_cli.rollouts.tables.columns import MAX_CELL, Columns, Row
+from art_cli.rollouts.tables.columns import MAX_CELL, Columns, TableRow
 
 DELIMITERS = ",;\t"  # spreadsheets write one of these, by country and by format
 
 
-def rows(path: Path, columns: Columns) -> Generator[Row]:
+def rows(path: Path, columns: Columns) -> Generator[TableRow]:
     """The rows of a CSV file in UTF-8, of which the header says how it is divided: by comma, semicolon or tab.
 
     Raises DataError: another encoding, an empty file, a row that is longer or shorter than the header, a cell or line
@@ -37,7 +37,7 @@ def rows(path: Path, columns: Columns) -> Generator[Row]:
                     continue
                 if len(cells) != len(header):
                     raise DataError(f"{len(cells)} cells, and the header has {len(header)}", path, started)
-                yield Row(f"{path}:{started}", {name: cells[place] for name, place in wanted})
+                yield TableRow(f"{path}:{started}", {name: cells[place] for name, place in wanted})
             if not header:
                 raise DataError("the file is empty", path)
     except UnicodeDecodeError:

@@ -7,7 +7,7 @@ from typing import Any
 
 from art_cli.config.sections.scenarios import ScenariosConfig
 from art_cli.errors import DataError, describe
-from art_cli.rollouts.tables.columns import MAX_ROWS, Columns, Row
+from art_cli.rollouts.tables.columns import MAX_ROWS, Columns, TableRow
 from art_cli.rollouts.tables.parquet import BATCH_ROWS, check_types, needs, plain_rows
 
 FORMATS = {"arrow", "cache", "csv", "json", "parquet", "text"}  # builders of `datasets` that only read plain data
@@ -15,7 +15,7 @@ FORMATS = {"arrow", "cache", "csv", "json", "parquet", "text"}  # builders of `d
 COMMIT = re.compile("[0-9a-f]{40}")
 
 
-def rows(source: ScenariosConfig, path: Path, columns: Columns) -> Generator[Row]:
+def rows(source: ScenariosConfig, path: Path, columns: Columns) -> Generator[TableRow]:
     """The rows of one split. Raises DataError: no such dataset or split, no network and no copy, code of its own."""
     datasets = needs("datasets", source.source)
     if int(datasets.__version__.split(".")[0]) < 4:

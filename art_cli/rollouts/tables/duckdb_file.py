@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from art_cli.errors import DataError, describe, printable
-from art_cli.rollouts.tables.columns import Columns, Row
+from art_cli.rollouts.tables.columns import Columns, TableRow
 from art_cli.rollouts.tables.parquet import BATCH_ROWS, needs
 
 SETTINGS = {
@@ -21,7 +21,7 @@ SETTINGS = {
 }
 
 
-def rows(path: Path, query: str, columns: Columns, timeout_s: float) -> Generator[Row]:
+def rows(path: Path, query: str, columns: Columns, timeout_s: float) -> Generator[TableRow]:
     """The rows of the query. Raises DataError: anything but one SELECT, an error of DuckDB, a longer time."""
     duckdb = needs("duckdb", path)
     late = threading.Event()
@@ -51,11 +51,11 @@ def _interrupt(database: Any, late: threading.Event) -> None:
     database.interrupt()
 
 
-def _fetch(cursor: Any, path: Path, columns: Columns) -> Generator[Row]:
+def _fetch(cursor: Any, path: Path, columns: Columns) -> Generator[TableRow]:
     names = [column[0] for column in cursor.description]
     wanted = [(name, names.index(name)) for name in columns.wanted(names, path)]
     number = 0
     while values := cursor.fetchmany(BATCH_ROWS):
         for row in values:
             number += 1
-            yield Row(f"{path}, row {number}", {name: row[place] for name, place in wanted})
+            yield TableRow(f"{path}, row {number}", {name: row[place] for name, place in wanted})

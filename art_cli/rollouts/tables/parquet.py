@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from art_cli.errors import DataError, describe, printable
-from art_cli.rollouts.tables.columns import MAX_BYTES, MAX_ROWS, Columns, Json, Row
+from art_cli.rollouts.tables.columns import MAX_BYTES, MAX_ROWS, Columns, Json, TableRow
 
 BATCH_ROWS = 64  # rows that are unpacked at once
 LARGE_BATCH = 64 * 2**20  # bytes of a batch whose rows are made one by one
 
 
-def rows(path: Path, columns: Columns) -> Generator[Row]:
+def rows(path: Path, columns: Columns) -> Generator[TableRow]:
     """The rows of a Parquet file. Raises DataError: no Parquet, a type that JSON cannot hold, too large, damaged."""
     pyarrow = needs("pyarrow", path)
     parquet = importlib.import_module("pyarrow.parquet")
@@ -32,7 +32,7 @@ def rows(path: Path, columns: Columns) -> Generator[Row]:
         yield from plain_rows(file.iter_batches(BATCH_ROWS, columns=wanted), path)
 
 
-def plain_rows(batches: Iterator[Any], source: object) -> Generator[Row]:
+def plain_rows(batches: Iterator[Any], source: object) -> Generator[TableRow]:
     """The rows of Arrow's record batches. Raises DataError: a batch cannot be read."""
     number = 0
     while True:
@@ -45,7 +45,7 @@ def plain_rows(batches: Iterator[Any], source: object) -> Generator[Row]:
             return
         for row in values:
             number += 1
-            yield Row(f"{source}, row {number}", row)
+            yield TableRow(f"{source}, row {number}", row)
 
 
 def _values(batch: Any) -> Iterable[Json]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from art_cli.errors import DataError, printable
-from art_cli.rollouts.tables.columns import MAX_CELL, Columns, Row
+from art_cli.rollouts.tables.columns import MAX_CELL, Columns, TableRow
 
 ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 READ_BY_INDEXES = ("data_version", "page_size")  # a full-text index asks for these when it is opened
@@ -16,7 +16,7 @@ REFUSALS = ("not authorized", "authorization denied", "prohibited", "one stateme
 INSTRUCTIONS = 10_000  # steps of SQLite's machine between two looks at the clock, well below a millisecond
 
 
-def rows(path: Path, query: str, columns: Columns, timeout_s: float) -> Generator[Row]:
+def rows(path: Path, query: str, columns: Columns, timeout_s: float) -> Generator[TableRow]:
     """The rows of the query. Raises DataError: anything but one SELECT, an error of SQLite, a longer time."""
     deadline = time.monotonic() + timeout_s
     try:
@@ -27,7 +27,7 @@ def rows(path: Path, query: str, columns: Columns, timeout_s: float) -> Generato
             names = [column[0] for column in cursor.description]
             wanted = [(name, names.index(name)) for name in columns.wanted(names, path)]
             for number, values in enumerate(cursor, 1):
-                yield Row(f"{path}, row {number}", {name: values[place] for name, place in wanted})
+                yield TableRow(f"{path}, row {number}", {name: values[place] for name, place in wanted})
     except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
         if any(words in str(error) for words in REFUSALS):
             raise DataError(f"the query is not one SELECT, and nothing else is run: {printable(error)}", path) from None

@@ -1,0 +1,401 @@
+"""RayRollout: Ray's driver, in a process of its own that rollout.py calls (start.py begins it).
+
+It places one actor (ray_node.py) for each process of rollouts, and each attempt goes to the actor that plays the
+fewest. An actor that is lost, with its node or alone, fails the attempts in it as `node`, which the runner plays again,
+and another one is placed. Standard library and Ray only.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from art_cli import log as logs
+from art_cli.errors import ArtError, RolloutError, UsageError, describe, message_of, one_line, printable
+from art_cli.outcome import Outcome
+from art_cli.processes.calls import FROM_PROCESS, Call, Raised, decode, encode, error_named
+from art_cli.rollouts.attempt import NODE, AttemptError
+from art_cli.rollouts.cluster.ray_node import NodeActor
+from art_cli.rollouts.cluster.travel import copy_package, copy_project
+from art_cli.rollouts.messages import Json, read_report
+from art_cli.rollouts.policy import Policy
+from art_cli.rollouts.process_worker import ServedRollout, serve_and_exit
+from art_cli.scratch import scratch
+from art_cli.threads import end
+
+log = logging.getLogger(__name__)
+
+ANSWER_DEADLINE_S = 5.0  # longest wait for the cluster's address to take a connection
+ASK_DEADLINE_S = 20.0  # longest wait for the cluster's own account of itself
+LAST_OUTPUT_S = 2.0  # longest wait for what the attempts printed last
+CLOSE_DEADLINE_S = 8.0  # longest wait for the actors to close the function's clients
+EXPLAIN_DEADLINE_S = 4.0
+OURS = frozenset({"working_dir", "py_modules", "excludes", "env_vars"})  # fields of runtime_env (sections/cluster.py)
+TELL_S = 2.0  # time between two notes of how many actors are placed
+AGAIN_S = 1.0  # pause before an actor is placed again
+FAILED_AGAIN_S = 30.0  # the same where it could not load the rollout
+MORE_CALLS = 16  # calls of an actor besides attempts: its output, its end
+MAX_PRINTED = 2**17  # characters of one answer with output; a node may answer anything
+
+
+def main() -> None:
+    """Standard output is what the attempts print and what this driver says; Ray's own words go to standard error."""
+    output = os.fdopen(os.dup(1), "w", buffering=1, errors="replace")
+    os.dup2(2, 1)
+    with contextlib.redirect_stderr(output):
+        logs.set_up()
+    serve_and_exit(ServedCluster(output.write))
+
+
+class ServedCluster(ServedRollout):
+    """The methods that rollout.py calls, besides those of every rollout."""
+
+    _rollout: "RayRollout"
+
+    def __init__(self, show: Callable[[str], Any]) -> None:
+        self._show = show
+
+    async def load(self, cluster: Json, project: Json, played: Json, processes: int | None, concurrency: int) -> str:
+        """The version of this Python, when it is connected to the cluster. It blocks: Ray connects in the main thread.
+
+        `cluster` is the section of the configuration; `project` has the directory and the runs in it; `played` has the
+        parameters of ServedNode.load but the gateway.
+        """
+        connect(cluster, project)
+        self._rollout = RayRollout(cluster, played, processes=processes, concurrency=concurrency, show=self._show)
+        return sys.version.split()[0]
+
+    async def facts(self) -> Json:
+        return vars(await ask_facts())
+
+    async def ready(self, gateway: str, progress: Callable[[int, int], None]) -> None:
+        await self._rollout.ready(gateway, progress)
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """What a cluster is. Example: ClusterFacts("10.0.0.1", "2.60.0", 3, 24.0, 20.0)"""
+
+    host: str  # this machine's address in the cluster
+    version: str  # Ray's
+    nodes: int
+    processors: float
+    free: float  # processors
+    resources: dict[str, float] = field(default_factory=dict)  # free ones, by Ray's names
+
+
+def connect(cluster: Json, project: Json) -> None:
+    """Connects this process. Raises UsageError, RolloutError: it cannot be."""
+    try:
+        import ray
+    except ImportError as error:
+        cure = "pip install 'art-cli[ray]' there, or name a Python that has it in rollout.cluster.python"
+        raise UsageError(f"rollout.cluster: {sys.executable} has no Ray: {one_line(error)}; {cure}") from error
+    if unknown := sorted(cluster["runtime_env"].keys() - ray.runtime_env.RuntimeEnv.known_fields):
+        known = sorted(name for name in ray.runtime_env.RuntimeEnv.known_fields - OURS if not name.startswith("_"))
+        raise UsageError(f"rollout.cluster.runtime_env: Ray knows no {unknown[0]!r}; there are {', '.join(known)}")
+    address = cluster["address"]
+    _look_for(os.environ.get("RAY_ADDRESS", "") if address == "auto" else address)
+    with scratch("cluster") as copies:
+        work, package = copies / "work", copies / "package" / "art_cli"
+        work.mkdir()
+        limits = {name: cluster[name] for name in ("exclude", "max_file_mb")}
+        sent = copy_project(Path(project["directory"]), work, runs=Path(project["runs"]), **limits)
+        if sent.too_large:
+            listed = ", ".join(sent.too_large[:5])
+            log.warning("not sent to the cluster, as too large (rollout.cluster.max_file_mb): %s", listed)
+        copy_package(package)
+        own = {"working_dir": str(work), "py_modules": [str(package)]}
+        try:
+            ray.init(
+                address=address,
+                runtime_env={**cluster["runtime_env"], **own},
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except Exception as error:  # Ray raises its own and Python's errors, of any kind
+            raise RolloutError(f"rollout.cluster: {_explain(error)}") from error
+
+
+def _look_for(address: str) -> None:
+    """Raises RolloutError: nothing listens at HOST:PORT, which Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_DEADLINE_S).close()
+    except OSError as error:
+        cure = "is the cluster running? `ray status` says so there"
+        raise RolloutError(
+            f"rollout.cluster: nothing answers at {address}: {error.strerror or error}; {cure}"
+        ) from error
+
+
+def _explain(error: Exception) -> str:
+    """Why Ray refused this process, as one line with a cure."""
+    text = message_of(error)
+    found = re.findall(r"(?m)^\s*(?:Ray|Python): *(\S+)", text)
+    if "mismatch" in text and len(found) == 4:
+        theirs, ours = f"Ray {found[0]} on Python {found[1]}", f"Ray {found[2]} on Python {found[3]}"
+        cure = "name a Python with the cluster's versions in rollout.cluster.python"
+        return printable(f"the cluster runs {theirs}, and this is {ours}; {cure}")
+    if isinstance(error, ConnectionError):
+        start = "ray start --address=HOST:6379 --num-cpus=0"
+        return f"this machine is no node of a running Ray cluster: {one_line(error)}; `{start}` here makes it one"
+    return f"Ray refuses: {type(error).__name__}: {one_line(error)}"
+
+
+async def ask_facts() -> ClusterFacts:
+    """What the cluster is now. Raises RolloutError: it does not answer."""
+    try:
+        async with asyncio.timeout(ASK_DEADLINE_S):
+            return await asyncio.to_thread(_facts)
+    except Exception as error:  # Ray raises its own errors when it has lost the cluster
+        raise RolloutError(f"rollout.cluster: the cluster does not answer: {one_line(error)}") from error
+
+
+def _facts() -> ClusterFacts:
+    import ray
+
+    own = ray.get_runtime_context().get_node_id()
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    host = next(node["NodeManagerAddress"] for node in nodes if node["NodeID"] == own)
+    free = {name: float(amount) for name, amount in ray.available_resources().items()}
+    processors = sum(float(node["Resources"].get("CPU", 0.0)) for node in nodes)
+    return ClusterFacts(host, ray.__version__, len(nodes), processors, free.get("CPU", 0.0), free)
+
+
+class RayRollout:
+    """A Rollout that is played by actors. `ready` places them."""
+
+    def __init__(
+        self, cluster: Json, played: Json, *, processes: int | None, concurrency: int, show: Callable[[str], Any]
+    ) -> None:
+        self._cluster, self._played, self._num_wanted, self._concurrency = cluster, played, processes, concurrency
+        self._places: list[_Place] = []
+        self._keeping: list[asyncio.Task[None]] = []
+        self._beginning = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._show = show
+
+    async def ready(self, gateway: str, progress: Callable[[int, int], None]) -> None:
+        """Returns when an actor can play. Raises RolloutError, UsageError: none can load the rollout."""
+        async with self._beginning:
+            if not self._places:
+                await self._begin(gateway)
+        while not any(place.is_ready for place in self._places):
+            if (failed := self._failure()) is not None:
+                raise failed
+            progress(sum(place.node != "" for place in self._places), len(self._places))
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), TELL_S)
+
+    def _failure(self) -> ArtError | None:
+        """Why no actor can load the rollout; None where one may yet."""
+        if any(place.node and place.failure is None for place in self._places):
+            return None
+        return next((place.failure for place in self._places if place.failure is not None), None)
+
+    async def _begin(self, gateway: str) -> None:
+        number = self._num_wanted or self._fitting(await ask_facts())
+        self._places = [_Place(self._make, {**self._played, "gateway": gateway}, self) for _ in range(number)]
+        self._keeping = [asyncio.create_task(place.keep()) for place in self._places]
+
+    def _fitting(self, facts: ClusterFacts) -> int:
+        """The number of actors that fit on the free processors, at least 1 and at most one for each attempt."""
+        wanted = {"CPU": self._cluster["cpus"], **self._cluster["resources"]}
+        number = min(int(facts.resources.get(name, 0.0) // amount) for name, amount in wanted.items())
+        return max(1, min(number, self._concurrency))
+
+    def _make(self) -> Any:
+        """A new actor, which Ray places when there is room."""
+        import ray
+
+        options = {
+            "num_cpus": self._cluster["cpus"],
+            "resources": self._cluster["resources"],
+            "scheduling_strategy": "SPREAD",
+            "max_concurrency": self._concurrency + MORE_CALLS,
+            "max_restarts": 0,
+        }
+        return ray.remote(**options)(NodeActor).remote()
+
+    def tell(self, text: str = "") -> None:
+        """An actor's state has changed; the text is shown."""
+        if text:
+            self._show(text)
+        self._changed.set()
+
+    async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
+        """Raises AttemptError: this attempt failed, or its actor was lost; RolloutError: every attempt would."""
+        there_are = [place for place in self._places if place.is_ready]
+        if not there_are:
+            raise AttemptError(NODE, "no node of the cluster plays any more", is_transport=True)
+        place = min(there_are, key=lambda place: place.num_playing)
+        ending = await place.play(policy, scenario, is_alone=is_alone)
+        if isinstance(ending, AttemptError):
+            raise ending
+        return ending
+
+    async def explain_timeout(self) -> str:
+        guesses = await asyncio.gather(*(place.explain_timeout() for place in self._places))
+        return next(filter(None, guesses), "")
+
+    async def close(self) -> None:
+        """The actors are gone, and this process has left the cluster."""
+        import ray
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_DEADLINE_S):
+                await asyncio.gather(*(place.close() for place in self._places))
+                ready = [task for task, place in zip(self._keeping, self._places, strict=True) if place.is_ready]
+                if ready:
+                    await asyncio.wait(ready, timeout=LAST_OUTPUT_S)
+        await end(*self._keeping, timeout_s=1.0)
+        for place in self._places:
+            place.kill()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(ray.shutdown), CLOSE_DEADLINE_S / 2)
+
+
+class Lost(Exception):
+    """Ray has lost the actor, its node, or the answer."""
+
+
+class _Place:
+    """One actor, placed again whenever it is lost."""
+
+    num_playing = 0
+    is_ready = False
+    node = ""  # the name of its machine, once it is placed
+    _is_closing = False
+    failure: ArtError | None = None  # why it could not load the rollout
+
+    def __init__(self, make: Callable[[], Any], load: Json, owner: RayRollout) -> None:
+        self._make, self._load, self._owner = make, load, owner
+        self._actor: Any = None
+        self._ids = itertools.count(1)
+
+    async def keep(self) -> None:
+        """Keeps an actor there until it is cancelled."""
+        while not self._is_closing:
+            try:
+                self._actor = self._make()
+                self.node = printable(await self._await("where"), limit=100)
+                self._owner.tell()
+                await self._ask("load", **self._load)
+                self.failure, self.is_ready = None, True
+                self._owner.tell()
+                while not self._is_closing:  # the call fails when the actor is lost
+                    text = str(await self._ask("output"))[:MAX_PRINTED]
+                    self._owner.tell("".join(f"[{self.node}] {line}\n" for line in text.splitlines()))
+            except Lost as lost:
+                if self.is_ready:
+                    log.warning("node %s is lost (%s); its attempts are played again", self.node, lost)
+                self._forget()
+                await asyncio.sleep(AGAIN_S)
+            except Exception as error:  # the rollout raised it while it was loaded, or Ray did
+                self._fail(error)
+                await asyncio.sleep(FAILED_AGAIN_S)
+
+    def _fail(self, error: Exception) -> None:
+        kind = type(error) if isinstance(error, ArtError) else RolloutError
+        text = str(error) if isinstance(error, ArtError) else describe(error)
+        self.failure = kind(f"rollout.cluster: node {self.node or 'of the cluster'}: {text}")
+        if any(place.is_ready for place in self._owner._places):
+            log.warning("%s; other nodes play", self.failure)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.is_ready, self.node = False, ""
+        self.kill()
+        self._owner.tell()
+
+    def kill(self) -> None:
+        """The actor ends, and with it its child process and all that descends from it. Returns at once."""
+        import ray
+
+        if self._actor is not None:
+            with contextlib.suppress(Exception):  # the cluster is gone
+                ray.kill(self._actor)
+            self._actor = None
+
+    async def play(self, policy: Policy, scenario: Json, *, is_alone: bool) -> Outcome | AttemptError:
+        self.num_playing += 1
+        try:
+            plain = {name: getattr(policy, name) for name in ("base_url", "api_key", "model", "step")}
+            return read_report(await self._ask("play", scenario=scenario, is_alone=is_alone, **plain))
+        except Lost as lost:
+            return AttemptError(NODE, f"node {self.node or 'it ran on'} was lost: {lost}", is_transport=True)
+        except ValueError as error:
+            return AttemptError("process", f"its process answered with no outcome: {error}")
+        finally:
+            self.num_playing -= 1
+
+    async def explain_timeout(self) -> str:
+        if self.is_ready:
+            with contextlib.suppress(TimeoutError, Lost, ArtError):
+                async with asyncio.timeout(EXPLAIN_DEADLINE_S):
+                    return str(await self._ask("explain_timeout"))
+        return ""
+
+    async def close(self) -> None:
+        """The function's clients are closed. Where it is not ready yet, nothing is to be closed."""
+        self._is_closing = True
+        if self.is_ready:
+            with contextlib.suppress(Lost, ArtError):
+                await self._ask("close")
+
+    async def _ask(self, method: str, **params: Any) -> Any:
+        """What the method of ServedNode returns, unchecked. Raises the ArtError that it raised; Lost; ValueError."""
+        if self._actor is None:
+            raise Lost("it is being placed again")
+        line = encode(Call(next(self._ids), method, params))
+        answer = decode(await self._await("answer", line), FROM_PROCESS)
+        if isinstance(answer, Raised):
+            raise error_named(answer.kind, answer.message)
+        return answer.value
+
+    async def _await(self, method: str, *given: bytes) -> Any:
+        """What the actor's method returns. A caller that is cancelled cancels the call on the node. Raises Lost."""
+        import ray
+
+        try:
+            reference = getattr(self._actor, method).remote(*given)
+            try:
+                return await asyncio.wrap_future(reference.future())
+            except asyncio.CancelledError:
+                with contextlib.suppress(Exception):  # the actor is gone
+                    ray.cancel(reference)
+                raise
+        except ray.exceptions.RuntimeEnvSetupError as error:
+            why = _setup_error(message_of(error))
+            raise RolloutError(f"its environment cannot be made (rollout.cluster.runtime_env): {why}") from error
+        except ray.exceptions.RayError as error:
+            raise Lost(_reason(error)) from error
+
+
+def _setup_error(text: str) -> str:
+    """The line of a failed setup of a node that says why: the last error that pip or Ray names."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["Ray gives no reason"]
+    errors = [line for line in lines if re.match(r"[\w.]*error: ", line, re.IGNORECASE)]
+    return printable((errors or lines)[-1 if errors else 0], limit=300)
+
+
+def _reason(error: Exception) -> str:
+    """Ray's reason in a few words, without the ids of what it happened to."""
+    lines = [line.strip() for line in message_of(error).splitlines() if line.strip()] or [type(error).__name__]
+    if any("is unavailable" in line for line in lines):
+        return "it does not answer"
+    telling = [line for line in lines if "because" in line or "due to" in line]
+    line = re.sub(r"\b(?:Node Id: )?[0-9a-f]{32,}\b", "", (telling or lines)[0])
+    return printable(" ".join(line.split()), limit=120)
