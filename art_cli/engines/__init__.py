@@ -27,7 +27,8 @@ BUILT_INS = {
     "anthropic": "art_cli.engines.anthropic:AnthropicEngine",
     "embedded": "art_cli.engines.embedded.engine:EmbeddedEngine",
     "openai": "art_cli.engines.openai:OpenAIEngine",
-    "vllm": "art_cli.engines.vllm.engine:VllmEngine",
+    "tinker": "art_cli.engines.tinker:TinkerEngine",
+    "vllm": "art_cli.engines.vllm.replicas:VllmReplicas",
 }
 
 

@@ -1,6 +1,7 @@
 """The proof of weights: after a load, engine and learner score the same probe, and their logprobs must agree."""
 
 import random
+from typing import NamedTuple
 
 from art_cli.errors import DriftError
 
@@ -18,9 +19,7 @@ def make_probe(vocabulary: int, *, seed: int = 0) -> list[int]:
 
 def compare(engine: list[float], learner: list[float], *, dtype: str, step: int) -> float:
     """The mean absolute gap in nats between two scores of the probe. Raises DriftError: above the dtype's bound."""
-    assert len(engine) == len(learner), (len(engine), len(learner))
-    gap = sum(abs(a - b) for a, b in zip(engine, learner, strict=True)) / len(engine)
-    bound = BOUNDS.get(dtype, BOUNDS["bfloat16"])
+    gap, bound = mean_gap(engine, learner), bound_of(dtype)
     if not gap <= bound:
         raise DriftError(
             f"step {step}: the engine does not sample from the learner's weights: mean logprob of the probe "
@@ -28,3 +27,27 @@ def compare(engine: list[float], learner: list[float], *, dtype: str, step: int)
             f"gap {gap:.2e} nats, bound {bound:.0e}"
         )
     return gap
+
+
+def mean_gap(scores: list[float], others: list[float]) -> float:
+    """The mean |difference| in nats of two scores of the same tokens."""
+    assert len(scores) == len(others), (len(scores), len(others))
+    return sum(abs(a - b) for a, b in zip(scores, others, strict=True)) / len(scores)
+
+
+def bound_of(dtype: str) -> float:
+    """The largest `mean_gap` of the same weights in that dtype."""
+    return BOUNDS.get(dtype, BOUNDS["bfloat16"])
+
+
+class Proof(NamedTuple):
+    """What an engine has to score as the learner does. Example: Proof([7, 3, 41], [-3.6, -5.8], "float32", step=3)"""
+
+    probe: list[int]
+    scores: list[float]  # [L - 1] the learner's
+    dtype: str
+    step: int = 0
+
+    def check(self, engine: list[float]) -> None:
+        """Raises DriftError: the engine's scores are those of other weights."""
+        compare(engine, self.scores, dtype=self.dtype, step=self.step)

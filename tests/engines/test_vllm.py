@@ -120,9 +120,17 @@ def is_alive(pid: int) -> bool:
 # --- how it is started ------------------------------------------------------------------------------------------------
 
 
-def flags(**changes: Any) -> list[str]:
+def flags(*, has_gpu: bool = True, **changes: Any) -> list[str]:
     config = VllmEngineConfig.model_validate({"name": "vllm", **changes})
-    return arguments.command(config, MODEL, python=Path("/p"), port=1, name="n@base", template=None, sleep=0)
+    return arguments.command(
+        config, MODEL, python=Path("/p"), port=1, name="n@base", template=None, sleep=0, has_gpu=has_gpu
+    )
+
+
+def test_prompts_are_computed_whole_on_a_cpu() -> None:
+    """In parts, a request with a seed ends vLLM's engine core there."""
+    assert "--no-enable-chunked-prefill" in flags(has_gpu=False)
+    assert "--no-enable-chunked-prefill" not in flags()
 
 
 def test_arguments_go_through_by_their_own_names_and_win_over_our_defaults() -> None:
@@ -173,6 +181,7 @@ def test_the_model_decides_what_the_server_can_hold() -> None:
             name="n",
             template=None,
             sleep=0,
+            has_gpu=True,
         )
 
 
@@ -196,13 +205,15 @@ def test_what_art_sets_itself_is_refused(changes: Json, said: str) -> None:
 def test_the_environment_leaves_out_ours_and_says_the_cpus_defaults() -> None:
     config = VllmEngineConfig(name="vllm", env={"VLLM_CPU_KVCACHE_SPACE": "9"})
     inherited = {"PYTHONPATH": "/ours", "WORLD_SIZE": "2", "HOME": "/h", "VLLM_CPU_OMP_THREADS_BIND": "0-3"}
-    found = arguments.environment(config, MODEL, inherited=inherited, key="k", sleep=0, has_gpu=False)
+    found = arguments.environment(
+        config, MODEL, inherited=inherited, key="k", sockets=Path("/s"), sleep=0, has_gpu=False
+    )
     assert not {"WORLD_SIZE", "VLLM_SERVER_DEV_MODE"} & found.keys()
     assert found["PYTHONPATH"] == str(arguments.GUARD_DIRECTORY)
     assert (found["HOME"], found["VLLM_CPU_KVCACHE_SPACE"]) == ("/h", "9")
     assert found["VLLM_CPU_OMP_THREADS_BIND"] == "0-3"  # the user's own
-    assert found["VLLM_API_KEY"] == "k"
-    with_gpu = arguments.environment(config, MODEL, inherited={}, key="k", sleep=1, has_gpu=True)
+    assert (found["VLLM_API_KEY"], found["VLLM_RPC_BASE_PATH"]) == ("k", "/s")
+    with_gpu = arguments.environment(config, MODEL, inherited={}, key="k", sockets=Path("/s"), sleep=1, has_gpu=True)
     assert "VLLM_CPU_OMP_THREADS_BIND" not in with_gpu
     assert with_gpu["VLLM_SERVER_DEV_MODE"] == "1"
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -138,6 +139,18 @@ async def test_the_prompt_is_what_our_template_renders(bench: Bench) -> None:
     assert bench.weights.tokenizer.decode(reply.prompt_ids) == text
 
 
+async def test_a_prompt_has_the_arguments_of_earlier_calls_as_they_were_written(bench: Bench) -> None:
+    loose = '{"b":3,"a":  2, "s": "\\u00e9"}'
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": loose}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [{"role": "user", "content": "2+3?"}, called, {"role": "tool", "tool_call_id": "call_1", "content": "5"}]
+    request = Request(model="policy", messages=messages, sampling=Sampling(max_tokens=1))
+    text = bench.weights.tokenizer.decode((await bench.engine.reply(request)).prompt_ids)
+    assert text.count(f'"arguments": {loose}}}') == 1
+    async for chunk in bench.engine.stream(request):
+        assert chunk.prompt_ids is None or bench.weights.tokenizer.decode(chunk.prompt_ids) == text
+
+
 async def test_each_adapter_scores_as_peft_does_and_they_differ(bench: Bench) -> None:
     probe = proof.make_probe(265)
     scores = {}
@@ -192,13 +205,18 @@ def letters(runs: Path, *overrides: str) -> LoadedConfig:
     return load_config(LETTERS / "config.yaml", [*own, *overrides])
 
 
+def sockets() -> set[Path]:
+    """The sockets that lie bare among the temporary files."""
+    return {path for path in Path(tempfile.gettempdir()).iterdir() if path.is_socket()}
+
+
 async def test_a_run_whose_server_is_killed_finishes_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """5 steps of 12 rollouts; the server is killed with SIGKILL while step 2 is played. No trajectory has an error,
     each step has every place once, and every sampled token's logprob is the learner's to 1e-4 nats."""
     engines: list[VllmEngine] = []
-    start = VllmEngine.start
+    start, before = VllmEngine.start, sockets()
 
     async def started(engine: VllmEngine) -> None:
         engines.append(engine)
@@ -225,5 +243,6 @@ async def test_a_run_whose_server_is_killed_finishes_and_loses_nothing(
     assert len(lines) == 5
     assert max(line["logprob_gap_max"] for line in lines) < 1e-4
     assert max(line["probe_gap"] for line in lines) < 1e-4
+    assert not sockets() - before
     text = (run.logs / "vllm.log").read_text()
     assert all(f"Loaded new LoRA adapter: name 'letters@{step:04d}'" in text for step in range(6))

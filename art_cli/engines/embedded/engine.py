@@ -24,17 +24,18 @@ from art_cli import model, openmp, threads
 from art_cli.chat import Backend
 from art_cli.chat.errors import ChatError, invalid
 from art_cli.chat.reading import RequestReader
-from art_cli.chat.replies import Choice, Chunk, Reply, join_deltas
+from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request
 from art_cli.config.sections.engine import EmbeddedEngineConfig
 from art_cli.engines import Endpoint, EngineSetup
 from art_cli.engines.embedded import messages, sampling
-from art_cli.engines.embedded.engine_thread import EngineThread, Generation, Piece
+from art_cli.engines.embedded.choices import ChoiceWriter, Piece, context_of, reply_limit, stop_ids
+from art_cli.engines.embedded.engine_thread import EngineThread, Generation
 from art_cli.engines.embedded.grammars import GrammarError, Grammars
 from art_cli.engines.embedded.messages import Prompt
 from art_cli.engines.embedded.runner import ForwardRunner
 from art_cli.engines.embedded.scheduler import Scheduler, TokenSequence
-from art_cli.engines.embedded.text import Detokenizer, StopWatch, Vocabulary
+from art_cli.engines.embedded.text import Detokenizer, Vocabulary
 from art_cli.errors import EngineError
 from art_cli.model import Weights
 
@@ -45,7 +46,6 @@ LOCK_DEADLINE_S = 600.0  # longest wait for the weights; a learner holds them fo
 REPLY_DEADLINE_S = 3600.0
 CLOSE_DEADLINE_S = 60.0
 WATCH_EVERY_S = 1.0
-CONTEXT_TOKENS = 8  # number of the prompt's last tokens that the text of the first sampled tokens may depend on
 
 
 class EmbeddedEngine:
@@ -178,7 +178,9 @@ class EmbeddedEngine:
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
         job = await self._job(request, is_stream=True)
-        writers = [_ChoiceWriter(self._vocabulary, job, index) for index in range(len(job.generations))]
+        writers = [
+            ChoiceWriter(self._vocabulary, job.request, job.prompt, index) for index in range(len(job.generations))
+        ]
         open_choices, is_first = len(writers), True
         with self._submitted(job):
             while open_choices:
@@ -224,7 +226,7 @@ class EmbeddedEngine:
                 thread.cancel(job.generations)
 
     def _whole_choice(self, job: "_Job", index: int, piece: Piece) -> Choice:
-        writer = _ChoiceWriter(self._vocabulary, job, index)
+        writer = ChoiceWriter(self._vocabulary, job.request, job.prompt, index)
         choice = writer.write(piece)
         choice.text = writer.text
         choice.message = writer.message
@@ -265,7 +267,7 @@ class _Job:
         mailbox: _Mailbox,
         is_stream: bool,
     ) -> None:
-        limit = _limit(request, prompt, weights)
+        limit = reply_limit(request, prompt, weights.max_length, weights.model.config.vocab_size)
         self.id = f"{'chatcmpl' if request.messages is not None else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.request, self.prompt = request, prompt
@@ -295,14 +297,11 @@ class _Job:
             is_stream=is_stream,
             num_top=self.request.top_logprobs if self.request.wants_logprobs else 0,
             stops=knobs.stop,
-            text=Detokenizer(vocabulary, self.context) if knobs.stop else None,
+            stop_ids=frozenset(knobs.stop_ids),
+            text=Detokenizer(vocabulary, context_of(self.prompt)) if knobs.stop else None,
         )
         generation.sequence.payload = generation
         return generation
-
-    @property
-    def context(self) -> list[int]:
-        return self.prompt.ids[-CONTEXT_TOKENS:]
 
     def put(self, generation: Generation, piece: Piece) -> None:
         self._pieces.put_nowait(Taken(self._index[id(generation)], piece))
@@ -319,86 +318,9 @@ class _Job:
         return taken
 
 
-class _ChoiceWriter:
-    """Turns the pieces of one choice into text and message deltas."""
-
-    def __init__(self, vocabulary: Vocabulary, job: _Job, index: int) -> None:
-        self._vocabulary, self._request, self._index = vocabulary, job.request, index
-        self._detokenizer = Detokenizer(vocabulary, job.context)
-        self._stops = StopWatch(job.request.sampling.stop)
-        self._parser = job.prompt.parser() if job.request.messages is not None else None
-        self._texts: list[str] = []
-        self._is_first = True
-
-    @property
-    def text(self) -> str:
-        return "".join(self._texts)
-
-    @property
-    def message(self) -> Json | None:
-        return self._parser.message if self._parser else None
-
-    def write(self, piece: Piece) -> Choice:
-        """The choice of a chunk: the new text, and the same as an OpenAI delta."""
-        is_last = piece.finish_reason is not None
-        text = self._stops.push(self._detokenizer.push(piece.ids))
-        if is_last:
-            text += self._stops.push(self._detokenizer.flush()) + self._stops.flush()
-        self._texts.append(text)
-        names = self._request.wants_logprobs
-        return Choice(
-            index=self._index,
-            message=self._delta(text, is_last),
-            text=text,
-            token_ids=piece.ids,
-            logprobs=piece.logprobs,
-            raw_logprobs=piece.raw_logprobs,
-            tokens=[self._vocabulary.text_of(id) for id in piece.ids] if names else [],
-            top_logprobs=self._top(piece),
-            finish_reason=self._finish_reason(piece),
-            stop_string=self._stops.found if is_last else None,
-        )
-
-    def _delta(self, text: str, is_last: bool) -> Json | None:
-        if self._parser is None:
-            return None
-        delta = join_deltas(self._parser.push(text) + (self._parser.flush() if is_last else []))
-        if self._is_first:
-            delta = {"role": "assistant", **delta}
-        self._is_first = False
-        return delta
-
-    def _top(self, piece: Piece) -> list[list[tuple[str, float]]] | None:
-        if piece.top is None:
-            return None
-        return [[(self._vocabulary.text_of(id), value) for id, value in likeliest] for likeliest in piece.top]
-
-    def _finish_reason(self, piece: Piece) -> str:
-        reason = piece.finish_reason or "stop"
-        return "tool_calls" if reason == "stop" and self._parser is not None and self._parser.calls else reason
-
-
-def _limit(request: Request, prompt: Prompt, weights: Weights) -> int:
-    """Number of tokens, prompt included, at which a generation ends. Raises ChatError 400: more than the context."""
-    num_prompt, most = len(prompt.ids), weights.max_length
-    if num_prompt == 0:
-        raise invalid("prompt: it has no tokens", "prompt")
-    asked = request.sampling.max_tokens
-    if num_prompt + messages.num_wanted(request) > most:
-        raise messages.too_long(request, num_prompt, most)
-    for id in (min(prompt.ids), max(prompt.ids)):
-        if not 0 <= id < weights.model.config.vocab_size:
-            raise invalid(f"prompt: the model has no token {id}", "prompt")
-    return most if asked is None else min(most, num_prompt + asked)
-
-
 def _stop_ids(weights: Weights) -> list[int]:
-    """The tokens that end a reply, by the generation configuration, the model's configuration and the tokenizer."""
-    found: set[int] = set()
-    for owner in (getattr(weights.model, "generation_config", None), weights.model.config, weights.tokenizer):
-        ids = getattr(owner, "eos_token_id", None)
-        found.update([] if ids is None else ids if isinstance(ids, list) else [ids])
-    return sorted(found)
+    """The tokens that end a reply of the model."""
+    return stop_ids(getattr(weights.model, "generation_config", None), weights.model.config, weights.tokenizer)
 
 
 @contextlib.asynccontextmanager

@@ -14,7 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ import torch
 
 from art_cli import openmp
 from art_cli.engines.embedded import sampling
+from art_cli.engines.embedded.choices import Piece, Top
 from art_cli.engines.embedded.grammars import GrammarError, Masks, reason
 from art_cli.engines.embedded.runner import ForwardRunner
 from art_cli.engines.embedded.sampling import Allowed, Drawn, Knobs
@@ -33,20 +34,6 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 log = logging.getLogger(__name__)
-
-Top = list[list[tuple[int, float]]]
-
-
-class Piece(NamedTuple):
-    """What a generation gained: L new tokens."""
-
-    ids: list[int]
-    logprobs: list[float]
-    raw_logprobs: list[float]
-    top: Top | None  # [L][k] token ids and logprobs; None: the client did not ask for them
-    step: int
-    finish_reason: str | None = None  # None: the generation goes on
-    failure: EngineError | None = None
 
 
 @dataclass(eq=False)
@@ -63,6 +50,7 @@ class Generation:
     is_stream: bool = False  # True: a piece for every token; False: one piece at the end
     num_top: int = 0
     stops: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()  # tokens that end it besides the model's own
     text: Detokenizer | None = None  # the sampled text, in which stop strings are looked for; None: there are none
     matcher: "LLMatcher | None" = None  # the grammar that it must follow, advanced by every sampled token
     step: int | None = None  # step of the policy that sampled its first token
@@ -99,6 +87,7 @@ class EngineThread:
         self._num_top = np.zeros(size, np.int64)
         self._is_held = np.zeros(size, np.bool_)  # whether the generation must follow a grammar
         self._masks: Masks | None = None  # None: no generation has followed a grammar yet
+        self._has_stop_ids = np.zeros(size, np.bool_)
         self._is_watched = np.zeros(size, np.bool_)  # whether the generation streams or has stop strings
         self._thread = threading.Thread(target=self._run, name="art-embedded-engine", daemon=True)
 
@@ -214,6 +203,7 @@ class EngineThread:
             self._top_k[slot], self._seeds[slot] = generation.top_k, generation.seed
             self._num_top[slot] = generation.num_top
             self._is_held[slot] = generation.matcher is not None
+            self._has_stop_ids[slot] = bool(generation.stop_ids)
             self._is_watched[slot] = generation.is_stream or bool(generation.stops)
 
     def _knobs(self, plan: StepPlan) -> Knobs:
@@ -241,7 +231,7 @@ class EngineThread:
         for row in np.flatnonzero(self._is_held[plan.slots]):
             running[int(plan.slots[row])].payload.matcher.consume_token(int(ids[row]))
         watched = [running[int(slot)].payload for slot in plan.slots[self._is_watched[plan.slots]]]
-        finished = self._scheduler.commit(plan, ids, logprobs, raw_logprobs, self._stop_table[ids])
+        finished = self._scheduler.commit(plan, ids, logprobs, raw_logprobs, self._stops(plan, ids))
         for generation in watched:
             sequence = generation.sequence
             if generation.stops and self._meets_stop(generation):
@@ -254,6 +244,13 @@ class EngineThread:
         for sequence in finished:
             self._deliver(sequence.payload, sequence.finish_reason)
         self._send()
+
+    def _stops(self, plan: StepPlan, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """[R] whether each drawn token ends its generation."""
+        stops: npt.NDArray[np.bool_] = self._stop_table[ids]
+        for row in np.flatnonzero(self._has_stop_ids[plan.slots]):
+            stops[row] |= int(ids[row]) in self._scheduler.running[int(plan.slots[row])].payload.stop_ids
+        return stops
 
     def _meets_stop(self, generation: Generation) -> bool:
         """Whether the newest token completes a stop string."""

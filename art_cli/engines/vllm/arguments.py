@@ -45,6 +45,7 @@ def command(
     name: str,
     template: Path | None,
     sleep: int,
+    has_gpu: bool,
 ) -> list[str]:
     """The server's argv, without any secret. `name` is the base model's name there."""
     arguments: dict[str, JsonValue] = {
@@ -65,6 +66,10 @@ def command(
         "disable-uvicorn-access-log": True,
         "chat-template": None if template is None else str(template),
     }
+    if not has_gpu:
+        # vLLM 0.32 sets back the generator of a request with a seed whose prompt is computed in parts, and torch's
+        # generators for the CPU cannot be set back: the engine core ends. Every request of a rollout has a seed.
+        arguments["enable-chunked-prefill"] = False
     if model.quantize is not None:
         arguments["quantization"] = "bitsandbytes"
     if sleep:
@@ -101,11 +106,18 @@ def _text(value: JsonValue) -> str:
 
 
 def environment(
-    config: VllmEngineConfig, model: PolicySpec, *, inherited: Mapping[str, str], key: str, sleep: int, has_gpu: bool
+    config: VllmEngineConfig,
+    model: PolicySpec,
+    *,
+    inherited: Mapping[str, str],
+    key: str,
+    sockets: Path,
+    sleep: int,
+    has_gpu: bool,
 ) -> dict[str, str]:
-    """The server's environment, which is the only place for the key."""
+    """The server's environment, which is the only place for the key. Its processes' sockets are made in `sockets`."""
     variables = {name: value for name, value in inherited.items() if name not in NOT_INHERITED}
-    defaults = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+    defaults = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1", "VLLM_RPC_BASE_PATH": str(sockets)}
     if not has_gpu:
         # nobind, because pinned threads stall for seconds where CPUs are shared or limited by cgroups
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2"}
@@ -131,10 +143,10 @@ def sleep_level(config: VllmEngineConfig, model: PolicySpec, *, inherited: Mappi
         return 0
     if config.sleep != "auto":
         return config.sleep
-    return 1 if _shares_gpu(config, model.learner_device, inherited) else 0
+    return 1 if shares_gpu(config, model.learner_device, inherited) else 0
 
 
-def _shares_gpu(config: VllmEngineConfig, learner_device: str | None, inherited: Mapping[str, str]) -> bool:
+def shares_gpu(config: VllmEngineConfig, learner_device: str | None, inherited: Mapping[str, str]) -> bool:
     """Whether the server's first GPUs include the learner's, both named as the system names them."""
     if learner_device is None or not learner_device.startswith("cuda"):
         return False
@@ -158,6 +170,45 @@ def num_gpus(arguments: Mapping[str, Any]) -> int:
     for kind in ("tensor", "pipeline", "data"):
         total *= int(sizes.get(f"{kind}-parallel-size") or 1)
     return total
+
+
+# --- several servers --------------------------------------------------------------------------------------------------
+
+
+def divide(config: VllmEngineConfig) -> list[VllmEngineConfig]:
+    """One configuration for each server of `url` or `replicas`, with GPUs of its own where the machine has some.
+
+    Raises EngineError: too few GPUs are visible.
+    """
+    if config.url is not None:
+        return [config.model_copy(update={"url": url}) for url in config.urls]
+    single = config.model_copy(update={"replicas": 1})
+    variables = {**os.environ, **config.env}
+    if not has_gpu(variables):
+        return [single] * config.replicas
+    dealt = deal_gpus(config, _visible(variables) or _gpu_indices())
+    return [single.model_copy(update={"env": {**config.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}}) for gpus in dealt]
+
+
+def deal_gpus(config: VllmEngineConfig, visible: Sequence[str]) -> list[Sequence[str]]:
+    """The GPUs of each replica, in order: ["0", "1", "2", "3"] for two of two each is [["0", "1"], ["2", "3"]].
+
+    Raises EngineError: there are too few.
+    """
+    each = num_gpus(config.args)
+    if len(visible) < each * config.replicas:
+        raise EngineError(
+            f"engine.replicas: {config.replicas} of {each} GPU{'s' if each > 1 else ''} each need "
+            f"{each * config.replicas}, and {len(visible)} can be seen; set fewer, or name the GPUs in "
+            "engine.env.CUDA_VISIBLE_DEVICES"
+        )
+    return [visible[each * number : each * (number + 1)] for number in range(config.replicas)]
+
+
+def _gpu_indices() -> list[str]:
+    """The indices of this machine's GPUs, by their device files; at least the one that `has_gpu` found."""
+    number = len(list(Path("/dev").glob("nvidia[0-9]*"))) or len(list(Path("/dev/dri").glob("renderD*"))) or 1
+    return [str(index) for index in range(number)]
 
 
 def has_gpu(inherited: Mapping[str, str]) -> bool:

@@ -4,7 +4,7 @@
 
 A watcher sees the server's end at once, starts a new one, once, and loads the current adapter again. Requests in flight
 fail as failures of transport, so that their rollouts are played again; new ones wait. When the second server ends, the
-engine has failed: `watch` and every other call raise.
+engine has failed: `watch` and every other call raise. Several of these engines are the replicas of replicas.py.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, Self, TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 
@@ -25,10 +25,12 @@ from art_cli.chat.errors import INVALID_REQUEST, ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request, demands_format
 from art_cli.config.sections.engine import VllmEngineConfig
-from art_cli.engines import Endpoint, EngineSetup
+from art_cli.engines import Endpoint
 from art_cli.engines.vllm.adapters import Adapters
 from art_cli.engines.vllm.control import Scored, Unreachable
+from art_cli.engines.vllm.ready import Ready
 from art_cli.engines.vllm.server import OwnServer, RunningServer
+from art_cli.engines.vllm.verbatim import restore_arguments
 from art_cli.errors import DriftError, EngineError
 from art_cli.policy_spec import PolicySpec
 
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MAX_RESTARTS = 1
+MAX_REPLICA_RESTARTS = 3  # the same for each of several replicas, because the others answer meanwhile
 DEATH_S = 2.0  # longest time between a failed request and the news that the server ended
 NOTICE_S = 10.0  # the same for calls that can be made again
 DRAIN_S = 600.0  # longest wait for requests in flight to end before a sleep
@@ -49,26 +52,35 @@ STALE_BOUNDS = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
 class VllmEngine:
     """Engine and Backend in one. Before the first `load` it samples from the base model."""
 
-    def __init__(self, config: VllmEngineConfig, model: PolicySpec, *, name: str, step: int = 0, logs: Path) -> None:
-        """Raises EngineError: no such Python, or a setting that this machine cannot have."""
+    def __init__(
+        self,
+        config: VllmEngineConfig,
+        model: PolicySpec,
+        *,
+        name: str,
+        step: int = 0,
+        logs: Path,
+        number: int | None = None,
+    ) -> None:
+        """`number` is for one of several replicas, and begins at 1. Raises EngineError: no such Python, or a setting
+        that this machine cannot have."""
         self.endpoint = Endpoint(base_url=None, api_key="", model=name, step=step)
         self._config, self._dtype = config, model.dtype
         self._server: OwnServer | RunningServer
-        if config.url is None:
-            self._server, self._prefix = OwnServer(config, model, name=name, log=logs / "vllm.log"), name
-        else:  # the random part keeps apart adapters that others, or an earlier run of this name, left in the server
-            self._server, self._prefix = RunningServer(config), f"{name}-{secrets.token_hex(4)}"
+        if not config.urls:
+            log_name = "vllm.log" if number is None else f"vllm-{number}.log"
+            self._server = OwnServer(config, model, name=name, log=logs / log_name)
+        else:
+            self._server = RunningServer(config, is_watched=number is not None)
+        self._name = name
+        self._max_restarts = MAX_RESTARTS if number is None else MAX_REPLICA_RESTARTS
+        self.num_ends = 0  # number of times that the server ended
         self._adapters: Adapters | None = None  # those of the newest server
         self._loaded: tuple[Path, int] | None = None  # checkpoint and step
-        self._ready = _Ready(config.start_timeout_s)
+        self._ready = Ready(config.start_timeout_s)
         self._awake, self._may_restart = asyncio.Event(), asyncio.Event()
         self._steering = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
-
-    @classmethod
-    def of(cls, config: VllmEngineConfig, setup: EngineSetup) -> Self:
-        assert setup.policy is not None, "vLLM has to know which base model it serves"
-        return cls(config, setup.policy, name=setup.name, step=setup.step, logs=setup.logs)
 
     @property
     def backend(self) -> Backend:
@@ -78,6 +90,20 @@ class VllmEngine:
     def pid(self) -> int:
         """The server's process id; 0 where it is not ours or not started."""
         return self._server.pid
+
+    @property
+    def ready(self) -> Ready:
+        """Whether the server answers."""
+        return self._ready
+
+    @property
+    def is_awake(self) -> bool:
+        return self._awake.is_set()
+
+    @property
+    def loaded(self) -> tuple[Path, int] | None:
+        """The checkpoint and the step that it samples from; None: the base model."""
+        return self._loaded
 
     # --- Engine -------------------------------------------------------------------------------------------------------
 
@@ -170,17 +196,20 @@ class VllmEngine:
 
     async def reply(self, request: Request) -> Reply:
         adapters = await self._admit(request)
+        asked = self._server.verbatim.put_into(request)
         with adapters.lease() as backend:
             async with self._failures(adapters):
-                reply = await backend.reply(request)
+                reply = await backend.reply(asked)
         for choice in reply.choices:
             _complete_logprobs(request, choice)
+            restore_arguments(choice)
         return reply
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
         adapters = await self._admit(request)
+        asked = self._server.verbatim.put_into(request)
         with adapters.lease() as backend:
-            async with self._failures(adapters), closing_stream(backend.stream(request)) as chunks:
+            async with self._failures(adapters), closing_stream(backend.stream(asked)) as chunks:
                 async for chunk in chunks:
                     _complete_logprobs(request, chunk.choice)
                     yield chunk
@@ -219,7 +248,7 @@ class VllmEngine:
             self._server.control,
             self._make_backend,
             base=self._server.base_name,
-            prefix=self._prefix,
+            prefix=self._prefix(),
             step=self.endpoint.step,
         )
         self._adapters = adapters
@@ -227,21 +256,27 @@ class VllmEngine:
             await adapters.load(*self._loaded)
         self._ready.set()
 
+    def _prefix(self) -> str:
+        """The beginning of the adapters' names. The random part keeps apart those that others, an earlier run of this
+        name, or a connection that was lost, left in a running server."""
+        return self._name if isinstance(self._server, OwnServer) else f"{self._name}-{secrets.token_hex(4)}"
+
     def _make_backend(self, name: str, step: int) -> HttpBackend:
         url = f"{self._server.control.root}/v1"
         return HttpBackend(url, self._server.key, name, step=step, timeout_s=self._config.timeout_s)
 
     async def _watch_server(self) -> None:
-        """Starts the server anew when it ends, MAX_RESTARTS times."""
+        """Starts the server anew when it ends, a few times."""
         try:
-            for number in range(MAX_RESTARTS + 1):
+            for number in range(self._max_restarts + 1):
                 reason = await self._server.ended()
+                self.num_ends += 1
                 self._ready.clear()
                 message = f"vllm: the server ended ({reason}); {self._server.last_lines()}"
                 await self._clear_away()
-                if number == MAX_RESTARTS:
+                if number == self._max_restarts:
                     raise EngineError(message)
-                for line in (*message.splitlines(), "it is started once more"):
+                for line in (*message.splitlines(), self._server.cure):
                     log.warning("%s", line)
                 await self._may_restart.wait()
                 await self._bring_up()
@@ -259,14 +294,14 @@ class VllmEngine:
     async def _steer(self, work: Callable[[Adapters], Awaitable[Result]]) -> Result:
         """The result of `work`, which is done again when the server ends in the middle of it and a new one answers."""
         async with self._steering:
-            for _ in range(MAX_RESTARTS + 1):
+            for _ in range(self._max_restarts + 1):
                 adapters = await self._ready_adapters()
                 try:
                     return await work(adapters)
                 except Unreachable as error:
                     await _until(partial(self._is_lost, adapters), NOTICE_S, str(error))
             await self._ready.wait()  # raises, because the watcher has given up
-            raise AssertionError("more restarts than MAX_RESTARTS")
+            raise AssertionError("more restarts than allowed")
 
     def _is_lost(self, adapters: Adapters) -> bool:
         return self._adapters is not adapters or not self._ready.is_set
@@ -285,46 +320,6 @@ class VllmEngine:
                 f"step {self.endpoint.step}: vLLM's prefix cache holds what other weights computed: the likeliest next "
                 f"tokens of the probe differ by {gap:.2e} nats with it and without, bound {bound:.0e}"
             )
-
-
-class _Ready:
-    """Whether the server answers: not now, yes, or never again."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._decided = asyncio.Event()
-        self._failed = asyncio.Event()
-        self._failure = ""
-
-    @property
-    def is_set(self) -> bool:
-        return self._decided.is_set() and not self._failed.is_set()
-
-    def set(self) -> None:
-        self._decided.set()
-
-    def clear(self) -> None:
-        self._decided.clear()
-
-    def fail(self, message: str) -> None:
-        """Later failures do not replace the first one."""
-        self._failure = self._failure or message
-        self._failed.set()
-        self._decided.set()
-
-    async def wait(self) -> None:
-        """Returns when the server answers. Raises EngineError: it never will again, or did not in time."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._decided.wait()
-        except TimeoutError:
-            raise EngineError(f"vllm: not back within {self._timeout_s:g} s (engine.start_timeout_s)") from None
-        if self._failed.is_set():
-            raise EngineError(self._failure)
-
-    async def failure(self) -> NoReturn:
-        await self._failed.wait()
-        raise EngineError(self._failure)
 
 
 async def _until(is_so: Callable[[], bool], timeout_s: float, otherwise: str) -> None:

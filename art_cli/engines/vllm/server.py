@@ -3,6 +3,7 @@
 start()     returns when the server answers
 control     steers it; a new object after every start
 base_name   the base model's name there
+verbatim    how requests keep the arguments of earlier calls as they were written
 ended()     returns why the server can no longer be used, as soon as it cannot
 stop()      ends an own server; a running one is left as it is
 """
@@ -21,10 +22,12 @@ from art_cli.config.sections.engine import VllmEngineConfig
 from art_cli.durable import write_file
 from art_cli.engines.vllm import arguments
 from art_cli.engines.vllm.control import Control, Refused, Unreachable
+from art_cli.engines.vllm.verbatim import Verbatim
 from art_cli.errors import EngineError
 from art_cli.policy_spec import PolicySpec
 from art_cli.private import make_directory, owner_only
 from art_cli.processes.child import ChildProcess, describe_end, last_lines
+from art_cli.scratch import Scratch
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ POLL_S = 0.25  # time between health checks while it starts
 HEALTH_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 10.0
 HANG_S = 120.0  # a server without an answer for this long hangs; long prefills on a CPU take seconds
+AWAY_S = 5.0  # the same for one of several running servers, because the others answer meanwhile
 PROMPT = [1, 2, 3, 4]  # any tokens do
 SAME = 1e-6  # nats; logprobs that differ by less are the same
 TERM_GRACE_S = 10.0  # time that vLLM has to free a GPU, which takes a few seconds
@@ -42,17 +46,21 @@ TAIL_LINES = 15
 class OwnServer:
     """A child process of this one. Its port and key are new at every start."""
 
+    cure = "it is started once more"
+
     def __init__(self, config: VllmEngineConfig, model: PolicySpec, *, name: str, log: Path) -> None:
         """Raises EngineError: no such Python, or a setting that this machine cannot have."""
         self.base_name = f"{name}@base"
         self.log = log
-        self._has_gpu = arguments.has_gpu({**os.environ, **config.env})
-        self.sleep_level = arguments.sleep_level(config, model, inherited=os.environ, has_gpu=self._has_gpu)
+        self.has_gpu = arguments.has_gpu({**os.environ, **config.env})
+        self.sleep_level = arguments.sleep_level(config, model, inherited=os.environ, has_gpu=self.has_gpu)
         self._python = config.python or Path(sys.executable)
         if not self._python.is_file():
             raise EngineError(f"engine.python: no such file: {self._python}")
         self._config, self._model = config, model
+        self.verbatim = Verbatim(model.chat_template)
         self._child: ChildProcess | None = None
+        self._sockets: Scratch | None = None  # where the server's own processes talk to each other
         self._log_start = 0  # where this server's part of the log begins
         self.pid = 0  # process id of the server itself; 0: not started
 
@@ -83,13 +91,15 @@ class OwnServer:
 
     async def _start_child(self, port: int) -> ChildProcess:
         make_directory(self.log.parent)
+        self._sockets = Scratch("vllm")
         environment = arguments.environment(
             self._config,
             self._model,
             inherited=os.environ,
             key=self.key,
+            sockets=self._sockets.path,
             sleep=self.sleep_level,
-            has_gpu=self._has_gpu,
+            has_gpu=self.has_gpu,
         )
         with open(self.log, "ab", opener=owner_only) as log:
             self._log_start = log.tell()
@@ -99,9 +109,9 @@ class OwnServer:
 
     def _command(self, port: int) -> list[str]:
         template = None
-        if self._model.chat_template is not None:
-            template = self.log.with_name("vllm_chat_template.jinja").resolve()
-            write_file(template, self._model.chat_template.encode())
+        if self.verbatim.template is not None:
+            template = self.log.with_name(f"{self.log.stem}_chat_template.jinja").resolve()
+            write_file(template, self.verbatim.template.encode())
         return arguments.command(
             self._config,
             self._model,
@@ -110,6 +120,7 @@ class OwnServer:
             name=self.base_name,
             template=template,
             sleep=self.sleep_level,
+            has_gpu=self.has_gpu,
         )
 
     async def _until_healthy(self) -> bool:
@@ -138,29 +149,13 @@ class OwnServer:
     async def ended(self) -> str:
         assert self._child is not None, "not started"
         died = asyncio.ensure_future(self._child.wait())
-        hung = asyncio.ensure_future(self._unhealthy())
+        hung = asyncio.ensure_future(_unhealthy(self.control, HANG_S))
         try:
             done, _ = await asyncio.wait({died, hung}, return_when=asyncio.FIRST_COMPLETED)
             return describe_end(died.result()) if died in done else hung.result()
         finally:
             died.cancel()
             hung.cancel()
-
-    async def _unhealthy(self) -> str:
-        """Why a server whose process lives can no longer be used, as soon as it cannot."""
-        loop = asyncio.get_running_loop()
-        answered = loop.time()
-        while loop.time() - answered < HANG_S:
-            try:
-                if not await self.control.is_healthy(timeout_s=HEALTH_TIMEOUT_S):
-                    return "its engine core died"
-                answered = loop.time()
-            except Unreachable:
-                pass  # it may answer again before HANG_S have passed
-            except Refused as refusal:
-                return f"its health check says {refusal}"
-            await asyncio.sleep(HEALTH_EVERY_S)
-        return f"no answer for {HANG_S:.0f} s"
 
     def last_lines(self) -> str:
         tail = last_lines(self.log, count=TAIL_LINES, start=self._log_start, secrets=[self.key])
@@ -170,6 +165,8 @@ class OwnServer:
         if self._child is not None:
             await self.control.close()
             await self._child.stop()
+        if self._sockets is not None:  # a server that is killed leaves its sockets behind
+            self._sockets.close()
 
 
 class RunningServer:
@@ -177,16 +174,29 @@ class RunningServer:
 
     pid = 0
     sleep_level = 0
+    cure = "it is used again once it answers"
 
-    def __init__(self, config: VllmEngineConfig) -> None:
-        assert config.url is not None, "without an address it is an OwnServer"
+    def __init__(self, config: VllmEngineConfig, *, is_watched: bool = False) -> None:
+        """`is_watched` is for one of several, whose calls go to the others while it is away."""
+        (url,) = config.urls
+        self._config, self._is_watched = config, is_watched
+        self._root = url.rstrip("/").removesuffix("/v1")
+        self._was_started = False
         self._key_variable = config.api_key_env
         self.key = os.environ.get(config.api_key_env, "")
-        self.control = Control(config.url.rstrip("/").removesuffix("/v1"), self.key)
+        self.control = Control(self._root, self.key)
+        self.verbatim = Verbatim(None)  # its template is the user's
         self.base_name = ""
 
     async def start(self) -> None:
-        """Raises EngineError: it does not answer, refuses the key, or reports logprobs of another distribution."""
+        """Raises EngineError: it does not answer, refuses the key, or reports logprobs of another distribution.
+
+        A server that answered before is waited for.
+        """
+        if self._was_started:
+            self.control = Control(self._root, self.key)  # the one before was closed
+            await self._until_back()
+        self._was_started = True
         try:
             self.base_name = (await self.control.models())[0]
             await self._check_logprobs()
@@ -213,8 +223,22 @@ class RunningServer:
                 "start it with --logprobs-mode processed_logprobs"
             )
 
+    async def _until_back(self) -> None:
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                while True:
+                    with contextlib.suppress(Unreachable, Refused):
+                        if await self.control.is_healthy(timeout_s=HEALTH_TIMEOUT_S):
+                            return
+                    await asyncio.sleep(HEALTH_EVERY_S)
+        except TimeoutError:
+            limit = f"{self._config.start_timeout_s:g} s"
+            raise EngineError(f"engine.url: {self._root} ended, and did not come back within {limit}") from None
+
     async def ended(self) -> str:
-        """Never returns, because the user watches this server. Requests fail while it is away."""
+        """Never returns for a single server, because the user watches it. Requests fail while it is away."""
+        if self._is_watched:
+            return await _unhealthy(self.control, AWAY_S)
         await asyncio.Event().wait()
         raise AssertionError("the event was set")
 
@@ -223,6 +247,23 @@ class RunningServer:
 
     async def stop(self) -> None:
         await self.control.close()
+
+
+async def _unhealthy(control: Control, silence_s: float) -> str:
+    """Why a server can no longer be used, as soon as it cannot: it says so, or gives no answer for `silence_s`."""
+    loop = asyncio.get_running_loop()
+    answered = loop.time()
+    while loop.time() - answered < silence_s:
+        try:
+            if not await control.is_healthy(timeout_s=HEALTH_TIMEOUT_S):
+                return "its engine core died"
+            answered = loop.time()
+        except Unreachable:
+            pass  # it may answer again before silence_s have passed
+        except Refused as refusal:
+            return f"its health check says {refusal}"
+        await asyncio.sleep(HEALTH_EVERY_S)
+    return f"no answer for {silence_s:.0f} s"
 
 
 def free_port() -> int:

@@ -1,0 +1,121 @@
+"""Sampled tokens as the choices of a reply: ChoiceWriter, and what bounds a choice. Needs no torch.
+
+The embedded engine samples here, and the engine of a server elsewhere gets its tokens from there; both write with this.
+"""
+
+from typing import Any, NamedTuple
+
+from art_cli.chat.errors import invalid
+from art_cli.chat.replies import Choice, join_deltas
+from art_cli.chat.requests import Request
+from art_cli.engines.embedded import messages
+from art_cli.engines.embedded.messages import Prompt
+from art_cli.engines.embedded.text import Detokenizer, StopWatch, Vocabulary
+from art_cli.errors import EngineError
+
+Json = dict[str, Any]
+Top = list[list[tuple[int, float]]]
+
+CONTEXT_TOKENS = 8  # number of the prompt's last tokens that the text of the first sampled tokens may depend on
+
+
+class Piece(NamedTuple):
+    """What a generation gained: L new tokens."""
+
+    ids: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    top: Top | None  # [L][k] token ids and logprobs; None: the client did not ask for them
+    step: int
+    finish_reason: str | None = None  # None: the generation goes on
+    failure: EngineError | None = None
+
+
+class ChoiceWriter:
+    """Turns the pieces of one choice into text and message deltas."""
+
+    def __init__(self, vocabulary: Vocabulary, request: Request, prompt: Prompt, index: int) -> None:
+        self._vocabulary, self._request, self._index = vocabulary, request, index
+        self._detokenizer = Detokenizer(vocabulary, context_of(prompt))
+        self._stops = StopWatch(request.sampling.stop)
+        self._parser = prompt.parser() if request.messages is not None else None
+        self._texts: list[str] = []
+        self._is_first = True
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def message(self) -> Json | None:
+        return self._parser.message if self._parser else None
+
+    def write(self, piece: Piece) -> Choice:
+        """The choice of a chunk: the new text, and the same as an OpenAI delta."""
+        is_last = piece.finish_reason is not None
+        text = self._stops.push(self._detokenizer.push(piece.ids))
+        if is_last:
+            text += self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+        self._texts.append(text)
+        names = self._request.wants_logprobs
+        return Choice(
+            index=self._index,
+            message=self._delta(text, is_last),
+            text=text,
+            token_ids=piece.ids,
+            logprobs=piece.logprobs,
+            raw_logprobs=piece.raw_logprobs,
+            tokens=[self._vocabulary.text_of(id) for id in piece.ids] if names else [],
+            top_logprobs=self._top(piece),
+            finish_reason=self._finish_reason(piece),
+            stop_string=self._stops.found if is_last else None,
+        )
+
+    def _delta(self, text: str, is_last: bool) -> Json | None:
+        if self._parser is None:
+            return None
+        delta = join_deltas(self._parser.push(text) + (self._parser.flush() if is_last else []))
+        if self._is_first:
+            delta = {"role": "assistant", **delta}
+        self._is_first = False
+        return delta
+
+    def _top(self, piece: Piece) -> list[list[tuple[str, float]]] | None:
+        if piece.top is None:
+            return None
+        return [[(self._vocabulary.text_of(id), value) for id, value in likeliest] for likeliest in piece.top]
+
+    def _finish_reason(self, piece: Piece) -> str:
+        reason = piece.finish_reason or "stop"
+        return "tool_calls" if reason == "stop" and self._parser is not None and self._parser.calls else reason
+
+
+def context_of(prompt: Prompt) -> list[int]:
+    """The end of the prompt, on which the text of the first sampled tokens may depend."""
+    return prompt.ids[-CONTEXT_TOKENS:]
+
+
+def reply_limit(request: Request, prompt: Prompt, most: int, vocabulary: int) -> int:
+    """Number of tokens, prompt included, at which a generation ends. `most` is the context, `vocabulary` its token ids.
+
+    Raises ChatError 400: more than the context, or a token that the model does not have.
+    """
+    num_prompt = len(prompt.ids)
+    if num_prompt == 0:
+        raise invalid("prompt: it has no tokens", "prompt")
+    asked = request.sampling.max_tokens
+    if num_prompt + messages.num_wanted(request) > most:
+        raise messages.too_long(request, num_prompt, most)
+    for id in (min(prompt.ids), max(prompt.ids)):
+        if not 0 <= id < vocabulary:
+            raise invalid(f"prompt: the model has no token {id}", "prompt")
+    return most if asked is None else min(most, num_prompt + asked)
+
+
+def stop_ids(*owners: Any) -> list[int]:
+    """The tokens that end a reply, by whatever names some: a generation configuration, a model's, a tokenizer."""
+    found: set[int] = set()
+    for owner in owners:
+        ids = getattr(owner, "eos_token_id", None)
+        found.update([] if ids is None else ids if isinstance(ids, list) else [ids])
+    return sorted(found)
