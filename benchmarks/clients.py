@@ -2,6 +2,7 @@
 
     python -m benchmarks.clients                       # with .venv-vllm (make test-vllm); about 12 minutes on 2 cores
     python -m benchmarks.clients --engines embedded
+    python -m benchmarks.clients --engines vllm --only AutoGen
 
 The official clients of OpenAI and Anthropic for Python and Node, litellm, LangChain, LangGraph, pydantic-ai, AutoGen,
 the OpenAI Agents SDK and the Vercel AI SDK, each as its users use it (tests/clients/tools), on each protocol that it
@@ -9,7 +10,7 @@ speaks. The conversation is: a question, a call of a tool, the tool's answer, a 
 then a call with a wrong key. A rehearsal against a scripted server records what each client sends; `art sft` teaches a
 tiny model these transcripts (tests/support/tool_clients.py); `art serve` serves that checkpoint. Each conversation is
 held a second time through a gateway: `turns` were recorded, and `continued` says how many of the calls that go on from
-a reply continue its tokens.
+a reply continue its tokens. Under the table stands what OpenEnv's own check of an endpoint says of each engine.
 
 The clients have an environment of their own (`make setup-agents`), all but litellm, which does not go with openai 3.
 """
@@ -59,6 +60,7 @@ PROGRAMS = {  # client, protocol -> its program
 }
 ENGINES = {"embedded": ("--engine", "embedded"), "vllm": OPTIONS}
 KEY = "the-key-of-the-benchmark"
+CHECK_S = 300.0  # longest wait for OpenEnv's check
 
 Json = dict[str, Any]
 Client = tuple[str, str]  # its name and its protocol
@@ -117,15 +119,29 @@ class Watched(HttpBackend):
         self.num_continued += any(message["role"] == "assistant" for message in request.messages or ())
 
 
-async def measure(checkpoint: Path, options: Sequence[str]) -> dict[Client, Json]:
-    """What each client got from `art serve`, or from a gateway before it where that differs, and what was recorded."""
+async def measure(
+    checkpoint: Path, options: Sequence[str], clients: Sequence[Client]
+) -> tuple[dict[Client, Json], Json]:
+    """What each client got from `art serve`, or from a gateway before it where that differs, and what was recorded; and
+    the report of OpenEnv's check."""
     measured = {}
     async with art_serve(checkpoint, KEY, *options) as (_, url):
-        for name, program in PROGRAMS.items():
+        report = await grade(url)
+        for name in clients:
+            program = PROGRAMS[name]
             found = await converse(program, url, KEY, python=python_of(program))
             recorded = await record(program, url)
             measured[name] = {**recorded, **found} if is_right(recorded) else recorded
-    return measured
+    return measured, report
+
+
+async def grade(url: str) -> Json:
+    """What `validate_llm` of OpenEnv says of the endpoint: which of an agent's calls could be captured there."""
+    command = (str(PYTHON), str(ROOT / "tests" / "clients" / "tools" / "openenv_validate.py"), url, MODEL, KEY)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    out, _ = await asyncio.wait_for(process.communicate(), CHECK_S)
+    report: Json = json.loads(out)
+    return report
 
 
 async def record(program: str, url: str) -> Json:
@@ -157,22 +173,28 @@ def row(client: Client, engine: str, found: Json) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
+    parser.add_argument("--only", nargs="+", metavar="CLIENT", default=[name for name, _ in PROGRAMS], help="by name")
     arguments = parser.parse_args()
+    clients = [client for client in PROGRAMS if client[0] in arguments.only]
     install_node_client()
     found: dict[tuple[Client, str], Json] = {}
+    reports: dict[str, Json] = {}
     with tempfile.TemporaryDirectory(prefix="art-clients-") as place:
         checkpoint = teach(Path(place), asyncio.run(rehearse())).checkpoint_path(0)
         for engine in arguments.engines:
-            results = asyncio.run(measure(checkpoint, ENGINES[engine]))
+            results, reports[engine] = asyncio.run(measure(checkpoint, ENGINES[engine], clients))
             found |= {(client, engine): result for client, result in results.items()}
     print(
         "| client | protocol | version | engine | held | turns | continued | tool call | streamed reply | wrong key |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for client in PROGRAMS:
+    for client in clients:
         for engine in arguments.engines:
             print(row(client, engine, found[client, engine]))
-    return 0 if all(map(is_right, found.values())) else 1
+    for engine, report in reports.items():
+        print(f"OpenEnv's check of {engine}: {report['capture_level']}, logprobs {report['logprobs_mode']}")
+    is_graded = all(report["capture_level"] == "tokens" for report in reports.values())
+    return 0 if is_graded and all(map(is_right, found.values())) else 1
 
 
 if __name__ == "__main__":

@@ -72,8 +72,8 @@ class Task(NamedTuple):
 TASKS = {
     "tictactoe": Task(RECIPE, "demos.py:games", "win", Goal(0.75, 6144)),
     "sorting": Task(TASKS_HOME / "sorting.yaml", "reasoning.py:sorting_demos", "reward", Goal(0.75, 6144)),
-    "filtering": Task(TASKS_HOME / "filtering.yaml", "reasoning.py:filtering_demos", "reward", Goal(0.75, 6144)),
-    "guessing": Task(TASKS_HOME / "guessing.yaml", "guessing.py:demos", "reward", Goal(0.75, 6144)),
+    "filtering": Task(TASKS_HOME / "filtering.yaml", "reasoning.py:filtering_demos", "reward", Goal(0.3, 6144)),
+    "guessing": Task(TASKS_HOME / "guessing.yaml", "guessing.py:demos", "reward", Goal(0.6, 6144)),
 }
 
 

@@ -1,20 +1,22 @@
-"""The whole loop, tic-tac-toe: seconds of a step against a TRL script that plays the same games; where ours go.
+"""The whole loop: seconds of a step against a TRL script that plays the same episodes; where ours go.
 
-    python -m benchmarks.loop                        # about 4 minutes on 2 quiet cores
-    python -m benchmarks.loop --base DIR --threads 1 # DIR: the policy both start from, made once; saves making it
-    python -m benchmarks.loop --tune                 # TRL at each of its settings first, and then at the fastest
+    python -m benchmarks.loop                          # the shape `tiny`: about 4 minutes on 2 quiet cores
+    python -m benchmarks.loop --shape game agent       # others: benchmarks/loop_shapes.py
+    python -m benchmarks.loop --bases DIR --threads 1  # DIR keeps the policies that both start from; saves making them
+    python -m benchmarks.loop --tune                   # TRL at each of its settings first, and then at the fastest
 
-Ours is `art train recipes/tictactoe/config.yaml`, TRL's is benchmarks/tictactoe_trl.py; each in a process of its own,
-in turn, from the same warmed-up policy, with the same games in the same order against the same opponent, the same
-adapter, sampling and learning rate. A step is from the end of the one before to its own end, everything between
-included: ours with checkpoint, proof and files; TRL's with neither saving nor logging. Each process's first step is
-left out, as that is where both load and compile. Processor seconds are of the whole process, its start included.
+Ours is `art train`, TRL's is benchmarks/loop_trl.py; each in a process of its own, in turn, from the same policy, with
+the same scenarios in the same order, the same adapter, sampling and learning rate. A step is from the end of the one
+before to its own end, everything between included: ours with checkpoint, proof and files; TRL's with neither saving nor
+logging. Each process's first step is left out, as that is where both load and compile. Processor seconds are of the
+whole process, its start included.
 """
 
 import argparse
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -27,17 +29,11 @@ from typing import NamedTuple
 from art_cli.durable import write_lines
 from art_cli.model import find_base
 from art_cli.run_dir import RunDir
+from benchmarks.loop_shapes import ROOT, SHAPES, Shape
 from benchmarks.sides import Row, table
-from benchmarks.tictactoe_trl import SAME_WORK
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "tictactoe"
-CONFIG = RECIPE / "config.yaml"
 ART = [sys.executable, "-m", "art_cli"]
-TRL = [sys.executable, "-m", "benchmarks.tictactoe_trl"]
-TRL_BEST = ("--batch", "32", "--cache", "--merge")  # the fastest of TRL_SETTINGS, by --tune
-TRL_SETTINGS = [
-    ("--batch", batch, *flags) for batch in ("16", "32", "64") for flags in ((), ("--cache",), ("--cache", "--merge"))
-]
+TRL = [sys.executable, "-m", "benchmarks.loop_trl"]
 DEADLINE_S = 900.0  # longest time for one process
 
 
@@ -60,23 +56,32 @@ class Played(NamedTuple):
     cpu_s: float
 
 
-def make_base(scratch: Path) -> Path:
-    """The demo's model after its warm-up, merged: what both sides start from."""
-    sys.path.insert(0, str(RECIPE))
-    from demos import games
+def make_base(shape: Shape, directory: Path) -> Path:
+    """What both sides start from: the shape's model, after its warm-up if the project has one. Kept in `directory`."""
+    base = directory / shape.name
+    if (base / "config.json").exists():
+        return base.resolve()
+    with tempfile.TemporaryDirectory(prefix="art-loop-base-") as name:
+        scratch = Path(name)
+        sys.path.insert(0, str(shape.project))
+        built = find_base(shape.build or "model.py:build", directory=shape.project, built=scratch / "built")
+        if not (shape.project / "demos.py").exists():
+            return Path(shutil.copytree(built, base)).resolve()
+        from demos import games
 
-    built = find_base("model.py:build", directory=RECIPE, built=scratch / "built")
-    write_lines(scratch / "demos.jsonl", games())
-    _run([*ART, "sft", str(CONFIG), str(scratch / "demos.jsonl"), "-o", str(scratch / "sft"), *SAME_WORK], threads=None)
-    _run([*ART, "export", str(scratch / "sft"), "-o", str(scratch / "base"), "--base", built], threads=None)
-    return scratch / "base"
+        write_lines(scratch / "demos.jsonl", games())
+        demos, output = str(scratch / "demos.jsonl"), str(scratch / "sft")
+        settings = [f"model.base={built}", *shape.settings]
+        _run([*ART, "sft", str(shape.config), demos, "-o", output, *settings], threads=None)
+        _run([*ART, "export", output, "-o", str(base), "--base", built], threads=None)
+    return base.resolve()
 
 
-def play_ours(base: Path, runs: Path, *, steps: int, threads: int | None) -> Played:
+def play_ours(shape: Shape, base: Path, runs: Path, *, steps: int, threads: int | None) -> Played:
     name = f"run-{len(list(runs.glob('*')))}"
-    settings = [*SAME_WORK, f"model.base={base}", "sft=null", "eval=null"]
+    settings = [*shape.settings, f"model.base={base}", "sft=null", "eval=null"]
     settings += [f"train.steps={steps}", f"runs={runs}", f"name={name}"]
-    _, cpu_s = _run([*ART, "train", str(CONFIG), *settings], threads=threads)
+    _, cpu_s = _run([*ART, "train", str(shape.config), *settings], threads=threads)
     lines = RunDir(runs / name).metrics()
     found = [
         Step(
@@ -93,8 +98,8 @@ def play_ours(base: Path, runs: Path, *, steps: int, threads: int | None) -> Pla
     return Played(found, cpu_s)
 
 
-def play_trl(base: Path, settings: Sequence[str], *, steps: int, threads: int | None) -> Played:
-    output, cpu_s = _run([*TRL, str(base), "--steps", str(steps), *settings], threads=threads)
+def play_trl(shape: Shape, base: Path, settings: Sequence[str], *, steps: int, threads: int | None) -> Played:
+    output, cpu_s = _run([*TRL, shape.name, str(base), "--steps", str(steps), *settings], threads=threads)
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return Played([Step(**{name: line[name] for name in line if name in Step._fields}) for line in lines[1:]], cpu_s)
 
@@ -105,21 +110,21 @@ def _run(command: Sequence[str], *, threads: int | None) -> tuple[str, float]:
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        command, env=environment, cwd=RECIPE.parent.parent, capture_output=True, text=True, timeout=DEADLINE_S
-    )
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr[-800:]}")
     return done.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def fastest(base: Path, *, threads: int | None) -> tuple[str, ...]:
+def fastest(shape: Shape, base: Path, *, threads: int | None) -> tuple[str, ...]:
     """TRL's best settings here; prints what each takes."""
     found = {}
-    for settings in TRL_SETTINGS:
-        found[settings] = _median(play_trl(base, settings, steps=3, threads=threads).steps, "step_s")
-        print(f"TRL {' '.join(settings)}: {found[settings]:.2f} s a step", flush=True)
+    for batch in shape.batches:
+        for flags in ((), ("--cache",), ("--cache", "--merge")):
+            settings = ("--batch", batch, *flags)
+            found[settings] = _median(play_trl(shape, base, settings, steps=3, threads=threads).steps, "step_s")
+            print(f"TRL {' '.join(settings)}: {found[settings]:.2f} s a step", flush=True)
     return min(found, key=lambda settings: found[settings])
 
 
@@ -128,40 +133,33 @@ def _median(steps: Sequence[Step], name: str) -> float:
 
 
 def measure(
-    base: Path | None = None,
-    *,
-    steps: int = 4,
-    rounds: int = 2,
-    threads: int | None = None,
-    settings: Sequence[str] | None = TRL_BEST,
+    shape: Shape, bases: Path, *, steps: int, rounds: int, threads: int | None, is_tuned: bool = False
 ) -> list[Row]:
-    """Figure 5. `threads`: of torch, None for its default; `settings`: of the TRL script, None to look for the best."""
+    """`threads`: of torch, None for its default. With `is_tuned` TRL's best settings are looked for first."""
+    base = make_base(shape, bases)
+    best = fastest(shape, base, threads=threads) if is_tuned else shape.trl
+    ours, trl = [], []
     with tempfile.TemporaryDirectory(prefix="art-loop-") as name:
-        scratch = Path(name)
-        policy = base.resolve() if base else make_base(scratch)
-        best = fastest(policy, threads=threads) if settings is None else tuple(settings)
-        runs = scratch / "runs"
-        ours, trl = [], []
         for _ in range(rounds):
-            ours.append(play_ours(policy, runs, steps=steps, threads=threads))
-            trl.append(play_trl(policy, best, steps=steps, threads=threads))
-    return _rows(ours, trl, best)
+            ours.append(play_ours(shape, base, Path(name), steps=steps, threads=threads))
+            trl.append(play_trl(shape, base, best, steps=steps, threads=threads))
+    return _rows(shape, ours, trl, best)
 
 
-def _rows(ours: Sequence[Played], trl: Sequence[Played], settings: Sequence[str]) -> list[Row]:
+def _rows(shape: Shape, ours: Sequence[Played], trl: Sequence[Played], settings: Sequence[str]) -> list[Row]:
     our_steps, trl_steps = ([step for played in side for step in played.steps] for side in (ours, trl))
     ratio = _median(trl_steps, "step_s") / _median(our_steps, "step_s")
     cpu = [f"{statistics.median(played.cpu_s for played in side):.1f} s" for side in (ours, trl)]
     shares = {part: _share(our_steps, part) for part in ("sample_s", "judge_s", "train_s")}
     split = ", ".join(f"{part.removesuffix('_s')} {share:.1%}" for part, share in shares.items())
+    trl_sample = _share(trl_steps, "sample_s")
     return [
-        Row("5", "whole loop, tictactoe: step", _seconds(our_steps), _seconds(trl_steps), round(ratio, 2), ">= 4",
+        Row("1", f"{shape.name}: step", _seconds(our_steps), _seconds(trl_steps), round(ratio, 2), shape.target,
             "TRL " + " ".join(settings)),
-        Row("5", "work of a step", _work(our_steps), _work(trl_steps), None, "equal"),
-        Row("5", "processor seconds of the whole process", *cpu, None, ""),
-        Row("5", "where a step goes", f"{split}, rest {1 - sum(shares.values()):.1%}",
-            f"sample {_share(trl_steps, 'sample_s'):.1%}, train and rest {1 - _share(trl_steps, 'sample_s'):.1%}",
-            None, "rest < 5 %"),
+        Row("1", f"{shape.name}: work of a step", _work(our_steps), _work(trl_steps), None, "equal"),
+        Row("1", f"{shape.name}: processor seconds of the whole process", *cpu, None, ""),
+        Row("1", f"{shape.name}: where a step goes", f"{split}, rest {1 - sum(shares.values()):.1%}",
+            f"sample {trl_sample:.1%}, train and rest {1 - trl_sample:.1%}", None, "rest < 3 %"),
     ]  # fmt: skip
 
 
@@ -185,14 +183,17 @@ def _work(steps: Sequence[Step]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", type=Path, help="of an earlier run of make_base")
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["tiny"])
+    parser.add_argument("--bases", type=Path, help="directory that keeps the policies both sides start from")
     parser.add_argument("--steps", type=int, default=4, help="of each process; the first is not counted")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, help="of torch")
     parser.add_argument("--tune", action="store_true")
     given = parser.parse_args()
-    settings = None if given.tune else TRL_BEST
-    print(table(measure(given.base, steps=given.steps, rounds=given.rounds, threads=given.threads, settings=settings)))
+    settings = {"steps": given.steps, "rounds": given.rounds, "threads": given.threads, "is_tuned": given.tune}
+    with tempfile.TemporaryDirectory(prefix="art-loop-bases-") as scratch:
+        bases = given.bases or Path(scratch)
+        print(table([row for name in given.shape for row in measure(SHAPES[name], bases, **settings)]))
 
 
 if __name__ == "__main__":

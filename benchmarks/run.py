@@ -40,7 +40,10 @@ PARTS = {
     "sampling": Part("Sampling against transformers", ("benchmarks.sampling",)),
     "loop": Part("The whole loop against TRL", ("benchmarks.loop",)),
     "gateway": Part("The capturing gateway", ("benchmarks.gateway",)),
+    "calls": Part("A rollout's call, by who spends its time", ("benchmarks.calls",)),
+    "ray_rollouts": Part("Rollouts on a Ray cluster against local processes", ("benchmarks.ray_rollouts",)),
     "gateway_days": Part("A day of the gateway alone", ("benchmarks.gateway_days",)),
+    "view": Part("Opening 100,000 attempts", ("benchmarks.view",)),
     "templates": Part("Which turns branch in each chat template", ("benchmarks.templates",)),
     "utilisation": Part("Share of the machine", ("benchmarks.utilisation",)),
     "scaling": Part(

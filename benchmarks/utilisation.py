@@ -3,23 +3,16 @@
     python -m benchmarks.utilisation [--repeats 5]
 
 Figure 7: models of 24M and 100M parameters with LoRA of rank 16, T = 2,048 tokens: 8 sequences of 256, all but the
-first token of each trained. Operations of a step, N the weights of the linear layers of the frozen base, N_lora the
-adapter's, per layer d = heads * head_dim, V H the head:
-
-    2 T N + 2 T N          base: forward, and backward to the activations; no gradient of frozen weights
-    6 T N_lora             adapter: forward, backward to activations and to weights
-    2 E V H + 2 E V H      head, E trained positions: forward and backward
-    14 d P layers          attention over P = sum L (L + 1) / 2 pairs: 2 matmuls forward, 5 backward
-
-Nothing that is computed twice is counted twice. Where the rest goes: one profiled step, by kind of operation.
+first token of each trained. benchmarks/operations.py says which operations count; attention is over sum L (L + 1) / 2
+pairs. Where the rest goes: one profiled step, by kind of operation.
 """
 
 import argparse
 import time
 from collections import defaultdict
-from typing import Any, NamedTuple
 
 from benchmarks.batches import make_learner, single_turn
+from benchmarks.operations import Operations, step_operations
 from benchmarks.sides import Row, Side, median, seconds, table
 
 LENGTH, NUM = 256, 8
@@ -29,15 +22,6 @@ KINDS = {  # beginning of an operation's name -> kind
     "head's softmax": ("aten::exp", "aten::amax", "aten::sub_", "aten::scatter", "aten::logsumexp"),
     "copies": ("aten::copy_", "aten::cat", "aten::fill_", "aten::clone"),
 }
-
-
-class Operations(NamedTuple):
-    """Of one step, in GFLOP."""
-
-    base: float
-    adapter: float
-    head: float
-    attention: float
 
 
 class Step:
@@ -56,19 +40,8 @@ class Step:
         self.learner.step(self.groups)
 
     def operations(self) -> Operations:
-        config: Any = self.weights.model.config
-        named = dict(self.weights.model.named_parameters())
-        adapter = sum(p.numel() for name, p in named.items() if "lora_" in name)
-        base = sum(p.numel() for name, p in named.items() if "base_layer.weight" in name)
-        tokens, edges = LENGTH * NUM, (LENGTH - 1) * NUM
         pairs = NUM * LENGTH * (LENGTH + 1) / 2
-        width = config.num_attention_heads * config.head_dim
-        return Operations(
-            base=4e-9 * tokens * base,
-            adapter=6e-9 * tokens * adapter,
-            head=4e-9 * edges * config.vocab_size * config.hidden_size,
-            attention=14e-9 * width * pairs * config.num_hidden_layers,
-        )
+        return step_operations(self.weights.model, tokens=LENGTH * NUM, edges=(LENGTH - 1) * NUM, pairs=pairs)
 
     def split(self) -> dict[str, float]:
         """Shares of a profiled step's time by kind of operation."""

@@ -1,13 +1,13 @@
-"""Tic-tac-toe as a TRL script: the other side of benchmarks/loop.py.
+"""The tasks of benchmarks/loop_shapes.py as a TRL script: the other side of benchmarks/loop.py.
 
-    python -m benchmarks.tictactoe_trl BASE --steps 6 [--batch 32] [--cache] [--merge]     # a JSON line for each step
+    python -m benchmarks.loop_trl SHAPE BASE --steps 6 [--batch 32] [--cache] [--merge]    # a JSON line for each step
 
-GRPOTrainer plays the recipe's games through its `rollout_func`: all games of a step at once, one `generate` per move.
-Sizes, sampling, learning rate, adapter and the order of the scenarios are read from recipes/tictactoe/config.yaml.
-What the opponent's board adds is in the completion, and left out of the loss by `env_mask`.
+GRPOTrainer plays the episodes through its `rollout_func`: all of a step at once, one `generate` per turn. Sizes,
+sampling, learning rate, adapter and the order of the scenarios are read from the shape's configuration. What the
+environment says is in the completion, and left out of the loss by `env_mask`.
 
 --batch   sequences of a micro-batch of training
---cache   keys and values are kept from move to move, which is possible as all games that go on are equally long
+--cache   keys and values are kept from turn to turn
 --merge   the adapter is merged into the base while it samples
 """
 
@@ -19,139 +19,117 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "tictactoe"
-# what makes both sides' steps the same work: an adapter, and one update for each batch of games
-SAME_WORK = [
-    "model.lora={rank: 32, alpha: 64}",
-    "train.learning_rate=5e-4",
-    "train.decay=none",
-    "train.updates_per_step=1",
-    "train.epochs_per_step=1",
-]
-
-
-@dataclass
-class Game:
-    """One game, as tokens: the first prompt, then what was sampled (mask 1) and what the opponent's move added (0)."""
-
-    opponent: Any
-    board: str
-    prompt: list[int]
-    completion: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
-    result: str | None = None
-
-    @property
-    def ids(self) -> list[int]:
-        return self.prompt + self.completion
-
-    def add(self, ids: Sequence[int], logprobs: Sequence[float], *, sampled: bool) -> None:
-        self.completion += ids
-        self.logprobs += logprobs
-        self.mask += [int(sampled)] * len(ids)
+from benchmarks.loop_shapes import SHAPES, Episode, Shape
 
 
 class Table:
-    """Plays the games of a step: `rollout_func`."""
+    """Plays the episodes of a step: `rollout_func`.
 
-    def __init__(self, scenarios: dict[str, Any], tokenizer: Any, settings: Any, *, cache: bool, merge: bool) -> None:
-        self.scenarios, self.tokenizer, self.settings = scenarios, tokenizer, settings
+    The rows of a batch are equally long, because keys and values are kept: where an episode has fewer tokens than the
+    longest one, padding that nothing attends to stands before what the environment says. Training sees none of it.
+    """
+
+    def __init__(
+        self, shape: Shape, scenarios: dict[str, Any], tokenizer: Any, settings: Any, *, cache: bool, merge: bool
+    ) -> None:
+        self.shape, self.scenarios, self.tokenizer, self.settings = shape, scenarios, tokenizer, settings
         self.has_cache, self.merges = cache, merge
-        self.sample_s = 0.0
         self.steps: list[dict[str, float]] = []
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         import torch
-        from rollout import REWARDS
 
         begin = time.perf_counter()
-        games = [self._open(self.scenarios[name]) for name in prompts]
+        episodes = [self._open(self.scenarios[name]) for name in prompts]
         model = trainer.accelerator.unwrap_model(trainer.model)
         model.eval()
         with torch.inference_mode(), _merged(model) if self.merges else contextlib.nullcontext():
-            self._play(games, model)
+            self._play(episodes, model)
         model.train()
-        rewards = [REWARDS[str(game.result)] for game in games]
+        rewards = [episode.reward or 0.0 for episode in episodes]
         self.steps.append(
             {
                 "sample_s": time.perf_counter() - begin,
-                "reward": sum(rewards) / len(games),
-                "games": len(games),
-                "tokens_sampled": sum(sum(game.mask) for game in games),
-                "tokens_trained_on": sum(len(game.ids) for game in games),
+                "reward": sum(rewards) / len(episodes),
+                "games": len(episodes),
+                "tokens_sampled": sum(sum(episode.mask) for episode in episodes),
+                "tokens_trained_on": sum(len(episode.ids) for episode in episodes),
             }
         )
         return {
-            "prompt_ids": [game.prompt for game in games],
-            "completion_ids": [game.completion for game in games],
-            "logprobs": [game.logprobs for game in games],
-            "env_mask": [game.mask for game in games],
-            "game_reward": rewards,
+            "prompt_ids": [episode.prompt for episode in episodes],
+            "completion_ids": [episode.completion for episode in episodes],
+            "logprobs": [episode.logprobs for episode in episodes],
+            "env_mask": [episode.mask for episode in episodes],
+            "episode_reward": rewards,
         }
 
-    def _open(self, scenario: dict[str, Any]) -> Game:
-        from game import EMPTY, RandomOpponent, show
-        from rollout import SYSTEM
-
-        opponent = RandomOpponent(scenario["seed"])
-        board = EMPTY if scenario["starts"] else opponent.move(EMPTY)
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": show(board)}]
+    def _open(self, scenario: dict[str, Any]) -> Episode:
+        messages, state = self.shape.task.begin(scenario)
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return Game(opponent, board, self.tokenizer(text, add_special_tokens=False).input_ids)
+        return Episode(scenario, self._ids(text), state)
 
-    def _play(self, games: list[Game], model: Any) -> None:
-        """All games to their ends, a move of each at a time."""
-        live, cache = games, None
+    def _play(self, episodes: list[Episode], model: Any) -> None:
+        """All episodes to their ends, a turn of each at a time."""
+        live, cache = episodes, None
+        rows = self._padded([[]] * len(live), [episode.prompt for episode in live])
         while live:
-            lengths = {len(game.ids) for game in live}
-            assert len(lengths) == 1, lengths  # a legal move is one token and its end, and a board is always as long
-            replies, logprobs, cache = self._generate([game.ids for game in live], model, cache)
-            kept = []
-            for place, (game, ids, logprob) in enumerate(zip(live, replies, logprobs, strict=True)):
-                game.add(ids, logprob, sampled=True)
-                self._answer(game, ids)
-                if game.result is None:
-                    kept.append(place)
-            if cache is not None and kept:
-                cache.crop(lengths.pop() + 1 - cache.get_seq_length())  # how many too many, negative
+            width = len(rows[0].ids)
+            replies, logprobs, cache = self._generate(rows, model, cache)
+            added = []
+            for episode, ids, logprob in zip(live, replies, logprobs, strict=True):
+                episode.add(ids, logprob, sampled=True)
+                added.append(self._answer(episode, ids))
+            kept = [place for place, episode in enumerate(live) if episode.reward is None]
+            if not kept:
+                return
+            longest = max(len(replies[place]) for place in kept)
+            if cache is not None:
+                if (too_many := cache.get_seq_length() - (width + longest - 1)) > 0:
+                    cache.crop(-too_many)
                 cache.batch_select_indices(_tensor(kept))
+            ends = self._padded([replies[place] for place in kept], [added[place] for place in kept])
+            rows = [rows[place].then(end) for place, end in zip(kept, ends, strict=True)]
             live = [live[place] for place in kept]
 
-    def _answer(self, game: Game, ids: list[int]) -> None:
-        from game import find_result, free_cells, put, show
+    def _padded(self, starts: Sequence[list[int]], ends: Sequence[list[int]]) -> list["Row"]:
+        """Rows of a start, padding and an end, all of them equally long."""
+        width = max(map(len, starts)) + max(map(len, ends))
+        rows = []
+        for start, end in zip(starts, ends, strict=True):
+            gap = width - len(start) - len(end)
+            rows.append(
+                Row(start + [self.tokenizer.pad_token_id] * gap + end, [1] * len(start) + [0] * gap + [1] * len(end))
+            )
+        return rows
 
-        move = self.tokenizer.decode(ids, skip_special_tokens=True)
-        if move not in free_cells(game.board):
-            game.result = "illegal"
-            return
-        game.board = put(game.board, move, "X")
-        game.result = find_result(game.board)
-        if game.result is None:
-            game.board = game.opponent.move(game.board)
-            game.result = find_result(game.board)
-        if game.result is None:
-            text = f"\n<|im_start|>user\n{show(game.board)}<|im_end|>\n<|im_start|>assistant\n"
-            added = self.tokenizer(text, add_special_tokens=False).input_ids
-            game.add(added, [0.0] * len(added), sampled=False)
+    def _answer(self, episode: Episode, ids: list[int]) -> list[int]:
+        """What the environment adds to the episode; nothing: it has ended."""
+        said = self.shape.task.answer(episode, self.tokenizer.decode(ids, skip_special_tokens=True))
+        if said is None:
+            return []
+        end = "" if ids[-1] == self.tokenizer.eos_token_id else "<|im_end|>"
+        added = self._ids(f"{end}\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n")
+        episode.add(added, [0.0] * len(added), sampled=False)
+        return added
 
-    def _generate(
-        self, rows: list[list[int]], model: Any, cache: Any
-    ) -> tuple[list[list[int]], list[list[float]], Any]:
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def _generate(self, rows: list["Row"], model: Any, cache: Any) -> tuple[list[list[int]], list[list[float]], Any]:
         """A reply to each row, its logprobs, and the keys and values."""
         import torch
         from transformers import DynamicCache
 
-        ids, end = _tensor(rows), self.tokenizer.eos_token_id
+        ids, end = _tensor([row.ids for row in rows]), self.tokenizer.eos_token_id
         if self.has_cache and cache is None:
             cache = DynamicCache()
         whole = model.generate(
             input_ids=ids,
-            attention_mask=torch.ones_like(ids),
+            attention_mask=_tensor([row.mask for row in rows]),
             past_key_values=cache,
             max_new_tokens=self.settings.max_tokens,
             do_sample=True,
@@ -168,6 +146,16 @@ class Table:
         replies = [_until(row, end) for row in new.tolist()]
         logprobs = [row[: len(reply)] for row, reply in zip(scores.tolist(), replies, strict=True)]
         return replies, logprobs, cache
+
+
+class Row(NamedTuple):
+    """An episode in a batch: its tokens with padding, and which of them are attended to."""
+
+    ids: list[int]
+    mask: list[int]
+
+    def then(self, other: "Row") -> "Row":
+        return Row(self.ids + other.ids, self.mask + other.mask)
 
 
 def _until(row: list[int], end: int) -> list[int]:
@@ -189,7 +177,7 @@ def _merged(model: Any) -> Iterator[None]:
         model.unmerge_adapter()
 
 
-def train(base: Path, *, steps: int, batch: int, cache: bool, merge: bool) -> list[dict[str, float]]:
+def train(shape: Shape, base: Path, *, steps: int, batch: int, cache: bool, merge: bool) -> list[dict[str, float]]:
     """Numbers of each step; `step_s` from the end of the step before to its own, as TRL's callbacks see it."""
     import datasets
     import peft
@@ -200,17 +188,17 @@ def train(base: Path, *, steps: int, batch: int, cache: bool, merge: bool) -> li
     from art_cli.rollouts.scenarios import ScenarioOrder, load_scenarios
 
     warnings.simplefilter("ignore")
-    sys.path.insert(0, str(RECIPE))
-    config = load_config(RECIPE / "config.yaml", [f"model.base={base}", *SAME_WORK]).config
-    scenarios = {scenario["id"]: scenario for scenario in load_scenarios(config.rollout.scenarios, RECIPE)}
+    sys.path.insert(0, str(shape.project))
+    config = load_config(shape.config, [f"model.base={base}", *shape.settings]).config
+    scenarios = {scenario["id"]: scenario for scenario in load_scenarios(config.rollout.scenarios, shape.project)}
     order = ScenarioOrder(list(scenarios), seed=config.train.seed, shuffle=config.rollout.shuffle)
     played = [i for step in range(steps) for i in order.groups(step, config.rollout.groups_per_step)]
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(base)
-    table = Table(scenarios, tokenizer, config.rollout.sampling, cache=cache, merge=merge)
+    table = Table(shape, scenarios, tokenizer, config.rollout.sampling, cache=cache, merge=merge)
     clock = Clock()
     trainer = GRPOTrainer(
         model=transformers.AutoModelForCausalLM.from_pretrained(base, dtype="float32"),
-        reward_funcs=lambda completions, game_reward, **_: game_reward,
+        reward_funcs=lambda completions, episode_reward, **_: episode_reward,
         args=_arguments(config, steps, batch),
         train_dataset=datasets.Dataset.from_list([{"prompt": list(scenarios)[i]} for i in played]),
         processing_class=tokenizer,
@@ -279,13 +267,15 @@ def _arguments(config: Any, steps: int, batch: int) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("base", type=Path, help="a directory with the policy that both sides start from")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--cache", action="store_true")
     parser.add_argument("--merge", action="store_true")
     given = parser.parse_args()
-    for numbers in train(given.base, steps=given.steps, batch=given.batch, cache=given.cache, merge=given.merge):
+    settings = {"steps": given.steps, "batch": given.batch, "cache": given.cache, "merge": given.merge}
+    for numbers in train(SHAPES[given.shape], given.base, **settings):
         print(json.dumps(numbers))
 
 

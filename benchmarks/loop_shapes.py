@@ -1,0 +1,150 @@
+"""The sizes at which benchmarks/loop.py measures the whole loop, and how each task is played in TRL's script.
+
+tiny    the demo: tic-tac-toe with a model of 1.2M parameters, 256 games a step
+game    the same games with a Qwen3 of 17M parameters (hidden 384, 8 layers)
+agent   what an e-mail agent looks like: 24M parameters, 4 replies of 40 tokens after 800, three outputs of 150
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+ROOT = Path(__file__).parent.parent
+TICTACTOE = ROOT / "recipes" / "tictactoe"
+AGENT = Path(__file__).parent / "loop_agent"
+# what makes both sides' steps the same work: an adapter, and one update for each batch of games
+ONE_UPDATE = (
+    "model.lora={rank: 32, alpha: 64}",
+    "train.learning_rate=5e-4",
+    "train.decay=none",
+    "~train.decay_to",
+    "rollout.groups_per_step=32",
+    "train.updates_per_step=1",
+    "train.epochs_per_step=1",
+)
+
+
+@dataclass
+class Episode:
+    """One attempt in TRL's script, as tokens: what was sampled has mask 1, what the environment added 0."""
+
+    scenario: dict[str, Any]
+    prompt: list[int]
+    state: Any = None
+    completion: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    reward: float | None = None  # None while it goes on
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + self.completion
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[float], *, sampled: bool) -> None:
+        self.completion += ids
+        self.logprobs += logprobs
+        self.mask += [int(sampled)] * len(ids)
+
+
+class Task(Protocol):
+    """The task of a shape without our loop."""
+
+    def begin(self, scenario: dict[str, Any]) -> tuple[list[dict[str, str]], Any]:
+        """The first messages, and the state of the episode."""
+
+    def answer(self, episode: Episode, reply: str) -> str | None:
+        """The next message of the user; None: the episode has ended, and `episode.reward` is set."""
+
+
+class TicTacToe:
+    """The recipe's game. The state is (opponent, board)."""
+
+    def begin(self, scenario: dict[str, Any]) -> tuple[list[dict[str, str]], Any]:
+        from game import EMPTY, RandomOpponent, show
+        from rollout import SYSTEM
+
+        opponent = RandomOpponent(scenario["seed"])
+        board = EMPTY if scenario["starts"] else opponent.move(EMPTY)
+        return _messages(SYSTEM, show(board)), (opponent, board)
+
+    def answer(self, episode: Episode, reply: str) -> str | None:
+        from game import find_result, free_cells, put, show
+        from rollout import REWARDS
+
+        opponent, board = episode.state
+        if reply not in free_cells(board):
+            episode.reward = REWARDS["illegal"]
+            return None
+        board = put(board, reply, "X")
+        result = find_result(board)
+        if result is None:
+            board = opponent.move(board)
+            result = find_result(board)
+        episode.state = (opponent, board)
+        if result is not None:
+            episode.reward = REWARDS[result]
+            return None
+        return str(show(board))
+
+
+class Agent:
+    """The episode of loop_agent/rollout.py. The state are the replies so far."""
+
+    def begin(self, scenario: dict[str, Any]) -> tuple[list[dict[str, str]], Any]:
+        from rollout import SYSTEM, question
+
+        return _messages(SYSTEM, question(scenario)), []
+
+    def answer(self, episode: Episode, reply: str) -> str | None:
+        from rollout import NUM_TURNS, output, reward
+
+        episode.state.append(reply)
+        if len(episode.state) == NUM_TURNS:
+            episode.reward = reward(episode.state)
+            return None
+        return str(output(episode.scenario, len(episode.state) - 1))
+
+
+def _messages(system: str, user: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": system}, {"role": "user", "content": user}]
+
+
+def build_game(directory: Path) -> None:
+    """The model of the shape `game`, with the recipe's tokenizer."""
+    sys.path.insert(0, str(TICTACTOE))
+    from model import make_tokenizer
+
+    from art_cli import small_models
+
+    small_models.build(directory, make_tokenizer(), hidden=384, layers=8, heads=6, rope_theta=100.0)
+
+
+class Shape(NamedTuple):
+    name: str
+    project: Path  # directory with config.yaml and the task's modules
+    settings: tuple[str, ...]  # in which both sides differ from that configuration
+    task: Task
+    target: str  # of the ratio of the whole step
+    trl: tuple[str, ...]  # the fastest of TRL's settings, by `--tune`
+    batches: tuple[str, ...]  # TRL's micro-batches that `--tune` tries
+    build: str | None = None  # the model; None: the project's
+
+    @property
+    def config(self) -> Path:
+        return self.project / "config.yaml"
+
+
+_CACHED = ("--cache", "--merge")
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("tiny", TICTACTOE, ONE_UPDATE, TicTacToe(), ">= 2", ("--batch", "32", *_CACHED), ("16", "32", "64")),
+        Shape(
+            "game", TICTACTOE, ONE_UPDATE, TicTacToe(), ">= 3", ("--batch", "32", *_CACHED), ("16", "32", "64"),
+            "benchmarks.loop_shapes:build_game",
+        ),
+        Shape("agent", AGENT, (), Agent(), ">= 5", ("--batch", "8", *_CACHED), ("4", "8", "16")),
+    )
+}  # fmt: skip
