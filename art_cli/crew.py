@@ -15,6 +15,7 @@ from art_cli.threads import contained, finish
 
 Result = TypeVar("Result")
 
+AGAIN_S = 0.5  # interval between two attempts to break a call off
 IDLE_S = 5.0  # a thread that has had no call for this long ends
 
 
@@ -66,9 +67,15 @@ class Crew:
                 self._start_thread()
 
     def _drop(self, call: "_Call") -> None:
-        call.break_off()
+        self._break_off(call)
         with self._changed, contextlib.suppress(ValueError):
             self._waiting.remove(call)
+
+    def _break_off(self, call: "_Call") -> None:
+        """Breaks the call off, again and again: Python drops an exception that meets a `__del__` or a gc callback."""
+        if call.break_off():
+            with contextlib.suppress(RuntimeError):  # the event loop is gone
+                asyncio.get_running_loop().call_later(AGAIN_S, self._break_off, call)
 
     def _start_thread(self) -> None:
         self._num_threads += 1
@@ -104,44 +111,52 @@ class _Call:
         self.result: Future[Any] = Future()
         self._work = partial(contextvars.copy_context().run, function, *arguments)
         self._lock = threading.Lock()
-        self._thread: int | None = None  # the thread that runs it now
-        self._is_broken_off = False
+        self._thread: int | None = None  # the thread that is in `function` now
+        self._is_broken_off = self._has_ended = False
 
     def run(self) -> bool:
         """Whether it came to its end; False when it was broken off."""
-        with contextlib.suppress(_BrokenOff):
-            self._run()
+        if self.begun.set_running_or_notify_cancel():
+            self.begun.set_result(None)
+            with contextlib.suppress(_BrokenOff):
+                self._run()
         return not self._is_broken_off
 
-    def break_off(self) -> None:
-        """Ends the call if it runs. If it waits, it never begins. If it has ended, nothing happens."""
-        self.begun.cancel()
+    def break_off(self) -> bool:
+        """Whether it is still to end, and has been told so now. A call that waits never begins."""
+        if self.begun.cancel():
+            return False
         with self._lock:
-            if self._thread is not None and not self._is_broken_off:
-                self._is_broken_off = True
+            if self._has_ended:
+                return False
+            self._is_broken_off = True
+            if self._thread is not None:
                 _raise_in(self._thread, _BrokenOff)
+            return True
 
     def _run(self) -> None:
-        with self._lock:
-            self._thread = threading.get_ident()
+        """The exception reaches the function only: in the futures' own code it would leave their locks taken."""
         try:
-            if self.begun.set_running_or_notify_cancel():
-                self.begun.set_result(None)
-                self._work_to_the_end()
-        finally:
-            with self._lock:
-                self._thread = None
-                _raise_in(threading.get_ident(), None)  # takes back an exception that has not been raised yet
-
-    def _work_to_the_end(self) -> None:
-        try:
-            result = self._work()
+            result = self._call()
         except _BrokenOff:
             raise
         except BaseException as error:
             finish(self.result, error=contained(error))
         else:
             finish(self.result, result=result)
+
+    def _call(self) -> Any:
+        with self._lock:
+            if self._is_broken_off:
+                self._has_ended = True
+                raise _BrokenOff
+            self._thread = threading.get_ident()
+        try:
+            return self._work()
+        finally:
+            with self._lock:
+                self._thread, self._has_ended = None, True
+                _raise_in(threading.get_ident(), None)  # takes back an exception that has not been raised yet
 
 
 async def _is_done(future: Future[Any], timeout_s: float) -> bool:

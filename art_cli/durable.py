@@ -15,7 +15,7 @@ import threading
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 
@@ -250,11 +250,18 @@ def write_lines(path: Path, records: Iterable[Any]) -> None:
 
 
 def _write_pieces(path: Path, pieces: Iterable[bytes]) -> None:
+    with new_file(path) as file:
+        file.writelines(pieces)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """Yields an empty file beside `path`. On a clean exit it is fsynced and replaces `path` by a rename."""
     make_directory(path.parent)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with open(beside, "wb", opener=owner_only) as file:
-            file.writelines(pieces)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)

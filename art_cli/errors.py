@@ -9,16 +9,21 @@
   - JudgeError ............ a group could not be scored; it stays owed
     . JudgeStopped ........ no group can be scored until the user acts: a refused key, a spent budget
   - LearnerError .......... a step cannot be computed (out of memory, a loss that is not finite)
+  - RemoteError ........... a server that trains and samples for us is gone, refuses, or does not answer in time
   - DriftError ............ engine and learner do not hold the same weights (contracts 2 and 5 of the design)
   - CheckpointError ....... no checkpoint that verifies, or one that does not fit the model
   - RunError .............. the run directory refuses: locked, finished, made by another configuration
   - GateError ............. a measured value is below its gate
+  - DeliveryError ......... a receiver of traces does not take them
+  - StorageError .......... an object store cannot be reached, refuses, or does not answer in time
+  - Paused ................ a stop rule of the configuration paused the run after everything complete was written
   - Interrupted ........... Ctrl-C or SIGTERM after everything complete was written (exit code 130)
 
 A programmer's mistake is an assertion, not one of these. Each message is one line: what, where, what to do.
 """
 
 import contextlib
+import errno
 import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
@@ -89,6 +94,15 @@ class LearnerError(ArtError):
     """A step cannot be computed: out of memory, or a loss that is not finite."""
 
 
+class RemoteError(ArtError):
+    """A server that trains and samples for us is gone, refuses a request, or does not answer in time."""
+
+    def __init__(self, message: str, *, is_final: bool = True) -> None:
+        """`is_final`: the next request would fail as well, because the server is gone or refuses the key."""
+        super().__init__(message)
+        self.is_final = is_final
+
+
 class DriftError(ArtError):
     """Engine and learner do not hold the same weights."""
 
@@ -103,6 +117,18 @@ class RunError(ArtError):
 
 class GateError(ArtError):
     """A measured value is below its gate."""
+
+
+class DeliveryError(ArtError):
+    """A receiver of traces cannot be reached, hangs, or refuses what it is sent."""
+
+
+class StorageError(ArtError):
+    """An object store cannot be reached, refuses, or does not answer in time."""
+
+
+class Paused(ArtError):
+    """A stop rule of the configuration paused the run, after everything complete was written."""
 
 
 class Interrupted(ArtError):
@@ -164,10 +190,22 @@ def one_line(error: BaseException, *, limit: int = 200) -> str:
     return printable(lines[0] if lines else type(error).__name__, limit=limit)
 
 
+def is_full_disk(error: BaseException) -> bool:
+    """Whether the disk had no room left. Rust's libraries, safetensors among them, say so in their message alone."""
+    return getattr(error, "errno", None) == errno.ENOSPC or f"(os error {errno.ENOSPC})" in str(error)
+
+
 @contextlib.contextmanager
 def first_of_group() -> Iterator[None]:
     """Raises the first error of an ExceptionGroup in place of the group, since its tasks fail for one reason."""
     try:
         yield
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        raise first_error(errors) from None
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first error of an ExceptionGroup, however deep; any other error as it is."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

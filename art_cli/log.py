@@ -9,10 +9,12 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Protocol
 
 from art_cli.errors import printable, printable_lines
+from art_cli.live import can_draw
 from art_cli.private import make_directory, owner_only
 
 
@@ -86,10 +88,37 @@ class Bar(Protocol):
     def __call__(self, done: int, total: int, facts: str = "") -> None: ...
 
 
+class Stages(Protocol):
+    """What shows the progress of stages in place of bars: the panel of `art train`."""
+
+    def stage(self, title: str) -> contextlib.AbstractContextManager[Bar]:
+        """The function that moves the progress of a stage, for as long as the stage lasts."""
+
+
+_panel: ContextVar[Stages | None] = ContextVar("panel", default=None)
+
+
+@contextlib.contextmanager
+def showing_stages(panel: Stages) -> Iterator[None]:
+    """Inside, `shown_bar` shows progress on that panel."""
+    token = _panel.set(panel)
+    try:
+        yield
+    finally:
+        _panel.reset(token)
+
+
 @contextlib.contextmanager
 def shown_bar(title: str) -> Iterator[Bar | None]:
-    """Yields the function that moves a bar on stderr; None if stderr is no terminal. The bar is gone at the end."""
-    if not sys.stderr.isatty():
+    """Yields the function that moves a bar on stderr; None if nothing can be drawn there. The bar is gone at the end.
+
+    Where a panel is shown, it shows the progress.
+    """
+    if (panel := _panel.get()) is not None:
+        with panel.stage(title) as bar:
+            yield bar
+        return
+    if not can_draw():
         yield None
         return
     from rich.console import Console

@@ -121,7 +121,7 @@ def load_weights(
     """
     import torch
 
-    _spare_collector(has_transformers=load is None)
+    _spare_collector(has_transformers=load is None, has_adapter=config.lora is not None)
     target = torch.device(pick_device(device))
     name = resolve_dtype(config, base, device=device, named=named).name
     with loading(base, named):
@@ -161,6 +161,10 @@ def load_checkpoint(
     path = checkpoint / (ADAPTER_FILE if weights.has_adapter else MODEL_FILE)
     if not path.is_file():
         refuse_pickles(checkpoint)
+        if (checkpoint / "remote.json").is_file():
+            raise CheckpointError(
+                f"{checkpoint}: its weights are on a server: engine=tinker learner=tinker go on with it"
+            )
         raise CheckpointError(f"{checkpoint}: no {path.name}; is model.lora what it was when this was trained?")
     with fitting(path):
         tensors = load_file(path)
@@ -188,6 +192,15 @@ def on_base(base: Weights, adapter: Path | None) -> Weights:
     weights = replace(base, model=model, tokenizer=tokenizer, has_adapter=True, version=0, lock=threading.RLock())
     load_checkpoint(weights, adapter)
     return weights
+
+
+def with_adapter(base: Weights, lora: LoraConfig, seed: int) -> Weights:
+    """A policy made of a bare base model and a fresh adapter, drawn as `load_weights` does; the tensors are shared.
+
+    Raises UsageError: a module to adapt that the model does not have.
+    """
+    bare = on_base(base, None)
+    return replace(bare, model=add_adapter(bare.model, lora, seed).eval(), has_adapter=True)
 
 
 def clone_trainable(weights: Weights) -> Weights:
@@ -284,14 +297,15 @@ def _load_model(config: ModelConfig, base: str, device: torch.device, dtype: tor
     return model if quantization.is_quantized(model) else model.to(device)
 
 
-def _spare_collector(*, has_transformers: bool) -> None:
+def _spare_collector(*, has_transformers: bool, has_adapter: bool) -> None:
     """Excludes the 460,000 objects of the imported libraries from garbage collection.
 
     A full collection stops every thread, event loops too. It takes 0.35 s with these objects and 0.02 s without.
     """
     if has_transformers:
-        import peft  # noqa: F401
         import transformers  # noqa: F401
+    if has_transformers and has_adapter:
+        import peft  # noqa: F401
     if gc.get_freeze_count() == 0:  # only once, because later objects may have to be collected
         gc.freeze()
 
@@ -419,10 +433,12 @@ def _parts(
     part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """The part of each whole tensor that belongs in `weights`; a tensor that does not fit is left unchanged."""
-    import peft
-
     model = weights.model
-    own: Any = peft.get_peft_model_state_dict(model) if weights.has_adapter else model.state_dict()
+    own: Any = model.state_dict()
+    if weights.has_adapter:
+        import peft
+
+        own = peft.get_peft_model_state_dict(model)
     fits = {name for name, tensor in tensors.items() if name in own and own[name].shape == tensor.shape}
     return {name: part(tensor, own[name]) if name in fits else tensor for name, tensor in tensors.items()}
 

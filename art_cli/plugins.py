@@ -7,13 +7,17 @@ own name, and its directory is importable, so that a rollout can import its neig
 import importlib
 import importlib.util
 import sys
+import threading
 import traceback
+from collections import defaultdict
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from art_cli.errors import UsageError, message_of
+
+_loading: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)  # per module: one thread runs its file
 
 
 def resolve(entry: str, *, base: Path) -> Any:
@@ -38,8 +42,11 @@ def _load_file(path: Path, entry: str) -> ModuleType:
     if not path.is_file():
         raise UsageError(f"{entry}: no such file: {path}")
     name = f"art_plugin_{path.stem}_{abs(hash(str(path))):x}"
-    if name in sys.modules:
-        return sys.modules[name]
+    with _loading[name]:  # a second thread waits until the file has run to its end
+        return sys.modules.get(name) or _run_file(path, name, entry)
+
+
+def _run_file(path: Path, name: str, entry: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader, path
     module = importlib.util.module_from_spec(spec)

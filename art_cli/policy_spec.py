@@ -22,7 +22,7 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     base: str  # hub id or directory of the base model
-    dtype: str  # dtype of the base weights; adapters are float32
+    dtype: str  # dtype of the base weights; adapters are float32. "": a server has the weights and does not say
     vocabulary: int  # number of token ids that the model knows
     max_length: int  # tokens of prompt and reply together
     lora_rank: int | None  # largest rank of its adapter; None: it has no adapter
@@ -52,16 +52,25 @@ def _adapters(weights: model.Weights) -> list[Any]:
 
 
 def read_spec(
-    config: ModelConfig, base: str, *, adapter: Path | None = None, device: str | None = None, named: str | None = None
+    config: ModelConfig,
+    base: str,
+    *,
+    adapter: Path | None = None,
+    device: str | None = None,
+    named: str | None = None,
+    is_remote: bool = False,
 ) -> PolicySpec:
     """The spec of a policy on `base` (a hub id or directory), read from the files of its base and its adapter.
 
     `device` is where a learner will hold the weights, as a configuration says it; None: there is no learner. `named`
-    is what errors call the base, as in `model.load_weights`. Raises UsageError: nothing loadable at `base`.
+    is what errors call the base, as in `model.load_weights`. `is_remote`: a server has the weights.
+    Raises UsageError: nothing loadable at `base`.
     """
     import transformers
 
-    dtype = model.resolve_dtype(config, base, device=device or "auto", named=named).name
+    dtype: str = "" if config.dtype == "auto" else config.dtype
+    if not is_remote:
+        dtype = model.resolve_dtype(config, base, device=device or "auto", named=named).name
     with model.loading(base, named):
         files: Any = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
         has_tokenizer = adapter is not None and (adapter / "tokenizer_config.json").is_file()

@@ -3,8 +3,10 @@
     runs/<name>/
       config.json                     resolved, with nulls
       metrics.jsonl                   one line per step and split
+      view.js                         the recipe's drawing of a state, if it has one
       step_0003/trajectories.jsonl    one trajectory per line, appended as it finishes
       step_0003/scored.jsonl
+      step_0003/learned.jsonl         advantages and the learner's logprobs of each trajectory that the step trained on
       step_0003/rewards.jsonl         one line per group; only where later steps choose by it
       step_0003/eval.jsonl, evaluation.json     an evaluation of the policy at that step: its trajectories, its numbers
       checkpoints/step_0004/          a PEFT directory, optimizer and RNG, manifest.json last
@@ -35,19 +37,22 @@ from art_cli.durable import (
 )
 from art_cli.errors import CheckpointError, DataError, one_line
 from art_cli.manifest import STEP_NAME, Manifest, verify_checkpoint
-from art_cli.trajectory import SCHEMA_VERSION, GroupRewards, ScoredTrajectory, Trajectory
+from art_cli.trajectory import SCHEMA_VERSION, GroupRewards, LearnedTrajectory, ScoredTrajectory, Trajectory
 
 log = logging.getLogger(__name__)
 
 
 class MetricsLine(msgspec.Struct, kw_only=True):
-    """One line of metrics.jsonl: the numbers of one step and split ("train", "sft", "eval")."""
+    """One line of metrics.jsonl: the numbers of one step and split ("train", "sft", "eval", "pause")."""
 
     schema_version: int = SCHEMA_VERSION
     step: int
     split: str
     metrics: dict[str, float]
     time: float  # seconds since the epoch
+
+
+PAUSE = "pause"  # split of the lines that say which stop rules paused the run; their metrics are rule -> value
 
 
 class Evaluation(msgspec.Struct, kw_only=True):
@@ -69,6 +74,7 @@ class RunDir:
         self.config_path = root / "config.json"
         self.metrics_path = root / "metrics.jsonl"
         self.curve_path = root / "curve.svg"  # drawn from metrics.jsonl, for people
+        self.drawing_path = root / "view.js"  # the recipe's drawing of a state, for the page of `art view`
         self.checkpoints = root / "checkpoints"
         self.logs = root / "logs"
         self.log_path = self.logs / "train.log"  # log of all starts of `art train`
@@ -79,6 +85,9 @@ class RunDir:
 
     def scored_path(self, step: int) -> Path:
         return self.root / f"step_{step:04d}" / "scored.jsonl"
+
+    def learned_path(self, step: int) -> Path:
+        return self.root / f"step_{step:04d}" / "learned.jsonl"
 
     def group_rewards_path(self, step: int) -> Path:
         return self.root / f"step_{step:04d}" / "rewards.jsonl"
@@ -101,6 +110,10 @@ class RunDir:
 
     def scored(self, step: int) -> list[ScoredTrajectory]:
         return list(read_lines(self.scored_path(step), ScoredTrajectory))
+
+    def learned(self, step: int) -> list[LearnedTrajectory]:
+        """In the order in which the step trained on them; empty: it has no such file."""
+        return list(read_lines(self.learned_path(step), LearnedTrajectory))
 
     def group_rewards(self, step: int) -> list[GroupRewards]:
         return list(read_lines(self.group_rewards_path(step), GroupRewards))
@@ -134,6 +147,11 @@ class RunDir:
     def evaluations(self) -> dict[int, dict[str, float]]:
         """The means of each evaluated step."""
         return {line.step: line.metrics for line in self.metrics() if line.split == "eval"}
+
+    def pauses(self) -> dict[str, tuple[int, float]]:
+        """Stop rule -> the number of updates after which it last paused the run, and its value then."""
+        lines = [line for line in read_lines(self.metrics_path, MetricsLine) if line.split == PAUSE]
+        return {rule: (line.step, value) for line in lines for rule, value in line.metrics.items()}
 
     def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
         write_file(self.evaluation_path(step), msgspec.json.encode(evaluation) + b"\n")

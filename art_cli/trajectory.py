@@ -1,7 +1,8 @@
-"""The records of a run: Turn, Trajectory, Score, RewardNoise, AskedAgain, ScoredTrajectory, GroupRewards.
+"""The records of a run: Turn, Trajectory, Score, RewardNoise, AskedAgain, ScoredTrajectory, LearnedTrajectory,
+GroupRewards.
 
 They are plain data: no torch, no files, no network. The gateway makes trajectories, judges score them, the learner
-makes samples of them. `run_dir` writes and reads them as JSON lines.
+makes samples of them and says what it learned. `run_dir` writes and reads them as JSON lines.
 
 Tokens form a prefix tree. A turn stores only what it adds: which earlier turn it continues (`parent`), how many tokens
 of that turn's sequence it keeps (`kept`), the prompt tokens after those, and the sampled tokens:
@@ -13,13 +14,14 @@ of that turn's sequence it keeps (`kept`), the prompt tokens after those, and th
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from art_cli.state_key import MAX_LENGTH
 
 SCHEMA_VERSION = 1
+SHADOW = "shadow/"  # prefix of the metrics of shadow judges: shadow/NAME, shadow/NAME.gap
 EQUAL_REWARDS = 1e-8  # rewards this close carry no signal: what is left between them is rounding, not preference
 
 Json = dict[str, Any]
@@ -166,9 +168,47 @@ class ScoredTrajectory(Trajectory, kw_only=True):
     scores: list[Score] = []
     noise: RewardNoise | None = None  # None: the judge says nothing of its errors
     again: AskedAgain | None = None  # None: its group was judged in one round
+    shadow: list[Score] = []  # scores of shadow judges, by their names; never trained on
     # Digest of the judge behind the reward: model, rubric, function, weights. `art judge` writes it, and continues a
     # file only under the same digest. None: a run or an older art wrote the line.
     judge_settings: str | None = None
+
+
+# The values of the sampled tokens of one turn: one number for all of them; or one for each, None where the token has
+# none; or None, if no token of the turn has one.
+PerToken = float | list[float | None] | None
+
+LeftOut = Literal["failed", "no_tokens", "no_signal", "unreliable", "algorithm"]
+
+
+class LearnedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step of training computed of one of its trajectories, when it first trained on it.
+
+    Example: LearnedTrajectory(id="s0003-g0002-1", num_tokens=2, advantages=[0.71, None],
+                               logprobs=[[-0.12, -1.5], None], loss=-0.04, masked={"abandoned": 2})
+
+    Lists have one entry per turn, which says something of the turn's sampled tokens.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    id: str
+    # Number of the step's optimizer step that trained on it first. 0: its numbers are those of the policy before the
+    # step; above 0 (train.updates_per_step): those of the policy after that many updates.
+    update: int = 0
+    num_tokens: int = 0  # number of tokens with a weight in the loss, those of prompts included
+    advantages: list[PerToken] = []  # weights in the policy's component of the loss; None: the token is not in it
+    # the learner's logprobs in nats under softmax(logits / temperature); None: the token is not trained
+    logprobs: list[PerToken] = []
+    reference: list[PerToken] | None = None  # logprobs under the reference policy; None: loss.kl did not ask for them
+    importance: list[PerToken] | None = None  # weights that loss.off_policy gave; None: it is not set
+    loss: float = 0.0  # the sum that its tokens add to the loss of their optimizer step
+    # Number of sampled tokens that do not move the policy, by reason. off_policy: loss.off_policy left them out;
+    # clip_cov: loss.clip_cov set their advantage to 0; abandoned: the rollout never saw them; no_advantage: the
+    # algorithm gave them none.
+    masked: dict[str, int] = {}
+    # Why no token of it was trained. no_tokens: it sampled none; no_signal: its group's rewards are equal; unreliable:
+    # they cannot be told from its judge's errors; algorithm: the algorithm left it out. None: it was trained.
+    left_out: LeftOut | None = None
 
 
 class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,7 +37,17 @@ def reference() -> str:
         if chosen := variants(RunConfig, name):
             parts.append(_of_variants(name, chosen))
         elif get_origin(field.annotation) is list:
-            parts.append(f"## {name}\n\n{_text(field)}\n")
+            is_known = any(variant_name(section) for section in sections(field))  # a group of that name has the keys
+            keys = "" if is_known else "\n" + "\n".join(_table(name, each.model_fields) for each in sections(field))
+            parts.append(f"## {name}\n\n{_text(field)}\n{keys}")
+        elif get_origin(field.annotation) is dict:
+            rows = [
+                _row(f"{name}.NAME", key, each)
+                for found in sections(field)[:1]
+                for key, each in found.model_fields.items()
+            ]
+            head = ["| key | value | default | meaning |", "|---|---|---|---|"]
+            parts.append(f"## {name}\n\n{_text(field)}\n\n" + "\n".join([*head, *rows]) + "\n")
         elif found := sections(field):
             note = "" if field.is_required() or field.default is not None else " The section may be left out."
             parts.append(f"## {name}\n\n{_about(found[0])}{note}\n\n{_table(name, found[0].model_fields)}")

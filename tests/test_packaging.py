@@ -35,7 +35,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_recipe_and_no_tests(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"art_cli/{file}" for file in git_files("recipes")} <= names
-    assert set(git_files("art_cli")) <= names, "texts beside the code, and py.typed, belong to the package"
+    sources = {file for file in git_files("art_cli") if file.startswith("art_cli/views/app_src/")}
+    assert sources and not sources & names, "the page of art view is there as it was built"
+    assert set(git_files("art_cli")) - sources <= names, "texts beside the code, and py.typed, belong to the package"
     outside = {name.split("/")[0] for name in names}
     assert {name for name in outside if not name.endswith(".dist-info")} == {"art_cli"}
 

@@ -243,6 +243,13 @@ def test_vllm_is_told_to_quantise_as_the_learner_does(load: Callable[..., Weight
     for quantize, expected in (("4bit", ["bitsandbytes"]), (None, [])):
         served = spec_of(load(quantize=quantize))
         argv = command(
-            VllmEngineConfig(name="vllm"), served, python=Path("p"), port=1, name="n", template=None, sleep=0
+            VllmEngineConfig(name="vllm"),
+            served,
+            python=Path("p"),
+            port=1,
+            name="n",
+            template=None,
+            sleep=0,
+            has_gpu=True,
         )
         assert [argv[i + 1] for i, word in enumerate(argv) if word == "--quantization"] == expected

@@ -32,11 +32,8 @@ FINISH_REASONS = {
     "tool_use": "tool_calls",
     "refusal": "content_filter",
 }
-STATUSES = {
-    "overloaded_error": 529,
-    "rate_limit_error": 429,
-    "invalid_request_error": 400,
-}  # HTTP status of an error that comes in a stream
+# HTTP status of an error that comes in a stream
+STATUSES = {"overloaded_error": 529, "rate_limit_error": 429, "invalid_request_error": 400}
 
 
 class _UsageJson(msgspec.Struct):

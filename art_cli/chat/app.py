@@ -112,14 +112,14 @@ class _Routes:
     async def answer(self, wire: Wire, http: HttpRequest) -> Response:
         """The reply to a request of this wire."""
         key, backend = self._authenticate(http)
-        body = await _read_body(http, self.body_limit(), self.body_timeout_s)
+        body = await read_body(http, self.body_limit(), self.body_timeout_s)
         request = _with_headers(await self._parse(body, wire), http.headers)
         _check_model(backend, request.model)
         memory = self.memories.setdefault(backend, Memory())
         request = memory.recall(request, key)
         if request.is_stream:
             return _EventStream(backend, request, wire, partial(memory.keep, request, key))
-        reply = await _unless_disconnected(http.receive, _guard(backend.reply(request)))
+        reply = await unless_disconnected(http.receive, _guard(backend.reply(request)))
         memory.keep(request, key, reply)
         return _json(wire.render(request, reply))
 
@@ -189,7 +189,7 @@ def _model_card(name: str) -> dict[str, Any]:
     }
 
 
-async def _read_body(http: HttpRequest, limit: BodyLimit, timeout_s: float) -> bytes:
+async def read_body(http: HttpRequest, limit: BodyLimit, timeout_s: float) -> bytes:
     """The whole body. Raises ChatError: too large (413), also when only its header says so; too slow (408)."""
     declared = http.headers.get("content-length", "")
     is_over = declared.isdecimal() and int(declared[:20]) > limit.num_bytes
@@ -230,7 +230,7 @@ def _too_large(limit: BodyLimit) -> ChatError:
 # --- answering while the client is there ------------------------------------------------------------------------------
 
 
-async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of `work`. When the client goes away, `work` is cancelled and has ended; raises ClientDisconnect."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnect(receive))
@@ -281,7 +281,7 @@ class _EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(ClientDisconnect):
-            await _unless_disconnected(receive, self._run(scope, receive, send))
+            await unless_disconnected(receive, self._run(scope, receive, send))
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         events = self._wire.stream(self._request)

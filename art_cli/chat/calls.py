@@ -1,7 +1,7 @@
 """The arguments of a tool call: as a JSON object for protocols that have them so, and compared as JSON.
 
 A model samples arguments as text. A protocol that hands them out as an object loses how they were written: the spaces,
-the order of the keys, 1.0 or 1. Whoever compares a call that came back with the call that was sampled compares values.
+the order of the keys, 1.0 or 1. So a call that came back and the call that was sampled are compared by their values.
 """
 
 from typing import Any

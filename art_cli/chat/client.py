@@ -226,7 +226,11 @@ def _asked_for(request: Request) -> frozenset[str]:
     sampling, neutral = request.sampling, Sampling()
     decisive = ("temperature", "top_p", "top_k", "max_tokens", "stop", "n")
     differing = {name for name in decisive if getattr(sampling, name) != getattr(neutral, name)}
-    asked = {"logprobs": request.wants_logprobs, "chat_template_kwargs": bool(request.template_kwargs)}
+    asked = {
+        "logprobs": request.wants_logprobs,
+        "chat_template_kwargs": bool(request.template_kwargs),
+        "stop_token_ids": bool(sampling.stop_ids),
+    }
     return request.user_set | differing | {name for name, is_asked in asked.items() if is_asked}
 
 
@@ -251,6 +255,7 @@ def _sampling(sampling: Sampling) -> Json:
         "top_k": sampling.top_k,
         "max_tokens": sampling.max_tokens,
         "stop": list(sampling.stop) or None,
+        "stop_token_ids": list(sampling.stop_ids) or None,
         "seed": sampling.seed,
         "n": sampling.n,
     }

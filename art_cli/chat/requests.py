@@ -27,6 +27,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0  # 0: off
     max_tokens: int | None = None  # None: up to the end of the context
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()  # tokens that end the reply besides the model's own
     seed: int | None = None
     n: int = 1
 
@@ -58,6 +59,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     digest: bytes = b""  # hash of the body, by which the gateway recognises a retry
     is_recorded: bool = True  # False: the gateway writes no turn down (a question about a prompt, an opponent's move)
     num_retries: int = 0  # number of earlier times that the client's SDK sent this body and gave up
+    group: str | None = None  # id of the attempt's group, whose prompts begin alike; several servers are routed by it
     state: str | None = None  # key of the environment's state, from the header X-Art-State; None: the client sent none
     conversation: str | None = None  # X-Art-Conversation, by which `art gateway` knows what the call belongs to
     scenario: str | None = None  # X-Art-Scenario, by which `art gateway` knows attempts at the same task

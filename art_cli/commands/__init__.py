@@ -17,6 +17,7 @@ from art_cli.errors import UsageError, printable_lines
 
 if TYPE_CHECKING:
     from art_cli.checkpoints import Which
+    from art_cli.storage.fetch import Wants
 
 NAMES = (
     "init",
@@ -28,8 +29,12 @@ NAMES = (
     "sft",
     "eval",
     "report",
+    "replay",
+    "log",
+    "view",
     "serve",
     "gateway",
+    "backend",
     "export",
     "import",
     "checkpoints",
@@ -40,13 +45,44 @@ NAMES = (
 
 MODULES = {"import": "import_traces"}  # commands that Python has the word of
 
+
+def records(text: str) -> Path:
+    """The path that a user named; of an address, s3://bucket/mine, its copy here of all but weights."""
+    return _at_hand(text, "records")
+
+
+def policy(text: str) -> Path:
+    """The same, with the checkpoints that a command may take and the base model."""
+    return _at_hand(text, "policy")
+
+
+def everything(text: str) -> Path:
+    """The same, with all checkpoints."""
+    return _at_hand(text, "everything")
+
+
+def named_policy(text: str) -> str:
+    """`[NAME=]CHECKPOINT` with the path of its copy here in place of an address."""
+    name, separator, target = text.partition("=") if "=" in text.partition("://")[0] else ("", "", text)
+    return f"{name}{separator}{policy(target)}" if "://" in target else text
+
+
+def _at_hand(text: str, wants: "Wants") -> Path:
+    if "://" not in text:
+        return Path(text)
+    from art_cli.storage.fetch import fetch
+
+    return fetch(text, wants)
+
+
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Wins over the file: train.steps=10, loss=dapo.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Checkpoint = Annotated[
-    Path | None, typer.Option("--checkpoint", metavar="DIR", help="A checkpoint, a run (its newest one), or base.")
+    Path | None,
+    typer.Option("--checkpoint", metavar="DIR", parser=policy, help="A checkpoint, a run (its newest one), or base."),
 ]
 NewCheckpoint = Annotated[
     Path, typer.Option("-o", "--output", metavar="DIR", help="Where to write the checkpoint.", show_default=False)
@@ -54,6 +90,11 @@ NewCheckpoint = Annotated[
 Best = Annotated[bool, typer.Option("--best", help="Take a run's best evaluated checkpoint, or fail without one.")]
 Last = Annotated[bool, typer.Option("--last", help="Take a run's newest checkpoint, not its best evaluated one.")]
 Base = Annotated[str | None, typer.Option("--base", metavar="MODEL", help="Where the base model is, if it was moved.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option("--api-key", metavar="KEY", envvar="ART_API_KEY", help="Clients must send it.", show_envvar=True),
+]
+MaxBody = Annotated[float, typer.Option("--max-body", metavar="MIB", min=0.001, help="Larger requests get 413.")]
 
 
 class Finding(NamedTuple):

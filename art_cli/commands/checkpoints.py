@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from art_cli.commands import Json
+from art_cli.commands import Json, everything
 from art_cli.errors import UsageError, printable_lines
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 def run(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
+    named: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
     is_pruning: Annotated[bool, typer.Option("--prune", help="Remove all but the newest ones and the best.")] = False,
     keep: Annotated[
         int | None, typer.Option("--keep", min=1, help="With --prune: how many of the newest to keep.")
@@ -46,6 +46,9 @@ def run(
     from art_cli import checkpoints
     from art_cli.run_dir import RunDir
 
+    if "://" in named and (is_pruning or adapter is not None or (fork is not None and Path(fork).name == fork)):
+        raise UsageError(f"{named}: --prune and --import need a run's directory, and --fork a path for the new run")
+    run = everything(named)
     if sum((is_pruning, fork is not None, adapter is not None)) > 1:
         raise UsageError("--prune, --fork and --import: one at a time")
     if keep is not None and not is_pruning:

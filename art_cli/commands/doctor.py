@@ -26,12 +26,20 @@ EXTRAS = {  # extra -> (the packages that it installs, what it is for)
     "litellm": (("litellm",), "judges of other providers than OpenAI, and prices"),
     "vllm": (("vllm",), "the vLLM engine, on a GPU"),
     "unsloth": (("unsloth",), "the Unsloth learner, on a GPU"),
+    "tinker": (("tinker",), "training and sampling on a server of the Tinker protocol"),
     "wandb": (("wandb",), "the Weights & Biases tracker"),
+    "tensorboard": (("tensorboard",), "the TensorBoard tracker"),
+    "mlflow": (("mlflow-skinny", "sqlalchemy", "alembic"), "the MLflow tracker"),
+    "trackio": (("trackio",), "the trackio tracker"),
+    "otel": (("opentelemetry-proto",), "the OpenTelemetry and Langfuse trackers, and art log --otlp"),
+    "storage": (("fsspec",), "runs in an object store"),
+    "s3": (("s3fs",), "runs in S3 and what speaks like it"),
     "reasoning-gym": (("reasoning_gym",), "its puzzles as environments"),
     "textarena": (("textarena",), "its games as environments"),
+    "ray": (("ray",), "rollouts on the nodes of a Ray cluster"),
     "mcp": (("mcp",), "the tools of MCP servers as environments"),
 }
-KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY", "HF_TOKEN", "WANDB_API_KEY")
+KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "LANGFUSE_SECRET_KEY")
 GIB = 1024**3
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from art_cli.commands import Config, Json, Last, Overrides, which_checkpoint
+from art_cli.commands import Config, Json, Last, Overrides, policy, which_checkpoint
 from art_cli.errors import UsageError, printable_lines
 
 
@@ -17,7 +17,9 @@ def run(
     overrides: Overrides = None,
     checkpoints: Annotated[
         list[Path] | None,
-        typer.Option("--checkpoint", metavar="DIR", help="A checkpoint, run, directory of runs, or base; repeat."),
+        typer.Option(
+            "--checkpoint", metavar="DIR", parser=policy, help="A checkpoint, run, directory of runs, or base; repeat."
+        ),
     ] = None,
     is_last: Last = False,
     endpoints: Annotated[

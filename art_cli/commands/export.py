@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from art_cli.commands import Base, Best, Json, Last, which_checkpoint
+from art_cli.commands import Base, Best, Json, Last, named_policy, which_checkpoint
 from art_cli.errors import ArtError, UsageError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def run(
     with scratch("export") as place:
         if base is not None:
             base = find_base(base, directory=Path.cwd(), built=place / "base", named="--base")
-        source = find_source(checkpoint, which=which_checkpoint(is_best, is_last), base=base)
+        source = find_source(named_policy(checkpoint), which=which_checkpoint(is_best, is_last), base=base)
         dtype = dtype or (source.dtype if source.dtype != "auto" else "float32")
         exported = export(source, output, dtype=dtype, bound=max_gap, probe=make_probe)
     url = _push(exported.path, push, token) if push is not None and token is not None else None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from art_cli.commands import Best, Checkpoint, Config, Json, Last, Overrides, which_checkpoint
+from art_cli.commands import ApiKey, Best, Checkpoint, Config, Json, Last, MaxBody, Overrides, which_checkpoint
 from art_cli.commands.serve import KEY_VARIABLE, is_on_line
 from art_cli.errors import UsageError
 
@@ -41,16 +41,11 @@ def run(
     port: Annotated[
         int | None, typer.Option("--port", min=0, max=65535, help="0: any free one. [default: 8000]")
     ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option("--api-key", metavar="KEY", envvar="ART_API_KEY", help="Clients must send it.", show_envvar=True),
-    ] = None,
+    api_key: ApiKey = None,
     api_key_file: Annotated[
         Path | None, typer.Option("--api-key-file", metavar="FILE", help="One key a line, one for each client.")
     ] = None,
-    max_body_mib: Annotated[
-        float, typer.Option("--max-body", metavar="MIB", min=0.001, help="Larger requests get 413.")
-    ] = 32.0,
+    max_body_mib: MaxBody = 32.0,
     drain_s: Annotated[
         float, typer.Option("--drain", metavar="SECONDS", min=0, help="When told to stop, how long calls may go on.")
     ] = 30.0,
@@ -74,12 +69,12 @@ def run(
     docs/gateway.md says the rest.
     """
     from art_cli import threads
+    from art_cli.chat.keys import check_exposure, read_key_texts
     from art_cli.config.compose import load_gateway
     from art_cli.engines import engine_traits
     from art_cli.secrets import Secrets
     from art_cli.serving.capture.clients import Clients
     from art_cli.serving.capture.service import GatewayService
-    from art_cli.serving.keys import check_exposure, read_key_texts
 
     if is_on_line(context, "api_key"):
         log.warning(

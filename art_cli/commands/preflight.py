@@ -10,6 +10,7 @@ import logging
 import shutil
 import socket
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -21,23 +22,33 @@ from art_cli import plugins, threads
 from art_cli.chat.requests import text_of
 from art_cli.commands import Finding
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.schema import VllmEngineConfig
+from art_cli.config.schema import TinkerEngineConfig, VllmEngineConfig
+from art_cli.engines.vllm.arguments import divide
 from art_cli.engines.vllm.probe import find_vllm
-from art_cli.errors import ArtError, printable
+from art_cli.errors import ArtError, EngineError, StorageError, UsageError, printable
 from art_cli.judges import Judge, trial
 from art_cli.judges.costs import CostEstimate
+from art_cli.judges.shadow import ShadowJudges
 from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.learners.examples import load_examples
 from art_cli.loop.auto import describe
 from art_cli.loop.generate import plan_groups
 from art_cli.loop.record import find_clash
 from art_cli.loop.sampler import open_sampler
-from art_cli.model import Weights, count_parameters, find_base
+from art_cli.model import Weights, count_parameters, find_base, load_tokenizer
+from art_cli.policy_spec import PolicySpec, read_spec, spec_of
+from art_cli.remote.connection import load_sdk
+from art_cli.remote.server import find_server
+from art_cli.rollouts.cluster.ray_driver import ClusterFacts
+from art_cli.rollouts.cluster.rollout import cluster_rollout
 from art_cli.rollouts.gateway import OWN_CLIENT
 from art_cli.rollouts.runner import process_rollout
 from art_cli.rollouts.scenarios import pools_of
 from art_cli.rollouts.splits import evaluation_scenarios, find_overlap, training_scenarios
 from art_cli.run_dir import RunDir
+from art_cli.storage.lease import holder
+from art_cli.storage.store import ObjectStore
+from art_cli.trackers import check_tracker, trackers_of
 from art_cli.trajectory import Json, Trajectory, Turn, prompt, score_trajectory, sequence
 
 log = logging.getLogger(__name__)
@@ -54,7 +65,9 @@ class Preflight:
     scratch: Path
     asks_judge: bool = True
     scenarios: list[Json] = field(default_factory=list)
-    weights: Weights | None = None
+    weights: Weights | None = None  # None: not loaded yet, or a server has them
+    policy: PolicySpec | None = None
+    tokenizer: Any = None
     learner: Learner | None = None
     judge: Judge | None = None
     played: list[Trajectory] = field(default_factory=list)  # two attempts at the first scenario
@@ -68,9 +81,13 @@ class Preflight:
         if not findings[-1].is_good:
             return findings
         checks: list[tuple[str, Callable[[], Finding | None]]] = [
+            ("store", self.check_store),
             ("run", self.check_run),
+            ("trackers", self.check_trackers),
             ("scenarios", self.check_scenarios),
+            ("cluster", self.check_cluster),
             ("entries", self.check_entries),
+            ("shadow", self.check_shadow),
             ("model", self.check_model),
             ("rollout", self.check_rollout),
             ("tools", self.check_tools),
@@ -117,6 +134,38 @@ class Preflight:
             return Finding("run", False, clash)
         return Finding("run", True, f"{run.root}: art train goes on from step {steps[-1]}")
 
+    def check_store(self) -> Finding | None:
+        """Writes an object beside the runs and removes it again. None: the run has no store."""
+        if (address := self.loaded.config.store) is None:
+            return None
+        store, name = ObjectStore(address), f"art-check-{uuid.uuid4().hex[:12]}"
+        try:
+            is_made = store.create(name, b"art")
+            is_made_again = store.create(name, b"again")
+            is_read = store.read(name, limit=100) == b"art"
+            store.delete([name])
+            if busy := holder(store / self.loaded.config.name):
+                return Finding("store", False, busy)
+        except StorageError as error:
+            cure = "mend the address, or give this machine the right to list, read, write and delete there"
+            return Finding("store", False, str(error), cure)
+        if not is_made or not is_read:
+            return Finding("store", False, f"{address}: what is written there cannot be read", "name another store")
+        note = "; it makes an object twice, so never start two machines on one run in the same second"
+        return Finding("store", True, f"{address}: can be written{note if is_made_again else ''}")
+
+    def check_trackers(self) -> Finding | None:
+        """Says whether the trackers' packages and keys are there; asks no server. None: the run has no tracker."""
+        chosen = trackers_of(self.loaded.config)
+        for tracker in chosen:
+            try:
+                check_tracker(tracker)
+            except UsageError as error:
+                problem, _, cure = str(error).partition("; ")
+                return Finding("trackers", False, problem, cure)
+        names = ", ".join(getattr(each, "entry", each.name) for each in chosen)
+        return Finding("trackers", True, names) if chosen else None
+
     def check_scenarios(self) -> Finding:
         config = self.loaded.config
         self.scenarios, note = training_scenarios(config, self.loaded.directory), ""
@@ -137,6 +186,27 @@ class Preflight:
         counts.append(f"the first is {printable(json.dumps(self.scenarios[0], ensure_ascii=False), limit=MAX_SHOWN)}")
         return Finding("scenarios", True, ", ".join(counts), note)
 
+    def check_cluster(self) -> Finding | None:
+        """Asks the cluster that plays the rollouts. None: this machine plays them."""
+        cluster = self.loaded.config.rollout.cluster
+        if cluster is None:
+            return None
+        facts = threads.run(self._ask_cluster())
+        message = (
+            f"Ray {facts.version}, {facts.nodes} nodes, {facts.processors:g} processors, {facts.free:g} of them free; "
+            f"nodes reach this machine at {facts.host}"
+        )
+        cure = "rollouts wait until as many processors are free" if facts.free < cluster.cpus else ""
+        return Finding("cluster", True, message, cure)
+
+    async def _ask_cluster(self) -> ClusterFacts:
+        """Raises UsageError, RolloutError: the cluster cannot be used."""
+        rollout = cluster_rollout(self.loaded.config, self.loaded.directory)
+        try:
+            return await rollout.connect()
+        finally:
+            await rollout.close()
+
     def check_entries(self) -> Finding:
         config = self.loaded.config
         self.judge = trial.make_trial_judge(config.judge, self.loaded.directory)
@@ -148,7 +218,9 @@ class Preflight:
             return Finding("entries", True, f"rollout.command {program}, judge {config.judge.name}")
         entry, environment, python = config.rollout.entry, config.rollout.environment, config.rollout.python
         where = ""
-        if environment is not None or python is not None:
+        if config.rollout.cluster is not None:
+            where = " on the cluster's nodes"  # only the nodes may have what it imports
+        elif environment is not None or python is not None:
             version = threads.run(self._load_elsewhere())
             where = "" if python is None else f" in Python {version} at {python}"
         elif entry is not None:
@@ -166,7 +238,10 @@ class Preflight:
     def check_model(self) -> Finding:
         config = self.loaded.config
         base = find_base(config.model.base, directory=self.loaded.directory, built=self.scratch / "base")
+        if isinstance(config.engine, TinkerEngineConfig):
+            return self._check_remote_model(config.engine, base)
         self.weights = load_policy(config, base)
+        self.policy, self.tokenizer = spec_of(self.weights), self.weights.tokenizer
         self.learner = make_learner(config, self.weights, directory=self.loaded.directory)
         size = count_parameters(self.weights.model)
         return Finding(
@@ -175,6 +250,24 @@ class Preflight:
             f"{config.model.base}: {size.whole / 1e6:.1f}M parameters, {size.trained / 1e6:.2f}M trained, "
             f"{self.weights.max_length} tokens of context, on {self.weights.device}",
         )
+
+    def _check_remote_model(self, engine: TinkerEngineConfig, base: str) -> Finding:
+        """Asks the server what it has. Only the base's configuration and tokenizer are needed here."""
+        self.policy = read_spec(self.loaded.config.model, base, is_remote=True)
+        self.tokenizer = load_tokenizer(base)
+        if self.policy.chat_template is not None:
+            self.tokenizer.chat_template = self.policy.chat_template
+        version = load_sdk().__version__
+        server, name = find_server(engine), engine.base_model or self.loaded.config.model.base
+        model = server.find_model(name)
+        if model.max_context_length is not None and self.policy.max_length > model.max_context_length:
+            message = (
+                f"{name} at {server.url}: {model.max_context_length} tokens of context, and model.max_length is more"
+            )
+            return Finding("model", False, message, f"set model.max_length={model.max_context_length}")
+        self.learner = make_learner(self.loaded.config, self.policy, directory=self.loaded.directory)
+        message = f"{name} at {server.url}, {self.policy.max_length} tokens of context, tinker {version} here"
+        return Finding("model", True, f"{message}; the server sets the scale of an adapter, not model.lora.alpha")
 
     def check_rollout(self) -> Finding:
         """Plays two attempts at the first scenario at once, as training does."""
@@ -223,27 +316,28 @@ class Preflight:
     async def _play_pair(self) -> list[Trajectory]:
         played: list[Trajectory] = []
         plans = plan_groups(self.scenarios[:1], step=0, group_size=2)
-        async with open_sampler(self.loaded, self.weights, checkpoint=None, step=0, logs=self.scratch) as sampler:
+        policy = self.weights or self.policy
+        async with open_sampler(self.loaded, policy, checkpoint=None, step=0, logs=self.scratch) as sampler:
             await sampler.play_shown(plans, played.append, title="check")
         return sorted(played, key=lambda trajectory: trajectory.index)
 
     def check_tools(self) -> Finding | None:
         """Says whether the chat template shows the model the tools that the agent sends. None: the agent sends none."""
-        assert self.weights
+        assert self.policy
         with_tools = next((trajectory for trajectory in self.played if trajectory.tools), None)
         if with_tools is None:
             return None
         names = ", ".join(str(tool.get("function", {}).get("name")) for tool in with_tools.tools[:5])
-        if _shows_tools(self.weights.tokenizer, with_tools):
+        if _shows_tools(self.tokenizer, with_tools):
             return Finding("tools", True, f"the chat template shows {names}")
         cure = "choose a model whose template knows tools, or name a template that does in model.chat_template"
         return Finding("tools", False, f"the chat template leaves out the tools: the model never sees {names}", cure)
 
     def check_tokens(self) -> Finding:
         """Compares a trajectory's logprobs in engine and learner, and its tokens with its re-encoded text."""
-        assert self.weights and self.learner and self.trajectory
+        assert self.policy and self.learner and self.trajectory
         turns = self.trajectory.turns
-        tokenizer: Any = self.weights.tokenizer
+        tokenizer: Any = self.tokenizer
         last = prompt(turns, len(turns) - 1)
         is_same = tokenizer.encode(tokenizer.decode(last), add_special_tokens=False) == last
         gap = max(self._gap(turns, index) for index in range(len(turns)))
@@ -269,13 +363,11 @@ class Preflight:
 
     def check_update(self) -> Finding:
         """Takes a step on rows as long as a rollout may get, forward and backward, with made-up tokens."""
-        assert self.weights and self.learner and self.trajectory
+        assert self.policy and self.learner and self.trajectory
         config = self.loaded.config
         own_prompt = len(prompt(self.trajectory.turns, 0))
-        length = min(
-            self.weights.max_length, own_prompt + config.rollout.max_turns * config.rollout.sampling.max_tokens
-        )
-        ids = [(7 * place) % self.weights.model.config.vocab_size for place in range(length)]
+        length = min(self.policy.max_length, own_prompt + config.rollout.max_turns * config.rollout.sampling.max_tokens)
+        ids = [(7 * place) % self.policy.vocabulary for place in range(length)]
         logprobs = self.learner.score(ids)
         turn = Turn(
             parent=None,
@@ -295,6 +387,17 @@ class Preflight:
         ]
         metrics = self.learner.step([pair])
         return Finding("update", True, f"a row of {length} tokens forward and backward in {metrics.train_s:.1f} s")
+
+    def check_shadow(self) -> Finding | None:
+        """Loads the shadow judges and looks for their keys; asks none. None: there are none."""
+        shadow, directory = self.loaded.config.shadow, self.loaded.directory
+        threads.run(ShadowJudges(shadow, directory).close())
+        for name, each in shadow.items():
+            for key, model in trial.missing_keys(each.judge, directory).items():
+                cure = f"set it in the environment, or in a file .env in {directory}"
+                return Finding("shadow", False, f"{name}: {key} is not set, and {model} needs it", cure)
+        names = [f"{name} ({each.judge.name}, {each.share:.0%} of the groups)" for name, each in shadow.items()]
+        return Finding("shadow", True, ", ".join(names)) if names else None
 
     def check_judge(self) -> Finding | None:
         """Asks the judge. None: the only judge is the rollout's own reward."""
@@ -330,7 +433,8 @@ class Preflight:
         config = self.loaded.config
         checkpoint = self.scratch / "checkpoint"
         checkpoint.mkdir()
-        self.learner.save(checkpoint)
+        if self.weights is not None:  # the disk of a server is its own
+            self.learner.save(checkpoint)
         one = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
         line = (
             len(json.dumps(self.trajectory.messages))
@@ -350,13 +454,18 @@ class Preflight:
 
 def _vllm_problem(engine: VllmEngineConfig) -> str:
     """Why the vLLM that the configuration names cannot be used; "" if there is no known reason."""
-    if engine.url is not None:
-        address = urlsplit(engine.url)
+    for url in engine.urls:
+        address = urlsplit(url)
         try:
             socket.create_connection((address.hostname or "", address.port or 80), CONNECT_TIMEOUT_S).close()
         except (OSError, ValueError) as error:
-            return f"engine.url: nothing answers at {engine.url}: {error}"
+            return f"engine.url: nothing answers at {url}: {error}"
+    if engine.urls:
         return ""
+    try:
+        divide(engine)
+    except EngineError as error:
+        return str(error)
     if engine.python is None and find_spec("vllm") is None:
         return "engine is vllm, and vLLM is not installed"
     found = find_vllm(engine.python)

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from art_cli.commands import Json
+from art_cli.commands import Json, records
 from art_cli.errors import printable_lines
 
 
 def run(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", parser=records, help="A run directory.", show_default=False)],
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as one page, too.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -26,6 +26,7 @@ def run(
     \b
     art report runs/mine
     art report runs/mine --html report.html
+    art report s3://bucket/prefix/mine
     art report runs/mine --json | jq '.findings[] | {step, text}'
     """
     import msgspec

@@ -17,7 +17,7 @@ from art_cli.environments.mcp import McpServer
 from art_cli.environments.tasks import (
     BATCH,
     AnswerError,
-    Place,
+    TaskPlan,
     Tasks,
     complaint,
     questions,
@@ -197,7 +197,7 @@ class _Writer:
             self._written.problem = str(failure)
             log.warning("%s", failure)
 
-    async def _ask(self, places: list[Place]) -> list[Json]:
+    async def _ask(self, places: list[TaskPlan]) -> list[Json]:
         """The usable tasks of an answer; one that cannot be read is sent back once. Raises JudgeError."""
         first = questions(self._tools, places, self._written.tasks.near(places))
         messages, problem = first, ""

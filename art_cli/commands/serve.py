@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from art_cli.commands import Base, Best, Json, Last, which_checkpoint
+from art_cli.commands import ApiKey, Base, Best, Json, Last, MaxBody, named_policy, which_checkpoint
 from art_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -56,18 +56,13 @@ def run(
     ] = None,
     host: Annotated[str, typer.Option("--host", help="Any but this machine's own needs a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8000,
-    api_key: Annotated[
-        str | None,
-        typer.Option("--api-key", metavar="KEY", envvar="ART_API_KEY", help="Clients must send it.", show_envvar=True),
-    ] = None,
+    api_key: ApiKey = None,
     api_key_file: Annotated[
         Path | None, typer.Option("--api-key-file", metavar="FILE", help="One key a line; any of them will do.")
     ] = None,
     concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests answered at once.")] = 256,
     queue: Annotated[int, typer.Option("--queue", min=0, help="Requests that wait besides; more get 429.")] = 1024,
-    max_body_mib: Annotated[
-        float, typer.Option("--max-body", metavar="MIB", min=0.001, help="Larger requests get 413.")
-    ] = 32.0,
+    max_body_mib: MaxBody = 32.0,
     drain_s: Annotated[
         float, typer.Option("--drain", metavar="SECONDS", min=0, help="When told to stop, how long requests may go on.")
     ] = 30.0,
@@ -85,8 +80,8 @@ def run(
     SIGTERM and Ctrl-C let what runs end, and refuse what is new with 503.
     """
     from art_cli import threads
+    from art_cli.chat.keys import check_exposure, read_keys
     from art_cli.scratch import scratch
-    from art_cli.serving.keys import check_exposure, read_keys
     from art_cli.serving.loader import Loader
     from art_cli.serving.policies import Policies, ServedPolicy
     from art_cli.serving.service import Limits, Service
@@ -96,6 +91,8 @@ def run(
             "--api-key: anyone on this machine can see it in `ps`; set %s, or give --api-key-file", KEY_VARIABLE
         )
     which = which_checkpoint(is_best, is_last)
+    if is_following and any("://" in text for text in checkpoints):
+        raise UsageError("--follow: name a run's directory on this machine; an object store is read once")
     keys = read_keys(api_key, api_key_file)
     check_exposure(host, keys)
     with scratch("serve") as place:
@@ -133,7 +130,7 @@ def _find_sources(
 
     if base is not None:
         base = find_base(base, directory=Path.cwd(), built=place / "base", named="--base")
-    sources = [find_source(text, which=which, base=base, dtype=dtype) for text in texts]
+    sources = [find_source(named_policy(text), which=which, base=base, dtype=dtype) for text in texts]
     for source in sources:
         require_base(source.base, source.named)
     return sources

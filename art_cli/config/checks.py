@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from art_cli.config.metric_names import judge_costs, why_unknown
 from art_cli.config.schema import (
     BlendJudgeConfig,
     DistillConfig,
@@ -13,10 +14,14 @@ from art_cli.config.schema import (
     RulerJudgeConfig,
     RunConfig,
     SdpoConfig,
+    StopRule,
+    TinkerEngineConfig,
+    TinkerLearnerConfig,
     TorchLearnerConfig,
     UnslothLearnerConfig,
     VllmEngineConfig,
 )
+from art_cli.config.sections.cluster import cluster_conflicts
 
 
 def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -48,14 +53,27 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     for knob, message in config.sft.conflicts() if config.sft is not None else ():
         yield f"sft.{knob}", message
     yield from _judge_conflicts(config)
-    if config.rollout.command is not None and "processes" in config.rollout.model_fields_set:
+    for shadow_name, shadow in config.shadow.items():
+        if shadow.judge.noise is not None:
+            yield (
+                f"shadow.{shadow_name}.judge.noise",
+                "corrects advantages, and a shadow judge is not trained on; leave it out",
+            )
+    for number, rule in enumerate(config.stop):
+        yield from _stop_conflicts(config, f"stop.{number}", rule)
+    yield from _cluster_conflicts(config)
+    if (
+        config.rollout.command is not None
+        and config.rollout.cluster is None
+        and "processes" in config.rollout.model_fields_set
+    ):
         yield "rollout.processes", "each attempt of rollout.command is a process of its own; leave it out"
     if config.rollout.python is not None and config.rollout.command is not None:
         yield "rollout.python", "rollout.command begins with its own program; leave it out"
     if config.rollout.environment is not None and config.rollout.scenarios is not None:
         for knob in {"size", "seed"} & config.rollout.environment.model_fields_set:
             yield f"rollout.environment.{knob}", "the scenarios are those of rollout.scenarios; leave one of them out"
-    if config.rollout.python is not None and config.rollout.processes == 0:
+    if config.rollout.python is not None and config.rollout.processes == 0 and config.rollout.cluster is None:
         yield "rollout.python", "with rollout.processes=0 the function runs in the Python of art; leave one of them out"
     if config.rollout.choose == "adaptive" and "shuffle" in config.rollout.model_fields_set:
         yield "rollout.shuffle", "used with rollout.choose 'epochs' only, which is 'adaptive'; leave one of them out"
@@ -65,6 +83,8 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from _stale_conflicts(config, section)
     if isinstance(config.learner, TorchLearnerConfig) and config.learner.processes > 1:
         yield from _process_conflicts(config, config.learner)
+    if isinstance(config.learner, TinkerLearnerConfig):
+        yield from _remote_conflicts(config, section)
     if isinstance(config.learns_by, PpoConfig):
         yield from _critic_conflicts(config, config.learns_by)
     if config.learns_by.kl_cov is not None and config.train.updates_per_step * config.train.epochs_per_step == 1:
@@ -73,6 +93,24 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.train.updates_per_step > config.rollout.groups_per_step:
         groups = config.rollout.groups_per_step
         yield "train.updates_per_step", f"at most rollout.groups_per_step ({groups}): a step is split by groups"
+
+
+def _cluster_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
+    rollout = config.rollout
+    if rollout.cluster is None:
+        return
+    processes = rollout.processes if "processes" in rollout.model_fields_set else None
+    for knob, message in cluster_conflicts(processes=processes, python=rollout.python, entry=rollout.entry):
+        yield f"rollout.{knob}", message
+
+
+def _stop_conflicts(config: RunConfig, key: str, rule: StopRule) -> Iterator[tuple[str, str]]:
+    for knob, message in rule.conflicts():
+        yield f"{key}.{knob}", message
+    if rule.metric is not None and (reason := why_unknown(rule.metric, config)):
+        yield f"{key}.metric", f"{rule.metric}: {reason}"
+    if rule.usd is not None and not rule.usd_per_hour and not judge_costs(config):
+        yield f"{key}.usd", f"judge {config.judge.name!r} costs nothing; set usd_per_hour, what the machine costs"
 
 
 def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -147,6 +185,42 @@ def _process_conflicts(config: RunConfig, learner: TorchLearnerConfig) -> Iterat
         yield "learner.device", "with learner.processes each takes a GPU of its own: auto, cuda or cpu"
 
 
+def _remote_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:
+    """What cannot be said to a server of the Tinker protocol, with what would do instead."""
+    loss, train = config.learns_by, config.train
+    if not isinstance(config.engine, TinkerEngineConfig):
+        yield (
+            "learner",
+            "'tinker' trains on the server that engine=tinker samples from; set engine=tinker engine.url=...",
+        )
+    if config.model.lora is None:
+        yield "model.lora", "learner 'tinker' trains adapters; set it"
+    if config.model.quantize is not None:
+        yield "model.quantize", "learner 'tinker' leaves the base model to the server; leave it out"
+    if config.sft is not None:
+        yield "sft", "learner 'tinker' has no warm-up; leave it out"
+    if config.algorithm is not None:
+        yield "algorithm", "its objective runs where the weights are, and a server runs its own; choose a loss by name"
+    if isinstance(loss, PpoConfig | DistillConfig | SdpoConfig):
+        yield (
+            "loss",
+            f"{loss.name!r} needs more of the model than a server of the Tinker protocol gives; loss=grpo would do",
+        )
+    if config.rollout.sampling.temperature not in (0, 1):
+        yield "rollout.sampling.temperature", "a server of the Tinker protocol computes logprobs at 1 only; set it to 1"
+    unsayable = {
+        "kl": (loss.kl > 0, "needs the reference policy's logprobs in the loss; 0, with train.learning_rate lower"),
+        "off_policy": (loss.off_policy is not None, "weighs tokens by logprobs of two policies; null, or loss=cispo"),
+        "entropy_floor": (loss.entropy_floor is not None, "needs the policy's entropy; null, or loss=dapo"),
+        "kl_cov": (loss.kl_cov is not None, "needs a KL in the loss; null, or clip_cov"),
+    }
+    for knob, (is_set, why) in unsayable.items():
+        if is_set:
+            yield f"{section}.{knob}", f"cannot be said to a server of the Tinker protocol: it {why}"
+    if train.max_kl is not None:
+        yield "train.max_kl", "draws weights back, and these are the server's; null, with train.epochs_per_step lower"
+
+
 def _critic_conflicts(config: RunConfig, loss: PpoConfig) -> Iterator[tuple[str, str]]:
     if config.rollout.refill > 0:
         yield "rollout.refill", "replaces groups of equal rewards, and with a critic these teach as much; set it to 0"
@@ -165,6 +239,8 @@ def untrainable(config: RunConfig) -> Iterator[tuple[str, str]]:
             "engine",
             f"{config.engine.name!r} samples from a model of its own and cannot be trained; choose another",
         )
+    if isinstance(config.engine, TinkerEngineConfig) and not isinstance(config.learner, TinkerLearnerConfig):
+        yield "engine", "'tinker' samples from weights on a server, where learner=tinker trains them; set both"
     if (
         config.rollout.group_size == 1
         and config.learns_by.compares_attempts

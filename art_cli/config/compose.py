@@ -23,10 +23,13 @@ from art_cli.config.problems import explain, unwritable
 from art_cli.config.schema import (
     MAX_NAME,
     AutoEngineConfig,
+    AutoLearnerConfig,
     EmbeddedEngineConfig,
     EngineConfig,
     GatewayConfig,
     JudgeConfig,
+    LearnerConfig,
+    ModelConfig,
     RolloutJudgeConfig,
     RunConfig,
     Section,
@@ -34,6 +37,7 @@ from art_cli.config.schema import (
 )
 from art_cli.config.sections.base import RunName
 from art_cli.errors import ConfigError, Problem
+from art_cli.store_address import Directory
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -82,9 +86,25 @@ class LoadedGateway:
     run: LoadedConfig | None  # the whole configuration; None: the file has neither `model` nor `rollout`
 
 
+@dataclass(frozen=True)
+class LoadedBackend:
+    """What `art backend` reads of a configuration."""
+
+    model: ModelConfig
+    engine: EngineConfig
+    learner: LearnerConfig
+    directory: Path  # absolute directory of the file
+
+
+class _BackendOnly(Section):
+    model: ModelConfig
+    engine: EngineConfig = AutoEngineConfig()
+    learner: LearnerConfig = AutoLearnerConfig()
+
+
 class _GatewayOnly(Section):
     name: RunName
-    runs: Path = Path("runs")
+    runs: Directory = Path("runs")
     gateway: GatewayConfig = GatewayConfig()
     engine: EngineConfig = AutoEngineConfig()
 
@@ -137,8 +157,7 @@ def load_gateway(path: Path, overrides: Sequence[str] = ()) -> LoadedGateway:
         run = load_config(path, overrides)
         config, directory = run.config, run.directory
         return _loaded_gateway(config.name, config.runs, config.engine, config.gateway, directory, run)
-    composition = Composition(path, _GatewayOnly)
-    only = _judged(composition, overrides, _GatewayOnly)
+    only = _checked(composition, composed, _GatewayOnly)
     if isinstance(only.engine, AutoEngineConfig | EmbeddedEngineConfig | VllmEngineConfig):
         message = (
             f"{only.engine.name!r} samples from a checkpoint, and this file has no model and rollout; name an endpoint "
@@ -146,6 +165,19 @@ def load_gateway(path: Path, overrides: Sequence[str] = ()) -> LoadedGateway:
         )
         raise ConfigError([Problem("engine", composition.places.of("engine"), message)])
     return _loaded_gateway(only.name, only.runs, only.engine, only.gateway, composition.directory, None)
+
+
+def load_backend(path: Path | None, overrides: Sequence[str] = ()) -> LoadedBackend:
+    """The model, engine and learner of a run's configuration, of a file that has no more than these, or of the
+    overrides alone. Raises ConfigError.
+    """
+    composition = Composition(path, _BackendOnly)
+    composed = composition.compose(overrides)
+    if path is not None and "rollout" in composed:
+        run = load_config(path, overrides)
+        return LoadedBackend(run.config.model, run.config.engine, run.config.learner, run.directory)
+    only = _checked(composition, composed, _BackendOnly)
+    return LoadedBackend(only.model, only.engine, only.learner, composition.directory)
 
 
 def _loaded_gateway(
@@ -158,7 +190,10 @@ def _loaded_gateway(
 
 def _judged(composition: Composition, overrides: Sequence[str], schema: type[AnySection]) -> AnySection:
     """The composed configuration as `schema`. Raises ConfigError with the first problem of each key."""
-    composed = composition.compose(overrides)
+    return _checked(composition, composition.compose(overrides), schema)
+
+
+def _checked(composition: Composition, composed: dict[str, Any], schema: type[AnySection]) -> AnySection:
     problems = [*composition.problems, *unwritable(composed, composition.places)]
     if len(problems) > len(composition.problems):  # pydantic would report these again, in words that are hard to read
         raise ConfigError(sorted(problems, key=_in_reading_order))
@@ -216,6 +251,11 @@ def _default_name(path: Path) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:MAX_NAME] or "run"
 
 
+def _program(python: Path) -> Path:
+    """The Python of an environment's directory; another path as it is."""
+    return python / "bin" / "python" if python.is_dir() else python
+
+
 def _with_paths(config: RunConfig, composition: Composition) -> RunConfig:
     """The configuration with absolute paths where its readers expect them. Raises ConfigError: `~name` is no user."""
 
@@ -231,8 +271,13 @@ def _with_paths(config: RunConfig, composition: Composition) -> RunConfig:
         changed["model"] = config.model.model_copy(update={"chat_template": template})
     if config.rollout.python is not None:
         python = absolute("rollout.python", config.rollout.python)
-        program = python / "bin" / "python" if python.is_dir() else python
-        changed["rollout"] = config.rollout.model_copy(update={"python": program})
+        changed["rollout"] = config.rollout.model_copy(update={"python": _program(python)})
+    cluster = config.rollout.cluster
+    if cluster is not None and cluster.python is not None:
+        python = _program(absolute("rollout.cluster.python", cluster.python))
+        changed["rollout"] = config.rollout.model_copy(
+            update={"cluster": cluster.model_copy(update={"python": python})}
+        )
     engine = config.engine
     if (
         isinstance(engine, VllmEngineConfig) and engine.python is not None

@@ -19,13 +19,20 @@ from art_cli.errors import printable
 NOT_TRAINING = frozenset(
     {
         # the run's place and its observers
-        *("name", "runs", "gateway", "tracker", "trackers"),
-        # the length of the run, and the checkpoints that are kept
-        *("train.steps", "train.keep_checkpoints", "train.keep_best"),
+        *("name", "runs", "store", "gateway", "tracker", "trackers", "stop", "shadow"),
+        # the length of the run, and what is kept of it
+        *("train.steps", "train.keep_checkpoints", "train.keep_best", "train.record_learned"),
         # the judge's budget
         *("judge.budget_usd", "judge.budget_tokens", "judge.price"),
         # speed and memory: the gradient is the same for every packing and micro-batch size
-        *("rollout.concurrency", "judge.concurrency", "judge.retries", "judge.timeout_s", "judge.cache"),
+        *(
+            "rollout.concurrency",
+            "rollout.cluster",
+            "judge.concurrency",
+            "judge.retries",
+            "judge.timeout_s",
+            "judge.cache",
+        ),
         *(
             "learner.device",
             "learner.micro_batch_tokens",

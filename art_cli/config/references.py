@@ -46,11 +46,16 @@ from art_cli.config.schema import (
     VllmEngineConfig,
     no_litellm,
 )
+from art_cli.config.sections.cluster import RayClusterConfig
 from art_cli.config.sections.scenarios import is_dataset
 from art_cli.environments import find_library, not_installed
 from art_cli.errors import ConfigError, EngineError, Problem, UsageError
+from art_cli.store_address import missing_client
 
-ALL = ("runs", "model", "rollout", "gateway", "engine", "judge", "algorithm", "sft", "eval", "trackers")
+ALL = (
+    *("runs", "store", "model", "rollout", "gateway", "engine", "judge", "shadow", "algorithm", "sft", "eval"),
+    "trackers",
+)
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 HOST = re.compile(r"(?=.{0,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 LOOKUP_TIMEOUT_S = 3.0  # longest wait for a host name to be looked up
@@ -93,6 +98,11 @@ def _runs(loaded: LoadedConfig) -> Iterator[Wrong]:
         yield Wrong("runs", f"{show(there)}: no permission to write there")
 
 
+def _store(loaded: LoadedConfig) -> Iterator[Wrong]:
+    if loaded.config.store is not None and (problem := missing_client(loaded.config.store)):
+        yield Wrong("store", problem)
+
+
 def _model(loaded: LoadedConfig) -> Iterator[Wrong]:
     model = loaded.config.model
     yield from _base("model.base", model.base, loaded.directory)
@@ -108,9 +118,12 @@ def _rollout(loaded: LoadedConfig) -> Iterator[Wrong]:
     rollout, directory = loaded.config.rollout, loaded.directory
     if rollout.python is not None:
         yield from _python("rollout.python", rollout.python)
+    is_ours = rollout.python is None and rollout.cluster is None
+    if rollout.cluster is not None:
+        yield from _cluster(rollout.cluster)
     if rollout.entry is not None:
-        yield from _entry("rollout.entry", rollout.entry, directory, is_ours=rollout.python is None)
-    if rollout.command is not None and not _is_program(rollout.command[0], directory):
+        yield from _entry("rollout.entry", rollout.entry, directory, is_ours=is_ours)
+    if rollout.command is not None and rollout.cluster is None and not _is_program(rollout.command[0], directory):
         yield Wrong("rollout.command", f"no program {rollout.command[0]!r}; install it, or mend the path")
     if rollout.environment is not None:
         yield from _environment(rollout)
@@ -126,10 +139,20 @@ def _environment(rollout: RolloutConfig) -> Iterator[Wrong]:
     except UsageError as error:
         yield Wrong("rollout.environment.name", str(error))
         return
-    if rollout.python is None and (problem := not_installed(library)):
+    is_ours = rollout.python is None and rollout.cluster is None
+    if is_ours and (problem := not_installed(library)):
         yield Wrong("rollout.environment.name", problem)
     if not library.makes_scenarios and rollout.scenarios is None:
         yield Wrong("rollout.scenarios", f"{rollout.environment.name} has no scenarios of its own; name a file of them")
+
+
+def _cluster(cluster: RayClusterConfig) -> Iterator[Wrong]:
+    """Whether the cluster answers is known when it is asked; here, that it can be asked."""
+    if cluster.python is not None:
+        yield from _python("rollout.cluster.python", cluster.python)
+    elif importlib.util.find_spec("ray") is None:
+        cure = "pip install 'art-cli[ray]', or name a Python that has it in rollout.cluster.python"
+        yield Wrong("rollout.cluster", f"it needs the package ray: {cure}")
 
 
 def _gateway(loaded: LoadedConfig) -> Iterator[Wrong]:
@@ -153,8 +176,8 @@ def _engine(loaded: LoadedConfig) -> Iterator[Wrong]:
     if isinstance(engine, VllmEngineConfig):
         if engine.python is not None and not _is_program(str(engine.python), loaded.directory):
             yield Wrong("engine.python", f"no program {show(engine.python)}; it names the Python that has vLLM")
-        if engine.url is not None:
-            yield from _url("engine.url", engine.url)
+        for url in engine.urls:
+            yield from _url("engine.url", url)
     elif isinstance(engine, OpenAIEngineConfig | AnthropicEngineConfig):
         yield from _url("engine.url", engine.url)
     elif isinstance(engine, OwnEngineConfig):
@@ -168,6 +191,11 @@ def _judge(loaded: LoadedConfig) -> Iterator[Wrong]:
             yield from _one_judge(f"judge.judges.{name}", each, loaded.directory)
     else:
         yield from _one_judge("judge", judge, loaded.directory)
+
+
+def _shadow(loaded: LoadedConfig) -> Iterator[Wrong]:
+    for name, each in loaded.config.shadow.items():
+        yield from _one_judge(f"shadow.{name}.judge", each.judge, loaded.directory)
 
 
 def _one_judge(key: str, judge: NamedJudgeConfig | NoJudgeConfig, directory: Path) -> Iterator[Wrong]:
@@ -235,11 +263,13 @@ def _trackers(loaded: LoadedConfig) -> Iterator[Wrong]:
 
 LOOKUPS = {
     "runs": _runs,
+    "store": _store,
     "model": _model,
     "rollout": _rollout,
     "gateway": _gateway,
     "engine": _engine,
     "judge": _judge,
+    "shadow": _shadow,
     "algorithm": _algorithm,
     "sft": _sft,
     "eval": _eval,

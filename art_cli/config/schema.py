@@ -20,6 +20,7 @@ from art_cli.config.sections.engine import (
     EngineSection,
     OpenAIEngineConfig,
     OwnEngineConfig,
+    TinkerEngineConfig,
     VllmEngineConfig,
 )
 from art_cli.config.sections.gateway import GatewayConfig, RedactConfig
@@ -42,6 +43,7 @@ from art_cli.config.sections.learner import (
     AutoLearnerConfig,
     BaseLearnerConfig,
     LearnerConfig,
+    TinkerLearnerConfig,
     TorchLearnerConfig,
     UnslothLearnerConfig,
 )
@@ -75,8 +77,21 @@ from art_cli.config.sections.rollout import (
     SamplingConfig,
 )
 from art_cli.config.sections.scenarios import ScenariosConfig
-from art_cli.config.sections.tracker import NoTrackerConfig, OwnTrackerConfig, TrackerConfig, WandbTrackerConfig
+from art_cli.config.sections.shadow import ShadowConfig, ShadowName
+from art_cli.config.sections.stop import StopRule
+from art_cli.config.sections.tracker import (
+    LangfuseTrackerConfig,
+    MlflowTrackerConfig,
+    NoTrackerConfig,
+    OtelTrackerConfig,
+    OwnTrackerConfig,
+    TensorBoardTrackerConfig,
+    TrackerConfig,
+    TrackioTrackerConfig,
+    WandbTrackerConfig,
+)
 from art_cli.config.sections.train import EvalConfig, SftConfig, TrainConfig
+from art_cli.store_address import Directory, StoreAddress, is_address, problem_of
 
 __all__ = [
     "AlgorithmConfig",
@@ -136,7 +151,11 @@ __all__ = [
     "SdpoConfig",
     "Section",
     "SftConfig",
+    "ShadowConfig",
+    "StopRule",
     "TeacherConfig",
+    "TinkerEngineConfig",
+    "TinkerLearnerConfig",
     "TorchLearnerConfig",
     "TrackerConfig",
     "TrainConfig",
@@ -144,8 +163,14 @@ __all__ = [
     "UnslothLearnerConfig",
     "VllmEngineConfig",
     "WandbTrackerConfig",
+    "LangfuseTrackerConfig",
+    "MlflowTrackerConfig",
+    "OtelTrackerConfig",
+    "TensorBoardTrackerConfig",
+    "TrackioTrackerConfig",
     "YEAR_S",
     "no_litellm",
+    "with_base_model",
 ]
 
 
@@ -153,8 +178,12 @@ class RunConfig(Section):
     name: RunName
     """The run's name; its directory is `runs/<name>`. If not given: the file's name, or its directory's
     for config.yaml."""
-    runs: Path = Path("runs")
-    """The directory of the run directories, relative to the config file."""
+    runs: Directory = Path("runs")
+    """The directory of the run directories, relative to the config file. An address, such as s3://bucket/prefix, is the
+    `store` then."""
+    store: StoreAddress | None = None
+    """Where runs are kept besides, as they go: s3://bucket/prefix, gs://... or az://... Another machine goes on from
+    there (docs/storage.md)."""
     model: ModelConfig
     rollout: RolloutConfig
     gateway: GatewayConfig = GatewayConfig()
@@ -168,9 +197,24 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     sft: SftConfig | None = None
     eval: EvalConfig | None = None
+    shadow: dict[ShadowName, ShadowConfig] = {}
+    """Judges by name whose scores are recorded beside the reward and never trained on:
+    {short: {judge: {entry: "judge.py:short"}, share: 0.5}} (docs/judges.md)."""
+    stop: list[StopRule] = []
+    """Rules that pause the run, or warn: [{metric: no_signal_share, above: 0.9, for_steps: 5}, {hours: 2}, {usd: 5}].
+    docs/stop.md has one for each thing that usually goes wrong."""
     tracker: TrackerConfig = NoTrackerConfig()
     trackers: list[TrackerConfig] = []
     """A list of trackers, besides `tracker`: [wandb, {name: wandb, project: mine}, {entry: "mine.py:MyTracker"}]."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kept_at(cls, data: Any) -> Any:
+        """`runs: s3://bucket/prefix` means that store, and the default directory."""
+        runs = data.get("runs") if isinstance(data, dict) and data.get("store") is None else None
+        if not isinstance(runs, str) or not is_address(runs) or problem_of(runs):
+            return data
+        return {key: value for key, value in data.items() if key != "runs"} | {"store": runs}
 
     @model_validator(mode="before")
     @classmethod
@@ -187,3 +231,11 @@ class RunConfig(Section):
     def learns_by(self) -> LossConfig | AlgorithmConfig:
         """The section that says how scored groups become a gradient."""
         return self.algorithm or self.loss
+
+
+def with_base_model(config: RunConfig) -> EngineConfig:
+    """The engine's section; that of a server names the base model by model.base where it has no name of its own."""
+    engine = config.engine
+    if not isinstance(engine, TinkerEngineConfig) or engine.base_model is not None:
+        return engine
+    return engine.model_copy(update={"base_model": config.model.base})

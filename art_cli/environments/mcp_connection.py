@@ -28,8 +28,11 @@ MAX_NAME = 128  # characters of a tool's name, as in the protocol
 MAX_PAGES = 50  # most pages of the server's list of tools
 
 
-class Place(NamedTuple):
-    """Where a server is. Example: Place("https://host/mcp", None, {"Authorization": "Bearer ..."}, "http", 60.0)"""
+class ServerAddress(NamedTuple):
+    """Where a server is.
+
+    Example: ServerAddress("https://host/mcp", None, {"Authorization": "Bearer ..."}, "http", 60.0)
+    """
 
     url: str
     command: StdioServerParameters | None  # None: it is the URL
@@ -38,7 +41,7 @@ class Place(NamedTuple):
     timeout_s: float  # longest wait for an answer, for a connection, and for its end
 
 
-def find_place(name: str, directory: str, args: Json) -> Place:
+def find_place(name: str, directory: str, args: Json) -> ServerAddress:
     """Where the settings say that the server is. Raises UsageError."""
     is_url = name.startswith(("http://", "https://"))
     for key in ("variables",) if is_url else ("headers", "transport"):
@@ -47,12 +50,12 @@ def find_place(name: str, directory: str, args: Json) -> Place:
             raise UsageError(f"rollout.environment.args.{key}: only {kind} takes it, and {name!r} is none")
     if not is_url:
         given = {each: _variable("variables", each) for each in args["variables"]}
-        return Place("", _command(name, directory, given), {}, "", args["timeout_s"])
+        return ServerAddress("", _command(name, directory, given), {}, "", args["timeout_s"])
     transport = args["transport"] or ("sse" if httpx2.URL(name).path.rstrip("/").endswith("/sse") else "http")
     if transport not in ("http", "sse"):
         raise UsageError(f"rollout.environment.args.transport: 'http' or 'sse', not {transport!r}")
     headers = {header: _variable("headers", each) for header, each in (args["headers"] or {}).items()}
-    return Place(name, None, headers, transport, args["timeout_s"])
+    return ServerAddress(name, None, headers, transport, args["timeout_s"])
 
 
 def _command(name: str, directory: str, variables: dict[str, str]) -> StdioServerParameters:
@@ -71,7 +74,7 @@ def _variable(key: str, name: Any) -> str:
 
 
 @asynccontextmanager
-async def connected(place: Place) -> AsyncIterator[Client]:
+async def connected(place: ServerAddress) -> AsyncIterator[Client]:
     """A client that is connected. Raises whatever the connection does, TimeoutError among it."""
     loop = asyncio.get_running_loop()
     client = Client(_transport(place), read_timeout_seconds=place.timeout_s, cache=None)
@@ -85,7 +88,7 @@ async def connected(place: Place) -> AsyncIterator[Client]:
                     deadline.reschedule(loop.time() + place.timeout_s)
 
 
-def _transport(place: Place) -> Any:
+def _transport(place: ServerAddress) -> Any:
     if place.command is not None:
         return stdio_client(place.command, errlog=_errors())
     if place.transport == "http":
@@ -103,7 +106,7 @@ def _errors() -> TextIO:
 
 
 @asynccontextmanager
-async def _streamable_http(place: Place) -> AsyncIterator[Any]:
+async def _streamable_http(place: ServerAddress) -> AsyncIterator[Any]:
     async with (
         _http_client(place) as http,
         streamable_http_client(place.url, http_client=http, max_sse_event_size=MAX_MESSAGE) as streams,
@@ -111,7 +114,7 @@ async def _streamable_http(place: Place) -> AsyncIterator[Any]:
         yield streams
 
 
-def _http_client(place: Place) -> httpx2.AsyncClient:
+def _http_client(place: ServerAddress) -> httpx2.AsyncClient:
     """The client of a URL. A stream may be silent while the policy thinks; a call has the session's deadline."""
     return httpx2.AsyncClient(
         headers={**place.headers, "Accept-Encoding": "identity"},

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from art_cli.environments import EnvironmentFault, Settings, refused
-from art_cli.errors import describe
+from art_cli.errors import describe, first_error
 
 if TYPE_CHECKING:
     from art_cli.outcome import Outcome
@@ -24,7 +24,7 @@ def ask_once(settings: Settings, question: Coroutine[Any, Any, Answer]) -> Answe
         with ThreadPoolExecutor(1) as thread:  # an event loop runs in this one
             return thread.submit(asyncio.run, question).result()
     except Exception as error:  # the boundary to the server and its package
-        raise refused(settings, _cause(error)) from error
+        raise refused(settings, first_error(error)) from error
 
 
 async def play_connected(
@@ -46,16 +46,9 @@ async def play_connected(
                 failure = error
     except Exception as error:  # the boundary to the server
         if failure is None and outcome is None:
-            raise EnvironmentFault(f"{name}: {describe(_cause(error))}") from error
-        log.debug("%s: closing the connection: %s", name, describe(_cause(error)))
+            raise EnvironmentFault(f"{name}: {describe(first_error(error))}") from error
+        log.debug("%s: closing the connection: %s", name, describe(first_error(error)))
     if failure is not None:
         raise failure
     assert outcome is not None, "the conversation ended"
     return outcome
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The first error in a group of errors."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -40,8 +40,8 @@ The tools:
 """
 
 
-class Place(NamedTuple):
-    """What a task to come is about. Example: Place("search", 3)"""
+class TaskPlan(NamedTuple):
+    """What a task to come is about. Example: TaskPlan("search", 3)"""
 
     tool: str
     difficulty: int
@@ -75,11 +75,11 @@ class Tasks:
         self.keep(task)
         return True
 
-    def places(self, count: int) -> list[Place]:
+    def places(self, count: int) -> list[TaskPlan]:
         """Where the next tasks go: over all tools, and within a tool over all difficulties."""
         by_tool = Counter(tool for task in self.found for tool in task.get("tools", []) if isinstance(tool, str))
         by_place = Counter(
-            Place(tool, task["difficulty"])
+            TaskPlan(tool, task["difficulty"])
             for task in self.found
             for tool in task.get("tools", [])
             if isinstance(tool, str) and isinstance(task.get("difficulty"), int)
@@ -87,13 +87,13 @@ class Tasks:
         places = []
         for _ in range(count):
             tool = min(self.tools, key=lambda name: by_tool[name])
-            place = min((Place(tool, difficulty) for difficulty in DIFFICULTIES), key=lambda each: by_place[each])
+            place = min((TaskPlan(tool, difficulty) for difficulty in DIFFICULTIES), key=lambda each: by_place[each])
             by_tool[tool] += 1
             by_place[place] += 1
             places.append(place)
         return places
 
-    def near(self, places: Sequence[Place]) -> list[str]:
+    def near(self, places: Sequence[TaskPlan]) -> list[str]:
         """Tasks that the model is not to repeat: the newest ones of the same tools first."""
         wanted = {place.tool for place in places}
         newest = sorted(reversed(self.found), key=lambda task: wanted.isdisjoint(_names(task)))
@@ -104,7 +104,7 @@ def _names(task: Json) -> set[str]:
     return {name for name in task.get("tools", []) if isinstance(name, str)}
 
 
-def questions(tools: Sequence[Json], places: Sequence[Place], there_are: Sequence[str]) -> list[Json]:
+def questions(tools: Sequence[Json], places: Sequence[TaskPlan], there_are: Sequence[str]) -> list[Json]:
     """The messages that ask for one task for each place. `tools` as OpenAI's functions."""
     shown = _show(tools, {place.tool for place in places})
     wanted = "\n".join(f"- difficulty {place.difficulty}, with the tool {place.tool}" for place in places)
@@ -139,14 +139,14 @@ def schema(tools: Sequence[str]) -> Json:
     return {"type": "object", "properties": properties, "required": ["tasks"], "additionalProperties": False}
 
 
-class Answer(NamedTuple):
+class TaskAnswer(NamedTuple):
     """What an answer holds: usable tasks, and why others are not."""
 
     tasks: list[Json]
     problems: list[str]
 
 
-def read_answer(text: str, tools: Sequence[str]) -> Answer:
+def read_answer(text: str, tools: Sequence[str]) -> TaskAnswer:
     """The tasks of an answer, which may stand in a code fence or in prose. Raises AnswerError: there is no list."""
     tasks = _document(text).get("tasks")
     if not isinstance(tasks, list):
@@ -161,7 +161,7 @@ def read_answer(text: str, tools: Sequence[str]) -> Answer:
         words = " ".join(task["task"].split()) if "\n" not in task["task"].strip() else task["task"].strip()
         called = list(dict.fromkeys(task["tools"]))
         usable.append({"id": task_id(words), "task": words, "tools": called, "difficulty": task["difficulty"]})
-    return Answer(usable, problems)
+    return TaskAnswer(usable, problems)
 
 
 def _document(text: str) -> Json:
@@ -199,7 +199,7 @@ def _problem(task: Any, known: set[str]) -> str:
 
 def complaint(text: str, problem: str) -> list[Json]:
     """The unusable answer and what is wrong with it, as the next two messages."""
-    request = f"This answer cannot be used: {problem}. Answer again with one JSON object and nothing else."
+    request = f"This answer cannot be used: {problem}. TaskAnswer again with one JSON object and nothing else."
     return [{"role": "assistant", "content": text[:20_000] or "(nothing)"}, {"role": "user", "content": request}]
 
 

@@ -16,7 +16,14 @@ import yaml
 
 from art_cli import model
 from art_cli.config.knobs import variants
-from art_cli.config.schema import AutoEngineConfig, EngineConfig, EngineSection, OwnEngineConfig, RunConfig
+from art_cli.config.schema import (
+    AutoEngineConfig,
+    EngineConfig,
+    EngineSection,
+    OwnEngineConfig,
+    RunConfig,
+    TinkerEngineConfig,
+)
 from art_cli.engines import Engine, make_engine
 from art_cli.errors import UsageError
 from art_cli.policy_spec import PolicySpec, read_spec
@@ -25,11 +32,13 @@ from art_cli.threads import call_in_thread
 
 log = logging.getLogger(__name__)
 
-# Engines that load a checkpoint, by name; a user's own has no name to give on the command line.
+# A user's own engine has no name to give on the command line; weights on another machine are downloaded to be served.
+NOT_SERVED = (AutoEngineConfig, OwnEngineConfig, TinkerEngineConfig)
+# Engines that load a checkpoint, by name.
 ENGINES: dict[str, type[EngineSection]] = {
     kind: section
     for kind, section in variants(RunConfig, "engine").items()
-    if issubclass(section, EngineSection) and section.can_train and section not in (AutoEngineConfig, OwnEngineConfig)
+    if issubclass(section, EngineSection) and section.can_train and section not in NOT_SERVED
 }
 NEVER_TAKEN = ("url", "api_key_env")  # settings of a run that would send prompts and a key to another server
 PROGRAMS = ("python", "args", "env")  # settings of a run's vLLM that decide which code runs

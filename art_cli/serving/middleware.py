@@ -16,11 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from art_cli.chat.app import error_response, wrong_key
 from art_cli.chat.errors import ChatError
+from art_cli.chat.keys import Keys
+from art_cli.chat.pages import check_sender
 from art_cli.chat.wires import WIRES
 from art_cli.serving.admission import Admission
-from art_cli.serving.keys import Keys
 from art_cli.serving.meter import Meter
-from art_cli.serving.pages import check_sender
 
 log = logging.getLogger(__name__)
 

@@ -21,13 +21,13 @@ from starlette.routing import Route
 from art_cli.chat.app import BODY_TIMEOUT_S, BodyLimit, build_app, error_response
 from art_cli.chat.connection import Timeouts
 from art_cli.chat.errors import ChatError
+from art_cli.chat.keys import Keys
 from art_cli.chat.server import serve
 from art_cli.chat.wires import WIRES
 from art_cli.checkpoints import Which
 from art_cli.serving.admission import Admission
 from art_cli.serving.dispatch import Dispatch
 from art_cli.serving.follow import follow
-from art_cli.serving.keys import Keys
 from art_cli.serving.meter import CONTENT_TYPE, Meter
 from art_cli.serving.middleware import Middleware
 from art_cli.serving.policies import Policies, ServedPolicy

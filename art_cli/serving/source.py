@@ -9,12 +9,15 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from art_cli import checkpoints
 from art_cli.chat.requests import Sampling
 from art_cli.checkpoints import Found, Which
 from art_cli.config.schema import ModelConfig
 from art_cli.errors import UsageError
 from art_cli.manifest import Manifest
+from art_cli.remote.checkpoint import fetched
 from art_cli.run_dir import RunDir
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -114,6 +117,7 @@ def of_checkpoint(
     found: Found, *, name: str | None = None, base: str | None = None, dtype: str | None = None
 ) -> Source:
     """The source in a checkpoint, an adapter or a model's directory."""
+    found = _downloaded(found)
     config = checkpoints.run_config(found.run)
     model, sampling = config.get("model", {}), config.get("rollout", {}).get("sampling", {})
     if found.is_adapter:
@@ -135,6 +139,15 @@ def of_checkpoint(
         quantize=model.get("quantize"),
         named=named,
     )
+
+
+def _downloaded(found: Found) -> Found:
+    """The checkpoint; one whose weights are on a server is downloaded, as an adapter of the same base."""
+    path = fetched(found.path)
+    if path == found.path or found.manifest is None:
+        return found
+    manifest = msgspec.structs.replace(found.manifest, base=checkpoints.base_of(found))
+    return found._replace(path=path, manifest=manifest, is_adapter=True)
 
 
 def _name(found: Found) -> str:

@@ -406,6 +406,8 @@ async def test_who_waits_too_long_for_a_crew_is_told() -> None:
 
 
 @pytest.mark.timeout(1800)
+# A call that is broken off may be inside Hypothesis' own gc callback just then.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <function gc_cumulative_time")
 async def test_mutated_requests_are_answered_or_refused_and_never_hold_the_loop() -> None:
     """Through the real parser, template and tokenizer: a prompt, or a ChatError below 500; nothing else comes out."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "x"]}'}}

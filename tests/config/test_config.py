@@ -486,7 +486,11 @@ def test_an_application_of_hydras_around_it_is_left_as_it_was() -> None:
     assert not GlobalHydra.instance().is_initialized()
 
 
-GOES_WITH = {("judge", "none"): "set loss=distill", ("loss", "sdpo"): "choose judge=ruler"}  # the errors of these alone
+GOES_WITH = {  # the errors of these alone
+    ("judge", "none"): "set loss=distill",
+    ("loss", "sdpo"): "choose judge=ruler",
+    ("learner", "tinker"): "set engine=tinker",
+}
 
 
 def test_every_variant_can_be_chosen_on_the_command_line_and_in_a_defaults_list(here: Path) -> None:

@@ -23,7 +23,7 @@ def test_the_reference_is_made_from_the_schema() -> None:
 
 def test_the_reference_has_every_key_with_its_meaning() -> None:
     page = (ROOT / "docs/config.md").read_text()
-    inside_lists = ("judge.panel.", "judge.judges.", "trackers.")
+    inside_lists = ("judge.panel.", "judge.judges.", "trackers.", "shadow.")
     for key in all_keys(RunConfig):
         if not key.startswith(inside_lists) and key.rpartition(".")[2] != "name":
             assert f"\n| `{key}` |" in page or f"\n## {key}\n" in page, key

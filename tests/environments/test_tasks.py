@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art_cli.environments.tasks import AnswerError, Place, Tasks, is_same, questions, read_answer, words_of
+from art_cli.environments.tasks import AnswerError, TaskPlan, Tasks, is_same, questions, read_answer, words_of
 
 TOOLS = ["add", "count"]
 GOOD = {"task": "Add 1 and 2.", "tools": ["add"], "difficulty": 1}
@@ -66,17 +66,17 @@ def test_sameness_is_the_share_of_the_words_in_common(one: frozenset[Any], other
 
 def test_places_are_spread_over_tools_and_difficulties_that_have_few_tasks() -> None:
     """Ten places over two tools are five each, one of each difficulty; what is there already is counted."""
-    assert Counter(Tasks(TOOLS).places(10)) == {Place(tool, level): 1 for tool in TOOLS for level in range(1, 6)}
+    assert Counter(Tasks(TOOLS).places(10)) == {TaskPlan(tool, level): 1 for tool in TOOLS for level in range(1, 6)}
     tasks = Tasks(TOOLS)
     for number in range(3):
         tasks.keep({"id": str(number), "task": f"t{number}", "tools": ["add"], "difficulty": 1})
     assert [place.tool for place in tasks.places(3)] == ["count"] * 3
-    assert Place("add", 1) not in tasks.places(10)
+    assert TaskPlan("add", 1) not in tasks.places(10)
 
 
 def test_of_too_many_tools_a_call_shows_those_that_it_is_about() -> None:
     """500 tools of a thousand characters each would be more than a prompt takes. What is there already is cut too."""
     tools = [{"function": {"name": f"tool{number}", "description": "x" * 1000}} for number in range(500)]
-    asked = questions(tools, [Place("tool7", 1)], Tasks(["tool7"], found=[{"task": "y" * 4000}]).near([]))
+    asked = questions(tools, [TaskPlan("tool7", 1)], Tasks(["tool7"], found=[{"task": "y" * 4000}]).near([]))
     assert '"tool7"' in asked[0]["content"] and '"tool8"' not in asked[0]["content"] and "tool8" in asked[0]["content"]
     assert sum(len(each["content"]) for each in asked) < 12_000

@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from art_cli import cli
+from art_cli.chat.keys import Keys, check_exposure, read_keys
 from art_cli.errors import UsageError
 from art_cli.run_dir import RunDir
-from art_cli.serving.keys import Keys, check_exposure, read_keys
 from art_cli.serving.policies import Policies
 from art_cli.serving.service import Limits, Service
 from tests.support.served import ScriptedLoader

@@ -17,10 +17,10 @@ import httpx
 import openai
 import pytest
 
+from art_cli.chat.keys import Keys, read_keys
 from art_cli.commands import serve as serve_command
 from art_cli.errors import EngineError
 from art_cli.run_dir import RunDir
-from art_cli.serving.keys import Keys, read_keys
 from art_cli.serving.policies import Policies, ServedPolicy
 from art_cli.serving.service import Limits, Service
 from art_cli.serving.source import Source

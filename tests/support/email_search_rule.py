@@ -40,3 +40,21 @@ def _answer(conversation: Conversation) -> str:
         return ""
     words = re.sub(r"[\W_]", " ", str(json.loads(answer[1])["text"])).lower().split()
     return " ".join(word for word in words if word not in ASIDE)
+
+
+def words(attempts: list[list[Conversation]]) -> list[str]:
+    """What a judge would say of each attempt."""
+    conversations = [attempt[-1] for attempt in attempts]
+    facts = {fact for conversation in conversations for fact in _facts(conversation)}
+    return [_words(conversation, facts) for conversation in conversations]
+
+
+def _words(conversation: Conversation, facts: set[str]) -> str:
+    answer, has_read = _answer(conversation), bool(_facts(conversation))
+    if not answer:
+        return "It ends without an answer."
+    if answer in facts:
+        how = "the right e-mail was read and says so" if has_read else "a guess, for the right e-mail was not read"
+        return f"Right: {answer}; {how}."
+    why = "the right e-mail was read, but does not say so" if has_read else "another e-mail was read"
+    return f"Wrong: {answer}; {why}."

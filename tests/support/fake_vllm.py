@@ -6,9 +6,9 @@
 
 The distribution of a token depends on the adapter's bytes and the token before it (`logprobs`). What the last message
 says makes it behave: "slow" waits until there is a file `release` beside FAKE_VLLM_CALLS, "die" ends the process,
-"hang" never answers, "core" is answered as when vLLM's engine core died, "long" as when it is too long, "refuse" as
-what is no request. FAKE_VLLM is a manner from the start. Each call is a line of the file FAKE_VLLM_CALLS; its first
-line says how the process was started.
+"hang" never answers, "half" streams a token and then ends it, "core" is answered as when vLLM's engine core died,
+"long" as when it is too long, "refuse" as what is no request. FAKE_VLLM is a manner from the start. Each call is a line
+of the file FAKE_VLLM_CALLS; its first line says how the process was started.
 """
 
 import argparse
@@ -115,7 +115,7 @@ class Fake:
         answer = self.answer(body, said)
         if not body.get("stream"):
             return JSONResponse(answer)
-        return StreamingResponse(self.events(answer), media_type="text/event-stream")
+        return StreamingResponse(self.events(answer, said), media_type="text/event-stream")
 
     async def behave(self, said: str) -> None:
         if said == "die":
@@ -162,11 +162,17 @@ class Fake:
             choice["prompt_logprobs"] = [None, *given]
         return {"id": "x", "created": 1, "model": body["model"], "choices": [choice], "prompt_token_ids": prompt}
 
-    async def events(self, answer: Json) -> Any:
+    async def events(self, answer: Json, said: str) -> Any:
         """The whole answer as one chunk, then the end."""
         choice = answer["choices"][0]
         if "message" in choice:
             choice["delta"] = choice.pop("message")
+        if said == "half":
+            choice |= {"finish_reason": None, "token_ids": choice["token_ids"][:1]}
+            choice["logprobs"]["content"] = choice["logprobs"]["content"][:1]
+            yield f"data: {json.dumps(answer)}\n\n"
+            await asyncio.sleep(0.2)  # until it is sent
+            os._exit(9)
         yield f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n"
 
 

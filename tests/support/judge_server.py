@@ -120,6 +120,7 @@ def read_record(content: str) -> Record:
 Attempt = list[list[tuple[str, str]]]  # conversations of (role, text), the main one last
 Rule = Callable[[Attempt], float]  # -> [0, 1]
 GroupRule = Callable[[list[Attempt]], list[float]]  # the attempts of one question, which may be compared
+Words = Callable[[list[Attempt]], list[str]]  # what is said of each attempt at one question
 
 
 def stated_quality(conversations: Attempt) -> float:
@@ -148,6 +149,7 @@ class Conduct:
     seed: int = 0
     takes_schema: bool = True
     says: str = ""  # the explanation of every entry; "": the place it was shown at
+    words: Words | None = None  # the explanations, in place of `says`
     key: str | None = None  # the key it wants; a wrong one is answered with 401 that quotes it
     log: Path | None = None  # a line per answered call: digest of its prompt
     headers: dict[str, str] = field(default_factory=dict)  # besides, of every answer
@@ -215,9 +217,12 @@ def judge_record(record: Record, conduct: Conduct, rng: random.Random) -> list[E
         scores.append(score + lean + rng.gauss(0, conduct.noise))
     if conduct.relative and max(scores) > min(scores):
         scores = [(score - min(scores)) / (max(scores) - min(scores)) for score in scores]
+    said = (
+        conduct.words(attempts) if conduct.words else [conduct.says or f"place {place}" for place in range(len(names))]
+    )
     return [
-        {"id": name, "explanation": conduct.says or f"place {place}", "score": round(min(1.0, max(0.0, score)), 6)}
-        for place, (name, score) in enumerate(zip(names, scores, strict=True))
+        {"id": name, "explanation": explanation, "score": round(min(1.0, max(0.0, score)), 6)}
+        for name, explanation, score in zip(names, said, scores, strict=True)
     ]
 
 
@@ -392,6 +397,7 @@ async def _main(arguments: argparse.Namespace) -> None:
     conduct = Conduct(
         rule=load_rule(arguments.rule) if arguments.rule else stated_quality,
         group_rule=load_rule(arguments.group_rule) if arguments.group_rule else None,
+        words=load_rule(arguments.words) if arguments.words else None,
         bias=arguments.bias,
         noise=arguments.noise,
         delay_s=arguments.delay_ms / 1000,
@@ -414,5 +420,6 @@ if __name__ == "__main__":
     parser.add_argument("--misbehaviour", default="")
     parser.add_argument("--rule", default="")
     parser.add_argument("--group-rule", default="")
+    parser.add_argument("--words", default="")
     parser.add_argument("--log", type=Path, default=None)
     asyncio.run(_main(parser.parse_args()))

@@ -1,4 +1,4 @@
-"""The official npm clients for tests, installed once beside its programs in tests/clients."""
+"""npm packages that tests need, each set installed once: the official clients, and what builds the page of art view."""
 
 import fcntl
 import json
@@ -8,25 +8,37 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paths import CLIENTS
+from tests.support.paths import CLIENTS, ROOT
+
+PAGE = ROOT / "art_cli/views/app_src"
 
 
 def clients() -> Path:
     """The directory of the programs, their packages installed. Skips the test where there is no node."""
+    return _with_packages(CLIENTS)
+
+
+def page_sources() -> Path:
+    """The directory of the page's sources, what builds and tests it installed. Skips where there is no node."""
+    return _with_packages(PAGE)
+
+
+def _with_packages(directory: Path) -> Path:
     if shutil.which("node") is None:
         pytest.skip("no node on this machine")
-    with (CLIENTS / "package.json").open() as file:
+    with (directory / "package.json").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # test processes side by side install once
-        wanted: dict[str, str] = json.load(file)["dependencies"]
-        if wanted != {name: _installed(name) for name in wanted}:
+        described: dict[str, dict[str, str]] = json.load(file)
+        wanted = described["dependencies"] | described.get("devDependencies", {})
+        if wanted != {name: _installed(directory, name) for name in wanted}:
             command = ["npm", "ci", "--no-audit", "--no-fund"]
-            subprocess.run(command, cwd=CLIENTS, check=True, capture_output=True, timeout=240)
-    return CLIENTS
+            subprocess.run(command, cwd=directory, check=True, capture_output=True, timeout=240)
+    return directory
 
 
-def _installed(name: str) -> str | None:
+def _installed(directory: Path, name: str) -> str | None:
     """The version of a package that is there."""
-    description = CLIENTS / "node_modules" / name / "package.json"
+    description = directory / "node_modules" / name / "package.json"
     if not description.exists():
         return None
     version: str = json.loads(description.read_text())["version"]

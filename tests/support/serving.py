@@ -18,12 +18,12 @@ import torch
 import transformers
 from prometheus_client.parser import text_string_to_metric_families
 
+from art_cli.chat.keys import Keys
 from art_cli.chat.replies import Chunk, Reply
 from art_cli.chat.requests import Request
 from art_cli.checkpoints import Which
 from art_cli.config.schema import EmbeddedEngineConfig
 from art_cli.run_dir import RunDir
-from art_cli.serving.keys import Keys
 from art_cli.serving.loader import Loader
 from art_cli.serving.policies import Policies, ServedPolicy
 from art_cli.serving.service import Limits, Service

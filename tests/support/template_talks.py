@@ -97,9 +97,9 @@ async def talk(name: str, arguments: str) -> list[Branch]:
     if family.call_end:
         ends = [family.call_end if is_call else family.end for is_call in CALLS]
         whole = [text + end for text, end in zip(texts, ends, strict=True)]
-        backend = HarmonyBackend(scripted(*whole), template=_source(family), end="")
+        backend = HarmonyBackend(scripted(*whole), template=template_of(family), end="")
     else:
-        backend = TemplateBackend(scripted(*texts), template=_source(family), end=family.end)
+        backend = TemplateBackend(scripted(*texts), template=template_of(family), end=family.end)
     gateway = Gateway(Engine(backend), defaults=Sampling(), seed=0, max_turns=9)
     key = gateway.open(name)
     messages: list[Any] = [{"role": "user", "content": "What is 2 plus 3?"}]
@@ -111,7 +111,7 @@ async def talk(name: str, arguments: str) -> list[Branch]:
     return [found for index in range(1, len(turns)) if (found := _branch(backend, turns, index)) is not None]
 
 
-def _source(family: Family) -> str:
+def template_of(family: Family) -> str:
     """The template's text. Those of TRL need TRL."""
     own = OWN / f"{family.template}.jinja"
     if own.exists():

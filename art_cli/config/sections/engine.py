@@ -111,8 +111,12 @@ class VllmEngineConfig(EngineSection):
     0: they stay on the GPU. auto: 1 where engine and learner share a GPU, else 0."""
     start_timeout_s: Seconds = 600.0
     """The longest time from the start of the process to its first answer."""
-    url: str | None = None
-    """A vLLM server that runs already and sees the run's files: http://127.0.0.1:8000. null: art starts one."""
+    replicas: PositiveInt = 1
+    """The number of servers that art starts. Each has GPUs of its own, as many as its arguments say. The attempts of a
+    group stay with one server, and the calls of a server that ends move to the others."""
+    url: str | list[str] | None = None
+    """A vLLM server that runs already and sees the run's files: http://127.0.0.1:8000. A list is several servers, used
+    like replicas. null: art starts them."""
     api_key_env: str = "VLLM_API_KEY"
     """The environment variable that holds the key of the server at `url`."""
     timeout_s: Seconds = 600.0
@@ -139,12 +143,41 @@ class VllmEngineConfig(EngineSection):
 
     @model_validator(mode="after")
     def _own_or_running(self) -> Self:
-        of_own = {"python", "args", "env", "sleep", "start_timeout_s"} & self.model_fields_set
+        of_own = {"python", "args", "env", "sleep", "start_timeout_s", "replicas"} & self.model_fields_set
         if self.url is not None and of_own:
             raise ValueError(f"with 'url' the server is somebody else's: remove {', '.join(sorted(of_own))}")
         if self.url is None and "api_key_env" in self.model_fields_set:
             raise ValueError("'api_key_env' is the key of a server at 'url'; a server of our own gets a random one")
+        plain = [url.rstrip("/").removesuffix("/v1") for url in self.urls]
+        if self.url == [] or len(set(plain)) < len(plain):
+            raise ValueError("'url' names each server once, and at least one")
         return self
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers that run already; empty where art starts them."""
+        return [self.url] if isinstance(self.url, str) else self.url or []
+
+    @property
+    def num_servers(self) -> int:
+        return len(self.urls) or self.replicas
+
+
+class TinkerEngineConfig(EngineSection):
+    """A server of the Tinker protocol on another machine, such as `art backend`. `learner: tinker` trains on it."""
+
+    swaps_adapters = True
+    enforces_formats = False
+
+    name: Literal["tinker"]
+    url: str = Field(pattern=r"^https?://[^\s/@]+(/[^\s@]*)?$", max_length=2000)
+    """The server's root: http://gpu:8100."""
+    api_key_env: str = "TINKER_API_KEY"
+    """The environment variable that holds the key. The key itself never stands in a file."""
+    base_model: str | None = None
+    """The base model's name at the server. null: that of model.base."""
+    timeout_s: Seconds = 3600.0
+    """The longest time for one request, also for one that waits until the server has room."""
 
 
 class OwnEngineConfig(EngineSection):
@@ -163,6 +196,7 @@ EngineConfig = Annotated[
     | OpenAIEngineConfig
     | AnthropicEngineConfig
     | VllmEngineConfig
+    | TinkerEngineConfig
     | OwnEngineConfig,
     Field(discriminator="name"),
 ]

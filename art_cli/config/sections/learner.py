@@ -1,6 +1,6 @@
 """The `learner` section: what computes updates of the policy, one class for each learner."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -46,4 +46,15 @@ class UnslothLearnerConfig(BaseLearnerConfig):
     name: Literal["unsloth"]
 
 
-LearnerConfig = Annotated[AutoLearnerConfig | TorchLearnerConfig | UnslothLearnerConfig, Field(discriminator="name")]
+class TinkerLearnerConfig(Section):
+    """Trains the policy on the server of `engine: tinker`, where its weights are."""
+
+    device: ClassVar[str] = "auto"  # where a policy is loaded all the same, as `art export` does
+    processes: ClassVar[int] = 1
+
+    name: Literal["tinker"]
+
+
+LearnerConfig = Annotated[
+    AutoLearnerConfig | TorchLearnerConfig | UnslothLearnerConfig | TinkerLearnerConfig, Field(discriminator="name")
+]

@@ -79,6 +79,9 @@ def _check_bounds(section: AnySection, low: float, high: float) -> AnySection:
     return section
 
 
+MeanOver = Literal["trained", "all"]
+
+
 class BaseLossConfig(Section):
     compares_attempts: ClassVar[bool] = True  # whether an attempt's worth is relative to the others of its group
 
@@ -92,7 +95,7 @@ class BaseLossConfig(Section):
     """ECHO (Shrivastava et al. 2026, arXiv:2605.24517): weight of the cross entropy of what the environment answered
     to a reply (tool outputs, further user messages), over these tokens' own count. Attempts of groups without signal
     are learned from too. 0: off."""
-    mean_over: Literal["trained", "all"] = "all"
+    mean_over: MeanOver = "all"
     """What the loss is a mean over. `all`: every finished trajectory of the step, so that steps shrink with the signal
     instead of getting noisier. `trained`: the trajectories of groups with signal, so that a step of few such groups is
     as large as one of many."""

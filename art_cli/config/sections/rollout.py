@@ -17,6 +17,7 @@ from art_cli.config.sections.base import (
     Seconds,
     Section,
 )
+from art_cli.config.sections.cluster import RayClusterConfig
 from art_cli.config.sections.scenarios import Scenarios
 
 MAX_REFILL = 100.0  # further groups per group of the plan
@@ -93,7 +94,11 @@ class RolloutConfig(Section):
     """The number of rollouts that are played at once."""
     processes: Annotated[Count, Field(le=MAX_PROCESSES)] = 1
     """The number of child processes that run the function; more help a function that computes much. 0: it runs in
-    art's own process, for a debugger."""
+    art's own process, for a debugger. With `cluster` they are spread over its nodes, each on processors of its own; if
+    not set, as many as are free when the run begins."""
+    cluster: RayClusterConfig | None = None
+    """Plays the rollouts on the nodes of a cluster (docs/cluster.md). A name alone stands for {name: ...}. null: on
+    this machine."""
     timeout_s: Seconds = 600.0
     """The longest time for one rollout, its retries included."""
     max_turns: PositiveInt = 50
@@ -127,7 +132,7 @@ class RolloutConfig(Section):
             return 0
         return min(math.ceil(round(self.replay.share * self.groups_per_step, 6)), self.groups_per_step - 1)
 
-    @field_validator("environment", mode="before")
+    @field_validator("environment", "cluster", mode="before")
     @classmethod
     def _by_its_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value

@@ -66,6 +66,9 @@ class TrainConfig(Section):
     """Whether the checkpoint with the highest evaluated `reward`, of equals the latest, is kept besides and is the one
     that `art serve RUN`, `art export RUN` and `art eval --checkpoint RUN` take. false: they take the newest. A run is
     always resumed from its newest."""
+    record_learned: bool = True
+    """Whether each step writes `learned.jsonl`: the advantages, the learner's logprobs and the share of the loss of
+    every trajectory that it trained on, which `art view` and `art replay` read. It changes no weight."""
     seed: Seed = 0
     """The seed of the adapter, the order of scenarios and the sampling."""
 

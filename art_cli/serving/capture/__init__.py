@@ -1,7 +1,7 @@
 """`art gateway`: the capturing gateway alone, for days, in front of an endpoint or a checkpoint.
 
     redaction.py      Redactor: replaces keys, and what the user's rules match, before anything is written
-    entries.py        Entry: one recorded call as a line of the journal, and back
+    entries.py        JournalEntry: one recorded call as a line of the journal, and back
     recorder.py       JournaledRecorder: a Recorder that writes each call to the journal before it takes it
     journal.py        Journal: the directory's files; journals become files of trajectories, and survive any kill
     trajectories.py   what a conversation's entries are as a trajectory, and which group it belongs to

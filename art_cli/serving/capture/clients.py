@@ -14,10 +14,10 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from art_cli.chat.app import CONVERSATION_HEADER
+from art_cli.chat.keys import Keys
 from art_cli.chat.wires import WIRES
 from art_cli.errors import UsageError
 from art_cli.secrets import MIN_LENGTH
-from art_cli.serving.keys import Keys
 
 ANYONE = "anyone"  # the client of every call where there are no keys
 SEPARATOR = ":"

@@ -33,7 +33,7 @@ from art_cli.config.schema import GatewayConfig
 from art_cli.rollouts.gateway import Gateway, RecordingBackend
 from art_cli.rollouts.recorder import Recorded, identity_of
 from art_cli.rollouts.retries import Attempted, Retries
-from art_cli.serving.capture.entries import Entry
+from art_cli.serving.capture.entries import JournalEntry
 from art_cli.serving.capture.journal import Journal, Outline
 from art_cli.serving.capture.recorder import About, JournaledRecorder
 from art_cli.serving.capture.redaction import Redactor
@@ -167,7 +167,7 @@ class Conversations:
             self._named[about.client, about.name] = conversation
         return conversation
 
-    def _restore(self, entries: Sequence[Entry]) -> None:
+    def _restore(self, entries: Sequence[JournalEntry]) -> None:
         first, last = entries[0], entries[-1]
         conversation = self._open(About(first.conversation, first.client, first.name, first.scenario))
         conversation.recorder.replay(entries, conversation.backend.remember)

@@ -14,10 +14,10 @@ from art_cli.rollouts.recorder import common_prefix
 from art_cli.trajectory import SCHEMA_VERSION
 
 
-class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
+class CapturedCall(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What a recorder takes of one answered call, redacted.
 
-    Example, the second call of a conversation: Call(kept=2, messages=[{"role": "user", "content": "and 3 + 3?"}], ...)
+    Example, a conversation's second call: CapturedCall(kept=2, messages=[{"role": "user", "content": "again?"}], ...)
     """
 
     kept: int = 0  # number of leading messages that are those of the conversation recorded last, its reply included
@@ -33,11 +33,11 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
     is_left: bool = False  # the client left before the end
 
 
-class Entry(msgspec.Struct, kw_only=True, omit_defaults=True):
+class JournalEntry(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One line: a call, or that the client gave one up.
 
-    Example: Entry(conversation="4f0c...", number=3, at=1764.2, abandons=2): the fourth entry says that the reply in
-    the third was never seen.
+    Example: JournalEntry(conversation="4f0c...", number=3, at=1764.2, abandons=2): the fourth entry says that the reply
+    in the third was never seen.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -47,12 +47,12 @@ class Entry(msgspec.Struct, kw_only=True, omit_defaults=True):
     client: str = ""  # "key 2"; the key itself is written nowhere
     name: str | None = None  # the client's own name for the conversation
     scenario: str = ""  # the id that attempts at the same task share
-    call: Call | None = None
+    call: CapturedCall | None = None
     abandons: int | None = None  # number of the entry whose call the client gave up and made again
 
 
 class Head(msgspec.Struct):
-    """The fields of an Entry that an outline of a journal needs; the others are skipped."""
+    """The fields of a JournalEntry that an outline of a journal needs; the others are skipped."""
 
     conversation: str
     number: int
@@ -63,14 +63,14 @@ class Head(msgspec.Struct):
 
 def call_of(
     request: Request, reply: Reply, *, last: list[Json], sequence: bytes, seen: list[Json], is_left: bool
-) -> Call:
+) -> CapturedCall:
     """The entry of a call. `last` are the messages recorded last, `sequence` the packed ids of the last turn, `seen`
     the tools of earlier calls."""
     prompt = array("I", reply.prompt_ids).tobytes()
     prompt_kept = common_prefix(prompt, sequence)
     kept = 0 if request.messages is None else _count_equal(request.messages, last)
     choices = [msgspec.structs.replace(choice, tokens=[], top_logprobs=None) for choice in reply.choices]
-    return Call(
+    return CapturedCall(
         kept=kept,
         messages=None if request.messages is None else request.messages[kept:],
         prompt=request.prompt,
@@ -90,7 +90,7 @@ def call_of(
     )
 
 
-def request_of(call: Call, *, last: list[Json]) -> Request:
+def request_of(call: CapturedCall, *, last: list[Json]) -> Request:
     """The request of a call, as far as a recorder reads it."""
     return Request(
         model="",
@@ -105,7 +105,7 @@ def request_of(call: Call, *, last: list[Json]) -> Request:
     )
 
 
-def reply_of(call: Call, *, sequence: bytes) -> Reply:
+def reply_of(call: CapturedCall, *, sequence: bytes) -> Reply:
     """The reply of a call. Raises msgspec.ValidationError: its sampling is none."""
     before = array("I", sequence)[: call.prompt_kept].tolist()
     return msgspec.structs.replace(

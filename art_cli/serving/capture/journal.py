@@ -34,7 +34,7 @@ from art_cli.chat.errors import ChatError
 from art_cli.durable import LineWriter, lock_directory, newer_schema, sync_directory, write_lines
 from art_cli.errors import DataError
 from art_cli.private import make_directory
-from art_cli.serving.capture.entries import Entry, Head
+from art_cli.serving.capture.entries import Head, JournalEntry
 from art_cli.serving.capture.trajectories import places, trajectory_of
 from art_cli.trajectory import SCHEMA_VERSION, Trajectory
 
@@ -47,11 +47,11 @@ MIN_FREE = 64 * 2**20  # free bytes on the disk below which no call is taken, be
 RETRY_S = "30"
 
 _HEAD = msgspec.json.Decoder(Head)
-_ENTRY = msgspec.json.Decoder(Entry)
+_ENTRY = msgspec.json.Decoder(JournalEntry)
 
 
-class Written(NamedTuple):
-    """One file of trajectories. Example: Written(Path("trajectories-20261122-195028.jsonl"), 120, num_exact=118)"""
+class WrittenFile(NamedTuple):
+    """One file of trajectories. Example: WrittenFile(Path("trajectories-20261122-195028.jsonl"), 120, num_exact=118)"""
 
     path: Path
     num: int
@@ -76,7 +76,7 @@ class Outline(NamedTuple):
     def last_at(self, conversation: str) -> float:
         return max(line.at for line in self.lines[conversation].values())
 
-    def read(self, conversation: str) -> list[Entry]:
+    def read(self, conversation: str) -> list[JournalEntry]:
         """The entries of a conversation in the order of their numbers, up to the first one that is missing.
 
         Raises DataError: a line is no entry.
@@ -129,7 +129,7 @@ class Journal:
         self._syncing: asyncio.Task[None] | None = None
         self._folding = threading.Lock()  # a rotation may still run in its thread when the gateway stops
         self._stack = ExitStack()
-        self.written: list[Written] = []  # the files of trajectories since it was opened
+        self.written: list[WrittenFile] = []  # the files of trajectories since it was opened
 
     def __enter__(self) -> Self:
         """Raises RunError: another process writes here; DataError: a file of it cannot be read."""
@@ -154,7 +154,7 @@ class Journal:
         if free < MIN_FREE:
             raise _unwritable(f"only {free >> 20} MB are free on its disk")
 
-    def append(self, entry: Entry) -> int:
+    def append(self, entry: JournalEntry) -> int:
         """The length of the line, which the system has when this returns. Raises ChatError 503: it does not take it."""
         line = msgspec.json.encode(entry)
         try:
@@ -257,7 +257,7 @@ class Journal:
                 yield trajectory
 
         write_lines(target, trajectories())
-        self.written.append(Written(target, len(found), num_exact))
+        self.written.append(WrittenFile(target, len(found), num_exact))
         log.info("%s: %d trajectories, %d of them exact", target, len(found), num_exact)
 
     def _begin(self) -> None:
@@ -284,8 +284,9 @@ class Journal:
             self._begin()
         for path in older:
             self._take_over(path)
-        lines = [line for each in self.outline().lines.values() for line in each.values()]
-        self._conversations = set(self.outline().lines)
+        outline = self.outline()
+        lines = [line for each in outline.lines.values() for line in each.values()]
+        self._conversations = set(outline.lines)
         self._first_at = min((line.at for line in lines), default=None)
         self._num_bytes = sum(line.length for line in lines)
 

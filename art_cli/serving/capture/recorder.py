@@ -11,12 +11,13 @@ from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import Choice, Reply
 from art_cli.chat.requests import Json, Request
 from art_cli.rollouts.recorder import Recorded, Recorder
-from art_cli.serving.capture.entries import Call, Entry, call_of, reply_of, request_of
+from art_cli.serving.capture.entries import CapturedCall, JournalEntry, call_of, reply_of, request_of
 from art_cli.serving.capture.redaction import Redactor
 
 log = logging.getLogger(__name__)
 
-Write = Callable[[Entry], int]  # writes one line and returns its length; raises ChatError 503: it cannot be written
+# Writes one line and returns its length. Raises ChatError 503: it cannot be written.
+Write = Callable[[JournalEntry], int]
 OBJECTS_PER_BYTE = 3  # bytes of memory that a byte of JSON takes as Python's objects, about
 
 
@@ -84,7 +85,9 @@ class JournaledRecorder(Recorder):
 
     # --- the journal --------------------------------------------------------------------------------------------------
 
-    def replay(self, entries: Iterable[Entry], on_call: Callable[[Request, Recorded], None] | None = None) -> None:
+    def replay(
+        self, entries: Iterable[JournalEntry], on_call: Callable[[Request, Recorded], None] | None = None
+    ) -> None:
         """Takes what the journal holds of this conversation, in the order of its numbers. Nothing is written."""
         for entry in entries:
             if entry.abandons is not None:
@@ -94,17 +97,17 @@ class JournaledRecorder(Recorder):
             elif entry.call is not None:
                 self._replay_call(entry.call, on_call)
 
-    def _replay_call(self, call: Call, on_call: Callable[[Request, Recorded], None] | None) -> None:
+    def _replay_call(self, call: CapturedCall, on_call: Callable[[Request, Recorded], None] | None) -> None:
         request, reply = request_of(call, last=self._last()), reply_of(call, sequence=self._sequence())
         self.num_cancelled += call.is_left
         recorded = self._take(request, reply, len(msgspec.json.encode(call)))
         if on_call is not None:
             on_call(request, recorded)
 
-    def _append(self, *, call: Call | None = None, abandons: int | None = None) -> int:
+    def _append(self, *, call: CapturedCall | None = None, abandons: int | None = None) -> int:
         id, client, name, scenario = self.about
         return self._write(
-            Entry(
+            JournalEntry(
                 conversation=id,
                 number=len(self._entries),
                 at=time.time(),

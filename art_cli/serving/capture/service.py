@@ -77,9 +77,7 @@ class GatewayService:
         gateway = Gateway(
             engine,
             defaults=Sampling(),
-            seed=secrets.randbits(
-                31
-            ),  # the seed of this process, so that a call after a restart is not sampled as one before
+            seed=secrets.randbits(31),  # another one after a restart, so that no call is sampled as one before it
             max_turns=NO_LIMIT,
             enforces_formats=enforces_formats,
         )

@@ -10,7 +10,7 @@ import msgspec
 from art_cli.chat.requests import Json, Request
 from art_cli.config.schema import RedactConfig
 from art_cli.secrets import Secrets
-from art_cli.serving.capture.entries import Entry
+from art_cli.serving.capture.entries import JournalEntry
 from art_cli.serving.capture.recorder import About, JournaledRecorder
 from art_cli.serving.capture.redaction import Redactor
 from art_cli.trajectory import Trajectory
@@ -18,8 +18,8 @@ from art_cli.trajectory import Trajectory
 NOTHING = Redactor(RedactConfig(), Secrets([]))  # entries are redacted already
 
 
-class Place(NamedTuple):
-    """A trajectory's place in its group. Example: Place("9a31...-20261122-195028-0", group_size=4, position=2)"""
+class GroupPlace(NamedTuple):
+    """A trajectory's place in its group. Example: GroupPlace("9a31...-20261122-195028-0", group_size=4, position=2)"""
 
     group_id: str
     group_size: int
@@ -40,7 +40,7 @@ def scenario_of(request: Request) -> str:
     return hashlib.sha256(msgspec.json.encode(beginning)).hexdigest()[:16]
 
 
-def places(scenarios: Mapping[str, str], *, group_size: int, file: str) -> dict[str, Place]:
+def places(scenarios: Mapping[str, str], *, group_size: int, file: str) -> dict[str, GroupPlace]:
     """Where each conversation stands, group after group. `scenarios`: conversation -> scenario; `file`: its stamp.
 
     The attempts at one scenario in one file are divided into groups as equal as possible, of at most `group_size`.
@@ -55,11 +55,11 @@ def places(scenarios: Mapping[str, str], *, group_size: int, file: str) -> dict[
         bounds = [len(members) * number // num_groups for number in range(num_groups + 1)]
         for number, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
             for position, conversation in enumerate(members[start:end]):
-                found[conversation] = Place(f"{scenario}-{file}-{number}", end - start, position)
+                found[conversation] = GroupPlace(f"{scenario}-{file}-{number}", end - start, position)
     return found
 
 
-def trajectory_of(entries: Sequence[Entry], place: Place) -> Trajectory:
+def trajectory_of(entries: Sequence[JournalEntry], place: GroupPlace) -> Trajectory:
     """The trajectory of a conversation's entries, of which there is at least one, in the order of their numbers."""
     first, last = entries[0], entries[-1]
     recorder = JournaledRecorder(About(first.conversation, first.client, first.name, first.scenario), NOTHING, _refuse)
@@ -83,5 +83,5 @@ def trajectory_of(entries: Sequence[Entry], place: Place) -> Trajectory:
     )
 
 
-def _refuse(entry: Entry) -> int:
+def _refuse(entry: JournalEntry) -> int:
     raise AssertionError("what is replayed is written already")

@@ -6,19 +6,22 @@ that a page cannot change. Programs (curl, the OpenAI clients) send none of thes
 """
 
 import re
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 
 from art_cli.chat.errors import ChatError
-from art_cli.serving.keys import is_loopback
+from art_cli.chat.keys import is_loopback
 
 HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(:\d{0,5})?")
 OWN_SITES = ("same-origin", "none")  # "none" means that the user typed the address
 CURE = "start the server with a key (ART_API_KEY) to reach it this way"
 
 
-def check_sender(method: str, headers: Headers) -> None:
+def check_sender(method: str, headers: Headers, kinds: Sequence[str] = ("application/json",)) -> None:
     """Raises ChatError: 421 for a foreign host name, 403 for another site's page, 415 for a POST that is no JSON.
+
+    `kinds` are the content types of a POST that are accepted. A page needs permission to send any of them.
 
     A request without a Host header is accepted, because browsers always send one and old health checks do not.
     """
@@ -31,7 +34,7 @@ def check_sender(method: str, headers: Headers) -> None:
     if any(site not in OWN_SITES for site in headers.getlist("sec-fetch-site")):
         raise ChatError(403, f"a web page of another site may not ask here; {CURE}", code="foreign_origin")
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if method == "POST" and kind != "application/json":
+    if method == "POST" and kind not in kinds:
         message = "a request is JSON and says so: send the header Content-Type: application/json"
         raise ChatError(415, message, code="unsupported_media_type")
 
