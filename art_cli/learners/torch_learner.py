@@ -117,6 +117,7 @@ class TorchLearner:
                 for update in updates:
                     statistics.add_counts(update.packs)
                 self._take_updates(updates, statistics, record, progress)
+                self.algorithm.after_step()
         statistics = StepStatistics.total(self.ranks.gather(statistics))
         if record is not None:
             self._learned = StepRecord.total(self.ranks.gather(record)).lines(groups)
@@ -213,6 +214,7 @@ class TorchLearner:
                 save_weights(self.weights, directory, tensors=tensors if self.ranks.size > 1 else None)
                 save_file(_rng_state(), directory / RNG_FILE)
             self.optimizer.save(directory)
+            self.algorithm.save(directory)
             if self.critic is not None:
                 self.critic.save(directory)
             if self.warm_up is not None:
@@ -231,6 +233,7 @@ class TorchLearner:
             else:
                 self.optimizer.reset()
                 log.info("%s: weights without optimizer state; the optimizer starts anew", directory)
+            self.algorithm.load(directory)
             if self.critic is not None:
                 self.critic.load(directory)
             if self.warm_up is not None:

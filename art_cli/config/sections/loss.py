@@ -326,6 +326,9 @@ class SdpoConfig(TaughtLossConfig):
     """SDPO (2026, arXiv:2601.20802): the policy that has read the judge's explanation teaches the one that has not."""
 
     name: Literal["sdpo"]
+    teacher_rate: Annotated[Float, Field(gt=0, le=1)] = 0.05
+    """The teacher is a moving average of the policy, as in the paper: after each step it moves by this share toward the
+    policy's weights. 1: the teacher is the policy itself."""
     feedback: str | None = None
     """The text added to the first user message, where {explanation}, {score}, {rank} and {attempts} are the judge's.
     null: the one on docs/teachers.md."""
