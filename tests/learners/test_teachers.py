@@ -1,6 +1,7 @@
 """Teachers: per-token advantages by hand, from a directory and over HTTP; the judge's words as a teacher."""
 
 import asyncio
+import gc
 import math
 import shutil
 from collections import defaultdict
@@ -15,16 +16,17 @@ import torch
 
 from art_cli.config.compose import load_config
 from art_cli.config.references import check_ready
-from art_cli.config.schema import DistillConfig, SdpoConfig, TeacherConfig
+from art_cli.config.schema import DistillConfig, LoraConfig, SdpoConfig, TeacherConfig
 from art_cli.errors import ConfigError, LearnerError, RunError, UsageError
-from art_cli.learners.algorithms.distillation import Sdpo
+from art_cli.learners.algorithms.distillation import Distill, Sdpo
 from art_cli.learners.algorithms.teaching import prefix_weights
 from art_cli.learners.teachers import server as server_module
 from art_cli.learners.teachers.feedback import Feedback
 from art_cli.loop.train import train
-from art_cli.model import Weights, save_merged
+from art_cli.model import Weights, save_merged, with_adapter
 from art_cli.run_dir import RunDir
 from art_cli.trajectory import Score, ScoredTrajectory, Turn
+from tests.support.backend_server import serving, tiny_base
 from tests.support.gradients import Caught, distance, learner, leaves, two_answers
 from tests.support.paths import LETTERS
 from tests.support.teacher_server import TeacherServer, teaching
@@ -402,6 +404,33 @@ def test_a_lesson_compares_the_average_with_words_to_the_policy_without() -> Non
         assert np.allclose(found[~np.isnan(found)], expected.detach().numpy(), rtol=0, atol=1e-5)
 
 
+# --- a server of the Tinker protocol ----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets that the SDK leaves open
+def test_a_server_of_the_tinker_protocol_teaches_as_a_directory_does(tmp_path: Path) -> None:
+    base = tiny_base(tmp_path / "base")
+    weights = with_adapter(base.weights, LoraConfig(rank=4), 0)
+    with torch.no_grad():
+        for name, parameter in weights.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    group = two_turns(weights)[:1]
+    save_merged(base.weights, tmp_path / "same", "float32")
+    near = learner(weights, distill(tmp_path / "same")).algorithm
+    with serving(base, tmp_path / "server") as address:
+        far = learner(weights, distill("tiny", base_url=address, protocol="tinker", concurrency=2)).algorithm
+        assert isinstance(near, Distill) and isinstance(far, Distill)
+        [expected], [found] = near.lessons([group]).values(), far.lessons([group]).values()
+        with pytest.raises(LearnerError, match="temperature than 1"):
+            far.lessons([two_turns(weights)])
+        with pytest.raises(LearnerError, match="has no base model 'other'; it has: 'tiny'"):
+            learner(weights, distill("other", base_url=address, protocol="tinker"))
+    assert np.nanmax(np.abs(expected)) > 0.01
+    assert np.allclose(found, expected, rtol=0, atol=1e-5, equal_nan=True)
+    gc.collect()
+
+
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
@@ -461,6 +490,12 @@ def test_saved_and_loaded_the_next_step_is_bit_identical(loss: str, directory: P
         (["rollout.choose=adaptive"], "rollout.choose", "goes by rewards, and this loss learns from none"),
         (["loss.scale_advantages=false"], "loss.scale_advantages", "with loss.reward_weight above 0 only"),
         (["loss.teacher.retries=2"], "loss.teacher.retries", "used with loss.teacher.base_url only"),
+        (["loss.teacher.protocol=tinker"], "loss.teacher.protocol", "used with loss.teacher.base_url only"),
+        (
+            ["loss.teacher.base_url=http://127.0.0.1:1", "loss.teacher.protocol=tinker", "loss.teacher.retries=2"],
+            "loss.teacher.retries",
+            "used with protocol=vllm only",
+        ),
         (
             ["loss.teacher.base_url=http://127.0.0.1:1/v1", "rollout.sampling.temperature=0.5"],
             "rollout.sampling.temperature",
