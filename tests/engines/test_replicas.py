@@ -188,9 +188,9 @@ async def test_the_calls_of_a_dead_replica_move_and_it_comes_back_proven(fake: F
         os.kill(lost.engine.pid, signal.SIGKILL)
         await until(lambda: not lost.is_joined, timeout_s=3.0)
         await engine.load(fake.adapter("b"), 2)
-        await engine.score(PROBE)
-        assert not lost.is_joined
+        scoring = asyncio.create_task(engine.score(PROBE))  # it waits for the calls in flight
         fake.release()
+        await scoring
         assert [reply.step for reply in await asyncio.gather(*calls)] in ([1] * 3, [2] * 3)
         assert engine.num_moved == 3
         await until(lambda: lost.is_joined)
