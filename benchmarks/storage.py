@@ -5,12 +5,14 @@
 Each pair trains the letters task twice, once with `store`, once without; which comes first changes from pair to pair. A
 run's time of a step is the median over its steps but the first, from the times in metrics.jsonl; the ratio is the
 median over the pairs. Uploads go to a server of S3 in a process of its own on this machine, so the server's work is in
-the ratio too. `bytes` is what one step uploads: a checkpoint, its step's records, and files that grew.
+the ratio too; the processor seconds are of the training alone, its uploads included. What a step uploads is a
+checkpoint, its step's records, and files that grew.
 """
 
 import argparse
 import asyncio
 import os
+import resource
 import statistics
 import sys
 import tempfile
@@ -34,6 +36,7 @@ class Measured(NamedTuple):
     """One training."""
 
     step_s: float
+    cpu_s: float  # processor seconds of the training and its children, per step, start included
     bytes_per_step: float
 
 
@@ -47,10 +50,18 @@ def measure(place: Path, store: str | None) -> Measured:
 
     mirror.Uploads = Counted  # type: ignore[misc]
     words = [f"runs={place}", *SETTINGS] + ([f"store={store}"] if store is not None else [])
+    before = processor_s()
     root = asyncio.run(train(load_config(LETTERS / "config.yaml", words))).root
     times = [line.time for line in RunDir(root).metrics() if line.split == "train"]
     took = [after - before for before, after in zip(times, times[1:], strict=False)]
-    return Measured(statistics.median(took), sum(each.num_bytes for each in made) / STEPS)
+    cpu_s = (processor_s() - before) / STEPS
+    return Measured(statistics.median(took), cpu_s, sum(each.num_bytes for each in made) / STEPS)
+
+
+def processor_s() -> float:
+    """Processor seconds so far of this process and of its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def main() -> None:
@@ -63,20 +74,25 @@ def main() -> None:
     with s3_server() as url, tempfile.TemporaryDirectory() as directory:
         os.environ.update({name: value for name, value in environment(url).items() if name.startswith("AWS_")})
         measure(Path(directory, "warm"), None)
-        ratios, with_store = [], []
+        pairs_found: list[tuple[Measured, Measured]] = []
         for pair in range(pairs):
             stores = [None, f"s3://bucket/{pair}"]
             found = {store: measure(Path(directory, f"{pair}-{store is None}"), store)
                      for store in (stores if pair % 2 else stores[::-1])}  # fmt: skip
             plain, kept = found[None], found[stores[1]]
-            with_store.append(kept)
-            ratios.append(kept.step_s / plain.step_s)
-            print(f"pair {pair}: {plain.step_s:.3f} s a step without, {kept.step_s:.3f} s with", file=sys.stderr)
-    uploaded = statistics.median(each.bytes_per_step for each in with_store)
-    print("| ratio of a step's time, with a store to without (median, lowest, highest) | uploaded per step |")
+            pairs_found.append((plain, kept))
+            print(f"pair {pair}: {plain.step_s:.3f} s ({plain.cpu_s:.3f} s of processor) a step without, "
+                  f"{kept.step_s:.3f} s ({kept.cpu_s:.3f} s) with", file=sys.stderr)  # fmt: skip
+    uploaded = statistics.median(kept.bytes_per_step for _, kept in pairs_found)
+    print(f"| of {pairs} pairs: median (lowest, highest) | with a store, to without |")
     print("|---|---|")
-    shown = f"{statistics.median(ratios):.3f} ({min(ratios):.3f}, {max(ratios):.3f})"
-    print(f"| {shown}, {pairs} pairs | {uploaded / 1e3:.0f} kB |")
+    print(f"| a step's time | {shown([kept.step_s / plain.step_s for plain, kept in pairs_found])} |")
+    print(f"| processor seconds of the training | {shown([kept.cpu_s / plain.cpu_s for plain, kept in pairs_found])} |")
+    print(f"| uploaded per step | {uploaded / 1e3:.0f} kB |")
+
+
+def shown(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f}, {max(ratios):.3f})"
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from art_cli.config.identity import config_hash
 from art_cli.config.references import check_ready, missing_targets
 from art_cli.config.schema import OwnEngineConfig, RunConfig, TinkerEngineConfig, TinkerLearnerConfig
 from art_cli.durable import read_lines, write_file
-from art_cli.engines import engine_traits, proof
+from art_cli.engines import Replicated, engine_traits, proof
 from art_cli.errors import ConfigError, Paused, Problem, UsageError, first_of_group
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.shadow import ShadowJudges
@@ -259,6 +259,7 @@ class TrainingRun:
                     self.startup.reached("first checkpoint and warm-up")
                     async with self._open_sampler(step) as sampler:
                         self.startup.reached("engine and agent")
+                        self.panel.servers = sampler.engine if isinstance(sampler.engine, Replicated) else None
                         sampler.gateway.on_first_reply = partial(self.startup.end, "first reply")
                         step = await self._take_steps(sampler, step)
             finally:
