@@ -10,7 +10,8 @@
     stages.py     the stages, each run alone
     contest.py    evaluation by a judge, against fixed reference attempts
     interrupts.py Ctrl-C and SIGTERM during a run
-    train.py      TrainingRun: resumes, loops, keeps checkpoints
+    train.py      opens a run: checks, the lock of its directory
+    training_run.py   TrainingRun: resumes, loops, keeps checkpoints
 
 It has no mathematics and no file format: those are the learner's and run_dir's. It knows the policy as plain data
 (PolicySpec). Everything that it knows follows from the run directory, so that resuming is reading that directory.

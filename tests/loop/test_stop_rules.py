@@ -18,7 +18,8 @@ from art_cli.errors import ConfigError, Paused
 from art_cli.learners import StepMetrics
 from art_cli.loop.history import Evaluated, History, UpdateNumbers
 from art_cli.loop.stop_rules import StopRules
-from art_cli.loop.train import TrainResult, train
+from art_cli.loop.train import train
+from art_cli.loop.training_run import TrainResult
 from art_cli.run_dir import RunDir
 from tests.judges.test_ruler_train import share_of_letters
 from tests.support.judge_server import Conduct, serving
