@@ -5,7 +5,6 @@
     record.py     config.json: what a run was made with, compared with a configuration
     sampler.py    Sampler: engine, gateway and runner, opened together; plays scenarios with one policy
     generate.py   what a step still owes, and playing it: trajectories on disk, groups judged as they complete
-    failures.py   how many rollouts failed, and why
     evaluate.py   plays the evaluation scenarios and compares policies
     stages.py     the stages, each run alone
     contest.py    evaluation by a judge, against fixed reference attempts

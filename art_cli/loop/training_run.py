@@ -28,6 +28,8 @@ from art_cli.config.schema import RunConfig, TinkerEngineConfig, TinkerLearnerCo
 from art_cli.durable import read_lines, write_file
 from art_cli.engines import Replicated, engine_traits, proof
 from art_cli.errors import ConfigError, Paused, Problem, first_of_group
+from art_cli.failures import count_failures
+from art_cli.history import Evaluated, UpdateNumbers, is_comparable, read_history
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.shadow import ShadowJudges
 from art_cli.learners import Learner, StepMetrics, has_own_weights, load_policy, make_learner
@@ -38,10 +40,8 @@ from art_cli.loop.batches import Batch, Batches
 from art_cli.loop.contest import is_judged, judge_contest
 from art_cli.loop.dtype import decide_dtype
 from art_cli.loop.evaluate import play_evaluation, values_by_scenario
-from art_cli.loop.failures import count_failures
 from art_cli.loop.findings import RunWatch
 from art_cli.loop.generate import group
-from art_cli.loop.history import Evaluated, UpdateNumbers, is_comparable, read_history
 from art_cli.loop.interrupts import Interrupts
 from art_cli.loop.record import claim_config
 from art_cli.loop.run_meter import RunMeter

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from art_cli.errors import printable
+from art_cli.failures import Failures
+from art_cli.history import Evaluated, History, UpdateNumbers
 from art_cli.log import Bar
-from art_cli.loop.failures import Failures
-from art_cli.loop.history import Evaluated, History, UpdateNumbers
 from art_cli.trajectory import SHADOW
 from art_cli.views.report_text import BARS, duration, spark
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from art_cli.failures import Failures
+from art_cli.history import Evaluated, History, UpdateNumbers
 from art_cli.live import can_draw
-from art_cli.loop.failures import Failures
-from art_cli.loop.history import Evaluated, History, UpdateNumbers
 from art_cli.views.panel import RunPanel
 from tests.support.paths import LETTERS, ROOT
 from tests.support.terminal import Terminal

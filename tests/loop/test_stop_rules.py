@@ -15,8 +15,8 @@ from art_cli.config.compose import load_config
 from art_cli.config.metric_names import ALWAYS, FAMILIES, NEEDS
 from art_cli.config.sections.stop import StopRule
 from art_cli.errors import ConfigError, Paused
+from art_cli.history import Evaluated, History, UpdateNumbers
 from art_cli.learners import StepMetrics
-from art_cli.loop.history import Evaluated, History, UpdateNumbers
 from art_cli.loop.stop_rules import StopRules
 from art_cli.loop.train import train
 from art_cli.loop.training_run import TrainResult
