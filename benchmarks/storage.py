@@ -1,33 +1,33 @@
 """What keeping a run in an object store costs a step: trainings with and without one, in turn.
 
-    python -m benchmarks.storage                # about two minutes; make setup-s3 first, for a real S3 server (moto)
+    python -m benchmarks.storage                # about five minutes; make setup-s3 first, for a real S3 server (moto)
 
 Each pair trains the letters task twice, once with `store`, once without; which comes first changes from pair to pair. A
-run's time of a step is the median over its steps but the first, from the times in metrics.jsonl; the ratio is the
-median over the pairs. Uploads go to a server of S3 in a process of its own on this machine, so the server's work is in
-the ratio too; the processor seconds are of the training alone, its uploads included. What a step uploads is a
-checkpoint, its step's records, and files that grew.
+run's time of a step is the mean over its steps but the first, because uploads are spaced over several steps; the ratio
+is the median over the pairs. Uploads go to a server of S3 in a process of its own on this machine, so the server's work
+is in the ratio of times; processor seconds are those of the training's process alone, its uploads included. What a step
+uploads is a checkpoint, its step's records, and files that grew.
 """
 
 import argparse
 import asyncio
 import os
-import resource
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.config.compose import load_config
-from art_cli.loop.train import train
+from art_cli.loop import train as training
 from art_cli.run_dir import RunDir
 from art_cli.storage import mirror
 from art_cli.storage.uploads import Uploads
 from tests.support.paths import LETTERS
 from tests.support.real_s3 import IS_THERE, SDK, environment, s3_server
 
-STEPS = 8
+STEPS = 10
 SETTINGS = ["eval=null", f"train.steps={STEPS}", "rollout.group_size=8", "rollout.groups_per_step=8",
             "train.keep_checkpoints=2"]  # fmt: skip
 
@@ -36,7 +36,7 @@ class Measured(NamedTuple):
     """One training."""
 
     step_s: float
-    cpu_s: float  # processor seconds of the training and its children, per step, start included
+    cpu_s: float  # processor seconds of the training's process per step
     bytes_per_step: float
 
 
@@ -48,20 +48,20 @@ def measure(place: Path, store: str | None) -> Measured:
             made.append(self)
             super().look()
 
+    ends: list[tuple[float, float]] = []  # (time, processor seconds) at the end of each step
+
+    class Timed(RunDir):
+        def append_metrics(self, step: int, split: str, metrics: dict[str, float]) -> None:
+            super().append_metrics(step, split, metrics)
+            if split == "train":
+                ends.append((time.perf_counter(), time.process_time()))
+
     mirror.Uploads = Counted  # type: ignore[misc]
+    training.RunDir = Timed  # type: ignore[misc]
     words = [f"runs={place}", *SETTINGS] + ([f"store={store}"] if store is not None else [])
-    before = processor_s()
-    root = asyncio.run(train(load_config(LETTERS / "config.yaml", words))).root
-    times = [line.time for line in RunDir(root).metrics() if line.split == "train"]
-    took = [after - before for before, after in zip(times, times[1:], strict=False)]
-    cpu_s = (processor_s() - before) / STEPS
-    return Measured(statistics.median(took), cpu_s, sum(each.num_bytes for each in made) / STEPS)
-
-
-def processor_s() -> float:
-    """Processor seconds so far of this process and of its children that have ended."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    asyncio.run(training.train(load_config(LETTERS / "config.yaml", words)))
+    step_s, cpu_s = [(last - first) / (STEPS - 1) for first, last in zip(ends[0], ends[-1], strict=True)]
+    return Measured(step_s, cpu_s, sum(each.num_bytes for each in made) / STEPS)
 
 
 def main() -> None:
