@@ -11,15 +11,17 @@ import re
 import shutil
 import tarfile
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
 from art_cli.durable import newer_schema, write_file
 from art_cli.errors import CheckpointError, RemoteError, one_line
 from art_cli.manifest import MANIFEST, Manifest, new_checkpoint, verify_checkpoint
-from art_cli.remote.server import RemoteServer, is_local, server_at
 from art_cli.trajectory import SCHEMA_VERSION
+
+if TYPE_CHECKING:
+    from art_cli.remote.server import RemoteServer
 
 log = logging.getLogger(__name__)
 
@@ -135,11 +137,13 @@ def fetched(directory: Path) -> Path:
     return place
 
 
-def _server_of(directory: Path, remote: RemoteCheckpoint) -> RemoteServer:
+def _server_of(directory: Path, remote: RemoteCheckpoint) -> "RemoteServer":
     """The server to download from. A checkpoint may be a stranger's, so a key goes only where the user says.
 
     The checkpoint names the variable that holds it. What is there is sent only if it looks like a key of this protocol.
     """
+    from art_cli.remote.server import is_local, server_at  # only here, so that a run without a server has no aiohttp
+
     named = os.environ.get(URL_VARIABLE, "")
     if not named and not is_local(remote.url):
         raise RemoteError(
@@ -149,9 +153,11 @@ def _server_of(directory: Path, remote: RemoteCheckpoint) -> RemoteServer:
     return server_at(named or remote.url, remote.api_key_env)
 
 
-def _download(server: RemoteServer, path: str, directory: Path) -> None:
+def _download(server: "RemoteServer", path: str, directory: Path) -> None:
     """Writes the files of the adapter at that path. Raises RemoteError, CheckpointError."""
     import httpx
+
+    from art_cli.remote.server import is_local
 
     run, _, checkpoint = path.removeprefix("tinker://").partition("/")
     at = f"{server.url}/api/v1/training_runs/{run}/checkpoints/{checkpoint}/archive"
