@@ -33,7 +33,7 @@ def single_turn(prompts: int, attempts: int, *, prompt: int, completion: int) ->
     groups = []
     for _ in range(prompts):
         ids = _ids(random, prompt)
-        groups.append([[_turn(ids, _ids(random, completion))] for _ in range(attempts)])
+        groups.append([[make_turn(ids, _ids(random, completion))] for _ in range(attempts)])
     if attempts == 1:
         groups = [[turns for group in groups for turns in group]]
     return [_scored(f"g{index}", group) for index, group in enumerate(groups)]
@@ -53,10 +53,10 @@ def multi_turn(attempts: int, *, turns: int, prompt: int = 200, sampled: int = 4
         main, length = None, 0
         for index in range(turns):
             new = first if main is None else _ids(random, reply)
-            made.append(_turn(new, _ids(random, sampled), parent=main, kept=length))
+            made.append(make_turn(new, _ids(random, sampled), parent=main, kept=length))
             main, length = len(made) - 1, length + len(new) + sampled
             if index % 2:
-                made.append(_turn(_ids(random, reply), _ids(random, sampled), parent=main, kept=length))
+                made.append(make_turn(_ids(random, reply), _ids(random, sampled), parent=main, kept=length))
         trajectories.append(made)
     return [_scored("g", trajectories)]
 
@@ -66,7 +66,7 @@ def _ids(random: np.random.Generator, num: int) -> list[int]:
     return ids
 
 
-def _turn(prompt: Sequence[int], sampled: Sequence[int], *, parent: int | None = None, kept: int = 0) -> Turn:
+def make_turn(prompt: Sequence[int], sampled: Sequence[int], *, parent: int | None = None, kept: int = 0) -> Turn:
     return Turn(
         parent=parent,
         kept=kept,

@@ -18,8 +18,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.batches import SETTINGS, Groups, make_learner, multi_turn, single_turn
+from benchmarks.batches import Groups, make_learner, multi_turn, single_turn
 from benchmarks.sides import Memory, Row, Side, Taken, in_turn, ratio, seconds, table
+from benchmarks.trl_step import TrlStep
 
 
 class Case(NamedTuple):
@@ -82,45 +83,11 @@ class Ours:
         return taken
 
 
-class Trl:
-    """TRL's trainer, given a recorded batch in place of what it would generate."""
-
+class Trl(TrlStep):
     def __init__(self, groups: Groups, batch: int) -> None:
-        import torch
-
         from benchmarks.models import build
 
-        self.inputs = _recorded(groups)
-        self.num = len(self.inputs["prompt_ids"])
-        self.rounds = self.num // batch
-        self.trainer: Any = _trainer(build("24M", has_adapter=True).model, self.num, batch)
-        self.trainer._generate_and_score_completions = lambda _: dict(self.inputs)
-        self.trainer.current_gradient_accumulation_steps = self.rounds
-        self.trainer.create_optimizer()
-        self.trainer.model.train()
-        self.count = torch.tensor(self.inputs["completion_ids"].numel())
-        self.memory = Memory()
-
-    def step(self) -> None:
-        self._accumulate()
-        self.trainer.accelerator.clip_grad_norm_(self.trainer.model.parameters(), SETTINGS["max_grad_norm"])
-        self.trainer.optimizer.step()
-        self.trainer.model.zero_grad()
-
-    def peak(self) -> float:
-        return self.memory.peak()
-
-    def gradient(self) -> dict[str, Any]:
-        self._accumulate()
-        named = self.trainer.model.named_parameters()
-        taken = {name: p.grad.numpy().copy() for name, p in named if p.grad is not None}
-        self.trainer.model.zero_grad()
-        return taken
-
-    def _accumulate(self) -> None:
-        for index in range(self.rounds):
-            self.trainer.accelerator.gradient_state._set_sync_gradients(index == self.rounds - 1)
-            self.trainer.training_step(self.trainer.model, None, self.count)
+        super().__init__(build("24M", has_adapter=True).model, _recorded(groups), batch)
 
 
 def _recorded(groups: Groups) -> dict[str, Any]:
@@ -143,48 +110,6 @@ def _recorded(groups: Groups) -> dict[str, Any]:
         "advantages": torch.tensor([sample.advantages[0] for group in batch.groups for sample in group]).float(),
         "num_items_in_batch": torch.tensor(completions.numel()),
     }
-
-
-def _trainer(model: Any, num: int, batch: int) -> Any:
-    import tempfile
-    import warnings
-
-    import datasets
-    from trl.trainer.grpo_config import GRPOConfig
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
-    warnings.simplefilter("ignore")
-    config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(prefix="trl-"),
-        per_device_train_batch_size=batch,
-        gradient_accumulation_steps=num // batch,
-        num_generations=8,
-        num_iterations=1,
-        beta=0.0,
-        loss_type="dapo",  # the mean over all tokens of the batch, with one clip: our grpo
-        learning_rate=SETTINGS["learning_rate"],
-        max_grad_norm=SETTINGS["max_grad_norm"],
-        activation_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        report_to=[],
-    )
-    return GRPOTrainer(
-        model=model,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=config,
-        train_dataset=datasets.Dataset.from_list([{"prompt": "x"}] * num),
-        processing_class=_tokenizer(),
-    )
-
-
-def _tokenizer() -> Any:
-    """The smallest that TRL takes; the recorded batch is token ids already."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({"x": 0, "<pad>": 1, "<eos>": 2}, unk_token="x"))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
 def against_trl(name: str, *, repeats: int, tune: bool) -> list[Row]:

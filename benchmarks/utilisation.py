@@ -3,25 +3,40 @@
     python -m benchmarks.utilisation [--repeats 5]
 
 Figure 7: models of 24M and 100M parameters with LoRA of rank 16, T = 2,048 tokens: 8 sequences of 256, all but the
-first token of each trained. benchmarks/operations.py says which operations count; attention is over sum L (L + 1) / 2
-pairs. Where the rest goes: one profiled step, by kind of operation.
+first token of each trained. benchmarks/operations.py says which operations count.
+Where the rest goes: one profiled step, by kind of operation.
 """
 
 import argparse
 import time
 from collections import defaultdict
+from collections.abc import Callable
 
 from benchmarks.batches import make_learner, single_turn
-from benchmarks.operations import Operations, step_operations
+from benchmarks.operations import Operations, step_operations, tokens_of
 from benchmarks.sides import Row, Side, median, seconds, table
 
 LENGTH, NUM = 256, 8
 KINDS = {  # beginning of an operation's name -> kind
-    "matmul": ("aten::mm", "aten::addmm", "aten::bmm", "aten::addmv"),
+    "matmul": ("mkldnn::_linear_pointwise", "aten::mm", "aten::addmm", "aten::bmm", "aten::addmv"),
     "attention": ("aten::_scaled_dot_product",),
     "head's softmax": ("aten::exp", "aten::amax", "aten::sub_", "aten::scatter", "aten::logsumexp"),
     "copies": ("aten::copy_", "aten::cat", "aten::fill_", "aten::clone"),
 }
+
+
+def split_of(step: Callable[[], None]) -> dict[str, float]:
+    """Shares of a profiled step's time by kind of operation, the largest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        step()
+    found: dict[str, float] = defaultdict(float)
+    for event in profiled.key_averages():
+        kind = next((kind for kind, starts in KINDS.items() if event.key.startswith(starts)), "elementwise, rest")
+        found[kind] += event.self_cpu_time_total
+    total = sum(found.values())
+    return {kind: found[kind] / total for kind in sorted(found, key=lambda kind: -found[kind])}
 
 
 class Step:
@@ -40,21 +55,10 @@ class Step:
         self.learner.step(self.groups)
 
     def operations(self) -> Operations:
-        pairs = NUM * LENGTH * (LENGTH + 1) / 2
-        return step_operations(self.weights.model, tokens=LENGTH * NUM, edges=(LENGTH - 1) * NUM, pairs=pairs)
+        return step_operations(self.weights.model, tokens_of(self.groups, self.learner.algorithm))
 
     def split(self) -> dict[str, float]:
-        """Shares of a profiled step's time by kind of operation."""
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            self.step()
-        found: dict[str, float] = defaultdict(float)
-        for event in profiled.key_averages():
-            kind = next((kind for kind, starts in KINDS.items() if event.key.startswith(starts)), "elementwise, rest")
-            found[kind] += event.self_cpu_time_total
-        total = sum(found.values())
-        return {kind: found[kind] / total for kind in sorted(found, key=lambda kind: -found[kind])}
+        return split_of(self.step)
 
     def peak(self, dtype: str) -> float:
         """GFLOP/s of the best of a few large matmuls."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from art_cli.decoder.products import add_product, inner_product, product
+
 
 class Norm(NamedTuple):
     """RMSNorm: w x / rms(x) over the last dimension n. Zhang and Sennrich 2019 (arXiv:1910.07467), equation 4."""
@@ -48,16 +50,13 @@ class Projection(NamedTuple):
 
     def apply(self, x: Tensor, base: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """[T, out], on top of `base` where given; and [T, rank] A x, which the backward pass needs."""
-        if base is None:
-            out = F.linear(x, self.weight, self.bias)
-        else:
-            out = torch.addmm(base, x, self.weight.t())
-            if self.bias is not None:
-                out.add_(self.bias)
+        out = product(x, self.weight) if base is None else add_product(base, x, self.weight)
+        if self.bias is not None:
+            out.add_(self.bias)
         if self.down is None or self.up is None:
             return out, None
-        inner = F.linear(x, self.down.to(x.dtype))
-        return out.addmm_(inner, self.up.to(x.dtype).t(), alpha=self.scaling), inner
+        inner = product(x, self.down.to(x.dtype))
+        return add_product(out, inner, self.up.to(x.dtype) * self.scaling), inner
 
     def backward(
         self, grad: Tensor, x: Tensor, inner: Tensor | None, into: Tensor | None = None
@@ -67,9 +66,10 @@ class Projection(NamedTuple):
         `inner`: what `apply` gave beside its result. `into`: a gradient of x that this one's is added to.
         """
         grad_inner, grad_down, grad_up = self.backward_adapter(grad, x, inner)
-        grad_x = grad @ self.weight if into is None else into.addmm_(grad, self.weight)
+        weight = self.weight.t()
+        grad_x = product(grad, weight) if into is None else add_product(into, grad, weight)
         if grad_inner is not None and self.down is not None:
-            grad_x.addmm_(grad_inner, self.down.to(grad.dtype))
+            grad_x = add_product(grad_x, grad_inner, self.down.to(grad.dtype).t())
         return grad_x, grad_down, grad_up
 
     def backward_adapter(
@@ -78,9 +78,9 @@ class Projection(NamedTuple):
         """The gradients of A x, A and B; None without an adapter."""
         if self.down is None or self.up is None or inner is None:
             return None, None, None
-        grad_inner = (grad @ self.up.to(grad.dtype)).mul_(self.scaling)
-        grad_up = (grad.t() @ inner).mul_(self.scaling)
-        return grad_inner, (grad_inner.t() @ x).to(self.down.dtype), grad_up.to(self.up.dtype)
+        grad_inner = product(grad, self.up.to(grad.dtype).t()).mul_(self.scaling)
+        grad_up = inner_product(grad, inner).mul_(self.scaling)
+        return grad_inner, inner_product(grad_inner, x).to(self.down.dtype), grad_up.to(self.up.dtype)
 
     def in_dtype(self, dtype: torch.dtype) -> "Projection":
         """The same with its adapter in that dtype."""

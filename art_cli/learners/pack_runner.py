@@ -23,6 +23,7 @@ from art_cli.errors import LearnerError
 from art_cli.learners.flex_attention import FlexAttention
 from art_cli.learners.logprobs import TokenScores, token_scores
 from art_cli.learners.packing import Pack, pack_small, reuse
+from art_cli.learners.padding import padded
 from art_cli.learners.ranks import Ranks, deal, pack_evenly
 from art_cli.learners.samples import Ints, Sample
 from art_cli.learners.tree_attention import Tree, attend, tree_attention
@@ -137,6 +138,8 @@ class PackRunner:
 
     def _run_packed(self, pack: Pack, entropy_gradient: bool) -> TokenScores:
         backbone = self.model.base_model
+        if self.weights.device.type == "cpu":
+            pack = padded(pack)
         tree = Tree.of(pack, self.weights.device, self.flex)
         output = backbone(
             input_ids=self._tensor(pack.token_ids)[None],

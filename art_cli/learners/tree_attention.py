@@ -26,6 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from art_cli.learners.flex_attention import FlexAttention
 from art_cli.learners.packing import Pack, Segments
+from art_cli.learners.padding import padded_rows
 from art_cli.learners.segment_batches import Division, SegmentBatch, divide
 
 NAME = "art_tree"
@@ -40,7 +41,7 @@ class Tree:
     segments: Segments
     depths: Tensor  # [T]
     max_depth: int
-    rows: Tensor  # positions that predict something, ascending; a layer may compute its output for these only
+    rows: Tensor  # positions that predict, ascending, and padding; a layer may compute its output for these only
     flex: FlexAttention | None = None  # the GPU's attention; None: there is none on this device
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # dense masks by window, shared by all layers
     block_masks: dict[int | None, BlockMask] = field(default_factory=dict)  # block masks by window, shared likewise
@@ -48,7 +49,7 @@ class Tree:
     @classmethod
     def of(cls, pack: Pack, device: torch.device, flex: FlexAttention | None = None) -> "Tree":
         depths = torch.from_numpy(pack.depths).to(device)
-        rows = torch.from_numpy(np.unique(pack.edges.positions)).to(device)
+        rows = torch.from_numpy(padded_rows(np.unique(pack.edges.positions), len(pack.token_ids))).to(device)
         return cls(pack.segments, depths, int(pack.depths.max()), rows, flex)
 
     @cached_property

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.gpu import cards
 from benchmarks.gpu.order import NotHere, Order
-from benchmarks.gpu.shapes import Load, adapter_of, base_of, config_of, load_of
+from benchmarks.gpu.shapes import adapter_of, base_of, config_of, load_of
 
 Figures = dict[str, Any]
 
@@ -85,7 +85,7 @@ def _measure(order: Order, weights: Any, learner: Any) -> Iterator[Figures]:
 
     from benchmarks.batches import single_turn
     from benchmarks.gpu.memory import used_gb
-    from benchmarks.operations import step_operations
+    from benchmarks.operations import step_operations, tokens_of
 
     load = load_of(order)
     groups = single_turn(load.prompts, load.attempts, prompt=load.prompt_tokens, completion=load.new_tokens)
@@ -105,9 +105,8 @@ def _measure(order: Order, weights: Any, learner: Any) -> Iterator[Figures]:
     step_s = statistics.median(walls)
     most = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else used_gb()
     is_packed = metrics.tokens_computed < metrics.tokens_flat
-    operations = step_operations(
-        weights.model, tokens=metrics.tokens_computed, edges=metrics.tokens_trained, pairs=_pairs(load, is_packed)
-    )
+    tokens = tokens_of(groups, learner.algorithm, is_shared=is_packed)
+    operations = step_operations(weights.model, tokens)
     rate = sum(operations) / 1e3 / step_s
     peak = cards.peak(order.dtype, is_small=order.is_small)
     yield {
@@ -124,14 +123,6 @@ def _measure(order: Order, weights: Any, learner: Any) -> Iterator[Figures]:
         "packed": metrics.packed,
         "grad_norm": metrics.grad_norm,
     }
-
-
-def _pairs(load: Load, is_packed: bool) -> float:
-    """Pairs of a token and one that it sees: as trees, where a prompt's own are counted once, or as plain rows."""
-    prompt, new = load.prompt_tokens, load.new_tokens
-    own = prompt * (prompt + 1) / 2
-    reply = new * prompt + new * (new + 1) / 2
-    return load.prompts * (own * (1 if is_packed else load.attempts) + reply * load.attempts)
 
 
 @contextlib.contextmanager
