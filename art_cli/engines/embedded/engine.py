@@ -202,7 +202,7 @@ class EmbeddedEngine:
     async def _job(self, request: Request, *, is_stream: bool = False) -> "_Job":
         if request.model != self.endpoint.model:
             raise ChatError(404, f"the model {request.model!r} does not exist", param="model", code="model_not_found")
-        prompt = await self._reader.read(messages.render, self._vocabulary, request, self._weights.max_length)
+        prompt = await self._prompt(request)
         mailbox = self._mailboxes.setdefault(loop := asyncio.get_running_loop(), _Mailbox(loop))
         job = _Job(request, prompt, self._weights, self._vocabulary, mailbox, is_stream)
         if prompt.format is not None:
@@ -210,6 +210,12 @@ class EmbeddedEngine:
             for generation in job.generations:
                 generation.matcher = matcher.deep_copy()
         return job
+
+    async def _prompt(self, request: Request) -> Prompt:
+        """Rendered on the event loop where that is sooner done than handed to a thread."""
+        if messages.is_short(request):
+            return messages.render(self._vocabulary, request, self._weights.max_length)
+        return await self._reader.read(messages.render, self._vocabulary, request, self._weights.max_length)
 
     @contextlib.contextmanager
     def _submitted(self, job: "_Job") -> Iterator[None]:

@@ -15,11 +15,12 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from art_cli.chat.errors import ChatError, invalid
 from art_cli.chat.reading import check_size
-from art_cli.chat.requests import Request, text_of
+from art_cli.chat.requests import Request, demands_format, text_of
 from art_cli.engines.embedded.call_syntax import HERMES, SPACE, CallSyntax, Schemas, find_syntax, schemas_of
 from art_cli.engines.embedded.formats import Format, Thoughts, reply_format
 from art_cli.engines.embedded.templates import TooLong
@@ -30,6 +31,8 @@ Json = dict[str, Any]
 CALL, _, THINK, THINK_END = MARKERS
 _WRITES_ANEW = re.compile(r"\barguments\s*\|\s*tojson")
 MAX_ASIDE = 2**20  # most characters of messages and tools that a template may leave out, as thoughts of earlier turns
+SHORT = 4096  # characters of a request that is rendered at once; a tokenizer takes 1 us for each at most
+VALUE = 8  # characters that take as long as one JSON value of a request
 MAX_LENGTH = 2**20  # tokens of the context where the caller gives no length
 
 
@@ -81,6 +84,28 @@ def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGT
     return Prompt(ids, begun, bool(tools), has_thinking, format, syntax, schemas_of(tools))
 
 
+def is_short(request: Request) -> bool:
+    """Whether `render` takes at most some milliseconds, whatever the request holds."""
+    if request.template_kwargs or demands_format(request):
+        return False
+    left = SHORT
+    waiting: list[Any] = [request.prompt, request.messages, request.tools]
+    while waiting and left >= 0:
+        value = waiting.pop()
+        left -= VALUE
+        if isinstance(value, dict):
+            left -= len(value)
+            if left >= 0:
+                waiting += value.values()
+                left -= sum(map(len, value))
+        elif isinstance(value, list):
+            left -= len(value)
+            waiting += value if left >= 0 else ()
+        elif isinstance(value, str):
+            left -= len(value)
+    return left >= 0
+
+
 def _num_letters(value: Any) -> int:
     """Number of characters of all texts in a JSON value."""
     if isinstance(value, dict):
@@ -123,7 +148,7 @@ def _apply_template(vocabulary: Vocabulary, request: Request, tools: list[Json],
     template = vocabulary.tokenizer.chat_template or ""
     keeps_text = "arguments is string" in template or "arguments is not string" in template  # Qwen3; Mistral
     messages = [_for_template(message, keeps_text) for message in request.messages]
-    stand_ins = StandIns(request.messages if _WRITES_ANEW.search(template) and not keeps_text else ())
+    stand_ins = StandIns(request.messages if _writes_anew(template) and not keeps_text else ())
     most = max_length * vocabulary.longest
     wishes = {} if request.thinks is None else {"enable_thinking": request.thinks}
 
@@ -139,6 +164,11 @@ def _apply_template(vocabulary: Vocabulary, request: Request, tools: list[Json],
         return text
     except TooLong:
         raise too_long(request, f"more than {max_length}", max_length) from None
+
+
+@cache
+def _writes_anew(template: str) -> bool:
+    return _WRITES_ANEW.search(template) is not None
 
 
 class StandIns:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from typing import Any
 
+from art_cli.engines.embedded.encoding import TextEncoder
 from art_cli.engines.embedded.templates import ChatTemplate
 
 UNKNOWN = "\ufffd"  # the replacement character: bytes that are no character are decoded to it
@@ -27,6 +28,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer)
+        self._encoder = TextEncoder(tokenizer)
         shown = {tokenizer.convert_tokens_to_ids(marker) for marker in SHOWN} - {tokenizer.unk_token_id}
         special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.hidden = frozenset(special | set(tokenizer.all_special_ids)) - shown
@@ -42,7 +44,7 @@ class Vocabulary:
         """The tokens of a text; None: more than `most`. A text that is far too long is not tokenized as a whole."""
         if len(text) > most * self.longest or (len(text) > SURE * most and self._is_too_long(text, most)):
             return None
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=adds_special)
+        ids = self._encoder.encode(text, adds_special=adds_special)
         return ids if len(ids) <= most else None
 
     def _is_too_long(self, text: str, most: int) -> bool:
