@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from art_cli.judges import Judge, Verdict
     from art_cli.judges.ruler.call import ruler_score_group
     from art_cli.loop.stages import StepTaken
-    from art_cli.loop.train import TrainResult
+    from art_cli.loop.training_run import TrainResult
     from art_cli.notebook import generate, judge, load, step, train
     from art_cli.outcome import Outcome
     from art_cli.rollouts.policy import Policy
@@ -31,7 +31,7 @@ _HOMES = {
         "judges": ("Judge", "Verdict"),
         "judges.ruler.call": ("ruler_score_group",),
         "loop.stages": ("StepTaken",),
-        "loop.train": ("TrainResult",),
+        "loop.training_run": ("TrainResult",),
         "notebook": ("generate", "judge", "load", "step", "train"),
         "outcome": ("Outcome",),
         "rollouts.policy": ("Policy",),

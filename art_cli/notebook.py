@@ -24,7 +24,7 @@ from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.loop import stages
 from art_cli.loop import train as loop
 from art_cli.loop.stages import StepTaken
-from art_cli.loop.train import TrainResult
+from art_cli.loop.training_run import TrainResult
 from art_cli.trajectory import ScoredTrajectory, Trajectory
 
 Result = TypeVar("Result")

@@ -63,7 +63,9 @@ async def call_in_thread(function: Callable[..., Result], *arguments: Any) -> Re
         else:
             finish(future, result=result)
 
-    threading.Thread(target=work, name=f"call {getattr(function, '__name__', function)}", daemon=True).start()
+    # not the function itself where it has no name, because the repr of a partial shows its arguments, tensors included
+    name = getattr(function, "__name__", type(function).__name__)
+    threading.Thread(target=work, name=f"call {name}", daemon=True).start()
     return await asyncio.wrap_future(future)
 
 

@@ -255,9 +255,12 @@ def _flat(key: str, value: Any) -> Iterator[str]:
 
 
 def combine(settings: Sequence[str], own: Sequence[str]) -> list[str]:
-    """The settings with one's own after them. Another loss leaves nothing of the loss that was set before."""
+    """The settings with one's own after them. Another loss leaves nothing of the loss that was set before, and no decay
+    leaves nothing of where a decay would end."""
     is_other = any(setting.startswith(("loss=", "algorithm")) for setting in own)
     kept = [one for one in settings if not (is_other and one.startswith(("loss", "algorithm")))]
+    if "train.decay=none" in own:
+        kept = [one for one in kept if not one.startswith("train.decay_to=")]
     return [*kept, *own]
 
 

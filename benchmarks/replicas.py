@@ -116,9 +116,9 @@ async def kill(engine: VllmReplicas) -> str:
     await until(lambda: victim.can_answer)
     back = time.perf_counter() - begin
     return (
-        f"one killed in the middle: it held {held} calls, {engine.num_moved - num_moved} moved; "
-        f"{GROUPS * ATTEMPTS - result.num_failed} of {GROUPS * ATTEMPTS} attempts are there; noticed after "
-        f"{noticed:.2f} s, back with its adapter after {back:.0f} s"
+        f"One of the two killed in the middle of a round: it held {held} calls, {engine.num_moved - num_moved} moved, "
+        f"{GROUPS * ATTEMPTS - result.num_failed} of {GROUPS * ATTEMPTS} attempts are there. Its end was noticed after "
+        f"{noticed:.2f} s; it was back with its adapter after {back:.0f} s."
     )
 
 
@@ -144,14 +144,15 @@ async def measure(python: Path, directory: Path) -> None:
         base = statistics.median(each.tokens_per_s for each in rounds["one server"][1:])
         if not base:
             raise EngineError("every call failed")
-        print(f"{'setting':16}  tokens/s   ratio to one  prefix hits (share of prompt tokens)  failed")
+        print("| setting | tokens/s | to one server | prefix hits, share of prompt tokens | failed |")
+        print("|---|---|---|---|---|")
         for name, played in rounds.items():
             speed = statistics.median(each.tokens_per_s for each in played[1:])
             hits = statistics.median(each.hit_share for each in played[1:])
             failed = sum(each.num_failed for each in played)
-            print(f"{name:16}  {speed:8.0f}  {speed / base:13.2f}  {hits:38.3f}  {failed:6d}")
+            print(f"| {name} | {speed:.0f} | {speed / base:.2f} | {hits:.3f} | {failed} |")
         engine.router = Router(2)
-        print(await kill(engine))
+        print("\n" + await kill(engine))
     finally:
         await engine.close()
 

@@ -1,10 +1,11 @@
 """Every speed that is claimed, measured in one go: writes benchmarks/RESULTS.md.
 
-    make bench                                   # all of it, 25 to 30 minutes on two cores
+    make bench                                   # all of it, about an hour on two cores
     python -m benchmarks.run --only gateway      # a part; its section alone is written anew
 
-Each part is a command of its own, run one after the other in a fresh process; what it prints is its section. A part
-that fails or takes too long is said so in its section, and the exit code is 1.
+Each part is a command of its own, run one after the other in a fresh process; what it prints is its section, with the
+load of the machine before it began. A part that fails or takes too long is said so in its section, and the exit code
+is 1.
 """
 
 import argparse
@@ -45,6 +46,12 @@ PARTS = {
     "ray_rollouts": Part("Rollouts on a Ray cluster against local processes", ("benchmarks.ray_rollouts",)),
     "gateway_days": Part("A day of the gateway alone", ("benchmarks.gateway_days",)),
     "view": Part("Opening 100,000 attempts", ("benchmarks.view",)),
+    "startup": Part("From the start of art train to the first reply", ("benchmarks.startup",)),
+    "install": Part("What make demo installs", ("benchmarks.install",)),
+    "overlap": Part("Sampling beside training", ("benchmarks.overlap",)),
+    "trackers": Part("What trackers cost", ("benchmarks.trackers",)),
+    "storage": Part("A run in an object store", ("benchmarks.storage",)),
+    "replicas": Part("Two vLLM servers against one, and one killed", ("benchmarks.replicas",)),
     "templates": Part("Which turns branch in each chat template", ("benchmarks.templates",)),
     "utilisation": Part("Share of the machine", ("benchmarks.utilisation",)),
     "scaling": Part(
@@ -69,10 +76,10 @@ def main() -> None:
     failed = []
     for name in options.only or PARTS:
         print(f"{name} ...", flush=True)
-        begin = time.monotonic()
+        begin, load = time.monotonic(), os.getloadavg()[0]
         output, is_done = run(PARTS[name])
         seconds = time.monotonic() - begin
-        sections[name] = _section(name, output, seconds)
+        sections[name] = _section(name, output, seconds, load)
         failed += [] if is_done else [name]
         print(output, f"\n({seconds:.0f} s)\n", sep="", flush=True)
         _write(sections)
@@ -103,7 +110,7 @@ def machine() -> str:
     return f"{cores} cores ({name}; {', '.join(flags)}), no GPU.\nPython {platform.python_version()}, {versions}."
 
 
-def _section(name: str, output: str, seconds: float) -> str:
+def _section(name: str, output: str, seconds: float, load: float) -> str:
     part = PARTS[name]
     source = (ROOT / f"{part.arguments[0].replace('.', '/')}.py").read_text()
     says = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")[0]
@@ -113,7 +120,7 @@ def _section(name: str, output: str, seconds: float) -> str:
     command = " ".join(("python -m", *part.arguments))
     when = datetime.now(UTC).strftime("%Y-%m-%d")
     plots = "".join(f"\n![{name}]({name})" for name in part.plots)
-    return f"## {part.title}\n\n{says}\n`{command}`, {seconds:.0f} s, {when}.\n\n{body}\n{plots}"
+    return f"## {part.title}\n\n{says}\n`{command}`, {seconds:.0f} s, {when}, load {load:.1f}.\n\n{body}\n{plots}"
 
 
 def _read() -> dict[str, str]:

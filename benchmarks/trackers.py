@@ -1,15 +1,15 @@
 """What trackers cost a training step: each against a twin without it, as the median of paired steps.
 
-    python -m benchmarks.trackers                          # about a minute for each tracker on a quiet machine
+    python -m benchmarks.trackers                          # half a minute for each tracker; make setup-readers first
     python -m benchmarks.trackers --only none otel-hangs --pairs 200
 
 A step gives 64 attempts of 5 turns and a metrics line to the tracker, as one of the demo does, and then computes a
-quarter of a second with torch on one thread, driven from Python. Steps with and without a tracker alternate, and which
+quarter of a second with numpy on one thread, driven from Python. Steps with and without a tracker alternate, and which
 comes first changes from pair to pair, so that a machine that is busy for a while is busy for both. `cost` is the median
 of the pairs' differences, as a share of the demo's step of 1.9 s; `wait` is how long the loop's own thread was held by
 the calls; `thread` is the processor time of the tracker's thread. A receiver that hangs takes the connection and never
-answers; one that is healthy answers at once. Both are processes of their own. A tracker that is not installed is left
-out.
+answers; one that is healthy answers at once. Both are processes of their own. W&B, TensorBoard, MLflow and trackio are
+the real packages, offline, in the Python of .venv-readers (ART_READERS_PYTHON names another).
 """
 
 import argparse
@@ -37,9 +37,13 @@ from art_cli.trackers.dispatch import Trackers, TrackerThread
 from art_cli.trajectory import Json, Score, ScoredTrajectory, Turn
 from tests.support.receiver import receiving
 
+for _library in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[_library] = "1"  # before numpy is imported
+
 GROUPS, ATTEMPTS, TURNS, TOKENS = 8, 8, 5, 12  # those of the demo: 64 games of about 5 moves
 STEP_S = 0.25  # length of a step's own work: short, so that pairs are many
 DEMO_STEP_S = 1.9  # length of the demo's steps on two cores
+DEADLINE_S = 600.0  # longest time of one tracker in a Python of its own
 CONFIG: Json = {"name": "bench", "train": {"steps": 1000}, "model": {"base": "builtin:tiny"}}
 
 
@@ -93,20 +97,19 @@ def _attempt(step: int, group: int, index: int) -> ScoredTrajectory:
 
 
 class Work:
-    """STEP_S of small torch operations from Python, as an update of the demo makes them."""
+    """STEP_S of small products from Python, as an update of the demo makes them. They let go of Python's lock."""
 
     def __init__(self) -> None:
-        import torch
+        import numpy as np
 
-        torch.set_num_threads(1)
-        self._layer = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256))
-        self._input = torch.randn(256, 256)
+        draw = np.random.default_rng(0)
+        self._input = draw.standard_normal((256, 256), dtype=np.float32)
+        self._layer = draw.standard_normal((256, 512), dtype=np.float32)
+        self._output = np.empty((256, 512), np.float32)
         self._times = 1
-        begin = time.perf_counter()
         while (took := self._timed()) < STEP_S / 4:
             self._times *= 2
         self._times = max(1, round(self._times * STEP_S / took))
-        self.warm_up_s = time.perf_counter() - begin
 
     def _timed(self) -> float:
         begin = time.perf_counter()
@@ -115,8 +118,7 @@ class Work:
 
     def __call__(self) -> None:
         for _ in range(self._times):
-            self._layer.zero_grad()
-            self._layer(self._input).square().mean().backward()
+            self._input.dot(self._layer, out=self._output)
 
 
 class Measured(NamedTuple):
@@ -126,7 +128,8 @@ class Measured(NamedTuple):
     low: float  # its interval over pairs: the order statistics that hold the median with 95 %
     high: float
     wait_ms: float  # median time in which the calls hold the loop's thread
-    thread_ms: float  # processor time of the tracker's thread for a step, without threads of its package
+    thread_ms: float  # processor time of the tracker's thread for a step
+    process_ms: float  # processor time that a step of this process takes more, its package's threads included
     dropped: int
 
 
@@ -176,17 +179,19 @@ def opened(case: Case) -> Iterator[tuple[Trackers, list[TrackerThread]]]:
 
 def measure(case: Case, work: Work, pairs: int) -> Measured:
     plain, tracked, waits = [], [], []
+    used: dict[bool, list[float]] = {True: [], False: []}
     with opened(case) as (trackers, threads):
         for pair in range(pairs + 1):
             groups = batch(pair)
             for is_tracked in (True, False) if pair % 2 else (False, True):
-                begin = time.perf_counter()
+                begin, before = time.perf_counter(), time.process_time()
                 if is_tracked:
                     trackers.log_trajectories(pair, groups)
                     trackers.log(MetricsLine(step=pair, split="train", metrics={"loss": 0.5}, time=time.time()))
                     waits.append(time.perf_counter() - begin)
                 work()
                 (tracked if is_tracked else plain).append(time.perf_counter() - begin)
+                used[is_tracked].append(time.process_time() - before)
         spent = sum(map(_processor_s, threads))
         dropped = sum(thread.num_dropped for thread in threads)
     plain, tracked = plain[1:], tracked[1:]  # in the first pair the packages import what they need
@@ -196,7 +201,8 @@ def measure(case: Case, work: Work, pairs: int) -> Measured:
     middle = len(shares) // 2
     low, high = shares[max(0, middle - reach)], shares[min(len(shares) - 1, middle + reach)]
     wait, thread_ms = 1000 * statistics.median(waits), 1000 * spent / (pairs + 1)
-    return Measured(case.name, step, statistics.median(shares), low, high, wait, thread_ms, dropped)
+    more_ms = 1000 * (statistics.median(used[True][1:]) - statistics.median(used[False][1:]))
+    return Measured(case.name, step, statistics.median(shares), low, high, wait, thread_ms, more_ms, dropped)
 
 
 def _processor_s(thread: TrackerThread) -> float:
@@ -208,32 +214,46 @@ def _processor_s(thread: TrackerThread) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=[case.name for case in CASES])
-    parser.add_argument("--pairs", type=int, default=100)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--json", action="store_true", help="one object for each tracker")
     parser.add_argument("--receive", choices=["hangs", "answers"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.receive is not None:
         receive(arguments.receive == "hangs")
     work = Work()
-    print(f"{'tracker':15s} {'step':>7s} {'cost':>7s} {'95 %':>16s} {'wait':>9s} {'thread':>9s} {'dropped':>8s}")
+    if not arguments.json:
+        print("| tracker | a step without it | cost | its 95 % | the loop waits | its thread | the process | dropped |")
+        print("|---|---|---|---|---|---|---|---|", flush=True)
     for case in CASES:
-        if case.name not in (arguments.only or [each.name for each in CASES]):
+        if arguments.only is not None and case.name not in arguments.only:
             continue
-        try:
-            check_installed(case.section.get("name", "none"))
-        except UsageError as error:
-            print(f"{case.name:15s} left out: {error}")
-            continue
-        found = measure(case, work, arguments.pairs)
-        if arguments.json:
-            print(json.dumps(found._asdict()))
-            continue
-        interval = f"{found.low:+.2%} {found.high:+.2%}"
-        print(
-            f"{found.name:15s} {found.step_s:5.2f} s {found.cost:+7.2%} {interval:>16s} {found.wait_ms:6.3f} ms "
-            f"{found.thread_ms:6.1f} ms {found.dropped:8d}",
-            flush=True,
-        )
+        found = measured(case, work, arguments.pairs, is_asked=arguments.json)
+        print(json.dumps(found._asdict()) if arguments.json else row(found), flush=True)
+
+
+def measured(case: Case, work: Work, pairs: int, *, is_asked: bool) -> Measured:
+    """The case in this Python, or in the readers' where only that one has the package. `is_asked`: this is that one."""
+    try:
+        check_installed(case.section.get("name", "none"))
+    except UsageError as error:
+        if is_asked:
+            raise SystemExit(str(error)) from error
+        from tests.support.real_readers import run  # it needs pytest, which the other Python has not
+
+        words = ("-m", "benchmarks.trackers", "--json", "--only", case.name, "--pairs", str(pairs))
+        with tempfile.TemporaryDirectory() as home:
+            done = run(*words, home=Path(home), timeout_s=DEADLINE_S)
+        if done.returncode:
+            raise SystemExit(done.stderr[-2000:]) from error
+        return Measured(**json.loads(done.stdout.splitlines()[-1]))
+    return measure(case, work, pairs)
+
+
+def row(found: Measured) -> str:
+    return (
+        f"| {found.name} | {found.step_s:.2f} s | {found.cost:+.2%} | {found.low:+.2%} to {found.high:+.2%} | "
+        f"{found.wait_ms:.2f} ms | {found.thread_ms:.1f} ms | {found.process_ms:+.1f} ms | {found.dropped} |"
+    )
 
 
 if __name__ == "__main__":

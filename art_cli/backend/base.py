@@ -24,10 +24,16 @@ class Parts(NamedTuple):
 
 
 class Base:
-    """`name` is what clients call it; `names` are what else they may call it."""
+    """`name` is what clients call it; `names` are what else they may call it.
 
-    def __init__(self, weights: Weights, *, name: str, lora: LoraConfig | None, learner: Any) -> None:
-        self.weights, self.name = weights, name
+    `lora` is the shape of their adapters where they do not say it; None: the protocol's. `is_whole`: there are no
+    adapters, and each client trains a copy of all weights.
+    """
+
+    def __init__(
+        self, weights: Weights, *, name: str, lora: LoraConfig | None, learner: Any, is_whole: bool = False
+    ) -> None:
+        self.weights, self.name, self.is_whole = weights, name, is_whole
         self.names = {name, weights.base}
         self._lora, self._learner = lora, learner
         self.vocabulary = int(weights.model.config.vocab_size)
@@ -40,17 +46,25 @@ class Base:
 
     def new_learner(self, rank: int, seed: int, parts: Parts) -> AdapterLearner:
         """A learner of a fresh adapter. Raises UsageError: a layer to adapt that the model does not have."""
+        if self.is_whole:
+            return AdapterLearner(model.clone_trainable(self.weights), self._learner)
         alpha = self._lora.alpha if self._lora is not None else ALPHA
         lora = LoraConfig(rank=rank, alpha=alpha, targets=self._targets(parts))
         return AdapterLearner(model.with_adapter(self.weights, lora, seed), self._learner)
 
     def saved_learner(self, adapter: Path) -> AdapterLearner:
         """A learner of an adapter of that shape; its tensors are loaded by the caller."""
+        if self.is_whole:
+            return AdapterLearner(model.clone_trainable(self.weights), self._learner)
         lora = lora_of(adapter)
         return AdapterLearner(model.with_adapter(self.weights, lora, 0), self._learner)
 
     def policy(self, adapter: Path | None) -> Weights:
         """The base with a saved adapter, or without one."""
+        if self.is_whole and adapter is not None:
+            weights = model.clone_trainable(self.weights)
+            model.load_checkpoint(weights, adapter)
+            return weights
         return model.on_base(self.weights, adapter)
 
     def _targets(self, parts: Parts) -> str | list[str]:

@@ -56,8 +56,8 @@ class ModelRoutes:
                 "model_id": asked.model_id,
                 "model_name": self.state.base.name,
                 "model_data": {**data, "tokenizer_id": self.state.base.weights.base},
-                "is_lora": True,
-                "lora_rank": model.run.rank,
+                "is_lora": model.run.rank > 0,
+                "lora_rank": model.run.rank or None,
             }
         )
 

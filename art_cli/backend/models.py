@@ -266,13 +266,17 @@ def _load(learner: AdapterLearner, path: Path, optimizer: bool) -> None:
 
 
 def _rank(learner: AdapterLearner) -> int:
-    return int(learner.weights.model.peft_config["default"].r)
+    """The adapter's rank; 0: there is none, and all weights are trained."""
+    return int(learner.weights.model.peft_config["default"].r) if learner.weights.has_adapter else 0
 
 
 def describe(store: Store, at: Place, owner: str) -> dict[str, Any]:
     """What a client needs to load a checkpoint: weights_info."""
-    lora = lora_of(store.find(at, owner))
-    run, parts = store.any_run(at.run), parts_of(lora)
+    found, run = store.find(at, owner), store.any_run(at.run)
+    if not run.rank:
+        return {"base_model": run.base_model, "is_lora": False, "lora_rank": None}
+    lora = lora_of(found)
+    parts = parts_of(lora)
     return {
         "base_model": run.base_model,
         "is_lora": True,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from art_cli.backend import tensors
 from art_cli.backend.protobuf import (
@@ -29,13 +30,17 @@ from art_cli.chat.errors import ChatError, invalid
 from art_cli.chat.reading import decode_object
 from art_cli.learners.adapter_learner import Passed
 from art_cli.learners.datums import Datum
-from art_cli.learners.token_losses import TOKEN_LOSSES
+from art_cli.learners.token_losses import SHARES, TOKEN_LOSSES
 
 REFUSED = {
     "stable_reinforce": "its formula is not public; use cispo or ppo",
     "custom": "custom losses run in the client here: forward_backward_custom with a function",
 }
 OUTPUT_TYPE = "ArrayRecord"
+# Numbers that a datum may bring beside its loss's. Servers elsewhere do not know them, so that this one says in its
+# capabilities that it does. With them the sums of a pass are those of the torch learner, bit for bit.
+MASK = "mask"  # 0 in rows that are left out: they cost nothing, and their logprob in the answer is 0
+EXTRA = (MASK, SHARES)
 MAX_UNLISTED = 1 << 22  # numbers of a request beyond its bytes: those that its sparse tensors do not list
 
 
@@ -272,7 +277,7 @@ def check(asked: Pass, *, vocabulary: int, max_length: int, max_data: int) -> Ch
     if not 0 < len(asked.raw) <= max_data:
         raise invalid(f"{len(asked.raw)} data; between 1 and {max_data} are taken in one request")
     data, is_flat = [], []
-    names = ({"target_tokens", *loss.needs}, {*loss.takes, *loss.may_bring} - {"beta"})
+    names = ({"target_tokens", *loss.needs}, {*EXTRA, *loss.takes, *loss.may_bring} - {"beta"})
     for number, raw in enumerate(asked.raw):
         with _naming(number):
             data.append(_checked(raw, names, vocabulary, max_length, asked.loss))
@@ -306,7 +311,21 @@ def _checked(raw: RawDatum, names: tuple[set[str], set[str]], vocabulary: int, m
         if not np.isfinite(values).all():
             raise ValueError(f"loss_fn_inputs.{name}: not finite")
         numbers[name] = values.reshape(len(raw.tokens), -1).astype(np.float64)
-    return Datum(inputs=raw.tokens.astype(np.int64), targets=targets.reshape(len(raw.tokens), -1), numbers=numbers)
+    return Datum(
+        inputs=raw.tokens.astype(np.int64),
+        targets=targets.reshape(len(raw.tokens), -1),
+        numbers=numbers,
+        rows=_rows(numbers.pop(MASK, None)),
+    )
+
+
+def _rows(mask: npt.NDArray[np.float64] | None) -> npt.NDArray[np.int64] | None:
+    """The rows that a mask leaves in; None: there is no mask."""
+    if mask is None:
+        return None
+    if not (mask == mask[:, :1]).all() or not mask.any():
+        raise ValueError(f"loss_fn_inputs.{MASK}: a row is in or out whole, and at least one is in")
+    return np.flatnonzero(mask[:, 0])
 
 
 # --- the answer -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ A request that changes something is answered with an id at once, and its result 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from art_cli.backend import passes
 from art_cli.backend.bodies import PROTO, digest_of
 from art_cli.backend.futures import Failure
 from art_cli.backend.passes import convert
@@ -31,7 +32,8 @@ class Routes:
 
     async def capabilities(self, http: Request, owner: str) -> Response:
         supported = {"model_name": self.state.base.name, "max_context_length": self.state.base.max_length}
-        return reply({"supported_models": [{**supported, "trainable": True, "sampleable": True}]})
+        own = {"loss_fn_inputs": passes.EXTRA, "is_lora": not self.state.base.is_whole}  # read by art, not by the SDK
+        return reply({"supported_models": [{**supported, "trainable": True, "sampleable": True, **own}]})
 
     async def client_config(self, http: Request, owner: str) -> Response:
         """JSON for SDKs that can speak it; one request loads a model from a checkpoint."""
@@ -43,7 +45,9 @@ class Routes:
                 "proto_write_fwdbwd": False,
                 "proto_compress_fwdbwd": False,
                 "create_model_via_load_weights": True,
-                "fwdbwd_max_chunk_len": min(1024, self.state.limits.data),
+                "fwdbwd_max_chunk_len": self.state.limits.data,
+                # one request for all data of an update, where it fits, so that its packs are those of a local step
+                "fwdbwd_max_chunk_bytes_count": self.state.limits.body_bytes // 2,
             }
         )
 

@@ -128,15 +128,15 @@ def run(
 def _load(arguments: list[str], base: str | None) -> "LoadedBackend":
     """The model, engine and learner of the file and the overrides. Raises UsageError: no model is named."""
     from art_cli.config.compose import load_backend
-    from art_cli.config.schema import TinkerEngineConfig, TinkerLearnerConfig
+    from art_cli.config.schema import TinkerEngineConfig, TinkerLearnerConfig, VllmEngineConfig
 
     has_file = bool(arguments) and "=" not in arguments[0]
     path, overrides = (Path(arguments[0]), arguments[1:]) if has_file else (None, arguments)
     if path is None and base is None:
         raise UsageError("which model? art backend --base MODEL, or art backend CONFIG")
     loaded = load_backend(path, [*overrides, *([] if base is None else [f"model.base={json.dumps(base)}"])])
-    if loaded.model.lora is None:
-        raise UsageError("model.lora: null trains all weights; clients share one base here and train adapters on it")
+    if loaded.model.lora is None and isinstance(loaded.engine, VllmEngineConfig):
+        raise UsageError("model.lora: null trains all weights, and vLLM swaps adapters: engine=embedded, or set it")
     if isinstance(loaded.learner, TinkerLearnerConfig) or isinstance(loaded.engine, TinkerEngineConfig):
         raise UsageError("engine, learner: tinker is what a client of this server has; here: engine=auto learner=auto")
     if loaded.learner.processes > 1:
@@ -177,7 +177,10 @@ def _load_base(loaded: "LoadedBackend", root: Path, named: str | None) -> "Base"
     bare = loaded.model.model_copy(update={"lora": None})
     weights = model.load_weights(bare, found, device=loaded.learner.device)
     lora = loaded.model.lora if "lora" in loaded.model.model_fields_set else None
-    return Base(weights, name=given, lora=lora, learner=loaded.learner)
+    is_whole = loaded.model.lora is None
+    if is_whole:
+        log.info("model.lora is null: each client trains a copy of all weights, whatever rank it asks for")
+    return Base(weights, name=given, lora=lora, learner=loaded.learner, is_whole=is_whole)
 
 
 def _greet(root: str, name: str, has_keys: bool, as_json: bool) -> None:

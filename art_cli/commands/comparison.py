@@ -17,13 +17,13 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import JudgeModelConfig, ModelConfig, OpenAIEngineConfig
 from art_cli.engines import engine_traits
 from art_cli.errors import RolloutError, UsageError
+from art_cli.failures import count_failures
 from art_cli.judges import make_judge
 from art_cli.judges.costs import Price, find_price
 from art_cli.judges.trial import require_keys
 from art_cli.loop.auto import resolve_auto
 from art_cli.loop.contest import is_judged, judge_contest
 from art_cli.loop.evaluate import Estimate, estimate, paired_difference, play_evaluation
-from art_cli.loop.failures import count_failures
 from art_cli.loop.gates import SPENT, Gate, NameWatch
 from art_cli.loop.policy import PolicySource, find_policy, open_policy
 from art_cli.loop.sampler import open_sampler

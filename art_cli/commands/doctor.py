@@ -123,7 +123,10 @@ def check_auto(machine: "Machine | None" = None) -> Iterator[Finding]:
     machine = machine or Machine()
     for group, facts in (("engine", engine_facts(machine)), ("learner", learner_facts(machine))):
         choice = choose(group, facts)
-        yield Finding(group, not facts.is_installed, f"auto chooses {choice.name}: {choice.reason}", choice.cure)
+        message = f"auto chooses {choice.name}: {choice.reason}"
+        if choice.name == "vllm" and (num := machine.num_gpus()) > 1:
+            message += f"; 1 server, engine.replicas starts up to {num} on the {num} GPUs"
+        yield Finding(group, not facts.is_installed, message, choice.cure)
 
 
 def _check_configs() -> Finding:

@@ -15,7 +15,7 @@ from art_cli.commands import Checkpoint, Config, Json, Overrides
 from art_cli.errors import RolloutError, UsageError, no_such_option
 
 if TYPE_CHECKING:
-    from art_cli.loop.failures import Failures
+    from art_cli.failures import Failures
 
 
 def run(
@@ -46,9 +46,9 @@ def run(
     art generate config.yaml -o traces.jsonl --format openenv
     """
     from art_cli.config.compose import load_config
+    from art_cli.failures import count_failures
     from art_cli.interchange import WRITERS
     from art_cli.interchange.exporting import write_traces
-    from art_cli.loop.failures import count_failures
     from art_cli.loop.stages import generate
 
     if form is not None and form not in WRITERS:

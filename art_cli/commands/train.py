@@ -11,7 +11,7 @@ from art_cli.commands import Config, Json, Overrides
 from art_cli.errors import printable_lines
 
 if TYPE_CHECKING:
-    from art_cli.loop.train import TrainResult
+    from art_cli.loop.training_run import TrainResult
 
 
 def run(

@@ -193,12 +193,8 @@ def _remote_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, st
             "learner",
             "'tinker' trains on the server that engine=tinker samples from; set engine=tinker engine.url=...",
         )
-    if config.model.lora is None:
-        yield "model.lora", "learner 'tinker' trains adapters; set it"
     if config.model.quantize is not None:
         yield "model.quantize", "learner 'tinker' leaves the base model to the server; leave it out"
-    if config.sft is not None:
-        yield "sft", "learner 'tinker' has no warm-up; leave it out"
     if config.algorithm is not None:
         yield "algorithm", "its objective runs where the weights are, and a server runs its own; choose a loss by name"
     if isinstance(loss, PpoConfig | DistillConfig | SdpoConfig):

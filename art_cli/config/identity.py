@@ -45,7 +45,7 @@ NOT_TRAINING = frozenset(
         "engine",
         # how a teacher's server is reached
         *("loss.teacher.base_url", "loss.teacher.api_key_env", "loss.teacher.timeout_s", "loss.teacher.retries"),
-        "loss.teacher.concurrency",
+        *("loss.teacher.concurrency", "loss.teacher.protocol"),
         # the learner: all learners compute the same step
         "learner.name",
     }

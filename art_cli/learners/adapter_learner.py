@@ -24,7 +24,7 @@ from art_cli.learners.optimizer import Adam, Optimizer
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing_check import PackingCheck
 from art_cli.learners.samples import Sample, bare_sample
-from art_cli.learners.token_losses import TOKEN_LOSSES, TokenLoss
+from art_cli.learners.token_losses import SHARES, TOKEN_LOSSES, TokenLoss
 from art_cli.learners.token_weights import Floats
 from art_cli.model import Weights, clone_trainable, load_checkpoint, save_weights
 
@@ -32,17 +32,19 @@ from art_cli.model import Weights, clone_trainable, load_checkpoint, save_weight
 class Passed(NamedTuple):
     """What one pass over the data gave."""
 
-    logprobs: list[Floats]  # [n, K] of each datum's targets
+    logprobs: list[Floats]  # [n, K] of each datum's targets; 0 in rows that are not computed
     loss: float  # the sum over all tokens
     num_tokens: int
     clip_fraction: float | None  # share of the tokens that the loss clipped; None: it does not clip
 
 
 class AdapterLearner:
-    """Trains the adapter of `weights`. Failures raise LearnerError or CheckpointError."""
+    """Trains the adapter of `weights`, or all of them where they have none.
+
+    Failures raise LearnerError or CheckpointError.
+    """
 
     def __init__(self, weights: Weights, config: BaseLearnerConfig) -> None:
-        assert weights.has_adapter, "only adapters are trained"
         self.weights = weights
         self.runner = PackRunner(weights, config)
         self.packing = PackingCheck(self.runner)
@@ -135,12 +137,14 @@ class AdapterLearner:
         for made in self.runner.pack(samples):
             asked = ask_for_targets(made, data)
             new = self.runner.run(asked.pack).logprobs[self._tensor(asked.edge_of)]
-            objective = loss.values(new, self._numbers(asked, data, loss, settings), self._tensor(asked.datum_of))
-            value = objective.values.sum()
-            is_bad = ~objective.values.detach().isfinite()
+            numbers = self._numbers(asked, data, loss, settings)
+            objective = loss.values(new, numbers, self._tensor(asked.datum_of))
+            values = objective.values * numbers[SHARES] if SHARES in numbers else objective.values
+            is_bad = ~values.detach().isfinite()
             if is_bad.any():
                 number = asked.datum_of[int(is_bad.nonzero()[0, 0])]
                 raise LearnerError(f"data[{number}]: its loss is not finite; no gradient was added")
+            value = values.sum()
             if back:
                 value.backward()  # type: ignore[no-untyped-call]
             total, num_tokens = total + float(value.detach()), num_tokens + len(new)
@@ -148,8 +152,8 @@ class AdapterLearner:
                 num_clipped, clips = num_clipped + int(objective.is_clipped.sum()), True
             found, start = new.detach().cpu().numpy(), 0
             for index in asked.order:
-                size = data[index].targets.size
-                logprobs[index] = found[start : start + size].reshape(data[index].targets.shape)
+                size = data[index].num_terms
+                logprobs[index] = data[index].whole(found[start : start + size])
                 start += size
         return Passed(logprobs, total, num_tokens, num_clipped / max(1, num_tokens) if clips else None)
 
@@ -158,7 +162,7 @@ class AdapterLearner:
     ) -> dict[str, Tensor]:
         """What the loss takes, as tensors of the pack's terms, or scalars where no datum brings its own."""
         numbers = {}
-        for name in (*loss.needs, *loss.takes, *loss.may_bring):
+        for name in (*loss.needs, *loss.takes, *loss.may_bring, SHARES):
             if any(name in data[index].numbers for index in asked.order):
                 parts = [self._of_datum(data[index], name, loss, settings) for index in asked.order]
                 numbers[name] = self._tensor(np.concatenate(parts)).float()
@@ -169,8 +173,8 @@ class AdapterLearner:
     @staticmethod
     def _of_datum(datum: Datum, name: str, loss: TokenLoss, settings: Mapping[str, float]) -> Floats:
         if name in datum.numbers:
-            return datum.numbers[name].ravel()
-        return np.full(datum.targets.size, _setting(name, loss, settings) if name in loss.takes else 1.0)
+            return datum.numbers_of(name)
+        return np.full(datum.num_terms, _setting(name, loss, settings) if name in loss.takes else 1.0)
 
     @contextlib.contextmanager
     def _running(self, samples: Sequence[Sample], *, compares: bool) -> Iterator[None]:

@@ -5,6 +5,9 @@ row has K targets, usually one, and they need not be the next input, because a c
 
     inputs 5 6 7    targets 6 7 8    the sequence 5 6 7 8, trained on its last three tokens
     inputs 5 6 7    targets 6 9 8    the 9 is predicted after 5 6, and the 7 follows there all the same
+
+A client may leave rows out. Then the packs of its data are those of the torch learner's samples, whose prompts are not
+trained on either, and so are the sums in them, bit for bit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,6 +31,28 @@ class Datum:
     inputs: Ints  # [n] token ids
     targets: Ints  # [n, K] token ids
     numbers: Mapping[str, Floats]  # [n, K] by name, as the loss needs them: weights, advantages, logprobs
+    rows: Ints | None = None  # [m] ascending rows that are computed, at least one; None: all
+
+    @property
+    def computed(self) -> Ints:
+        """[m] the rows that are computed."""
+        return np.arange(len(self.inputs)) if self.rows is None else self.rows
+
+    def numbers_of(self, name: str) -> Floats:
+        """[m * K] the numbers of that name in the computed rows."""
+        return (self.numbers[name] if self.rows is None else self.numbers[name][self.rows]).ravel()
+
+    @property
+    def num_terms(self) -> int:
+        return self.targets.size if self.rows is None else self.targets.shape[1] * len(self.rows)
+
+    def whole(self, values: Floats) -> Floats:
+        """[n, K] values of the computed rows among all rows; the others have 0."""
+        if self.rows is None:
+            return values.reshape(self.targets.shape)
+        found = np.zeros(self.targets.shape, values.dtype)
+        found[self.rows] = values.reshape(len(self.rows), -1)
+        return found
 
 
 class DatumPack(NamedTuple):
@@ -44,7 +69,7 @@ def datum_samples(data: Sequence[Datum]) -> list[Sample]:
     return [
         bare_sample(
             np.concatenate([datum.inputs, datum.targets[-1, :1]]),
-            np.arange(1, len(datum.inputs) + 1),
+            datum.computed + 1,
             f"datum {number}",
             turn=number,
         )
@@ -55,10 +80,18 @@ def datum_samples(data: Sequence[Datum]) -> list[Sample]:
 def ask_for_targets(pack: Pack, data: Sequence[Datum]) -> DatumPack:
     """The pack of `datum_samples`, whose edges predict the targets that the datums name instead of the next tokens."""
     order = [sample.turn for sample in pack.samples]
-    repeats = np.concatenate([np.full(len(data[index].inputs), data[index].targets.shape[1]) for index in order])
+    if all(_asks_for_next(data[sample.turn], sample) for sample in pack.samples):
+        return DatumPack(pack, pack.terms.edges, np.array(order)[pack.terms.samples], order)
+    repeats = np.concatenate([np.full(len(data[index].computed), data[index].targets.shape[1]) for index in order])
     places = np.repeat(pack.edges.positions[pack.terms.edges], repeats)
-    targets = np.concatenate([data[index].targets.ravel() for index in order])
+    targets = np.concatenate([data[index].targets[data[index].computed].ravel() for index in order])
     both, edge_of = np.unique(np.stack([places, targets]), axis=1, return_inverse=True)
     edges = Edges(both[0].copy(), both[1].copy(), np.ones(both.shape[1]))
-    datum_of = np.concatenate([np.full(data[index].targets.size, index) for index in order])
+    datum_of = np.concatenate([np.full(data[index].num_terms, index) for index in order])
     return DatumPack(replace(pack, edges=edges), edge_of.ravel(), datum_of, order)
+
+
+def _asks_for_next(datum: Datum, sample: Sample) -> bool:
+    """Whether each computed row has one target, the token that follows in the sample."""
+    rows = sample.targets - 1
+    return datum.targets.shape[1] == 1 and bool((datum.targets[rows, 0] == sample.token_ids[sample.targets]).all())

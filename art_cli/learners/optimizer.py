@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from art_cli.config.schema import SftConfig, TrainConfig
+from art_cli.config.schema import TrainConfig
 from art_cli.errors import CheckpointError
 from art_cli.learners.entropy_floor import EntropyState
 from art_cli.learners.ranks import Ranks
@@ -203,19 +203,6 @@ class Optimizer:
             self.counts = msgspec.json.decode((directory / COUNTS_FILE).read_bytes(), type=Counts)
         except Exception as error:
             raise CheckpointError(f"{directory}: optimizer state: {str(error).splitlines()[0]}") from error
-
-
-def warm_up_settings(config: SftConfig, num_updates: int) -> TrainConfig:
-    """The optimizer's settings of a warm-up of that many updates. What `sft` lacks is as `train` has it by default."""
-    return TrainConfig(
-        steps=num_updates,
-        learning_rate=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay=config.decay,
-        decay_to=config.decay_to,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-    )
 
 
 def _is_low(parameter: Tensor) -> bool:

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
-from art_cli.config.schema import TrainConfig
+from art_cli.config.schema import SftConfig, TrainConfig
 
 EPS = 1e-8  # AdamW's, as torch has it by default
 WINDOW = 32  # number of past norms whose median clips: long enough to outlast a burst, short enough to follow the trend
@@ -21,6 +21,19 @@ def rate_of_step(config: TrainConfig, done: int) -> float:
         return config.learning_rate * (done + 1) / config.warmup_steps
     progress = min(1.0, (done - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
     return config.learning_rate * decayed(config.decay, progress, to=config.decay_to)
+
+
+def warm_up_settings(config: SftConfig, num_updates: int) -> TrainConfig:
+    """The optimizer's settings of a warm-up of that many updates. What `sft` lacks is as `train` has it by default."""
+    return TrainConfig(
+        steps=num_updates,
+        learning_rate=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay=config.decay,
+        decay_to=config.decay_to,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+    )
 
 
 def clip_limit(config: TrainConfig, norms: Sequence[float]) -> float:

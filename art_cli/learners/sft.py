@@ -23,23 +23,10 @@ from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.samples import Sample
 from art_cli.learners.sft_batches import SftBatches
+from art_cli.learners.sft_sums import Sums
 from art_cli.learners.step_statistics import StepStatistics
 
 SUMS_FILE, BEST_FILE = "sums.json", "best.safetensors"
-
-
-class Sums(msgspec.Struct, kw_only=True):
-    """sft/sums.json: what was done so far. The reported numbers are computed from these."""
-
-    num_updates: int = 0  # optimizer steps taken
-    loss_first: float = 0.0  # loss of the first optimizer step, nats per token
-    loss_epoch: float = 0.0  # sum of the losses of the current epoch's optimizer steps
-    grad_norm: float = 0.0  # sum over optimizer steps, before clipping
-    tokens_trained: int = 0
-    tokens_computed: int = 0
-    evaluations: list[tuple[int, float]] = []  # (optimizer steps taken before it, loss in nats per token)
-    train_s: float = 0.0
-    eval_s: float = 0.0
 
 
 class Sft:
@@ -76,47 +63,18 @@ class Sft:
 
     @property
     def is_done(self) -> bool:
-        """Whether all updates are taken, or the evaluation loss has not fallen for `patience` evaluations."""
-        losses, patience = [loss for _, loss in self.sums.evaluations], self.config.patience
-        if patience is None or not losses:
-            return self._is_last
-        return self._is_last or len(losses) - 1 - losses.index(min(losses)) >= patience
+        """Whether all updates are taken, or the evaluation loss stopped it."""
+        return self.sums.is_done(self.batches.num_updates, patience=self.config.patience)
 
     @property
     def _is_last(self) -> bool:
         return self.sums.num_updates >= self.batches.num_updates
 
     def numbers(self) -> dict[str, float]:
-        """The numbers so far. `loss` is the mean over the current epoch, `loss_first` the loss of the first update.
-
-        `eval_loss` is the newest evaluation's; of a warm-up with `patience` that is done, the best one's, whose weights
-        are kept.
-        """
-        sums, num = self.sums, self.sums.num_updates
-        if num == 0:
-            return {"num_updates": 0.0}
-        return {
-            "loss": sums.loss_epoch / ((num - 1) % self.batches.epoch_updates + 1),
-            "loss_first": sums.loss_first,
-            **self._evaluation_numbers(),
-            "grad_norm": sums.grad_norm / num,
-            "num_updates": float(num),
-            "tokens_trained": float(sums.tokens_trained),
-            "tokens_computed": float(sums.tokens_computed),
-            "train_s": sums.train_s,
-        }
-
-    def _evaluation_numbers(self) -> dict[str, float]:
-        sums = self.sums
-        if not sums.evaluations:
-            return {}
-        numbers = {"eval_loss": sums.evaluations[-1][1], "eval_loss_first": sums.evaluations[0][1]}
-        if self.config.patience is not None:
-            best, loss = min(sums.evaluations, key=lambda pair: pair[1])
-            numbers |= {"eval_loss_best": loss, "best_update": float(best)}
-            if self.is_done:
-                numbers["eval_loss"] = loss
-        return numbers | {"num_evaluations": float(len(sums.evaluations)), "eval_s": sums.eval_s}
+        """The numbers so far (sft_sums.py)."""
+        return self.sums.numbers(
+            epoch_updates=self.batches.epoch_updates, patience=self.config.patience, is_done=self.is_done
+        )
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -151,7 +109,7 @@ class Sft:
 
     def _update(self, gradient: LossGradient, samples: Sequence[Sample]) -> None:
         """Takes one optimizer step."""
-        begin, is_first = time.perf_counter(), self.sums.num_updates % self.batches.epoch_updates == 0
+        begin = time.perf_counter()
         statistics = StepStatistics()
         update = gradient.plan(samples)
         statistics.add_counts(update.packs)
@@ -166,14 +124,15 @@ class Sft:
         self.optimizer.counts.num_steps += 1
         self.optimizer.update()
         statistics = StepStatistics.total(gradient.runner.ranks.gather(statistics))
-        sums, [loss] = self.sums, statistics.losses
-        sums.loss_first = sums.loss_first if sums.num_updates else loss
-        sums.loss_epoch = loss if is_first else sums.loss_epoch + loss
-        sums.grad_norm += norm
-        sums.tokens_trained += statistics.tokens_trained
-        sums.tokens_computed += statistics.tokens_computed
-        sums.num_updates += 1
-        sums.train_s += time.perf_counter() - begin
+        [loss] = statistics.losses
+        self.sums.add_update(
+            loss,
+            norm,
+            trained=statistics.tokens_trained,
+            computed=statistics.tokens_computed,
+            epoch_updates=self.batches.epoch_updates,
+            seconds=time.perf_counter() - begin,
+        )
 
     def _evaluate(self, runner: PackRunner) -> None:
         begin = time.perf_counter()
@@ -182,10 +141,9 @@ class Sft:
             raise LearnerError(
                 f"sft: the evaluation loss after update {self.sums.num_updates} is {loss}; lower sft.learning_rate"
             )
-        if self.config.patience is not None and all(loss < before for _, before in self.sums.evaluations):
+        is_best = self.sums.add_evaluation(loss, seconds=time.perf_counter() - begin)
+        if self.config.patience is not None and is_best:
             self._best = {name: p.detach().clone() for name, p in self.optimizer.parameters.items()}
-        self.sums.evaluations.append((self.sums.num_updates, loss))
-        self.sums.eval_s += time.perf_counter() - begin
 
 
 @torch.no_grad()

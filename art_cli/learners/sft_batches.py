@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from art_cli.config.schema import SftConfig
+from art_cli.errors import LearnerError
 from art_cli.learners.samples import Ints, Sample
 
 
@@ -35,6 +36,16 @@ class SftBatches:
             bounds = even_bounds(self._num_tokens[order], self.epoch_updates)
             chosen = order[bounds[place] : bounds[place + 1]]
         return [sample for example in chosen for sample in self.examples[example]]
+
+
+def plan_batches(examples: Sequence[list[Sample]], config: SftConfig, *, seed: int) -> SftBatches:
+    """The batches of a warm-up. Raises LearnerError: no examples, or no update left for the decay."""
+    if not examples:
+        raise LearnerError("sft.demos: no examples")
+    batches = SftBatches(examples, config, seed=seed)
+    if config.decay != "none" and config.warmup_steps >= batches.num_updates:
+        raise LearnerError(f"sft.decay: the warm-up steps leave none of the {batches.num_updates} updates for it")
+    return batches
 
 
 def even_bounds(sizes: Ints, parts: int) -> Ints:

@@ -6,49 +6,53 @@ Credit, masks, means, the schedule and the clip are computed here, and the serve
 The torch learner's step is the same step. A checkpoint directory holds the server's paths of what it saved
 (remote.json).
 
-Nothing is applied twice. The SDK numbers its requests, and a server runs each number once. After a failure in a step
-the training client is dropped, and the next call makes one from the last saved state, as a new process does.
+Nothing is applied twice (tinker_trainer.py). After a failure in a step the weights are those of the last checkpoint.
 """
 
 import logging
 import math
-import secrets
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from art_cli.config.schema import LoraConfig, LossConfig, SftConfig, TinkerEngineConfig, TrainConfig
 from art_cli.durable import write_lines
-from art_cli.errors import DriftError, LearnerError, RemoteError
-from art_cli.learners import Progress, SftProgress, StepMetrics
+from art_cli.errors import DriftError, LearnerError
+from art_cli.learners import SFT_DIRECTORY, Progress, SftProgress, StepMetrics
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.learned import StepRecord
 from art_cli.learners.samples import Sample, bare_sample
-from art_cli.learners.schedule import EPS, WINDOW, clip_limit, rate_of_step
+from art_cli.learners.schedule import WINDOW, clip_limit, rate_of_step
 from art_cli.learners.step_plan import PlannedStep, plan_step
-from art_cli.learners.step_samples import StepSamples
+from art_cli.learners.tinker_data import SHARES, logprobs_of
 from art_cli.learners.tinker_losses import WeightedSample, server_loss, weigh
-from art_cli.learners.token_weights import CROSS_ENTROPY, Floats
+from art_cli.learners.tinker_numbers import StepNumbers
+from art_cli.learners.tinker_sft import RemoteSft
+from art_cli.learners.tinker_trainer import RemoteTrainer
+from art_cli.learners.token_weights import Floats
+from art_cli.model import load_tokenizer
 from art_cli.policy_spec import PolicySpec
-from art_cli.remote.checkpoint import (
-    TEMPLATE_FILE,
-    RemoteCheckpoint,
-    read_lease,
-    read_remote,
-    write_lease,
-    write_remote,
-)
-from art_cli.remote.connection import RemoteSession
-from art_cli.remote.server import find_server
+from art_cli.remote.checkpoint import TEMPLATE_FILE, read_remote, write_remote
 from art_cli.trajectory import LearnedTrajectory, ScoredTrajectory
 
 log = logging.getLogger(__name__)
 
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-MLP = {"gate_proj", "up_proj", "down_proj"}
+# Number of optimizer steps that are sent before the first of them is answered, so that the server never waits for us.
+AHEAD = 2
+
+
+class _Sent(NamedTuple):
+    """One optimizer step on its way: its passes with the samples of each, and its update."""
+
+    update: list[WeightedSample]
+    passes: list[tuple[list[WeightedSample], Any]]
+    number: int | None  # its place in the first epoch; None: it is of a later one
+    limit: float = math.inf  # norm that its gradient is clipped to
+    applied: Any = None  # the future of its update; None: not sent yet
 
 
 class TinkerLearner:
@@ -61,24 +65,25 @@ class TinkerLearner:
         train: TrainConfig,
         loss: LossConfig,
         engine: TinkerEngineConfig,
-        lora: LoraConfig,
+        lora: LoraConfig | None,
         learner: object = None,
         sft: SftConfig | None = None,
         sampling_max_tokens: int = 1024,
         directory: Path = Path(),
     ) -> None:
         """Raises RemoteError: the key of the server is not there."""
-        self.policy, self.train_config, self.loss, self.lora = policy, train, loss, lora
+        self.policy, self.train_config, self.loss, self.sft_config = policy, train, loss, sft
         self.algorithm = build_algorithm(loss, max_tokens=sampling_max_tokens, directory=directory)
         self.server_loss = server_loss(loss)
-        self.server, self.timeout_s = find_server(engine), engine.timeout_s
-        self.base = engine.base_model or policy.base
-        self.saved: RemoteCheckpoint | None = None  # the next training client begins with it; None: with a new adapter
-        self._connection: RemoteSession | None = None
-        self._trainer: Any = None  # the SDK's training client; None: the next call makes one
-        self._num_steps = self._num_updates = 0
-        self._norms: tuple[float, ...] = ()
+        self.trainer = RemoteTrainer(engine, lora, base=policy.base, seed=train.seed)
+        self.warm_up: RemoteSft | None = None  # set between begin_sft and end_sft
+        self._is_shared = False  # whether the next checkpoint is a warm-up's result, which other runs may go on from
         self._learned: list[LearnedTrajectory] = []  # lines of the last step, until they are written
+        if lora is not None and "alpha" in lora.model_fields_set:
+            log.warning(
+                "model.lora.alpha: the server sets the scale of an adapter, so that it has no effect here; "
+                "art backend CONFIG takes that of its file"
+            )
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -91,14 +96,16 @@ class TinkerLearner:
         begin = time.perf_counter()
         record = StepRecord() if self.train_config.record_learned else None
         plan = plan_step(groups, self.algorithm, loss=self.loss, train=self.train_config, record=record)
-        rate = rate_of_step(self.train_config, self._num_steps)
-        numbers = _Numbers(groups)
         if plan.parts:
             _check_temperatures(plan)
+            assert self.trainer.client is not None  # a saved one says how many steps were taken
+        rate = rate_of_step(self.train_config, self.trainer.counters.num_steps)
+        numbers = StepNumbers(groups)
+        if plan.parts:
             try:
                 self._take_updates(plan, rate, numbers, record, progress)
             except BaseException:
-                self._drop()
+                self.trainer.drop()
                 raise
         if record is not None:
             self._learned = record.lines(groups)
@@ -112,73 +119,85 @@ class TinkerLearner:
         self,
         plan: PlannedStep,
         rate: float,
-        numbers: "_Numbers",
+        numbers: StepNumbers,
         record: StepRecord | None,
         progress: Progress | None,
     ) -> None:
-        """Takes the optimizer steps of all epochs."""
+        """Takes the optimizer steps of all epochs.
+
+        The first gradient is applied after its logprobs were compared with the engine's. The others are sent ahead,
+        unless their clip needs the norms before them.
+        """
         mean_over, epochs = self.loss.mean_over, self.train_config.epochs_per_step
         updates = [weigh(part, self.algorithm, plan.finished, mean_over=mean_over) for part in plan.parts]
         for part in plan.parts:
             numbers.add_counts(part)
         updates = [self._look_ahead(update) for update in updates]
-        total = epochs * len(updates)
-        for index, update in enumerate(updates * epochs):
-            number = index if index < len(updates) else None  # None: not the first epoch
-            step = None if index == 0 else rate  # the first gradient is applied after it was compared with the engine
-            new = self._add_gradient(update, step, numbers, record, number)
+        requests = [self._requests(update) for update in updates]
+        total, ahead = epochs * len(updates), AHEAD if self.train_config.clip_to_history is None else 1
+        waiting: deque[_Sent] = deque()
+        for index in range(total):
+            place = index % len(updates)
+            sent = self._send(updates[place], requests[place], index if index < len(updates) else None)
             if index == 0:
-                numbers.add_gap([each.sample for each in update], new)
+                numbers.add_gap([each.sample for each in sent.update], self._logprobs(sent))
                 self._check_drift(numbers)
-                self._apply(self._submit_update(rate), numbers)
-            if progress is not None:
-                progress(index + 1, total)
-        self._num_steps += 1
+            limit = clip_limit(self.train_config, self.trainer.counters.norms)
+            applied = self.trainer.submit_update(self.train_config, rate, limit)
+            waiting.append(sent._replace(limit=limit, applied=applied))
+            while len(waiting) == ahead or (waiting and index == total - 1):
+                self._finish(waiting.popleft(), numbers, record)
+                if progress is not None:
+                    progress(index + 1 - len(waiting), total)
+        counters = self.trainer.counters
+        self.trainer.counters = counters._replace(num_steps=counters.num_steps + 1)
 
     def _look_ahead(self, update: list[WeightedSample]) -> list[WeightedSample]:
         """The update with the policy's logprobs, where its loss needs them and the engine's are not comparable."""
         if not any(each.is_unknown for each in update):
             return update
-        found = self._forward([each.sample for each in update])
+        found = self.trainer.forward([each.sample for each in update])
         return [each.with_old(logprobs) for each, logprobs in zip(update, found, strict=True)]
 
-    def _add_gradient(
+    def _requests(self, update: list[WeightedSample]) -> list[tuple[list[WeightedSample], list[Any], str]]:
+        """The passes of an update, the same in every epoch: samples, their data, the server's loss.
+
+        Empty where the loss takes two passes, because the numbers of the second one follow from the first.
+        """
+        if self.server_loss.name is None:
+            return []
+        datum, found = self.trainer.datum, []
+        if in_policy := [each for each in update if each.in_policy.any()]:
+            data = [datum(each.sample, **self._numbers_of(each)) for each in in_policy]
+            found.append((in_policy, data, self.server_loss.name))
+        if imitated := [each for each in update if not np.isnan(each.imitation).all()]:
+            data = [datum(each.sample, weights=each.imitation) for each in imitated]
+            found.append((imitated, data, "cross_entropy"))
+        return found
+
+    def _numbers_of(self, each: WeightedSample) -> dict[str, Floats]:
+        """The numbers of the sample's tokens in policy, with the share apart where the server takes it."""
+        if not self.trainer.takes_shares:
+            return {"advantages": each.advantages, "logprobs": each.old}
+        shares = np.full(len(each.old), each.share)
+        return {"advantages": each.sample.advantages, "logprobs": each.old, SHARES: shares}
+
+    def _send(
         self,
         update: list[WeightedSample],
-        rate: float | None,
-        numbers: "_Numbers",
-        record: StepRecord | None,
+        requests: list[tuple[list[WeightedSample], list[Any], str]],
         number: int | None,
-    ) -> list[Floats]:
-        """The logprobs of each sample's targets, after the update's gradient was added up on the server.
-
-        With `rate` the optimizer step is sent right behind it, so that the server need not wait for us.
-        """
-        trainer = self._present_trainer()
-        sent: list[tuple[list[WeightedSample], Any]] = []
+    ) -> _Sent:
+        """Has the server add up the update's gradient."""
         if self.server_loss.name is None:
-            new = self._forward([each.sample for each in update])
-            sent.append((update, self._send_slopes(update, new)))
-        else:
-            in_policy = [each for each in update if each.in_policy.any()]
-            if in_policy:
-                data = [self._datum(each.sample, advantages=each.advantages, logprobs=each.old) for each in in_policy]
-                loss = self.server_loss
-                sent.append((in_policy, trainer.forward_backward(data, loss.name, loss.settings)))
-            if imitated := [each for each in update if not np.isnan(each.imitation).all()]:
-                data = [self._datum(each.sample, weights=each.imitation) for each in imitated]
-                sent.append((imitated, trainer.forward_backward(data, "cross_entropy")))
-        applied = None if rate is None else self._submit_update(rate)
-        by_sample: dict[int, Floats] = {}
-        for part, future in sent:
-            answer = self._wait(future, "forward_backward")
-            for each, logprobs in zip(part, _logprobs(answer, [each.sample for each in part]), strict=True):
-                by_sample[id(each)] = logprobs
-        found = [by_sample[id(each)] for each in update]
-        numbers.add_update(update, found, self.server_loss.values, record, number)
-        if applied is not None:
-            self._apply(applied, numbers)
-        return found
+            new = self.trainer.forward([each.sample for each in update])
+            return _Sent(update, [(update, self._send_slopes(update, new))], number)
+        forward_backward, settings = self.trainer.client.forward_backward, self.server_loss.settings
+        passes = [
+            (part, forward_backward(data, loss, settings if loss == self.server_loss.name else None))
+            for part, data, loss in requests
+        ]
+        return _Sent(update, passes, number)
 
     def _send_slopes(self, update: list[WeightedSample], new: list[Floats]) -> Any:
         """The second of two passes: the slope of the loss by each token's logprob, as a weight of cross_entropy."""
@@ -188,38 +207,34 @@ class TinkerLearner:
             if inside.any():
                 found = self.server_loss.values(logprobs[inside], each.old[inside], each.advantages[inside])
                 weights[inside] -= found.slopes
-            data.append(self._datum(each.sample, weights=weights))
-        return self._present_trainer().forward_backward(data, "cross_entropy")
+            data.append(self.trainer.datum(each.sample, weights=weights))
+        return self.trainer.client.forward_backward(data, "cross_entropy")
 
-    def _submit_update(self, rate: float) -> Any:
-        config, types = self.train_config, self._opened().types
-        limit = clip_limit(config, self._norms)
-        adam = types.AdamParams(
-            learning_rate=rate,
-            beta1=config.betas[0],
-            beta2=config.betas[1],
-            eps=EPS,
-            weight_decay=config.weight_decay,
-            grad_clip_norm=limit,
-        )
-        return limit, self._present_trainer().optim_step(adam)
+    def _logprobs(self, sent: _Sent) -> list[Floats]:
+        """[N] the logprobs of each sample's targets at the weights that the gradient was computed with."""
+        by_sample: dict[int, Floats] = {}
+        for part, future in sent.passes:
+            answer = self.trainer.wait(future, "forward_backward")
+            for each, logprobs in zip(part, logprobs_of(answer, [each.sample for each in part]), strict=True):
+                by_sample[id(each)] = logprobs
+        return [by_sample[id(each)] for each in sent.update]
 
-    def _apply(self, submitted: tuple[float, Any], numbers: "_Numbers") -> None:
+    def _finish(self, sent: _Sent, numbers: StepNumbers, record: StepRecord | None) -> None:
         """Waits until the server has taken the optimizer step."""
-        limit, future = submitted
-        answer = self._wait(future, "optim_step")
-        norm = _norm_of(answer)
-        self._num_updates += 1
+        numbers.add_update(sent.update, self._logprobs(sent), self.server_loss, record, sent.number)
+        norm = self.trainer.wait_for_update(sent.applied)
         if math.isnan(norm):
             if self.train_config.clip_to_history is not None:
                 raise LearnerError(
-                    f"train.clip_to_history: {self.server.url} does not report the norm of a gradient; set it to null"
+                    f"train.clip_to_history: {self.trainer.server.url} does not report the norm of a gradient; set it "
+                    "to null"
                 )
         else:
-            self._norms = (*self._norms, norm)[-WINDOW:]
-        numbers.norms.append((norm, min(norm, limit)))
+            counters = self.trainer.counters
+            self.trainer.counters = counters._replace(norms=(*counters.norms, norm)[-WINDOW:])
+        numbers.norms.append((norm, min(norm, sent.limit)))
 
-    def _check_drift(self, numbers: "_Numbers") -> None:
+    def _check_drift(self, numbers: StepNumbers) -> None:
         bound, gap = self.train_config.max_logprob_gap, numbers.gap
         if gap > bound:
             raise DriftError(
@@ -227,16 +242,40 @@ class TinkerLearner:
                 f"over train.max_logprob_gap = {bound:g}: they do not hold the same weights"
             )
 
-    # --- other methods of the protocol --------------------------------------------------------------------------------
+    # --- the warm-up --------------------------------------------------------------------------------------------------
 
     def begin_sft(self, examples: Sequence[dict[str, Any]], evaluated: Sequence[dict[str, Any]] = ()) -> int:
-        raise LearnerError("sft: learner 'tinker' has no warm-up; make it with art sft and learner=torch")
+        """The number of optimizer steps to come. Raises LearnerError: no examples, or one that cannot be trained on."""
+        assert self.sft_config is not None, "sft needs an sft section"
+        tokenizer = load_tokenizer(self.policy.base)
+        if self.policy.chat_template is not None:
+            tokenizer.chat_template = self.policy.chat_template
+        self.warm_up = RemoteSft(
+            self.trainer,
+            examples,
+            evaluated,
+            self.sft_config,
+            seed=self.train_config.seed,
+            tokenizer=tokenizer,
+            limits={"max_length": self.policy.max_length, "vocabulary": self.policy.vocabulary},
+        )
+        return self.warm_up.batches.num_updates
 
     def take_sft(self, num_updates: int) -> SftProgress:
-        raise AssertionError("begin_sft comes first")
+        assert self.warm_up is not None, "begin_sft comes first"
+        try:
+            return self.warm_up.take(num_updates)
+        except BaseException:
+            self.trainer.drop()
+            raise
 
     def end_sft(self) -> None:
-        """Nothing to free, because there is no warm-up."""
+        warm_up, self.warm_up = self.warm_up, None
+        if warm_up is not None and warm_up.sums.num_updates:
+            self.trainer.restart_from(self.trainer.save_state())
+            self._is_shared = True
+
+    # --- other methods of the protocol --------------------------------------------------------------------------------
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         """[L - 1] logprobs in nats of each token after the first. Raises LearnerError: a temperature other than 1."""
@@ -245,228 +284,47 @@ class TinkerLearner:
         ids = np.asarray(token_ids, dtype=np.int64)
         if len(ids) < 2:
             return []
-        [found] = self._forward([bare_sample(ids, np.arange(1, len(ids)), "probe")])
+        [found] = self.trainer.forward([bare_sample(ids, np.arange(1, len(ids)), "probe")])
         return [float(value) for value in found]
 
     def save(self, directory: Path) -> None:
         """Has the server save state and sampler weights, and writes their paths."""
-        trainer = self._present_trainer()
-        name = f"{self._num_updates:06d}-{secrets.token_hex(6)}"  # no other save has this name, so none is overwritten
-        futures = trainer.save_state(name), trainer.save_weights_for_sampler(name)
-        state, sampler = (str(self._wait(future, "saving the weights").path) for future in futures)
-        try:
-            self.saved = RemoteCheckpoint(
-                url=self.server.url,
-                base_model=self.base,
-                state=state,
-                sampler=sampler,
-                num_steps=self._num_steps,
-                num_updates=self._num_updates,
-                norms=self._norms,
-            )
-        except ValueError as error:
-            raise RemoteError(f"{self.server.url}: it saved the weights, and {error}") from None
-        write_remote(directory, self.saved)
-        write_lease(directory.parent, self.server.url, str(trainer.model_id))
+        write_remote(directory, self.trainer.save())
+        if self.warm_up is not None:
+            self.warm_up.save(directory)
+        if not self._is_shared:  # other runs go on from a finished warm-up, and none may unload this run's adapter
+            self.trainer.lease(directory.parent)
+        self._is_shared = False
         if self.policy.chat_template is not None:
             (directory / TEMPLATE_FILE).write_text(self.policy.chat_template, encoding="utf-8")
 
     def load(self, directory: Path) -> None:
         """Continues from what `save` wrote, also on another machine. Raises CheckpointError: no such file there."""
-        self._drop()
-        self.saved = read_remote(directory)
-        if model_id := read_lease(directory.parent, self.server.url):
-            self.server.tell("unload_model", {"model_id": model_id})  # a process that was killed has left it
-        self._present_trainer()
+        self._is_shared = False
+        self.trainer.drop()
+        saved = read_remote(directory)
+        self.trainer.end_lease(directory.parent)
+        self.trainer.go_on_from(saved)
+        if self.warm_up is not None and (directory / SFT_DIRECTORY).is_dir():
+            self.warm_up.load(directory)
 
     def check(self) -> None:
         """Nothing to check: a wait for the server ends by itself when the server is gone."""
 
     def close(self) -> None:
-        connection, self._connection, self._trainer = self._connection, None, None
-        if connection is not None:
-            connection.close()
-
-    # --- the server ---------------------------------------------------------------------------------------------------
-
-    def _opened(self) -> RemoteSession:
-        if self._connection is None:
-            self.server.find_model(self.base)
-            self._connection = RemoteSession(self.server, timeout_s=self.timeout_s)
-        return self._connection
-
-    def _present_trainer(self) -> Any:
-        """The training client; where there is none, one of the last saved state, or of a new adapter."""
-        if self._trainer is None:
-            connection, saved = self._opened(), self.saved
-            if saved is not None:
-                self._trainer = connection.saved_trainer(saved.state)
-                self._num_steps, self._num_updates, self._norms = saved.num_steps, saved.num_updates, saved.norms
-            else:
-                attention, mlp = parts_of(self.lora)
-                self._trainer = connection.new_trainer(
-                    self.base, rank=self.lora.rank, seed=self.train_config.seed, attention=attention, mlp=mlp
-                )
-                self._num_steps = self._num_updates = 0
-                self._norms = ()
-        return self._trainer
-
-    def _drop(self) -> None:
-        """Gives the training client up, with the gradients that it holds."""
-        trainer, self._trainer = self._trainer, None
-        if trainer is not None:
-            self.server.tell("unload_model", {"model_id": str(trainer.model_id)})
-
-    def _forward(self, samples: Sequence[Sample]) -> list[Floats]:
-        """The logprobs of each sample's targets at the present weights."""
-        data = [self._datum(sample, weights=np.ones(len(sample.targets))) for sample in samples]
-        answer = self._wait(self._present_trainer().forward(data, "cross_entropy"), "forward")
-        return _logprobs(answer, samples)
-
-    def _wait(self, future: Any, what: str) -> Any:
-        return self._opened().wait(future, what)
-
-    def _datum(self, sample: Sample, **numbers: Floats) -> Any:
-        """The sample up to its last target, shifted by one as the protocol has it; tokens without a number have 0."""
-        types, end = self._opened().types, int(sample.targets[-1])
-        inputs: dict[str, Any] = {"target_tokens": sample.token_ids[1 : end + 1].astype(np.int64)}
-        for name, values in numbers.items():
-            row = np.zeros(end, dtype=np.float32)
-            row[sample.targets - 1] = np.nan_to_num(values)
-            inputs[name] = row
-        return types.Datum(
-            model_input=types.ModelInput.from_ints(sample.token_ids[:end].tolist()), loss_fn_inputs=inputs
-        )
-
-
-def parts_of(lora: LoraConfig) -> tuple[bool, bool]:
-    """Whether attention and MLP get an adapter. Raises LearnerError: modules that the protocol cannot name."""
-    if lora.targets == "all-linear":
-        return True, True
-    named = {lora.targets} if isinstance(lora.targets, str) else set(lora.targets)
-    for choice, found in ((ATTENTION | MLP, (True, True)), (ATTENTION, (True, False)), (MLP, (False, True))):
-        if named == choice:
-            return found
-    raise LearnerError(
-        "model.lora.targets: a server of the Tinker protocol adapts all of attention, all of the MLP, or both: "
-        "all-linear, or the names of one of them"
-    )
+        self.trainer.close()
 
 
 def _check_temperatures(plan: PlannedStep) -> None:
     for sample in (sample for part in plan.parts for sample in part):
         if (sample.temperatures != 1).any():
-            other = float(sample.temperatures[sample.temperatures != 1][0])
-            raise LearnerError(
-                f"trajectory {sample.trajectory_id}: sampled at temperature {other:g}, and a server of the Tinker "
-                "protocol computes logprobs at 1 only: rollout.sampling.temperature=1, and rollout.sampling.force=true "
-                "where the agent sets its own"
-            )
+            raise LearnerError(_refused_temperature(sample))
 
 
-def _logprobs(answer: Any, samples: Sequence[Sample]) -> list[Floats]:
-    """[N] of each sample's targets. Raises RemoteError: the server gave something else."""
-    outputs = answer.loss_fn_outputs
-    found: list[Floats] = []
-    if len(outputs) == len(samples):
-        for output, sample in zip(outputs, samples, strict=True):
-            row = np.asarray(output["logprobs"].to_numpy(), dtype=np.float64).ravel() if "logprobs" in output else None
-            if row is None or len(row) != sample.targets[-1]:
-                break
-            found.append(row[sample.targets - 1])
-    if len(found) != len(samples) or not all(np.isfinite(row).all() for row in found):
-        raise RemoteError("the server's answer lacks finite logprobs of each token that was sent")
-    return found
-
-
-def _norm_of(answer: Any) -> float:
-    """The norm of the gradient before the clip; NaN: the server does not say."""
-    metrics = getattr(answer, "metrics", None) or {}
-    for name, value in metrics.items():
-        if name.partition(":")[0].rpartition("/")[2] == "grad_norm":  # SkyRL puts its own address before
-            return float(value)
-    return math.nan
-
-
-class _Numbers:
-    """What a step reports."""
-
-    def __init__(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:
-        newest = max((trajectory.step for group in groups for trajectory in group), default=0)
-        self._replayed = {each.id for group in groups for each in group if each.step < newest}
-        self.norms: list[tuple[float, float]] = []  # gradient norms of each optimizer step, before and after the clip
-        self._samples: list[Sample] = []
-        self._losses: list[float] = []
-        self._clipped: list[Floats] = []
-        self._imitated: list[Floats] = []
-        self._gaps: list[Floats] = []
-
-    def add_counts(self, samples: Sequence[Sample]) -> None:
-        self._samples += samples
-
-    def add_gap(self, samples: Sequence[Sample], logprobs: Sequence[Floats]) -> None:
-        """Adds the distances between the learner's logprobs and the engine's at the weights that sampled."""
-        for sample, new in zip(samples, logprobs, strict=True):
-            if sample.trajectory_id not in self._replayed:
-                engine = np.where(np.isnan(sample.logprobs), sample.raw_logprobs, sample.logprobs)
-                gaps = np.abs(engine - new)
-                self._gaps.append(gaps[~np.isnan(gaps)])
-
-    def add_update(
-        self,
-        update: Sequence[WeightedSample],
-        logprobs: Sequence[Floats],
-        values: Any,
-        record: StepRecord | None,
-        number: int | None,
-    ) -> None:
-        """Adds an optimizer step's losses. `number`: its place in the first epoch; None: it is of a later one."""
-        total = 0.0
-        for each, new in zip(update, logprobs, strict=True):
-            inside, is_imitated, loss = each.in_policy, ~np.isnan(each.imitation), 0.0
-            if inside.any():
-                found = values(new[inside], each.old[inside], each.advantages[inside])
-                loss += math.fsum(found.values)
-                self._clipped.append(found.is_clipped)
-            if is_imitated.any():
-                loss -= math.fsum(each.imitation[is_imitated] * new[is_imitated])
-                self._imitated.append(-new[is_imitated])
-            total += loss
-            if record is not None and number is not None:
-                record.note_learned(each.sample, new, loss=loss, update=number)
-        self._losses.append(total)
-
-    @property
-    def gap(self) -> float:
-        return _mean(self._gaps)
-
-    @property
-    def gap_max(self) -> float:
-        return max((float(part.max()) for part in self._gaps if len(part)), default=math.nan)
-
-    def metrics(self, batch: StepSamples, *, learning_rate: float, train_s: float) -> StepMetrics:
-        samples, num = self._samples, len(self.norms)
-        num_flat = sum(len(sample.token_ids) for sample in samples)
-        return StepMetrics(
-            **batch.reported(),
-            num_samples=len(samples),
-            num_updates=num,
-            tokens_trained=sum(len(sample.targets) for sample in samples),
-            tokens_imitated=sum(sample.num_in(CROSS_ENTROPY) for sample in samples),
-            tokens_flat=num_flat,
-            tokens_computed=num_flat,
-            loss=math.fsum(self._losses) / num if num else math.nan,
-            cross_entropy=_mean(self._imitated),
-            clip_fraction=_mean(self._clipped),
-            grad_norm=math.fsum(norm for norm, _ in self.norms) / num if num else math.nan,
-            grad_clip=math.fsum(norm for _, norm in self.norms) / num if num else math.nan,
-            learning_rate=learning_rate if num else math.nan,
-            logprob_gap=self.gap,
-            logprob_gap_max=self.gap_max,
-            train_s=train_s,
-        )
-
-
-def _mean(parts: Sequence[Floats]) -> float:
-    num = sum(map(len, parts))
-    return float(sum(float(part.sum()) for part in parts)) / num if num else math.nan
+def _refused_temperature(sample: Sample) -> str:
+    other = float(sample.temperatures[sample.temperatures != 1][0])
+    return (
+        f"trajectory {sample.trajectory_id}: sampled at temperature {other:g}, and a server of the Tinker protocol "
+        "computes logprobs at 1 only: rollout.sampling.temperature=1, and rollout.sampling.force=true where the agent "
+        "sets its own"
+    )

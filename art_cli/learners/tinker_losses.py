@@ -84,6 +84,7 @@ class WeightedSample(NamedTuple):
     advantages: Floats  # [N] advantage times share in the mean; NaN: not in policy
     imitation: Floats  # [N] weight times share in cross_entropy; NaN: not in it
     old: Floats  # [N] logprobs in nats of the policy that sampled; NaN: not known yet
+    share: float  # the share of each of its policy tokens in the mean
 
     @property
     def in_policy(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -100,19 +101,27 @@ class WeightedSample(NamedTuple):
 
 
 def weigh(
-    samples: Sequence[Sample], algorithm: Algorithm, finished: FinishedCounts, *, mean_over: sections.MeanOver
+    samples: Sequence[Sample], algorithm: Algorithm, finished: FinishedCounts | None, *, mean_over: sections.MeanOver
 ) -> list[WeightedSample]:
-    """The samples of one optimizer step, with each token's share in the means over it."""
+    """The samples of one optimizer step, with each token's share in the means over it.
+
+    `finished` is the step's part of what the finished trajectories hold; None: that of its samples.
+    """
     counts = count(samples, finished)
-    return [
-        WeightedSample(
-            sample,
-            sample.weights[POLICY] * _share(sample, POLICY, counts, algorithm, mean_over),
-            sample.weights[CROSS_ENTROPY] * _share(sample, CROSS_ENTROPY, counts, algorithm, mean_over),
-            sample.logprobs,
+    found = []
+    for sample in samples:
+        share = _share(sample, POLICY, counts, algorithm, mean_over)
+        imitated = _share(sample, CROSS_ENTROPY, counts, algorithm, mean_over)
+        advantages, imitation = sample.weights[POLICY], sample.weights[CROSS_ENTROPY]
+        found.append(
+            WeightedSample(sample, _product(advantages, share), _product(imitation, imitated), sample.logprobs, share)
         )
-        for sample in samples
-    ]
+    return found
+
+
+def _product(weights: Floats, share: float) -> Floats:
+    """[N] weights times the share, rounded as the torch learner's backward pass rounds it: both are float32 there."""
+    return (weights.astype(np.float32) * np.float32(share)).astype(np.float64)
 
 
 def _share(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from art_cli.learners.algorithms.objectives import Objective, clipped_surrogate
 
+SHARES = "shares"  # name of numbers that any datum may bring: factors of each token's value; 1 where there are none
 Numbers = Mapping[str, Tensor]  # [N] by name, or a scalar for the whole request
 
 

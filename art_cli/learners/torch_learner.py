@@ -33,14 +33,15 @@ from art_cli.learners.critic import Critic
 from art_cli.learners.examples import example_samples
 from art_cli.learners.gradient import LossGradient, Update
 from art_cli.learners.learned import StepRecord
-from art_cli.learners.optimizer import Optimizer, warm_up_settings
+from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing_check import PackingCheck
 from art_cli.learners.ranks import Ranks
 from art_cli.learners.reader import Reader
 from art_cli.learners.samples import Sample, bare_sample
+from art_cli.learners.schedule import warm_up_settings
 from art_cli.learners.sft import Sft
-from art_cli.learners.sft_batches import SftBatches
+from art_cli.learners.sft_batches import plan_batches
 from art_cli.learners.step_plan import PlannedStep, plan_step
 from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY, REFERENCE_KL
@@ -117,6 +118,7 @@ class TorchLearner:
                 for update in updates:
                     statistics.add_counts(update.packs)
                 self._take_updates(updates, statistics, record, progress)
+                self.algorithm.after_step()
         statistics = StepStatistics.total(self.ranks.gather(statistics))
         if record is not None:
             self._learned = StepRecord.total(self.ranks.gather(record)).lines(groups)
@@ -168,11 +170,7 @@ class TorchLearner:
         """The number of optimizer steps to come. Raises LearnerError: no examples, or one that cannot be trained on."""
         config = self.sft_config
         assert config is not None, "sft needs an sft section"
-        if not examples:
-            raise LearnerError("sft.demos: no examples")
-        batches = SftBatches(self._sft_samples(examples, "demo"), config, seed=self.train_config.seed)
-        if config.decay != "none" and config.warmup_steps >= batches.num_updates:
-            raise LearnerError(f"sft.decay: the warm-up steps leave none of the {batches.num_updates} updates for it")
+        batches = plan_batches(self._sft_samples(examples, "demo"), config, seed=self.train_config.seed)
         settings = warm_up_settings(config, batches.num_updates)
         optimizer = Optimizer(self.parameters, settings, device=self.optimizer_device, ranks=self.ranks)
         held_out = [sample for samples in self._sft_samples(evaluated, "evaluation demo") for sample in samples]
@@ -213,6 +211,7 @@ class TorchLearner:
                 save_weights(self.weights, directory, tensors=tensors if self.ranks.size > 1 else None)
                 save_file(_rng_state(), directory / RNG_FILE)
             self.optimizer.save(directory)
+            self.algorithm.save(directory)
             if self.critic is not None:
                 self.critic.save(directory)
             if self.warm_up is not None:
@@ -231,6 +230,7 @@ class TorchLearner:
             else:
                 self.optimizer.reset()
                 log.info("%s: weights without optimizer state; the optimizer starts anew", directory)
+            self.algorithm.load(directory)
             if self.critic is not None:
                 self.critic.load(directory)
             if self.warm_up is not None:

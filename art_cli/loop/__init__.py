@@ -5,12 +5,12 @@
     record.py     config.json: what a run was made with, compared with a configuration
     sampler.py    Sampler: engine, gateway and runner, opened together; plays scenarios with one policy
     generate.py   what a step still owes, and playing it: trajectories on disk, groups judged as they complete
-    failures.py   how many rollouts failed, and why
     evaluate.py   plays the evaluation scenarios and compares policies
     stages.py     the stages, each run alone
     contest.py    evaluation by a judge, against fixed reference attempts
     interrupts.py Ctrl-C and SIGTERM during a run
-    train.py      TrainingRun: resumes, loops, keeps checkpoints
+    train.py      opens a run: checks, the lock of its directory
+    training_run.py   TrainingRun: resumes, loops, keeps checkpoints
 
 It has no mathematics and no file format: those are the learner's and run_dir's. It knows the policy as plain data
 (PolicySpec). Everything that it knows follows from the run directory, so that resuming is reading that directory.

@@ -30,7 +30,7 @@ from art_cli.config.schema import (
     Section,
     VllmEngineConfig,
 )
-from art_cli.engines.vllm.arguments import LORA_RANKS, has_gpu
+from art_cli.engines.vllm.arguments import LORA_RANKS, has_gpu, visible_gpus
 from art_cli.engines.vllm.probe import VllmFacts, find_vllm
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,9 @@ class Machine:
 
     def has_gpu(self) -> bool:
         return has_gpu(os.environ)
+
+    def num_gpus(self) -> int:
+        return len(visible_gpus(os.environ)) if self.has_gpu() else 0
 
     def has(self, module: str) -> bool:
         """Whether this Python has the module; it is not imported."""

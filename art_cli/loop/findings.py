@@ -21,7 +21,7 @@ from statistics import NormalDist, fmean, stdev
 
 import msgspec
 
-from art_cli.loop.history import Evaluated, History, UpdateNumbers
+from art_cli.history import Evaluated, History, UpdateNumbers
 from art_cli.loop.reasons import MEND_REWARD, MEND_ROLLOUT, NOTHING_TO_LEARN, SLOWER, Reason, find_reasons, mostly
 from art_cli.trajectory import SHADOW
 

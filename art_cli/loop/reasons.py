@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from art_cli.loop.history import UpdateNumbers
+from art_cli.history import UpdateNumbers
 
 NEAR = 2  # number of updates whose means stand for a policy; more would hide how fast a collapse goes
 

@@ -15,8 +15,8 @@ import msgspec
 
 from art_cli.checkpoints import explain, run_config, wanted_steps
 from art_cli.errors import RunError, printable
+from art_cli.history import Evaluated, History, UpdateNumbers, is_comparable, read_history
 from art_cli.loop.findings import RunFinding, find, mean_interval
-from art_cli.loop.history import Evaluated, History, UpdateNumbers, is_comparable, read_history
 from art_cli.run_dir import RunDir
 from art_cli.trajectory import SHADOW
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from art_cli.config.metric_names import CLOSE, EVAL
 from art_cli.config.sections.stop import StopRule
-from art_cli.loop.history import History
+from art_cli.history import History
 
 Series = Sequence[tuple[int, float]]  # (number of updates done, value), ascending
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from art_cli import log as logs
 from art_cli.base_files import base_digest
 from art_cli.config.compose import LoadedConfig
+from art_cli.config.schema import TinkerEngineConfig
 from art_cli.durable import remove
 from art_cli.errors import RunError
 from art_cli.learners import SFT_DIRECTORY, Learner, Progress, SftProgress
@@ -217,5 +218,7 @@ def digest(loaded: LoadedConfig, examples: Examples, *, base: str, start: Path |
         "learner": config.learner.name,
         "start": None if start is None else verify_checkpoint(start).files,
     }
+    if isinstance(config.engine, TinkerEngineConfig):  # the weights are there and nowhere else
+        facts["server"] = [config.engine.url, config.engine.base_model]
     text = json.dumps(facts, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -11,15 +11,17 @@ import re
 import shutil
 import tarfile
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
 from art_cli.durable import newer_schema, write_file
 from art_cli.errors import CheckpointError, RemoteError, one_line
 from art_cli.manifest import MANIFEST, Manifest, new_checkpoint, verify_checkpoint
-from art_cli.remote.server import RemoteServer, is_local, server_at
 from art_cli.trajectory import SCHEMA_VERSION
+
+if TYPE_CHECKING:
+    from art_cli.remote.server import RemoteServer
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ URL_VARIABLE, KEY_VARIABLE = "TINKER_BASE_URL", "TINKER_API_KEY"
 LEASE_FILE = ".adapter.json"
 HOME = ".fetched"  # directory beside the checkpoints of a run, for what was downloaded
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+WHOLE_FILES = ("config.json", "model.safetensors")  # of a server that trains all weights
 TEMPLATE_FILE = "chat_template.jinja"
 DOWNLOAD_S = 600.0  # longest wait for a part of a download
 MAX_ARCHIVE = 64 * 2**30
@@ -49,6 +52,7 @@ class RemoteCheckpoint(msgspec.Struct, kw_only=True):
     num_steps: int = 0  # policy steps that changed weights; the learning rate's warm-up counts these
     num_updates: int = 0  # optimizer steps
     norms: tuple[float, ...] = ()  # norms of the last gradients before clipping, the newest last
+    api_key_env: str = KEY_VARIABLE  # the environment variable that held the server's key
 
     def __post_init__(self) -> None:
         for path in (self.state, self.sampler):
@@ -133,20 +137,27 @@ def fetched(directory: Path) -> Path:
     return place
 
 
-def _server_of(directory: Path, remote: RemoteCheckpoint) -> RemoteServer:
-    """The server to download from. A checkpoint may be a stranger's, so a key goes only where the user says."""
+def _server_of(directory: Path, remote: RemoteCheckpoint) -> "RemoteServer":
+    """The server to download from. A checkpoint may be a stranger's, so a key goes only where the user says.
+
+    The checkpoint names the variable that holds it. What is there is sent only if it looks like a key of this protocol.
+    """
+    from art_cli.remote.server import is_local, server_at  # only here, so that a run without a server has no aiohttp
+
     named = os.environ.get(URL_VARIABLE, "")
     if not named and not is_local(remote.url):
         raise RemoteError(
-            f"{directory}: its weights are at {remote.url}: set {URL_VARIABLE}={remote.url} and {KEY_VARIABLE} to "
-            "download them from there"
+            f"{directory}: its weights are at {remote.url}: set {URL_VARIABLE}={remote.url} and {remote.api_key_env} "
+            "to download them from there"
         )
-    return server_at(named or remote.url, KEY_VARIABLE)
+    return server_at(named or remote.url, remote.api_key_env)
 
 
-def _download(server: RemoteServer, path: str, directory: Path) -> None:
+def _download(server: "RemoteServer", path: str, directory: Path) -> None:
     """Writes the files of the adapter at that path. Raises RemoteError, CheckpointError."""
     import httpx
+
+    from art_cli.remote.server import is_local
 
     run, _, checkpoint = path.removeprefix("tinker://").partition("/")
     at = f"{server.url}/api/v1/training_runs/{run}/checkpoints/{checkpoint}/archive"
@@ -182,6 +193,8 @@ def name_targets(directory: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     config, tensors = (directory / name for name in ADAPTER_FILES)
+    if not config.is_file():
+        return  # a whole model
     try:
         fields = msgspec.json.decode(config.read_bytes(), type=dict[str, Any])
         if fields.get("target_modules") is not None:
@@ -194,16 +207,19 @@ def name_targets(directory: Path) -> None:
 
 
 def _unpack(file: IO[bytes] | io.BytesIO, path: str, directory: Path) -> None:
-    """Takes the adapter's two files out of a tar file, wherever in it they are, and nothing else."""
+    """Takes the two files of an adapter, or of a whole model, out of a tar file, and nothing else."""
     try:
         with tarfile.open(fileobj=file, mode="r|*") as archive:
             for member in archive:
                 name = member.name.rpartition("/")[2]
-                content = archive.extractfile(member) if member.isreg() and name in ADAPTER_FILES else None
+                content = (
+                    archive.extractfile(member) if member.isreg() and name in ADAPTER_FILES + WHOLE_FILES else None
+                )
                 if content is not None:
                     with (directory / name).open("wb") as target:
                         shutil.copyfileobj(content, target)
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path}: what the server sent is no archive: {one_line(error)}") from None
-    if missing := [name for name in ADAPTER_FILES if not (directory / name).is_file()]:
+    wanted = WHOLE_FILES if (directory / WHOLE_FILES[1]).is_file() else ADAPTER_FILES
+    if missing := [name for name in wanted if not (directory / name).is_file()]:
         raise CheckpointError(f"{path}: the server's archive has no {missing[0]}")

@@ -1,6 +1,7 @@
 """RemoteServer: the address of a server of the Tinker protocol, and what it says of itself. Plain HTTP, no SDK."""
 
 import os
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -16,16 +17,21 @@ if TYPE_CHECKING:
 
 ASK_S = 15.0  # longest wait for an answer that needs no computing
 ALIVE_S = 5.0
+AGAIN_S = 10.0  # how long a server that is just starting, or whose connection breaks, is asked again
+PAUSE_S = 0.5
+PASSING = (408, 429, 500, 502, 503, 504)  # statuses that may pass: a proxy's while its server starts, a full server's
 MAX_ANSWER = 2**20  # bytes of such an answer
 NO_SERVER = "no server of the Tinker protocol answers there"
 ANY_KEY = "tml-any"  # the SDK wants a key, also for a server on this machine that asks for none
 
 
 class SupportedModel(msgspec.Struct):
-    """One base model of a server."""
+    """One base model of a server. The last two are words of `art backend`, which others do not say."""
 
     model_name: str
     max_context_length: int | None = None  # tokens of prompt and reply together; None: the server does not say
+    loss_fn_inputs: list[str] = []  # numbers that a datum may bring beside those of its loss (backend/passes.py)
+    is_lora: bool = True  # False: all weights are trained, a copy for each client
 
 
 class _Capabilities(msgspec.Struct):
@@ -44,27 +50,40 @@ class RemoteServer:
     key_name: str  # the environment variable that holds the key, for messages
 
     def capabilities(self) -> list[SupportedModel]:
-        """The base models that it trains. Raises RemoteError: it cannot be asked."""
-        import httpx
+        """The base models that it trains. After a broken connection, or from a server that is full, it asks again.
 
-        try:
-            with self._client(ASK_S) as client, client.stream("GET", "/api/v1/get_server_capabilities") as answer:
-                body = b""
-                for part in answer.iter_bytes():
-                    body += part
-                    if len(body) > MAX_ANSWER:
-                        raise RemoteError(f"{self.url}: {NO_SERVER}: its answer is longer than {MAX_ANSWER} bytes")
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-            reason = one_line(error, limit=120)
-            raise RemoteError(f"{self.url}: nothing answers ({reason}); start it, or mend engine.url") from None
-        if answer.status_code in (401, 403):
+        Raises RemoteError: it cannot be asked.
+        """
+        end = time.monotonic() + AGAIN_S
+        while True:
+            try:
+                status, body = self._get("/api/v1/get_server_capabilities")
+            except _transport_errors() as error:
+                if time.monotonic() >= end or _is_refused(error):
+                    reason = one_line(error, limit=120)
+                    raise RemoteError(f"{self.url}: nothing answers ({reason}); start it, or mend engine.url") from None
+            else:
+                if status not in PASSING or time.monotonic() >= end:
+                    break
+            time.sleep(PAUSE_S)
+        if status in (401, 403):
             raise RemoteError(self.refused_key())
-        if answer.status_code != 200:
-            raise RemoteError(f"{self.url}: {NO_SERVER}: status {answer.status_code}")
+        if status != 200:
+            raise RemoteError(f"{self.url}: {NO_SERVER}: status {status}")
         try:
             return msgspec.json.decode(body, type=_Capabilities).supported_models
         except (ValueError, RecursionError) as error:
             raise RemoteError(f"{self.url}: {NO_SERVER}: {one_line(error)}") from None
+
+    def _get(self, path: str) -> tuple[int, bytes]:
+        """Status and body of an answer. Raises RemoteError: it is too long; httpx's errors."""
+        with self._client(ASK_S) as client, client.stream("GET", path) as answer:
+            body = b""
+            for part in answer.iter_bytes():
+                body += part
+                if len(body) > MAX_ANSWER:
+                    raise RemoteError(f"{self.url}: {NO_SERVER}: its answer is longer than {MAX_ANSWER} bytes")
+        return answer.status_code, body
 
     def find_model(self, name: str) -> SupportedModel:
         """The base model of that name. Raises RemoteError: it has none, or cannot be asked."""
@@ -130,3 +149,16 @@ def server_at(url: str, key_name: str) -> RemoteServer:
 
 def is_local(url: str) -> bool:
     return urlsplit(url).hostname in LOCAL
+
+
+def _transport_errors() -> tuple[type[Exception], ...]:
+    import httpx
+
+    return httpx.HTTPError, httpx.InvalidURL, OSError
+
+
+def _is_refused(error: Exception) -> bool:
+    """Whether nobody is there at all, or the address cannot be: asking again would only hide a wrong address."""
+    import httpx
+
+    return isinstance(error, httpx.ConnectError | httpx.InvalidURL | httpx.UnsupportedProtocol)

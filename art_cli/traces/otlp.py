@@ -179,14 +179,14 @@ def _add_attributes(field: Any, attributes: Mapping[str, Value]) -> None:
 
 def _set(field: Any, value: Value) -> None:
     match value:
+        case str():  # first, because most are
+            field.string_value = clean(value)
         case bool():
             field.bool_value = value
         case int():
             field.int_value = max(-(2**63), min(value, 2**63 - 1))
         case float():
             field.double_value = value
-        case str():
-            field.string_value = clean(value)
         case _:
             for each in value:
                 field.array_value.values.add().string_value = clean(each)

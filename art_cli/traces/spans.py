@@ -254,7 +254,7 @@ def said(messages: Sequence[Said]) -> str:
             shown.append(as_said({"role": "system", "content": note}).text)
             break
         shown.append(message.text)
-    return f"[{', '.join(shown[::-1])}]"
+    return f"[{','.join(shown[::-1])}]"
 
 
 def as_said(message: Json, *, finish: str | None = None) -> Said:
@@ -262,9 +262,15 @@ def as_said(message: Json, *, finish: str | None = None) -> Said:
     record: Json = {"role": str(message.get("role")), "parts": parts}
     if finish is not None:
         record["finish_reason"] = finish
-    return Said(
-        json.dumps(record, ensure_ascii=False), sum(len(str(value)) for part in parts for value in part.values())
-    )
+    return Said(_json(record), sum(len(str(value)) for part in parts for value in part.values()))
+
+
+def _json(record: Json) -> str:
+    """The record as JSON. msgspec is fifteen times as fast, and does not take lone surrogates and large integers."""
+    try:
+        return msgspec.json.encode(record).decode()
+    except (UnicodeEncodeError, OverflowError):
+        return json.dumps(record, ensure_ascii=False)
 
 
 def _parts(message: Json) -> list[Json]:

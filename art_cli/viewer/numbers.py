@@ -12,8 +12,8 @@ import msgspec
 
 from art_cli.durable import read_object
 from art_cli.errors import ArtError
+from art_cli.history import sound
 from art_cli.loop.findings import RunFinding, mean_interval
-from art_cli.loop.history import sound
 from art_cli.loop.report import RunReport, read_report
 from art_cli.run_dir import MetricsLine, RunDir
 from art_cli.viewer.index import Index

@@ -15,14 +15,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from art_cli.errors import printable
+from art_cli.failures import Failures
+from art_cli.history import Evaluated, History, UpdateNumbers
 from art_cli.log import Bar
-from art_cli.loop.failures import Failures
-from art_cli.loop.history import Evaluated, History, UpdateNumbers
 from art_cli.trajectory import SHADOW
 from art_cli.views.report_text import BARS, duration, spark
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+    from art_cli.engines import Replicated
 
 ASCII_BARS = "_.:-=+*#"  # bars for terminals that have no other characters
 RECENT = 10  # number of steps whose durations tell the time that is left
@@ -45,6 +47,7 @@ class RunPanel:
         self.name, self.num_steps = name, num_steps
         self.history = History([], [])
         self.failures: Failures | None = None  # those of the newest step
+        self.servers: Replicated | None = None  # the engine, where it has several servers
         self._stages: tuple[tuple[str, int, int, str], ...] = ()  # (title, done, total, facts); the newest comes last
 
     def add(self, record: UpdateNumbers | Evaluated) -> None:
@@ -79,6 +82,7 @@ class RunPanel:
         if updates and (share := updates[-1].get("no_signal_share")) is not None:
             rows.append(("signal", f"none in {share:.0%} of the groups"))
         rows += [("shadow", self._shadow())]
+        rows += [("engine", self._servers())]
         rows += [("failed", self._failed()), ("cost", self._cost()), ("speed", self._speed())]
         return [(label, text) for label, text in rows if text]
 
@@ -111,6 +115,11 @@ class RunPanel:
         shown = [f"{name} {metrics[SHADOW + name]:.3f} beside {metrics[f'{SHADOW}{name}.reward']:.3f}"
                  for name in names if f"{SHADOW}{name}.reward" in metrics]  # fmt: skip
         return ", ".join(shown)
+
+    def _servers(self) -> str:
+        """Example: "1 of 2 replicas answer"."""
+        servers = self.servers
+        return "" if servers is None else f"{servers.num_answering} of {servers.num_replicas} replicas answer"
 
     def _failed(self) -> str:
         failed = self.failures

@@ -151,7 +151,7 @@ def test_several_keys_arrive_as_a_file_that_only_the_server_reads(art: Art, tmp_
         (("--base", "model.py:build"), "on this machine"),
         (("--base", "org/hidden-value"), "MY_TOKEN"),
         (("--base", "a", "engine=vllm", "engine.env={HF_TOKEN: abcdefgh}"), "named like a secret"),
-        (("--base", "a", "model.lora=null"), "model.lora"),
+        (("--base", "a", "model.lora=null", "engine=vllm"), "model.lora"),
         ((), "which model"),
     ],
 )

@@ -12,11 +12,11 @@ import pytest
 from art_cli import checkpoints
 from art_cli.config.compose import load_config
 from art_cli.durable import read_lines
+from art_cli.failures import count_failures
 from art_cli.judges import Verdict
 from art_cli.judges.costs import Price
 from art_cli.loop.contest import judge_contest
 from art_cli.loop.evaluate import spent_by_scenario
-from art_cli.loop.failures import count_failures
 from art_cli.loop.gates import Gate, parse_gate
 from art_cli.loop.train import train
 from art_cli.manifest import Manifest, manifest_digest

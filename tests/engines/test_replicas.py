@@ -21,7 +21,7 @@ from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import Chunk
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.schema import VllmEngineConfig
-from art_cli.engines import EngineSetup
+from art_cli.engines import EngineSetup, Replicated
 from art_cli.engines.vllm import arguments
 from art_cli.engines.vllm.engine import VllmEngine
 from art_cli.engines.vllm.replicas import VllmReplicas
@@ -187,10 +187,11 @@ async def test_the_calls_of_a_dead_replica_move_and_it_comes_back_proven(fake: F
         assert (lost.num_requests, other.num_requests) == (3, 0)
         os.kill(lost.engine.pid, signal.SIGKILL)
         await until(lambda: not lost.is_joined, timeout_s=3.0)
+        assert isinstance(engine, Replicated) and (engine.num_answering, engine.num_replicas) == (1, 2)
         await engine.load(fake.adapter("b"), 2)
-        await engine.score(PROBE)
-        assert not lost.is_joined
+        scoring = asyncio.create_task(engine.score(PROBE))  # it waits for the calls in flight
         fake.release()
+        await scoring
         assert [reply.step for reply in await asyncio.gather(*calls)] in ([1] * 3, [2] * 3)
         assert engine.num_moved == 3
         await until(lambda: lost.is_joined)

@@ -608,6 +608,35 @@ async def test_rest_waits_for_what_flies_and_wake_lets_the_rest_in(
             ]
 
 
+async def test_a_prompt_is_scored_alone_on_a_cpu(fake: Fake) -> None:
+    """The fake ends when a prompt is scored beside another request, as vLLM does. A score waits for the call in flight,
+    a call that comes later waits for the score, and one server answers all."""
+    async with fake.running() as engine:
+        early = asyncio.create_task(engine.reply(chat("slow")))
+        await until(lambda: "/v1/chat/completions" in fake.paths())
+        score = asyncio.create_task(engine.score(PROBE))
+        await asyncio.sleep(0)
+        late = asyncio.create_task(engine.reply(chat("hello")))
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+        assert fake.paths().count("/v1/chat/completions") == 1 and "/v1/completions" not in fake.paths()
+        fake.release()
+        await asyncio.gather(early, score, late)
+        asked = [path for path in fake.paths() if path.endswith("completions")]
+        assert asked == ["/v1/chat/completions", *2 * ["/v1/completions"], "/v1/chat/completions"]
+        assert len(fake.starts()) == 1
+
+
+async def test_a_score_that_ends_the_server_is_done_again_by_the_next_one(fake: Fake) -> None:
+    """The server's core dies of the first score: an answer 500, then 503 to health checks."""
+    async with fake.running("dies of the first score") as engine:
+        await engine.load(fake.adapter("a"), 1)
+        seed = fake_vllm.seed_of(fake.adapter("a"))
+        expected = [fake_vllm.logprobs(seed, b)[t] for b, t in zip(PROBE, PROBE[1:], strict=False)]
+        assert await engine.score(PROBE) == pytest.approx(expected)
+        assert len(fake.starts()) == 2
+
+
 async def test_a_server_that_dies_asleep_comes_back_on_waking(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not before: the memory is the learner's."""
     monkeypatch.setattr(arguments, "has_gpu", lambda inherited: True)

@@ -7,7 +7,6 @@ import asyncio
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -20,14 +19,14 @@ import torch
 
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.compose import LoadedConfig, load_config
-from art_cli.config.schema import LoraConfig, ModelConfig, VllmEngineConfig
+from art_cli.config.schema import VllmEngineConfig
 from art_cli.engines import proof
 from art_cli.engines.vllm.engine import VllmEngine
 from art_cli.errors import DriftError
 from art_cli.loop.train import train
-from art_cli.model import Weights, load_checkpoint, load_weights, save_weights
 from art_cli.policy_spec import spec_of
 from art_cli.run_dir import RunDir
+from tests.support.letters_policy import LettersPolicy
 from tests.support.paths import LETTERS
 from tests.support.real_vllm import MARKS, PYTHON, QUICK
 
@@ -36,45 +35,18 @@ LONG_PROBE = 300  # tokens; vLLM caches whole blocks, of 128 on a CPU
 pytestmark = MARKS
 
 
-class Bench:
+class Bench(LettersPolicy):
     """A running engine, and the same policy in this process to hold it against."""
 
     def __init__(self, directory: Path) -> None:
-        sys.path.insert(0, str(LETTERS))
-        from build import build_wide
-
-        base = directory / "base"
-        build_wide(base)
-        config = ModelConfig(base=str(base), lora=LoraConfig(rank=4, alpha=8))
-        self.weights: Weights = load_weights(config, str(base), device="cpu")
-        self.checkpoints = {name: self._make(directory / name, seed) for seed, name in enumerate("ab", 1)}
+        super().__init__(directory)
         settings = VllmEngineConfig.model_validate({"name": "vllm", "python": PYTHON, **QUICK})
         self.engine = VllmEngine(settings, spec_of(self.weights), name="policy", logs=directory)
-
-    def _make(self, path: Path, seed: int) -> Path:
-        """A checkpoint with an adapter that changes every logit."""
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, parameter in self.weights.model.named_parameters():
-                if "lora_B" in name:
-                    parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
-        save_weights(self.weights, path)
-        return path
 
     async def load(self, name: str, step: int) -> None:
         """Both sides."""
         await self.engine.load(self.checkpoints[name], step)
-        load_checkpoint(self.weights, self.checkpoints[name])
-
-    def logits(self, ids: list[int]) -> torch.Tensor:
-        """[L, V] by one plain forward."""
-        with torch.no_grad():
-            logits: torch.Tensor = self.weights.model(torch.tensor([ids])).logits[0].float()
-        return logits
-
-    def score(self, ids: list[int]) -> list[float]:
-        rows = self.logits(ids).log_softmax(-1)[:-1]
-        return rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        self.take(name)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -166,7 +138,7 @@ async def test_each_adapter_scores_as_peft_does_and_they_differ(bench: Bench) ->
 async def test_the_proof_of_weights_fails_on_the_wrong_adapter(bench: Bench) -> None:
     probe = proof.make_probe(265)
     await bench.engine.load(bench.checkpoints["a"], 4)
-    load_checkpoint(bench.weights, bench.checkpoints["b"])
+    bench.take("b")
     with pytest.raises(DriftError, match="step 4: the engine does not sample from the learner's weights"):
         proof.compare(await bench.engine.score(probe), bench.score(probe), dtype="float32", step=4)
 

@@ -46,18 +46,6 @@ HELD_S = 0.2  # longest hold of the event loop
 pytestmark = pytest.mark.timeout(max(300, NUM_MUTATIONS // 5))
 
 
-class Held(Heartbeat):
-    """The heartbeat of this process's own computing: what other processes take the CPU for is left out."""
-
-    async def _beat(self) -> None:
-        wall, cpu = time.monotonic(), time.process_time()
-        while True:
-            await asyncio.sleep(self._period_s)
-            wall_now, cpu_now = time.monotonic(), time.process_time()
-            self.longest_s = max(self.longest_s, min(wall_now - wall - self._period_s, cpu_now - cpu))
-            wall, cpu = wall_now, cpu_now
-
-
 @pytest.fixture
 async def server() -> AsyncIterator[JudgeServer]:
     async with JudgeServer() as running:
@@ -268,7 +256,7 @@ async def test_an_answer_too_large_fails_its_own_group_and_takes_no_memory(serve
     judge = make(server, retries=1, attempts=1)
     server.conduct = Conduct(change_body=lambda data: body, headers={"Content-Encoding": encoding} if encoding else {})
     with MemoryBound(mib=128):
-        async with Held() as heart:
+        async with Heartbeat() as heart:
             with pytest.raises(JudgeError) as owed:
                 await judge.judge(rated(QUALITIES))
     assert not isinstance(owed.value, JudgeStopped) and heart.longest_s < HELD_S
@@ -305,7 +293,7 @@ async def test_a_compressed_answer_of_a_judges_size_is_read(
 )
 async def test_a_text_made_to_take_long_is_refused_without_holding_the_loop(server: JudgeServer, text: str) -> None:
     server.conduct = Conduct(change_text=lambda _: text)
-    async with Held() as heart:
+    async with Heartbeat() as heart:
         owed = await score(make(server, attempts=1))
     assert isinstance(owed, str) and owed.startswith("rule")
     assert heart.longest_s < HELD_S
@@ -420,7 +408,7 @@ async def test_a_cache_that_another_process_holds_does_not_hold_the_loop(
     judge = make(server, cache=tmp_path / "v.sqlite")
     holder = sqlite3.connect(tmp_path / "v.sqlite", isolation_level=None)
     holder.execute("begin immediate")
-    async with Held() as heart:
+    async with Heartbeat() as heart:
         with pytest.raises(JudgeStopped, match="locked"):
             await judge.judge(rated(QUALITIES))
     holder.close()
@@ -447,7 +435,7 @@ async def play(server: JudgeServer, start: Callable[[int], Conduct]) -> int:
     """
     judge = make(server, retries=0, attempts=1)
     num_scored = 0
-    async with Held() as heart:
+    async with Heartbeat() as heart:
         for seed in range(NUM_MUTATIONS):
             server.conduct = start(seed)
             for _ in range(5):
@@ -536,7 +524,7 @@ async def test_mutated_caches_give_the_paid_scores_or_none(away: JudgeServer, tm
             db.close()
 
     with MemoryBound(mib=256):
-        async with Held() as heart:
+        async with Heartbeat() as heart:
             for number, data in enumerate(mutations(good, seed=0, count=num)):
                 await asyncio.to_thread(put_back, good if number % 2 else data, next(rows) if number % 2 else None)
                 try:

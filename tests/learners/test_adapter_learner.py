@@ -186,3 +186,36 @@ def test_a_saved_optimizer_goes_on_as_if_never_interrupted(tmp_path: Path) -> No
     wanted = adapter_of(learner.weights)
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in adapter_of(other.weights).items())
     assert other.num_updates == 3
+
+
+def test_rows_that_are_left_out_cost_nothing_and_change_nothing() -> None:
+    """Logprobs of the other rows and the gradient are those of weights of 0; the rows themselves answer 0."""
+    datum = only(make_data()[0], ["weights"])
+    rows = np.array([3, 4, 20])
+    kept = np.isin(np.arange(len(datum.inputs)), rows)
+    zeroed = Datum(
+        inputs=datum.inputs, targets=datum.targets, numbers={"weights": datum.numbers["weights"] * kept[:, None]}
+    )
+    masked = Datum(inputs=datum.inputs, targets=datum.targets, numbers=datum.numbers, rows=rows)
+    one, other = (AdapterLearner(tiny_weights(), TorchLearnerConfig()) for _ in range(2))
+    expected, found = (
+        learner.run([each], "cross_entropy", {}, backward=True) for learner, each in ((one, zeroed), (other, masked))
+    )
+    assert found.num_tokens == 3 and (found.logprobs[0][~kept] == 0).all()
+    assert found.logprobs[0][kept] == pytest.approx(expected.logprobs[0][kept], abs=1e-5)
+    for name, parameter in one.parameters.items():
+        gradient = other.parameters[name].grad
+        assert parameter.grad is not None and gradient is not None
+        assert torch.allclose(gradient, parameter.grad, atol=1e-6, rtol=1e-4), name
+
+
+def test_shares_are_factors_of_each_tokens_loss() -> None:
+    datum = only(make_data()[1], ["logprobs", "advantages"])
+    halved = Datum(
+        inputs=datum.inputs,
+        targets=datum.targets,
+        numbers={**datum.numbers, "shares": np.full(datum.targets.shape, 0.5)},
+    )
+    learner = AdapterLearner(tiny_weights(), TorchLearnerConfig())
+    whole, half = (learner.run([each], "cispo", {}, backward=False).loss for each in (datum, halved))
+    assert half == pytest.approx(whole / 2, rel=1e-6)

@@ -1,6 +1,7 @@
 """Teachers: per-token advantages by hand, from a directory and over HTTP; the judge's words as a teacher."""
 
 import asyncio
+import gc
 import math
 import shutil
 from collections import defaultdict
@@ -15,15 +16,17 @@ import torch
 
 from art_cli.config.compose import load_config
 from art_cli.config.references import check_ready
-from art_cli.config.schema import DistillConfig, SdpoConfig, TeacherConfig
+from art_cli.config.schema import DistillConfig, LoraConfig, SdpoConfig, TeacherConfig
 from art_cli.errors import ConfigError, LearnerError, RunError, UsageError
+from art_cli.learners.algorithms.distillation import Distill, Sdpo
 from art_cli.learners.algorithms.teaching import prefix_weights
 from art_cli.learners.teachers import server as server_module
 from art_cli.learners.teachers.feedback import Feedback
 from art_cli.loop.train import train
-from art_cli.model import Weights, save_merged
+from art_cli.model import Weights, save_merged, with_adapter
 from art_cli.run_dir import RunDir
 from art_cli.trajectory import Score, ScoredTrajectory, Turn
+from tests.support.backend_server import serving, tiny_base
 from tests.support.gradients import Caught, distance, learner, leaves, two_answers
 from tests.support.paths import LETTERS
 from tests.support.teacher_server import TeacherServer, teaching
@@ -358,6 +361,76 @@ def test_an_attempt_without_an_explanation_is_left_out_or_learns_from_its_reward
     assert learner(tiny_weights(), sdpo()).step([silent]).num_updates == 0
 
 
+def test_the_teacher_is_the_average_of_the_policy_over_its_steps() -> None:
+    """After two steps at rate r it is (1 - r) ((1 - r) w0 + r w1) + r w2. The policy's weights do not move by it."""
+    weights, rate = tiny_weights(), 0.25
+    group = [explained(weights, "a", 1.0, "took a"), explained(weights, "zz", 0.0, "none of them", index=1)]
+    made = learner(weights, sdpo(teacher_rate=rate))
+    path = [{name: p.detach().clone() for name, p in made.parameters.items()}]
+    for _ in range(2):
+        made.step([group])
+        path.append({name: p.detach().clone() for name, p in made.parameters.items()})
+    average = {
+        name: (1 - rate) * ((1 - rate) * p + rate * path[1][name]) + rate * path[2][name] for name, p in path[0].items()
+    }
+    assert isinstance(made.algorithm, Sdpo)
+    with made.algorithm.teacher.installed():
+        assert any(not torch.equal(p, path[2][name]) for name, p in made.parameters.items())
+        for name, parameter in made.parameters.items():
+            assert torch.allclose(parameter, average[name], rtol=0, atol=1e-7), name
+    for name, parameter in made.parameters.items():
+        assert torch.equal(parameter, path[2][name]), name
+
+
+def test_a_lesson_compares_the_average_with_words_to_the_policy_without() -> None:
+    """With a rate of nearly 0 the teacher of the second step is the policy before the first."""
+    first = tiny_weights()
+    group = [explained(first, "a", 1.0, "took a"), explained(first, "zz", 0.0, "none of them", index=1)]
+    made = learner(tiny_weights(), sdpo(teacher_rate=1e-9), learning_rate=1e-2)
+    made.step([group])
+    assert isinstance(made.algorithm, Sdpo)
+    now = made.weights
+    group = [explained(now, "a", 1.0, "took a"), explained(now, "zz", 0.0, "none of them", index=1)]
+    lessons = made.algorithm.lessons([group])
+    for trajectory in group:
+        edited = [dict(message) for message in trajectory.messages]
+        edited[1]["content"] += f" [{trajectory.scores[0].explanation}]"
+        ids = whole(trajectory)
+        told = render(first, edited[:-1]) + trajectory.turns[1].sampled_ids
+        [(_, places)] = leaves(trajectory.turns)
+        at = torch.tensor([place for place, _, _ in places])
+        expected = logprobs_of(first, told)[at - 1 + len(told) - len(ids)] - logprobs_of(now, ids)[at - 1]
+        found = lessons[trajectory.id]
+        assert np.allclose(found[~np.isnan(found)], expected.detach().numpy(), rtol=0, atol=1e-5)
+
+
+# --- a server of the Tinker protocol ----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets that the SDK leaves open
+def test_a_server_of_the_tinker_protocol_teaches_as_a_directory_does(tmp_path: Path) -> None:
+    base = tiny_base(tmp_path / "base")
+    weights = with_adapter(base.weights, LoraConfig(rank=4), 0)
+    with torch.no_grad():
+        for name, parameter in weights.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    group = two_turns(weights)[:1]
+    save_merged(base.weights, tmp_path / "same", "float32")
+    near = learner(weights, distill(tmp_path / "same")).algorithm
+    with serving(base, tmp_path / "server") as address:
+        far = learner(weights, distill("tiny", base_url=address, protocol="tinker", concurrency=2)).algorithm
+        assert isinstance(near, Distill) and isinstance(far, Distill)
+        [expected], [found] = near.lessons([group]).values(), far.lessons([group]).values()
+        with pytest.raises(LearnerError, match="temperature than 1"):
+            far.lessons([two_turns(weights)])
+        with pytest.raises(LearnerError, match="has no base model 'other'; it has: 'tiny'"):
+            learner(weights, distill("other", base_url=address, protocol="tinker"))
+    assert np.nanmax(np.abs(expected)) > 0.01
+    assert np.allclose(found, expected, rtol=0, atol=1e-5, equal_nan=True)
+    gc.collect()
+
+
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
@@ -392,7 +465,7 @@ def test_a_run_without_rewards_or_judge_distils_and_goes_on_where_it_was(project
 
 @pytest.mark.parametrize("loss", ["distill", "sdpo"])
 def test_saved_and_loaded_the_next_step_is_bit_identical(loss: str, directory: Path, tmp_path: Path) -> None:
-    """Contract 6: a teacher has no state of its own."""
+    """Contract 6: a teacher is the same model, or an average that the checkpoint holds."""
     weights, other = tiny_weights(), tiny_weights()
     config = distill(directory, prefix_weight=0.5) if loss == "distill" else sdpo(reward_weight=0.5)
     group = [explained(weights, "a", 1.0, "took a"), explained(weights, "zz", 0.0, "none of them", index=1)]
@@ -417,6 +490,12 @@ def test_saved_and_loaded_the_next_step_is_bit_identical(loss: str, directory: P
         (["rollout.choose=adaptive"], "rollout.choose", "goes by rewards, and this loss learns from none"),
         (["loss.scale_advantages=false"], "loss.scale_advantages", "with loss.reward_weight above 0 only"),
         (["loss.teacher.retries=2"], "loss.teacher.retries", "used with loss.teacher.base_url only"),
+        (["loss.teacher.protocol=tinker"], "loss.teacher.protocol", "used with loss.teacher.base_url only"),
+        (
+            ["loss.teacher.base_url=http://127.0.0.1:1", "loss.teacher.protocol=tinker", "loss.teacher.retries=2"],
+            "loss.teacher.retries",
+            "used with protocol=vllm only",
+        ),
         (
             ["loss.teacher.base_url=http://127.0.0.1:1/v1", "rollout.sampling.temperature=0.5"],
             "rollout.sampling.temperature",

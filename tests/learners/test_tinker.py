@@ -126,7 +126,7 @@ def test_a_step_that_broke_off_is_taken_again_from_the_last_checkpoint(
     theirs, ours = remote(base, address, loss), local(base, loss)
     theirs.step(groups)
     saved(theirs, home / "first")
-    trainer, types = theirs._present_trainer(), theirs._opened().types
+    trainer, types = theirs.trainer.client, theirs.trainer.types
     datum = types.Datum(
         model_input=types.ModelInput.from_ints([1, 2, 3]),
         loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [5.0] * 3},
@@ -221,7 +221,6 @@ REFUSED = {
     "loss.kl_cov=0.01": "loss.kl_cov: cannot be said",
     "loss=ppo": "needs more of the model",
     "train.max_kl=0.1": "train.max_kl: draws weights back",
-    "model.lora=null": "model.lora: learner 'tinker' trains adapters",
     "model.quantize=4bit": "leaves the base model to the server",
     "rollout.sampling.temperature=0.7": "logprobs at 1 only",
     "learner=torch": "set both",
@@ -266,7 +265,7 @@ def test_faults_are_one_line_each_and_show_no_key(
         monkeypatch.setenv("TINKER_API_KEY", "tml-right")
         assert "no base model 'other'; it has: 'tiny'" in fault(address, base_model="other")
         learner = remote(base, address, config_of("grpo"))
-        learner.timeout_s = 2.0
+        learner.trainer.timeout_s = 2.0
         learner.score([1, 2, 3])
     with pytest.raises(RemoteError, match="was not there within 2 s|connection was lost"):
         learner.step(groups)
@@ -301,7 +300,7 @@ def test_a_key_is_sent_to_no_server_that_only_a_checkpoint_names(
         (made / "remote.json").write_bytes(msgspec.json.encode({**msgspec.to_builtins(found), "url": "http://evil:1"}))
     with pytest.raises(RemoteError, match="set TINKER_BASE_URL=http://evil:1"):
         fetched(theirs)
-    learner._connection = None
+    learner.trainer._connection = None
 
 
 def test_learner_and_schedule_need_no_torch() -> None:

@@ -44,10 +44,14 @@ class MachineOf(Machine):
     modules: tuple[str, ...] = ("vllm", "unsloth")
     facts: VllmFacts = WORKS
     unsloth_problem: str = ""
+    gpus: int = 1
     asked: list[Path | None] = field(default_factory=list)
 
     def has_gpu(self) -> bool:
         return self.gpu
+
+    def num_gpus(self) -> int:
+        return self.gpus
 
     def has(self, module: str) -> bool:
         return module in self.modules
@@ -360,6 +364,8 @@ def test_doctor_says_what_auto_is_and_what_would_change_it() -> None:
 
     engine = found(MachineOf())["engine"]
     assert engine == Finding("engine", True, "auto chooses vllm: vLLM 0.32.0 and a GPU are here", "")
+    engine = found(MachineOf(gpus=4))["engine"]
+    assert engine.message.endswith("are here; 1 server, engine.replicas starts up to 4 on the 4 GPUs")
     engine = found(MachineOf(modules=()))["engine"]
     install = "pip install 'art-cli[vllm]'"
     assert engine == Finding("engine", True, "auto chooses embedded: vLLM is not installed", install)

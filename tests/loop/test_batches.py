@@ -15,7 +15,8 @@ from art_cli.learners import Learner, Progress, StepMetrics
 from art_cli.loop.auto import resolve_auto
 from art_cli.loop.batches import Batches
 from art_cli.loop.sampler import Sampler
-from art_cli.loop.train import TrainingRun, train
+from art_cli.loop.train import train
+from art_cli.loop.training_run import TrainingRun
 from art_cli.model import clone_trainable
 from art_cli.rollouts.progress import Progress as Counts
 from art_cli.rollouts.runner import OnFinished, RolloutPlan

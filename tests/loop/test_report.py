@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from art_cli.config.knobs import all_keys
 from art_cli.config.schema import RunConfig
+from art_cli.history import Evaluated, History, UpdateNumbers, is_comparable, read_history
 from art_cli.loop import findings, reasons
 from art_cli.loop.findings import RunFinding, find, mean_interval, student
-from art_cli.loop.history import Evaluated, History, UpdateNumbers, is_comparable, read_history
 from art_cli.loop.report import SERIES, read_report
 from art_cli.run_dir import Evaluation
 from art_cli.views.report_text import KINDS, NAMES

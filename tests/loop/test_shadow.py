@@ -12,9 +12,9 @@ import pytest
 from art_cli.commands.preflight import Preflight
 from art_cli.config.compose import load_config
 from art_cli.errors import ConfigError, UsageError
+from art_cli.history import History, UpdateNumbers
 from art_cli.judges.shadow import MAX_FAILURES, is_chosen
 from art_cli.loop.findings import find
-from art_cli.loop.history import History, UpdateNumbers
 from art_cli.loop.report import read_report
 from art_cli.loop.train import train
 from art_cli.run_dir import RunDir

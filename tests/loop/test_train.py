@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from art_cli.config.compose import load_config, load_sweep
 from art_cli.engines.embedded.engine import EmbeddedEngine
 from art_cli.errors import ArtError, DriftError, RunError
-from art_cli.loop.train import TrainResult, going_on, train
+from art_cli.loop.train import train
+from art_cli.loop.training_run import TrainResult, going_on
 from art_cli.manifest import verify_checkpoint
 from art_cli.run_dir import RunDir
 from art_cli.trajectory import prompt

@@ -11,7 +11,8 @@ import pytest
 
 from art_cli.config.compose import load_config
 from art_cli.errors import RunError, StorageError
-from art_cli.loop.train import TrainingRun, TrainResult, train
+from art_cli.loop.train import train
+from art_cli.loop.training_run import TrainingRun, TrainResult
 from art_cli.run_dir import RunDir
 from art_cli.storage import mirror
 from art_cli.storage.lease import LeaseRecord, take

@@ -7,7 +7,8 @@
 The distribution of a token depends on the adapter's bytes and the token before it (`logprobs`). What the last message
 says makes it behave: "slow" waits until there is a file `release` beside FAKE_VLLM_CALLS, "die" ends the process,
 "hang" never answers, "half" streams a token and then ends it, "core" is answered as when vLLM's engine core died,
-"long" as when it is too long, "refuse" as what is no request. FAKE_VLLM is a manner from the start. Each call is a line
+"long" as when it is too long, "refuse" as what is no request. A prompt that is scored beside another request ends the
+process, as it does vLLM on a CPU. FAKE_VLLM is a manner from the start. Each call is a line
 of the file FAKE_VLLM_CALLS; its first line says how the process was started.
 """
 
@@ -57,6 +58,7 @@ class Fake:
         self.calls = calls
         self.adapters: dict[str, int] = {}  # name -> seed
         self.is_healthy = True
+        self.num_chats = 0  # number of chats in flight
         self.cached: int | None = None  # the seed whose keys and values a stale cache holds
 
     def note(self, line: Json) -> None:
@@ -67,6 +69,14 @@ class Fake:
     def error(self, status: int, message: str) -> Response:
         body = {"message": message, "type": "BadRequestError", "param": None, "code": status}
         return JSONResponse({"error": body}, status)
+
+    def is_first(self, what: str) -> bool:
+        """Whether no server of this test has asked that before."""
+        assert self.calls is not None
+        mark = self.calls.with_name(f"{what}.done")
+        is_first = not mark.exists()
+        mark.touch()
+        return is_first
 
     async def handle(self, request: Request) -> Response:
         path = request.url.path
@@ -111,7 +121,16 @@ class Fake:
         if said == "core":
             self.is_healthy = False
             return self.error(500, "EngineCore encountered an issue.")
-        await self.behave(said)
+        if "prompt_logprobs" in body and self.num_chats:
+            os._exit(7)
+        if MANNER == "dies of the first score" and "prompt_logprobs" in body and self.is_first("score"):
+            self.is_healthy = False
+            return self.error(500, "EngineCore encountered an issue.")
+        self.num_chats += "messages" in body
+        try:
+            await self.behave(said)
+        finally:
+            self.num_chats -= "messages" in body
         answer = self.answer(body, said)
         if not body.get("stream"):
             return JSONResponse(answer)

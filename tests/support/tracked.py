@@ -46,19 +46,21 @@ def write(name: str, root: Path, section: str, first: str, ends: str = "") -> No
         tracker.log_checkpoint(begin + 2, checkpoint)
     tracker.log(MetricsLine(step=begin + 2, split="eval", metrics={"reward": 0.25}, time=1.7e9 + 9))
     if ends == "kill":
-        _wait_until_seen(name, root)  # trackio's own thread writes twice a second, W&B's process once a second
+        _wait_until_seen(name, root, num=1)  # trackio's own thread writes twice a second, W&B's process once a second
         os.kill(os.getpid(), signal.SIGKILL)
     tracker.close()
+    if name == "wandb":  # on a busy machine its process still writes after `finish`
+        _wait_until_seen(name, root, num=2 if begin else 1)
     sys.stdout.write(json.dumps(READERS[name](root), default=str) + "\n")
 
 
-def _wait_until_seen(name: str, root: Path) -> None:
-    """Until the package's reader sees the last line, in files that may be half written."""
+def _wait_until_seen(name: str, root: Path, *, num: int) -> None:
+    """Until the package's reader sees the last line of `num` runs, in files that may be half written."""
     deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
         time.sleep(0.5)
         with contextlib.suppress(Exception):
-            if "eval/reward" in json.dumps(READERS[name](root), default=str):
+            if json.dumps(READERS[name](root), default=str).count("eval/reward") >= num:
                 return
     raise TimeoutError(f"{name} has not written what was logged")
 

@@ -166,7 +166,6 @@ class VllmEngineConfig(EngineSection):
 class TinkerEngineConfig(EngineSection):
     """A server of the Tinker protocol on another machine, such as `art backend`. `learner: tinker` trains on it."""
 
-    swaps_adapters = True
     enforces_formats = False
 
     name: Literal["tinker"]

@@ -269,11 +269,16 @@ class TeacherConfig(Section):
     """The model whose logprobs of the policy's tokens are taught. It must have the policy's tokenizer."""
 
     model: str
-    """A directory, a hub id, a run or a checkpoint of art; with `base_url` the name that the server knows it by."""
+    """A directory, a hub id, a run or a checkpoint of art; with `base_url` the name that the server knows it by, and
+    with `protocol: tinker` a base model of the server or saved weights (tinker://...)."""
     base_url: str | None = None
-    """A vLLM server: http://127.0.0.1:8000/v1. null: the model is loaded beside the policy, on the learner's device."""
+    """A server: http://127.0.0.1:8000/v1 of vLLM, or http://10.0.0.7:8100 of the Tinker protocol. null: the model is
+    loaded beside the policy, on the learner's device."""
+    protocol: Literal["vllm", "tinker"] = "vllm"
+    """What the server speaks. tinker: as `art backend` does, through the extra art-cli[tinker]."""
     api_key_env: str | None = None
-    """The variable, in the environment or in .env, that holds the server's key. null: no key is sent."""
+    """The variable, in the environment or in .env, that holds the server's key. null: no key is sent to vLLM, and
+    TINKER_API_KEY holds that of a server of the Tinker protocol."""
     timeout_s: Seconds = 120.0
     """The longest time for one request to the server."""
     retries: Count = 5
@@ -283,9 +288,11 @@ class TeacherConfig(Section):
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """(knob, message) for each knob that is set and has no effect."""
-        for knob in ("api_key_env", "timeout_s", "retries", "concurrency"):
+        for knob in ("protocol", "api_key_env", "timeout_s", "retries", "concurrency"):
             if self.base_url is None and knob in self.model_fields_set:
                 yield knob, "used with loss.teacher.base_url only: a model that is loaded here needs no requests"
+        if self.base_url is not None and self.protocol == "tinker" and "retries" in self.model_fields_set:
+            yield "retries", "used with protocol=vllm only: the SDK of the Tinker protocol asks again until timeout_s"
 
 
 class TaughtLossConfig(ScaledLossConfig, ClippedLossConfig):
@@ -326,6 +333,9 @@ class SdpoConfig(TaughtLossConfig):
     """SDPO (2026, arXiv:2601.20802): the policy that has read the judge's explanation teaches the one that has not."""
 
     name: Literal["sdpo"]
+    teacher_rate: Annotated[Float, Field(gt=0, le=1)] = 0.05
+    """The teacher is a moving average of the policy, as in the paper: after each step it moves by this share toward the
+    policy's weights. 1: the teacher is the policy itself."""
     feedback: str | None = None
     """The text added to the first user message, where {explanation}, {score}, {rank} and {attempts} are the judge's.
     null: the one on docs/teachers.md."""

@@ -186,7 +186,7 @@ def divide(config: VllmEngineConfig) -> list[VllmEngineConfig]:
     variables = {**os.environ, **config.env}
     if not has_gpu(variables):
         return [single] * config.replicas
-    dealt = deal_gpus(config, _visible(variables) or _gpu_indices())
+    dealt = deal_gpus(config, visible_gpus(variables))
     return [single.model_copy(update={"env": {**config.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}}) for gpus in dealt]
 
 
@@ -203,6 +203,11 @@ def deal_gpus(config: VllmEngineConfig, visible: Sequence[str]) -> list[Sequence
             "engine.env.CUDA_VISIBLE_DEVICES"
         )
     return [visible[each * number : each * (number + 1)] for number in range(config.replicas)]
+
+
+def visible_gpus(variables: Mapping[str, str]) -> Sequence[str]:
+    """The names of the GPUs that a server with that environment can use, on a machine that has some."""
+    return _visible(variables) or _gpu_indices()
 
 
 def _gpu_indices() -> list[str]:

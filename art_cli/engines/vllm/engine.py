@@ -27,9 +27,10 @@ from art_cli.chat.requests import Request, demands_format
 from art_cli.config.sections.engine import VllmEngineConfig
 from art_cli.engines import Endpoint
 from art_cli.engines.vllm.adapters import Adapters
-from art_cli.engines.vllm.control import Scored, Unreachable
+from art_cli.engines.vllm.control import Refused, Scored, Unreachable
 from art_cli.engines.vllm.ready import Ready
 from art_cli.engines.vllm.server import OwnServer, RunningServer
+from art_cli.engines.vllm.traffic import Traffic
 from art_cli.engines.vllm.verbatim import restore_arguments
 from art_cli.errors import DriftError, EngineError
 from art_cli.policy_spec import PolicySpec
@@ -72,6 +73,8 @@ class VllmEngine:
             self._server = OwnServer(config, model, name=name, log=logs / log_name)
         else:
             self._server = RunningServer(config, is_watched=number is not None)
+        self._traffic = Traffic()
+        self._scores_alone = isinstance(self._server, OwnServer) and not self._server.has_gpu
         self._name = name
         self._max_restarts = MAX_RESTARTS if number is None else MAX_REPLICA_RESTARTS
         self.num_ends = 0  # number of times that the server ended
@@ -132,15 +135,25 @@ class VllmEngine:
         """Raises DriftError: other weights computed what the prefix cache holds."""
 
         async def score(adapters: Adapters) -> tuple[Scored, Scored]:
-            with adapters.lease() as backend:
-                timeout_s = self._config.timeout_s
-                cached = await adapters.control.score(backend.model, token_ids, is_cached=True, timeout_s=timeout_s)
-                anew = await adapters.control.score(backend.model, token_ids, is_cached=False, timeout_s=timeout_s)
+            timeout_s = self._config.timeout_s
+            async with self.scoring():
+                with adapters.lease() as backend:
+                    cached = await adapters.control.score(backend.model, token_ids, is_cached=True, timeout_s=timeout_s)
+                    anew = await adapters.control.score(backend.model, token_ids, is_cached=False, timeout_s=timeout_s)
             return cached, anew
 
         cached, anew = await self._steer(score)
         self._check_cache(cached, anew)
         return anew.logprobs
+
+    def sampling(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """A request that samples. Any number of them run at once."""
+        return self._traffic.shared()
+
+    def scoring(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """A request for the logprobs of a prompt. Where vLLM could not do both, it waits for the requests that sample
+        to end, and new ones wait for it."""
+        return self._traffic.alone() if self._scores_alone else self._traffic.shared()
 
     def longest_prompt(self) -> None:
         """Unknown, because the tokenizer is the server's."""
@@ -195,24 +208,34 @@ class VllmEngine:
         return [self.endpoint.model]
 
     async def reply(self, request: Request) -> Reply:
-        adapters = await self._admit(request)
         asked = self._server.verbatim.put_into(request)
-        with adapters.lease() as backend:
-            async with self._failures(adapters):
-                reply = await backend.reply(asked)
+        async with self._admitted(request) as (adapters, backend), self._failures(adapters):
+            reply = await backend.reply(asked)
         for choice in reply.choices:
             _complete_logprobs(request, choice)
             restore_arguments(choice)
         return reply
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        adapters = await self._admit(request)
         asked = self._server.verbatim.put_into(request)
-        with adapters.lease() as backend:
-            async with self._failures(adapters), closing_stream(backend.stream(asked)) as chunks:
-                async for chunk in chunks:
-                    _complete_logprobs(request, chunk.choice)
-                    yield chunk
+        async with (
+            self._admitted(request) as (adapters, backend),
+            self._failures(adapters),
+            closing_stream(backend.stream(asked)) as chunks,
+        ):
+            async for chunk in chunks:
+                _complete_logprobs(request, chunk.choice)
+                yield chunk
+
+    @contextlib.asynccontextmanager
+    async def _admitted(self, request: Request) -> AsyncIterator[tuple[Adapters, HttpBackend]]:
+        """The server's adapters and the client of the current one, as soon as the request may begin. Raises ChatError:
+        no such model, or the engine has failed."""
+        await self._admit(request)
+        async with self.sampling():
+            adapters = await self._admit(request)  # a new server may have come while a prompt was scored
+            with adapters.lease() as backend:
+                yield adapters, backend
 
     async def _admit(self, request: Request) -> Adapters:
         """The server's adapters as soon as it answers. Raises ChatError: no such model, or the engine has failed."""
@@ -298,7 +321,9 @@ class VllmEngine:
                 adapters = await self._ready_adapters()
                 try:
                     return await work(adapters)
-                except Unreachable as error:
+                except (Unreachable, Refused) as error:
+                    if isinstance(error, Refused) and error.status < 500:
+                        raise
                     await _until(partial(self._is_lost, adapters), NOTICE_S, str(error))
             await self._ready.wait()  # raises, because the watcher has given up
             raise AssertionError("more restarts than allowed")

@@ -7,13 +7,11 @@ loads its adapter again when it is used then. Every load has a name of its own, 
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,7 +43,8 @@ class VllmPolicies(VllmEngine):
         super().__init__(config, model, name="policy", logs=logs)
         self.max_length, self.timeout_s = model.max_length, config.timeout_s
         self._numbers = itertools.count(1)
-        self._traffic = _Traffic()
+        # Clients sample and score at once all the time, and a server at an address may have no GPU.
+        self._scores_alone = not (isinstance(self._server, OwnServer) and self._server.has_gpu)
         self.policies: set[VllmPolicy] = set()  # those that are open
         self._own = secrets.token_hex(4)  # keeps apart what others, or an earlier run, left in a running server
 
@@ -60,19 +59,6 @@ class VllmPolicies(VllmEngine):
         policy = VllmPolicy(self, adapter, proof)
         await policy.ask(_nothing)
         return policy
-
-    def sampling(self) -> AbstractAsyncContextManager[None]:
-        """A request that samples. Any number of them run at once."""
-        return self._traffic.shared()
-
-    def scoring(self) -> AbstractAsyncContextManager[None]:
-        """A request for the logprobs of a prompt, alone in the server where it has no GPU.
-
-        On a CPU vLLM 0.32 dies of a batch with LoRA that asks for a prompt's logprobs and holds another request: its
-        logits of all the prompt's tokens meet a mapping of one row a request ("einsum(): subscript b").
-        """
-        is_safe = isinstance(self._server, OwnServer) and self._server.has_gpu
-        return self._traffic.shared() if is_safe else self._traffic.alone()
 
     async def close(self) -> None:
         """Ends an own server. A running one is left as it was found."""
@@ -207,34 +193,6 @@ class VllmPolicy:
         if bound < 1:
             raise ChatError(400, f"prompt: {len(prompt)} tokens leave no room in the context")
         return msgspec.structs.replace(request, sampling=msgspec.structs.replace(sampling, max_tokens=bound))
-
-
-class _Traffic:
-    """Requests that share the server, and requests that are alone in it, in the order in which they come."""
-
-    def __init__(self) -> None:
-        self._entering = asyncio.Lock()  # fair
-        self._num_shared = 0
-        self._is_empty = asyncio.Event()
-        self._is_empty.set()
-
-    @contextlib.asynccontextmanager
-    async def shared(self) -> AsyncIterator[None]:
-        async with self._entering:
-            self._num_shared += 1
-            self._is_empty.clear()
-        try:
-            yield
-        finally:
-            self._num_shared -= 1
-            if not self._num_shared:
-                self._is_empty.set()
-
-    @contextlib.asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        async with self._entering:
-            await self._is_empty.wait()
-            yield
 
 
 async def _nothing(client: HttpBackend, adapters: Adapters) -> None:

@@ -96,6 +96,14 @@ class VllmReplicas:
     def backend(self) -> Backend:
         return self
 
+    @property
+    def num_replicas(self) -> int:
+        return len(self.replicas)
+
+    @property
+    def num_answering(self) -> int:
+        return sum(replica.can_answer for replica in self.replicas)
+
     # --- Engine -------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:

@@ -62,6 +62,17 @@ class Algorithm:
         """Metrics of the last `credit_step`, by the names that StepMetrics has for them."""
         return {}
 
+    def after_step(self) -> None:
+        """Called once after each step that was taken whole, by all processes of a learner. A step that fails, or one
+        whose groups had no signal, does not count."""
+
+    def save(self, directory: Path) -> None:
+        """Writes into a checkpoint directory what the algorithm remembers between steps, so that `load` goes on bit for
+        bit. All processes of a learner call it, and the first one writes. Most algorithms remember nothing."""
+
+    def load(self, directory: Path) -> None:
+        """Goes on from what `save` wrote there; where nothing was written, begins anew."""
+
     def objective(self, terms: PolicyTerms) -> Objective:
         """[N] what each term adds to the loss. All terms of a sample are in one call; a pack may have no terms."""
         return clip_tokens(terms, 0.2, 0.2)

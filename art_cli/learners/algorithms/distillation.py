@@ -22,6 +22,7 @@ from art_cli.learners.token_weights import Credit, Floats
 from art_cli.trajectory import ScoredTrajectory
 
 if TYPE_CHECKING:
+    from art_cli.learners.moving_average import MovingAverage
     from art_cli.learners.reader import Reader
     from art_cli.learners.teachers import Teacher
     from art_cli.learners.teachers.feedback import Feedback
@@ -99,19 +100,31 @@ class Distill(TaughtPreset[loss.DistillConfig]):
 class Sdpo(TaughtPreset[loss.SdpoConfig]):
     """SDPO: self-distillation policy optimization, 2026 (arXiv:2601.20802), on sampled tokens, with a judge's words.
 
-    A_t = log p(y_t | x, feedback, y_<t) - log p(y_t | x, y_<t), detached, under the weights that sampled (the paper's
-    teacher is a moving average of them). The feedback is the judge's explanation of this very attempt, its score and
-    rank, in the first user message; the paper's is a successful attempt or an environment's message. An attempt without
-    an explanation has no lesson, nor has one whose longer prompt would exceed the context.
+    A_t = log q(y_t | x, feedback, y_<t) - log p(y_t | x, y_<t), detached, where p is the policy that sampled and q, the
+    teacher, is the moving average of the policy over the steps so far. The feedback is the judge's explanation of this
+    very attempt, its score and rank, in the first user message; the paper's is a successful attempt or an environment's
+    message. An attempt without an explanation has no lesson, nor has one whose longer prompt would exceed the context.
     """
 
     _feedback: "Feedback"
+    teacher: "MovingAverage"  # set by `bind`
 
     def bind(self, policy: "Reader", directory: Path) -> None:
+        from art_cli.learners.moving_average import MovingAverage
         from art_cli.learners.teachers.feedback import Feedback
 
         super().bind(policy, directory)
         self._feedback = Feedback(policy.runner.weights.tokenizer, self.knobs.feedback)
+        self.teacher = MovingAverage(policy.runner, self.knobs.teacher_rate)
+
+    def after_step(self) -> None:
+        self.teacher.follow()
+
+    def save(self, directory: Path) -> None:
+        self.teacher.save(directory)
+
+    def load(self, directory: Path) -> None:
+        self.teacher.load(directory)
 
     def lessons(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, Floats]:
         most = self._policy.runner.weights.max_length
@@ -125,7 +138,8 @@ class Sdpo(TaughtPreset[loss.SdpoConfig]):
         students = iter(
             student_logprobs([sample for _, samples, _ in found for sample in samples], self._policy.logprobs)
         )
-        teachers = iter(self._policy.logprobs([sample for _, _, told in found for sample in told]))
+        with self.teacher.installed():
+            teachers = iter(self._policy.logprobs([sample for _, _, told in found for sample in told]))
         return {
             trajectory.id: lesson(trajectory, samples, [next(teachers) - next(students) for _ in samples])
             for trajectory, samples, _ in found

@@ -1,11 +1,10 @@
 """Teachers: models that give their logprobs of what the policy sampled.
 
-    local.py        a model in this process: a directory, a hub id, a run or a checkpoint
-    server.py       a vLLM server, asked over HTTP
-    feedback.py     no other model: the policy itself, after it has read what the judge said of the attempt
-    vocabulary.py   refuses a teacher that reads other tokens than the policy writes
-
-A Tinker server would be one more file with a `Teacher` of its own.
+local.py        a model in this process: a directory, a hub id, a run or a checkpoint
+server.py       a vLLM server, asked over HTTP
+tinker.py       a server of the Tinker protocol, asked through the official SDK
+feedback.py     no other model: the policy itself, after it has read what the judge said of the attempt
+vocabulary.py   refuses a teacher that reads other tokens than the policy writes
 """
 
 from collections.abc import Sequence
@@ -33,6 +32,10 @@ def make_teacher(config: TeacherConfig, policy: Reader, directory: Path) -> Teac
 
     Raises UsageError: it cannot be loaded, or its vocabulary is not the policy's; LearnerError: no server answers.
     """
+    if config.base_url is not None and config.protocol == "tinker":
+        from art_cli.learners.teachers.tinker import TinkerTeacher
+
+        return TinkerTeacher(config, directory, ranks=policy.runner.ranks)
     if config.base_url is not None:
         from art_cli.learners.teachers.server import ServerTeacher
 

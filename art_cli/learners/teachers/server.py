@@ -82,13 +82,7 @@ class ServerTeacher:
         threads.run(self._check_vocabulary(tokenizer))
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        for sample in samples:
-            if (sample.temperatures != 1).any():
-                raise LearnerError(
-                    f"{self.name}: trajectory {sample.trajectory_id}, turn {sample.turn}: sampled at another "
-                    "temperature than 1, for which a server gives no logprobs; set rollout.sampling.temperature=1 and "
-                    "force=true, or name the teacher's directory"
-                )
+        check_temperatures(samples, self.name)
         return divided(samples, self._ranks, lambda mine: threads.run(self._read(mine)))
 
     async def _read(self, samples: Sequence[Sample]) -> list[Floats]:
@@ -178,3 +172,15 @@ class ServerTeacher:
 
     def _shown(self, what: object) -> str:
         return printable(self._secrets.redact(" ".join(str(what)[:2000].split())), limit=300)
+
+
+def check_temperatures(samples: Sequence[Sample], name: str) -> None:
+    """Raises LearnerError: a token was sampled at another temperature than 1. `name` is what the error calls the
+    teacher."""
+    for sample in samples:
+        if (sample.temperatures != 1).any():
+            raise LearnerError(
+                f"{name}: trajectory {sample.trajectory_id}, turn {sample.turn}: sampled at another temperature than "
+                "1, for which a server gives no logprobs; set rollout.sampling.temperature=1 and force=true, or name "
+                "the teacher's directory"
+            )
