@@ -1,109 +1,183 @@
-"""What a server of the Tinker protocol costs: the letters task through `art backend` on this machine, against local.
+"""What a server of the Tinker protocol costs: `art train` through `art backend` on this machine, against local.
 
-python -m benchmarks.remote
+    python -m benchmarks.remote                 # the demo and the letters task, two rounds of 7 steps each
+    python -m benchmarks.remote --task demo --steps 11
 
-Both take the same steps on the same scored trajectories, and both play the same task whole: engine, learner,
-checkpoint, proof. Seconds per step are medians of the steps of one run each, without each run's first step.
+Both sides play the same task whole: engine, learner, checkpoint, proof. They take turns, and seconds per step are
+medians over the steps of all rounds, without each round's first step. Processor seconds are those of the client, its
+children and the server together, start and warm-up included. Then both take two steps on the same scored trajectories,
+each from its own start, after its own warm-up, and their weights are compared.
 """
 
 import argparse
 import os
 import re
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from art_cli.run_dir import RunDir
 
-LETTERS = Path(__file__).parents[1] / "tests/letters/config.yaml"
-SIZE = [
-    "rollout.groups_per_step=8",
-    "rollout.group_size=8",
-    "rollout.sampling.max_tokens=24",
-    "train.epochs_per_step=4",
-]
-PRESETS = ("grpo", "dapo", "cispo", "rloo")
-DEADLINE_S = 240.0
+ROOT = Path(__file__).parents[1]
+DEADLINE_S = 420.0
+LOCAL = ("engine=embedded", "learner=torch")
+ROUNDS = 2
 
 
-def art(*words: str) -> str:
-    """What the command prints. Raises CalledProcessError."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "art_cli", *words], env=environment, capture_output=True, text=True, timeout=DEADLINE_S
-    )
-    if done.returncode:
-        raise SystemExit(f"art {' '.join(words)}: {done.stderr[-2000:]}")
-    return done.stdout
+class Task(NamedTuple):
+    """A configuration and what is measured with it."""
+
+    config: Path
+    settings: tuple[str, ...]
+    presets: tuple[str, ...]  # losses whose weights are compared
 
 
-def times_of(run: Path) -> list[float]:
-    """Seconds between the metrics lines of a run's steps, the first left out."""
-    moments = [line.time for line in RunDir(run).metrics() if line.split == "train"]
-    return [later - earlier for earlier, later in zip(moments, moments[1:], strict=False)]
+TASKS = {
+    "demo": Task(ROOT / "recipes/tictactoe/config.yaml", (), ("grpo",)),
+    "letters": Task(
+        ROOT / "tests/letters/config.yaml",
+        (
+            "rollout.groups_per_step=8",
+            "rollout.group_size=8",
+            "rollout.sampling.max_tokens=24",
+            "train.epochs_per_step=4",
+        ),
+        ("grpo", "cispo", "rloo"),
+    ),
+}
 
 
-def largest_gap(left: Path, right: Path) -> float:
-    """The largest difference of a number in two checkpoints' adapters."""
+class Sides(NamedTuple):
+    """Where both sides of a task run: the arguments that choose local or the server."""
+
+    task: Task
+    home: Path
+    chosen: dict[str, tuple[str, ...]]
+    steps: int
+
+    def art(self, side: str, command: str, *words: str) -> float:
+        """Processor seconds of the command and its children. Raises SystemExit: it failed."""
+        settings = (*self.task.settings, f"train.steps={self.steps}", "eval=null", "model.dtype=float32")
+        line = [sys.executable, "-m", "art_cli", command, str(self.task.config), *words, *settings, *self.chosen[side]]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S)
+        if done.returncode:
+            raise SystemExit(f"art {command} ({side}): {done.stderr[-2000:]}")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    def times(self, side: str, number: int) -> list[float]:
+        """Seconds between the metrics lines of a round's steps, the first left out."""
+        moments = [line.time for line in self.run(side, number).metrics() if line.split == "train"]
+        return [later - earlier for earlier, later in zip(moments, moments[1:], strict=False)]
+
+    def run(self, side: str, number: int) -> RunDir:
+        return RunDir(self.home / side / f"round{number}")
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def processor_s(pid: int) -> float:
+    """Processor seconds of a process that lives."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def largest_gap(left: Path, right: Path) -> tuple[float, int, int]:
+    """The largest difference of a weight in two checkpoints, how many differ, and how many there are."""
     from safetensors.numpy import load_file
 
     from art_cli.remote.checkpoint import fetched
 
-    ours, theirs = (load_file(fetched(path) / "adapter_model.safetensors") for path in (left, right))
+    found = []
+    for path in map(fetched, (left, right)):
+        adapter = path / "adapter_model.safetensors"
+        found.append(load_file(adapter if adapter.is_file() else path / "model.safetensors"))
+    ours, theirs = found
     assert ours.keys() == theirs.keys()
-    return max(float(abs(ours[name] - theirs[name]).max()) for name in ours)
+    gaps = [abs(ours[name] - theirs[name]) for name in ours]
+    return max(float(gap.max()) for gap in gaps), sum(int((gap > 0).sum()) for gap in gaps), sum(g.size for g in gaps)
 
 
-def measure(home: Path, address: str, steps: int) -> None:
-    remote = ["engine=tinker", "learner=tinker", f"engine.url={address}"]
-    settings = [*SIZE, f"train.steps={steps}", "eval=null", "model.dtype=float32"]
-    runs = {"local": home / "local", "remote": home / "remote"}
-    for name, place in runs.items():
-        chosen = remote if name == "remote" else ["engine=embedded", "learner=torch"]
-        art("train", str(LETTERS), *settings, *chosen, f"runs={place}")
-    medians = {name: statistics.median(times_of(place / "letters")) for name, place in runs.items()}
-    print(f"seconds per step, medians of {steps - 1} steps of {8 * 8} attempts:")
-    print(f"  local {medians['local']:.3f}   remote {medians['remote']:.3f}   ", end="")
-    print(f"ratio {medians['remote'] / medians['local']:.2f}")
-    print("largest difference of adapters after two steps on the same scored trajectories, same seed:")
-    for preset in PRESETS:
+def measure(name: str, sides: Sides, server: int) -> None:
+    times: dict[str, list[float]] = {side: [] for side in sides.chosen}
+    spent = dict.fromkeys(sides.chosen, 0.0)
+    for number in range(ROUNDS):
+        for side in sides.chosen:
+            before = processor_s(server)
+            spent[side] += sides.art(side, "train", f"name=round{number}", f"runs={sides.home / side}")
+            spent[side] += processor_s(server) - before
+            times[side] += sides.times(side, number)
+    local, remote = (statistics.median(times[side]) for side in ("local", "remote"))
+    print(f"{name}: {len(times['local'])} steps of 64 attempts on each side, load {os.getloadavg()[0]:.1f}")
+    print(f"  seconds per step, median      local {local:.3f}   remote {remote:.3f}   ratio {remote / local:.2f}")
+    least, most = (min(times["local"]), min(times["remote"]))
+    print(f"  seconds per step, least       local {least:.3f}   remote {most:.3f}   ratio {most / least:.2f}")
+    local, remote = spent["local"], spent["remote"]
+    print(f"  processor seconds, all runs   local {local:.1f}   remote {remote:.1f}   ratio {remote / local:.2f}")
+
+
+def compare(sides: Sides) -> None:
+    print("  largest difference of a weight after two steps on the same trajectories, same seed:")
+    for preset in sides.task.presets:
         found = []
-        for name, chosen in (("local", ["engine=embedded", "learner=torch"]), ("remote", remote)):
-            before = []
+        for side in sides.chosen:
+            # each side's own start, after its own warm-up where the task has one
+            before = ["--checkpoint", str(sides.run(side, 0).checkpoint_path(0))]
             for step in range(2):
-                out = home / f"{preset}-{name}-{step}"
-                scored = RunDir(runs["local"] / "letters").scored_path(step)
-                only = ["name=none", f"runs={home}/none", f"loss={preset}", "train.max_logprob_gap=10"]
-                art("step", str(LETTERS), str(scored), *settings, *chosen, *only, *before, "-o", str(out))
+                out = sides.home / f"{preset}-{side}-{step}"
+                scored = sides.run("local", 0).scored_path(step)
+                only = ["name=none", f"runs={sides.home}/none", f"loss={preset}", "train.max_logprob_gap=10"]
+                sides.art(side, "step", str(scored), *only, *before, "-o", str(out))
                 before = ["--checkpoint", str(out)]
             found.append(out)
-        print(f"  {preset:8s} {largest_gap(*found):.1e}")
+        gap, num, total = largest_gap(*found)
+        print(f"    {preset:8s} {gap:.1e}   {num} of {total} values differ")
+
+
+@contextmanager
+def serving(task: Task, home: Path) -> Iterator[tuple[str, int]]:
+    """Yields the address of an `art backend` of the task, and its process id."""
+    command = [sys.executable, "-m", "art_cli", "backend", str(task.config), "--port", "0", "--checkpoints"]
+    with (home / "backend.log").open("w") as log:
+        server = subprocess.Popen(
+            [*command, str(home / "backend"), "model.dtype=float32"],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    try:
+        assert server.stdout is not None
+        found = re.search(r"http://\S+", server.stdout.readline())
+        assert found is not None, "art backend did not start"
+        yield found[0], server.pid
+    finally:
+        server.terminate()
+        server.wait(60)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=11)
-    steps = parser.parse_args().steps
-    with tempfile.TemporaryDirectory(prefix="art-remote-") as place:
-        home = Path(place)
-        command = [sys.executable, "-m", "art_cli", "backend", str(LETTERS), "--port", "0", "--checkpoints"]
-        server = subprocess.Popen(
-            [*command, str(home / "backend"), "model.dtype=float32"],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        try:
-            assert server.stdout is not None
-            found = re.search(r"http://\S+", server.stdout.readline())
-            assert found is not None, "art backend did not start"
-            measure(home, found[0], steps)
-        finally:
-            server.terminate()
-            server.wait(60)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--task", choices=sorted(TASKS), action="append")
+    options = parser.parse_args()
+    for name in options.task or TASKS:
+        with tempfile.TemporaryDirectory(prefix="art-remote-") as place:
+            home = Path(place)
+            with serving(TASKS[name], home) as (address, pid):
+                remote = ("engine=tinker", "learner=tinker", f"engine.url={address}")
+                sides = Sides(TASKS[name], home, {"local": LOCAL, "remote": remote}, options.steps)
+                measure(name, sides, pid)
+                compare(sides)
 
 
 if __name__ == "__main__":

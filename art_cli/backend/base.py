@@ -1,14 +1,17 @@
 """Base: the model that all clients' adapters stand on, loaded once, and what is the same for all of them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from art_cli import model
 from art_cli.chat.errors import invalid
 from art_cli.config.schema import LoraConfig
-from art_cli.learners.adapter_learner import AdapterLearner
+from art_cli.learners.adapter_learner import AdapterLearner, Passed
+from art_cli.learners.adapter_replicas import AdapterReplicas
+from art_cli.learners.datums import Datum
+from art_cli.learners.optimizer import Adam
 from art_cli.model import Weights
 
 ALPHA = 32  # the adapters' scale where no configuration names one; it does not grow with the rank
@@ -21,6 +24,34 @@ class Parts(NamedTuple):
 
     attention: bool = True
     mlp: bool = True
+
+
+class ClientLearner(Protocol):
+    """What trains one client's weights: an AdapterLearner, or a ReplicatedAdapter in several processes."""
+
+    @property
+    def num_updates(self) -> int: ...
+
+    @property
+    def rank(self) -> int:
+        """The adapter's rank; 0: there is none, and all weights are trained."""
+
+    def run(self, data: Sequence[Datum], loss: str, settings: Mapping[str, float], *, backward: bool) -> Passed: ...
+
+    def update(self, adam: Adam, *, max_norm: float) -> float: ...
+
+    def clear(self) -> None: ...
+
+    def score(self, token_ids: Sequence[int]) -> list[float]: ...
+
+    def copy_weights(self) -> Weights: ...
+
+    def save(self, directory: Path, *, optimizer: bool) -> None: ...
+
+    def load(self, directory: Path, *, optimizer: bool) -> None: ...
+
+    def close(self) -> None:
+        """No method may be called after it."""
 
 
 class Base:
@@ -38,26 +69,45 @@ class Base:
         self._lora, self._learner = lora, learner
         self.vocabulary = int(weights.model.config.vocab_size)
         self.max_length = weights.max_length
+        self.replicas: AdapterReplicas | None = None  # the processes that train; None: this one does
+
+    def start(self, logs: Path) -> None:
+        """Starts the processes of a learner that has several. Raises LearnerError: they did not start."""
+        if self._learner.name == "torch" and self._learner.processes > 1:
+            self.replicas = AdapterReplicas(self.weights, self._learner, logs=logs)
+            self.replicas.start()
+
+    def check_alive(self) -> None:
+        """Raises LearnerError: a process of the learner is dead."""
+        if self.replicas is not None:
+            self.replicas.check()
+
+    def close(self) -> None:
+        if self.replicas is not None:
+            self.replicas.close()
 
     def check(self, name: str | None) -> None:
         """Raises ChatError 400: another model."""
         if name is not None and name not in self.names:
             raise invalid(f"base_model {name[:200]!r}: this server has {self.name!r}")
 
-    def new_learner(self, rank: int, seed: int, parts: Parts) -> AdapterLearner:
+    def new_learner(self, rank: int, seed: int, parts: Parts) -> ClientLearner:
         """A learner of a fresh adapter. Raises UsageError: a layer to adapt that the model does not have."""
         if self.is_whole:
-            return AdapterLearner(model.clone_trainable(self.weights), self._learner)
+            return self._make(None, seed)
         alpha = self._lora.alpha if self._lora is not None else ALPHA
-        lora = LoraConfig(rank=rank, alpha=alpha, targets=self._targets(parts))
-        return AdapterLearner(model.with_adapter(self.weights, lora, seed), self._learner)
+        return self._make(LoraConfig(rank=rank, alpha=alpha, targets=self._targets(parts)), seed)
 
-    def saved_learner(self, adapter: Path) -> AdapterLearner:
+    def saved_learner(self, adapter: Path) -> ClientLearner:
         """A learner of an adapter of that shape; its tensors are loaded by the caller."""
-        if self.is_whole:
-            return AdapterLearner(model.clone_trainable(self.weights), self._learner)
-        lora = lora_of(adapter)
-        return AdapterLearner(model.with_adapter(self.weights, lora, 0), self._learner)
+        return self._make(None if self.is_whole else lora_of(adapter), 0)
+
+    def _make(self, lora: LoraConfig | None, seed: int) -> ClientLearner:
+        """A learner of a fresh adapter, or of a copy of all weights."""
+        if self.replicas is not None:
+            return self.replicas.new_adapter(lora, seed, self.policy)
+        own = model.clone_trainable(self.weights) if lora is None else model.with_adapter(self.weights, lora, seed)
+        return AdapterLearner(own, self._learner)
 
     def policy(self, adapter: Path | None) -> Weights:
         """The base with a saved adapter, or without one."""

@@ -17,7 +17,7 @@ import msgspec
 
 from art_cli import model
 from art_cli.backend import BackendLimits
-from art_cli.backend.base import Base
+from art_cli.backend.base import Base, ClientLearner
 from art_cli.chat.replies import Reply
 from art_cli.chat.requests import Request
 from art_cli.config.schema import EmbeddedEngineConfig, EngineConfig, VllmEngineConfig
@@ -25,7 +25,6 @@ from art_cli.engines import Engine, make_engine
 from art_cli.engines.proof import Proof, make_probe
 from art_cli.engines.vllm import arguments
 from art_cli.engines.vllm.policies import VllmPolicies
-from art_cli.learners.adapter_learner import AdapterLearner
 from art_cli.model import Weights
 from art_cli.policy_spec import PolicySpec, spec_of
 from art_cli.private import make_directory
@@ -77,7 +76,7 @@ class PolicyHost(Protocol):
 
     async def open(self, policy: SampledPolicy) -> OpenPolicy: ...
 
-    def copy(self, key: str, learner: AdapterLearner) -> SampledPolicy:
+    def copy(self, key: str, learner: ClientLearner) -> SampledPolicy:
         """The learner's weights as they are now. It computes; call it in a thread."""
 
     async def watch(self) -> NoReturn:
@@ -108,8 +107,8 @@ class EmbeddedHost:
             raise
         return _EmbeddedPolicy(engine)
 
-    def copy(self, key: str, learner: AdapterLearner) -> SampledPolicy:
-        return SampledPolicy(key, weights=learner.copy_weights(), proof=_proof(learner))
+    def copy(self, key: str, learner: ClientLearner) -> SampledPolicy:
+        return SampledPolicy(key, weights=learner.copy_weights(), proof=_proof(self._base, learner))
 
     async def watch(self) -> NoReturn:
         await asyncio.Event().wait()
@@ -162,11 +161,11 @@ class VllmHost:
         probe, weights = make_probe(self._base.vocabulary), self._base.policy(adapter)
         return Proof(probe, model.token_logprobs(weights, probe), weights.dtype_name)
 
-    def copy(self, key: str, learner: AdapterLearner) -> SampledPolicy:
+    def copy(self, key: str, learner: ClientLearner) -> SampledPolicy:
         directory = self._copies / str(next(self._numbers))
         make_directory(directory)
         learner.save(directory, optimizer=False)
-        return SampledPolicy(key, adapter=directory, proof=_proof(learner), is_temporary=True)
+        return SampledPolicy(key, adapter=directory, proof=_proof(self._base, learner), is_temporary=True)
 
     async def watch(self) -> NoReturn:
         await self._server.watch()
@@ -175,9 +174,9 @@ class VllmHost:
         await self._server.close()
 
 
-def _proof(learner: AdapterLearner) -> Proof:
-    probe = make_probe(learner.weights.model.config.vocab_size, seed=learner.num_updates)
-    return Proof(probe, learner.score(probe), learner.weights.dtype_name, learner.num_updates)
+def _proof(base: Base, learner: ClientLearner) -> Proof:
+    probe = make_probe(base.vocabulary, seed=learner.num_updates)
+    return Proof(probe, learner.score(probe), base.weights.dtype_name, learner.num_updates)
 
 
 def _spec(base: Base, limits: BackendLimits) -> PolicySpec:

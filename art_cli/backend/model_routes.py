@@ -49,7 +49,7 @@ class ModelRoutes:
         asked = convert(await self.state.bodies.fields(http), OfModel)
         model = self.state.models.get(asked.model_id, owner)
         # the SDK loads the tokenizer of this name, from the hub or from a directory of its own machine
-        data = {"arch": type(model.learner.runner.model).__name__, "model_name": self.state.base.name}
+        data = {"arch": type(self.state.base.weights.model).__name__, "model_name": self.state.base.name}
         return reply(
             {
                 "type": "get_info",

@@ -11,14 +11,14 @@ import msgspec
 
 from art_cli import threads
 from art_cli.backend import BackendLimits, passes
-from art_cli.backend.base import Base, Parts, lora_of, parts_of
+from art_cli.backend.base import Base, ClientLearner, Parts, lora_of, parts_of
 from art_cli.backend.futures import Future, FutureAnswer, Futures
 from art_cli.backend.samplers import Samplers
 from art_cli.backend.store import Notes, Place, RunNotes, Store, check_metadata, place
 from art_cli.backend.turns import Turns
 from art_cli.chat.errors import ChatError, invalid
 from art_cli.errors import LearnerError
-from art_cli.learners.adapter_learner import AdapterLearner, Passed
+from art_cli.learners.adapter_learner import Passed
 from art_cli.learners.optimizer import Adam
 
 MAX_SETTING = 1e6  # largest value of a setting of AdamW
@@ -68,7 +68,7 @@ class SaveTo(NamedTuple):
 class Model:
     """One adapter in training."""
 
-    def __init__(self, run: RunNotes, learner: AdapterLearner, turns: Turns) -> None:
+    def __init__(self, run: RunNotes, learner: ClientLearner, turns: Turns) -> None:
         self.run, self.learner, self.turns = run, learner, turns
         self.used = time.time()  # when its last request came
         self.has_failed = False  # whether a part of the gradient is missing, because its pass failed
@@ -128,7 +128,7 @@ class Models:
                 id=new.id,
                 owner=owner,
                 base_model=self.base.name,
-                rank=_rank(learner),
+                rank=learner.rank,
                 created=time.time(),
                 user_metadata=new.user_metadata,
             )
@@ -140,7 +140,7 @@ class Models:
         kind = "create_model" if new.source is None else "load_weights"
         return _answer({"model_id": new.id, "type": kind, **({"path": new.source.uri} if new.source else {})})
 
-    def _make_learner(self, new: NewModel, owner: str) -> AdapterLearner:
+    def _make_learner(self, new: NewModel, owner: str) -> ClientLearner:
         if new.source is None:
             return self.base.new_learner(new.rank, new.seed, new.parts)
         path = self.store.find(new.source, owner)
@@ -153,7 +153,11 @@ class Models:
         del self.models[id]
         await model.turns.close()
         await self.samplers.forget(id)
-        self._room.release()
+        try:
+            async with self._device:
+                await threads.compute(model.learner.close)
+        finally:
+            self._room.release()
 
     async def close(self) -> None:
         for model in list(self.models.values()):
@@ -259,15 +263,10 @@ def _answer(fields: dict[str, Any]) -> FutureAnswer:
     return FutureAnswer(lambda: fields)
 
 
-def _load(learner: AdapterLearner, path: Path, optimizer: bool) -> None:
+def _load(learner: ClientLearner, path: Path, optimizer: bool) -> None:
     if optimizer and not (path / "optimizer.safetensors").is_file():
         raise invalid("these weights were saved for sampling, without an optimizer; load them without it")
     learner.load(path, optimizer=optimizer)
-
-
-def _rank(learner: AdapterLearner) -> int:
-    """The adapter's rank; 0: there is none, and all weights are trained."""
-    return int(learner.weights.model.peft_config["default"].r) if learner.weights.has_adapter else 0
 
 
 def describe(store: Store, at: Place, owner: str) -> dict[str, Any]:

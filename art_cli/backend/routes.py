@@ -19,6 +19,7 @@ from art_cli.chat.reading import decode_object
 from art_cli.threads import call_in_thread
 
 POLL_S = 20.0  # longest wait for a result; the SDK gives up after 45 s
+PAUSED_S = 3.0  # longest wait for one that waits for room itself, because its client is to know why
 
 
 class Routes:
@@ -104,7 +105,7 @@ class Routes:
         """The result of a request. After a while without one, try_again, and what the request waits for."""
         asked = convert(await self.state.bodies.fields(http), Retrieve)
         future = self.state.futures.get(asked.request_id, owner)
-        if not await self.state.futures.wait(future, POLL_S):
+        if not await self.state.futures.wait(future, PAUSED_S if future.waits_for else POLL_S):
             return reply(try_again(future))
         result = future.result
         assert result is not None

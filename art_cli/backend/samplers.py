@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from art_cli import threads
 from art_cli.backend import BackendLimits
-from art_cli.backend.base import Base
+from art_cli.backend.base import Base, ClientLearner
 from art_cli.backend.futures import FutureAnswer
 from art_cli.backend.hosts import OpenPolicy, PolicyHost, SampledPolicy
 from art_cli.backend.policies import OpenPolicies
@@ -18,7 +18,6 @@ from art_cli.backend.sampling import SampleRequest, sample_answer, sampling_requ
 from art_cli.backend.store import Place, Store, parse
 from art_cli.chat.errors import ChatError, invalid
 from art_cli.chat.requests import Request
-from art_cli.learners.adapter_learner import AdapterLearner
 
 SAMPLE_DEADLINE_S = 3600.0  # longest time that one request is sampled
 
@@ -64,7 +63,7 @@ class Samplers:
         notes = self._store.notes(at)
         return notes.created if notes is not None else 0.0
 
-    async def add_snapshot(self, id: str, owner: str, model: str, learner: AdapterLearner) -> None:
+    async def add_snapshot(self, id: str, owner: str, model: str, learner: ClientLearner) -> None:
         """Makes a sampling session of a copy of a model's weights. Raises DriftError: its engine has other weights."""
         policy = await threads.compute(self.policies.host.copy, id, learner)
         self.policies.add(policy)

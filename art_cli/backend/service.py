@@ -11,6 +11,7 @@ import logging
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from art_cli.backend import BackendLimits
 from art_cli.backend.app import build_app
@@ -28,6 +29,7 @@ from art_cli.threads import call_in_thread, end
 
 log = logging.getLogger(__name__)
 
+CHECK_S = 2.0  # time between two looks whether the learner's processes live
 SWEEP_S = 30.0  # time between two looks for sessions and checkpoints whose time is over
 
 
@@ -36,7 +38,7 @@ class BackendService:
         self, base: Base, *, root: Path, engine: EngineConfig, keys: Keys, limits: BackendLimits, logs: Path
     ) -> None:
         weights = base.weights
-        self.base, self.limits = base, limits
+        self.base, self.limits, self._logs = base, limits, logs
         self.futures = Futures(pending=limits.pending)
         store = Store(root, base=weights.base, dtype=weights.dtype_name, quota=limits.quota_bytes)
         self.host = make_host(base, engine, limits, logs)
@@ -52,25 +54,28 @@ class BackendService:
         Raises EngineError: the address is not available, or the engine does not start, or it ended for good.
         """
         try:
+            await call_in_thread(self.base.start, self._logs)
             await self.host.start()
             async with serve(self.app, host, port, grace_s=1) as root:
                 with self._signals():
                     await self._until_stopped(lambda: on_ready(root))
         finally:
             await self.samplers.close()
+            await call_in_thread(self.base.close)
 
     async def _until_stopped(self, on_ready: Callable[[], None]) -> None:
         """Raises EngineError: the engine ended for good."""
         sweeping = asyncio.create_task(self._sweep())
-        watching = asyncio.ensure_future(self.host.watch())
+        watching = [asyncio.ensure_future(self.host.watch()), asyncio.create_task(self._watch_learner())]
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
             on_ready()
-            await asyncio.wait((watching, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                watching.result()
+            await asyncio.wait((*watching, stopping), return_when=asyncio.FIRST_COMPLETED)
+            for each in watching:
+                if each.done():
+                    each.result()
         finally:
-            await end(sweeping, watching, stopping, timeout_s=5)
+            await end(sweeping, *watching, stopping, timeout_s=5)
             await self._close()
 
     def stop(self) -> None:
@@ -89,6 +94,12 @@ class BackendService:
         if not closing.done():
             log.warning("stopped in the middle of a request; no weights were saved by it")
         await end(closing, at_once, timeout_s=1)
+
+    async def _watch_learner(self) -> NoReturn:
+        """Raises LearnerError: a process of the learner is dead, and the adapters in training with it."""
+        while True:
+            await call_in_thread(self.base.check_alive)
+            await asyncio.sleep(CHECK_S)
 
     async def _sweep(self) -> None:
         while True:

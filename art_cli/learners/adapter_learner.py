@@ -23,6 +23,7 @@ from art_cli.learners.datums import Datum, DatumPack, ask_for_targets, datum_sam
 from art_cli.learners.optimizer import Adam, Optimizer
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing_check import PackingCheck
+from art_cli.learners.ranks import Ranks
 from art_cli.learners.samples import Sample, bare_sample
 from art_cli.learners.token_losses import SHARES, TOKEN_LOSSES, TokenLoss
 from art_cli.learners.token_weights import Floats
@@ -38,15 +39,26 @@ class Passed(NamedTuple):
     clip_fraction: float | None  # share of the tokens that the loss clipped; None: it does not clip
 
 
+class _Part(NamedTuple):
+    """What one process gave of a pass."""
+
+    logprobs: dict[int, Floats]  # by the index of the datum
+    loss: float
+    num_tokens: int
+    num_clipped: int | None  # None: the loss does not clip, or no pack ran here
+
+
 class AdapterLearner:
     """Trains the adapter of `weights`, or all of them where they have none.
 
     Failures raise LearnerError or CheckpointError.
     """
 
-    def __init__(self, weights: Weights, config: BaseLearnerConfig) -> None:
+    def __init__(self, weights: Weights, config: BaseLearnerConfig, *, ranks: Ranks | None = None) -> None:
+        """`ranks`: the processes that share each pass, all of which make the same calls; None: this one is alone."""
         self.weights = weights
-        self.runner = PackRunner(weights, config)
+        self.ranks = ranks or Ranks()
+        self.runner = PackRunner(weights, config, self.ranks)
         self.packing = PackingCheck(self.runner)
         self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
         device = torch.device("cpu") if config.offload_optimizer else None
@@ -55,6 +67,14 @@ class AdapterLearner:
     @property
     def num_updates(self) -> int:
         return self.optimizer.counts.num_updates
+
+    @property
+    def rank(self) -> int:
+        """The adapter's rank; 0: there is none, and all weights are trained."""
+        return int(self.weights.model.peft_config["default"].r) if self.weights.has_adapter else 0
+
+    def close(self) -> None:
+        """Nothing to close, because there is no other process."""
 
     def run(self, data: Sequence[Datum], loss: str, settings: Mapping[str, float], *, backward: bool) -> Passed:
         """The logprobs of the data's targets and the sum of the loss; with `backward` its gradient is added up.
@@ -132,9 +152,11 @@ class AdapterLearner:
     def _run(
         self, samples: list[Sample], data: Sequence[Datum], loss: TokenLoss, settings: Mapping[str, float], back: bool
     ) -> Passed:
-        logprobs: list[Any] = [None] * len(data)
-        total, num_tokens, num_clipped, clips = 0.0, 0, 0, False
-        for made in self.runner.pack(samples):
+        found: dict[int, Floats] = {}
+        total, num_tokens, num_clipped, clips, fault = 0.0, 0, 0, False, ""
+        for made in self.runner.deal(samples):
+            if not made.samples:
+                continue  # a pass that only other processes have work in
             asked = ask_for_targets(made, data)
             new = self.runner.run(asked.pack).logprobs[self._tensor(asked.edge_of)]
             numbers = self._numbers(asked, data, loss, settings)
@@ -143,19 +165,31 @@ class AdapterLearner:
             is_bad = ~values.detach().isfinite()
             if is_bad.any():
                 number = asked.datum_of[int(is_bad.nonzero()[0, 0])]
-                raise LearnerError(f"data[{number}]: its loss is not finite; no gradient was added")
+                fault = f"data[{number}]: its loss is not finite; no gradient was added"
+                break
             value = values.sum()
             if back:
                 value.backward()  # type: ignore[no-untyped-call]
             total, num_tokens = total + float(value.detach()), num_tokens + len(new)
             if objective.is_clipped is not None:
                 num_clipped, clips = num_clipped + int(objective.is_clipped.sum()), True
-            found, start = new.detach().cpu().numpy(), 0
-            for index in asked.order:
-                size = data[index].num_terms
-                logprobs[index] = data[index].whole(found[start : start + size])
-                start += size
-        return Passed(logprobs, total, num_tokens, num_clipped / max(1, num_tokens) if clips else None)
+            found |= _by_datum(asked.order, new.detach().cpu().numpy(), data)
+        if fault := next(filter(None, self.ranks.gather(fault)), ""):
+            raise LearnerError(fault)
+        if back:
+            self._add_up()
+        parts = self.ranks.gather(_Part(found, total, num_tokens, num_clipped if clips else None))
+        return _total(parts, len(data))
+
+    def _add_up(self) -> None:
+        """Adds the gradients of all processes up, in one message."""
+        if self.ranks.size == 1:
+            return
+        parameters = list(self.parameters.values())
+        whole = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).ravel() for p in parameters])
+        self.ranks.add_up(whole)
+        for parameter, part in zip(parameters, torch.split(whole, [p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter).clone()
 
     def _numbers(
         self, asked: DatumPack, data: Sequence[Datum], loss: TokenLoss, settings: Mapping[str, float]
@@ -193,6 +227,29 @@ class AdapterLearner:
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array).to(self.weights.device)
+
+
+def _total(parts: Sequence[_Part], num_data: int) -> Passed:
+    """What all processes gave. A process that ran no pack knows of no clip."""
+    logprobs = {index: row for part in parts for index, row in part.logprobs.items()}
+    num_tokens = sum(part.num_tokens for part in parts)
+    clipped = [part.num_clipped for part in parts if part.num_clipped is not None]
+    return Passed(
+        [logprobs[index] for index in range(num_data)],
+        sum(part.loss for part in parts),
+        num_tokens,
+        sum(clipped) / max(1, num_tokens) if clipped else None,
+    )
+
+
+def _by_datum(order: Sequence[int], values: Floats, data: Sequence[Datum]) -> dict[int, Floats]:
+    """[n, K] the values of a pack's terms, by the index of their datum."""
+    found, start = {}, 0
+    for index in order:
+        size = data[index].num_terms
+        found[index] = data[index].whole(values[start : start + size])
+        start += size
+    return found
 
 
 def _setting(name: str, loss: TokenLoss, settings: Mapping[str, float]) -> float:

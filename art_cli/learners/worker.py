@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from art_cli.learners import Progress
     from art_cli.learners.parallel import Job
+    from art_cli.learners.served_adapters import ServedAdapters
     from art_cli.learners.torch_learner import TorchLearner
 
 COLLECTIVE_DEADLINE_S = 300.0  # longest wait in a collective; ranks drift apart most while each reads the model
@@ -52,6 +53,7 @@ class ServedLearner:
     """This process's part of the learner, with the methods that workers.py calls."""
 
     _learner: "TorchLearner"
+    _adapters: "ServedAdapters"
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -60,7 +62,13 @@ class ServedLearner:
         """Its rank and its process id."""
         return self._rank, os.getpid()
 
-    def open(self, **job: Any) -> None:
+    def open(self, adapters: Json | None = None, **job: Any) -> None:
+        """Makes the learner of a job, or with `adapters` what holds those of several clients."""
+        if adapters is not None:
+            from art_cli.learners.served_adapters import AdapterJob, ServedAdapters
+
+            self._adapters = ServedAdapters(AdapterJob.model_validate(adapters), COLLECTIVE_DEADLINE_S)
+            return
         from art_cli.learners.parallel import Job
 
         self._learner = make_learner(Job.model_validate(job))
@@ -91,6 +99,10 @@ class ServedLearner:
     def load(self, directory: str) -> None:
         self._learner.load(Path(directory))
 
+    def on_adapters(self, method: str, params: Json) -> Any:
+        """What a method of ServedAdapters gives."""
+        return getattr(self._adapters, method)(**params)
+
 
 def make_learner(job: "Job") -> "TorchLearner":
     """This process's part of the learner. Raises LearnerError: fewer GPUs than processes."""
@@ -100,7 +112,7 @@ def make_learner(job: "Job") -> "TorchLearner":
     from art_cli.learners.torch_learner import TorchLearner
     from art_cli.model import load_weights
 
-    device = _device(job.learner.device)
+    device = device_of(job.learner.device)
     if not dist.is_initialized():
         backends = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backends, timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S))
@@ -120,7 +132,7 @@ def make_learner(job: "Job") -> "TorchLearner":
     )
 
 
-def _device(name: str) -> "torch.device":
+def device_of(name: str) -> "torch.device":
     """The CPU, which all processes share, or a GPU of this process's own. Raises LearnerError: not enough of them."""
     import torch
 

@@ -6,6 +6,7 @@ GONE_S. The SDK keeps a thread with an event loop, which lives as long as the pr
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -188,6 +189,10 @@ def load_sdk() -> Any:
         sdk = import_module("tinker")
     except ImportError:
         raise RemoteError(f"the package tinker is not installed: {EXTRA}") from None
+    with contextlib.suppress(ImportError):
+        states: Any = import_module("tinker.lib.queue_state_logger")
+        if hasattr(states, "PAUSE_GRACE_PERIOD"):
+            states.PAUSE_GRACE_PERIOD = 0  # the SDK would say after 15 minutes what a full server lets it wait for
     found = _version(sdk)
     numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
     if numbers < OLDEST:

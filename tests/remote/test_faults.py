@@ -15,8 +15,9 @@ import httpx
 import pytest
 
 from art_cli import cli
-from art_cli.backend import BackendLimits
+from art_cli.backend import BackendLimits, routes
 from art_cli.config.schema import GrpoConfig, LoraConfig, TinkerEngineConfig, TrainConfig
+from art_cli.errors import RemoteError
 from art_cli.learners.adapter_learner import AdapterLearner
 from art_cli.learners.tinker import TinkerLearner
 from art_cli.manifest import Manifest, new_checkpoint
@@ -247,3 +248,35 @@ def test_each_fault_is_one_line_with_exit_code_1_and_leaves_nothing_half(
 def test_the_lines_are_those_of_the_docs() -> None:
     text = (ROOT / "docs" / "remote.md").read_text(encoding="utf-8")
     assert [line for _, line in FAULTS.values() if f"`{line}`" not in text] == []
+
+
+def test_a_full_server_says_what_is_waited_for(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(routes, "PAUSED_S", 0.1)
+    first, second = setting.learner(), setting.learner(timeout_s=3)
+    first.score(IDS)
+    with pytest.raises(RemoteError, match="the server is slow, or full"):
+        second.score(IDS)
+    assert "is paused. Reason: the server trains 1 models at once." in caplog.text
+
+
+def test_a_connection_that_breaks_once_is_asked_again(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so is a server that answers 503, as a proxy does while its server starts."""
+    monkeypatch.setattr("art_cli.remote.server.PAUSE_S", 0.01)
+    answers = iter([None, httpx.Response(503), httpx.Response(429)])
+
+    def at_first(asked: Asked) -> httpx.Response | None:
+        if not asked.target.endswith("/get_server_capabilities"):
+            return None
+        answer = next(answers, "passed")
+        if answer is None:
+            raise ConnectionError
+        return answer if isinstance(answer, httpx.Response) else None
+
+    setting.proxy.instead = at_first
+    try:
+        [model] = server_at(setting.address, "TINKER_API_KEY").capabilities()
+    finally:
+        setting.proxy.instead = lambda asked: None
+    assert model.model_name == "tiny" and next(answers, None) is None

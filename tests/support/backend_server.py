@@ -77,6 +77,7 @@ class Client:
     def __init__(self, address: str, key: str = "tml-a") -> None:
         self.http = httpx.Client(base_url=f"{address}/api/v1", headers={"x-api-key": key}, timeout=30)
         self.session = self.post("create_session", tags=[], user_metadata=None, sdk_version="0.24.1")["session_id"]
+        self.base_model = "tiny"
         self._models = 0
 
     def __enter__(self) -> "Client":
@@ -104,7 +105,7 @@ class Client:
         number, self._models = self._models, self._models + 1
         lora = {"rank": rank, "seed": seed, "train_unembed": True, "train_mlp": True, "train_attn": True}
         made = self.call(
-            "create_model", session_id=self.session, model_seq_id=number, base_model="tiny", lora_config=lora
+            "create_model", session_id=self.session, model_seq_id=number, base_model=self.base_model, lora_config=lora
         )
         return str(made["model_id"])
 
