@@ -42,6 +42,10 @@ class Layer(NamedTuple):
     def projections(self) -> tuple[Projection, ...]:
         return (self.query, self.key, self.value, self.out, self.gate, self.up, self.down)
 
+    def merging(self) -> "Layer":
+        """The same layer, multiplying by the sum of weights and adapter."""
+        return Layer._make(part.merging() if isinstance(part, Projection) else part for part in self)
+
     @property
     def is_frozen(self) -> bool:
         """Whether nothing but adapters is trained."""

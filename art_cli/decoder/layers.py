@@ -87,9 +87,8 @@ def _run(
     module: Any, attend: Attend, hidden: Tensor, *, cos: Tensor, sin: Tensor, tree: TreeLike, rows: Tensor | None
 ) -> Tensor:
     """[1, T, hidden]; with `rows` of those only."""
-    layer = read_layer(
-        module
-    )  # read at every call, because sharding puts whole tensors in place only while a layer runs
+    # read at every call, because sharding puts whole tensors in place only while a layer runs
+    layer = read_layer(module).merging()
     adapters = [tensor for projection in layer.projections for tensor in (projection.down, projection.up)]
     query, key, value = _Inputs.apply(hidden[0], cos, sin, layer, *adapters[:6])  # type: ignore[no-untyped-call]
     heads = (states.transpose(0, 1)[None] for states in (query, key, value))

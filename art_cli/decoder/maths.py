@@ -47,15 +47,19 @@ class Projection(NamedTuple):
     down: Tensor | None = None  # A, [rank, in]
     up: Tensor | None = None  # B, [out, rank]
     scaling: float = 0.0
+    is_merged: bool = False  # whether W + s B A is multiplied, which for many tokens costs less than three products
 
     def apply(self, x: Tensor, base: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """[T, out], on top of `base` where given; and [T, rank] A x, which the backward pass needs."""
-        out = product(x, self.weight) if base is None else add_product(base, x, self.weight)
+        weight = self._merged() if self.is_merged else self.weight
+        out = product(x, weight) if base is None else add_product(base, x, weight)
         if self.bias is not None:
             out.add_(self.bias)
         if self.down is None or self.up is None:
             return out, None
         inner = product(x, self.down.to(x.dtype))
+        if self.is_merged:
+            return out, inner
         return add_product(out, inner, self.up.to(x.dtype) * self.scaling), inner
 
     def backward(
@@ -66,9 +70,9 @@ class Projection(NamedTuple):
         `inner`: what `apply` gave beside its result. `into`: a gradient of x that this one's is added to.
         """
         grad_inner, grad_down, grad_up = self.backward_adapter(grad, x, inner)
-        weight = self.weight.t()
+        weight = (self._merged() if self.is_merged else self.weight).t()
         grad_x = product(grad, weight) if into is None else add_product(into, grad, weight)
-        if grad_inner is not None and self.down is not None:
+        if grad_inner is not None and self.down is not None and not self.is_merged:
             grad_x = add_product(grad_x, grad_inner, self.down.to(grad.dtype).t())
         return grad_x, grad_down, grad_up
 
@@ -81,6 +85,18 @@ class Projection(NamedTuple):
         grad_inner = product(grad, self.up.to(grad.dtype).t()).mul_(self.scaling)
         grad_up = inner_product(grad, inner).mul_(self.scaling)
         return grad_inner, inner_product(grad_inner, x).to(self.down.dtype), grad_up.to(self.up.dtype)
+
+    def merging(self) -> "Projection":
+        """The same with `is_merged`, where that loses nothing: below float32 the sum would round the change away."""
+        if self.down is None or self.up is None:
+            return self
+        is_exact = self.weight.dtype == self.down.dtype == self.up.dtype and self.weight.dtype.itemsize >= 4
+        return self._replace(is_merged=is_exact)
+
+    def _merged(self) -> Tensor:
+        """W + s B A"""
+        assert self.down is not None and self.up is not None
+        return add_product(self.weight, self.up * self.scaling, self.down.t())
 
     def in_dtype(self, dtype: torch.dtype) -> "Projection":
         """The same with its adapter in that dtype."""

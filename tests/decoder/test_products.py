@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from art_cli.decoder import products
+from art_cli.decoder.maths import Projection
 from art_cli.decoder.products import add_product, inner_product, product
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -39,3 +40,25 @@ def _matrix(rows: int, columns: int, is_view: bool) -> Tensor:
     if is_view:
         return torch.randn(columns + 5, rows, generator=draw).t()[:, :columns]
     return torch.randn(rows, columns, generator=draw)
+
+
+@pytest.mark.parametrize("scale", [1e-5, 1.0])
+def test_an_adapter_added_into_the_weights_gives_the_same(scale: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((96, 64), (4, 64), (96, 4), (400, 64), (400, 96))
+    weight, down, up, x, grad = (torch.randn(*shape, generator=draw) for shape in shapes)
+    plain = Projection(weight, None, down, scale * up, 2.0)
+    merged = plain.merging()
+    assert merged.is_merged
+    for found, wanted in zip(merged.apply(x), plain.apply(x), strict=True):
+        torch.testing.assert_close(found, wanted, **TOLERANCE)
+    inner = plain.apply(x)[1]
+    for found, wanted in zip(merged.backward(grad, x, inner), plain.backward(grad, x, inner), strict=True):
+        torch.testing.assert_close(found, wanted, **TOLERANCE)
+
+
+def test_below_float32_an_adapter_is_not_added_into_the_weights() -> None:
+    weight, down, up = torch.zeros(8, 8), torch.zeros(2, 8), torch.zeros(8, 2)
+    assert Projection(weight, None, down, up, 1.0).merging().is_merged
+    assert not Projection(weight.bfloat16(), None, down, up, 1.0).merging().is_merged
+    assert not Projection(weight).merging().is_merged
