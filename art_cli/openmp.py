@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterator
+from functools import cache
 
 _LOADED = getattr(os, "RTLD_NOLOAD", 0)  # finds the library only where torch has loaded it
 _SOFT = 1  # omp_pause_soft (OpenMP 5.2, section 18.6.2)
@@ -43,6 +44,7 @@ def _set_num_threads(num: int) -> None:
         _library().omp_set_num_threads(num)
 
 
+@cache
 def _library() -> ctypes.CDLL:
     """Raises OSError: torch has not loaded GNU's."""
     return ctypes.CDLL("libgomp.so.1", mode=_LOADED)

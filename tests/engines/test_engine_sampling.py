@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from art_cli.engines.embedded import sampling
 from art_cli.engines.embedded.sampling import Drawn, Knobs, draw, seed_of, top_logprobs, uniforms
 
 NUM = 20_000
@@ -153,3 +154,13 @@ def test_top_logprobs_are_the_likeliest_tokens_at_the_temperature_they_are_drawn
     expected = (logits / torch.tensor([1, 0.5, 2, 1])[:, None]).log_softmax(-1).sort(-1, descending=True)
     assert torch.allclose(values, expected.values[:, :4], atol=1e-6)
     assert ids.tolist() == expected.indices[:, :4].tolist()
+
+
+def test_the_seed_of_a_choice_is_mixed_as_the_noise_is() -> None:
+    """SplitMix64 of the request's seed plus the choice's number of steps, once with numpy's 64-bit integers."""
+    seeds = [0, 1, 12345, 2**63 + 7, 2**64 - 1, -5]
+    for index in (0, 1, 77):
+        with np.errstate(over="ignore"):
+            step = np.uint64(index) * np.uint64(0xD1B54A32D192ED03)
+            mixed = sampling._mix(np.array([seed % 2**64 for seed in seeds], np.uint64) + step)
+        assert [sampling.seed_of(seed, index) for seed in seeds] == mixed.tolist()
