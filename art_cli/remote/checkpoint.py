@@ -31,6 +31,7 @@ LEASE_FILE = ".adapter.json"
 HOME = ".fetched"  # directory beside the checkpoints of a run, for what was downloaded
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 WHOLE_FILES = ("config.json", "model.safetensors")  # of a server that trains all weights
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 TEMPLATE_FILE = "chat_template.jinja"
 DOWNLOAD_S = 600.0  # longest wait for a part of a download
 MAX_ARCHIVE = 64 * 2**30
@@ -207,14 +208,13 @@ def name_targets(directory: Path) -> None:
 
 
 def _unpack(file: IO[bytes] | io.BytesIO, path: str, directory: Path) -> None:
-    """Takes the two files of an adapter, or of a whole model, out of a tar file, and nothing else."""
+    """Takes the files of an adapter, or of a whole model with its tokenizer, out of a tar file, and nothing else."""
+    taken = (*ADAPTER_FILES, *WHOLE_FILES, *TOKENIZER_FILES)
     try:
         with tarfile.open(fileobj=file, mode="r|*") as archive:
             for member in archive:
                 name = member.name.rpartition("/")[2]
-                content = (
-                    archive.extractfile(member) if member.isreg() and name in ADAPTER_FILES + WHOLE_FILES else None
-                )
+                content = archive.extractfile(member) if member.isreg() and name in taken else None
                 if content is not None:
                     with (directory / name).open("wb") as target:
                         shutil.copyfileobj(content, target)
@@ -223,3 +223,5 @@ def _unpack(file: IO[bytes] | io.BytesIO, path: str, directory: Path) -> None:
     wanted = WHOLE_FILES if (directory / WHOLE_FILES[1]).is_file() else ADAPTER_FILES
     if missing := [name for name in wanted if not (directory / name).is_file()]:
         raise CheckpointError(f"{path}: the server's archive has no {missing[0]}")
+    for name in TOKENIZER_FILES if wanted == ADAPTER_FILES else ():  # an adapter's prompts are rendered by its base
+        (directory / name).unlink(missing_ok=True)

@@ -142,12 +142,12 @@ def of_checkpoint(
 
 
 def _downloaded(found: Found) -> Found:
-    """The checkpoint; one whose weights are on a server is downloaded, as an adapter of the same base."""
+    """The checkpoint; one whose weights are on a server is downloaded, an adapter of the same base or a whole model."""
     path = fetched(found.path)
     if path == found.path or found.manifest is None:
         return found
     manifest = msgspec.structs.replace(found.manifest, base=checkpoints.base_of(found))
-    return found._replace(path=path, manifest=manifest, is_adapter=True)
+    return found._replace(path=path, manifest=manifest, is_adapter=(path / "adapter_config.json").is_file())
 
 
 def _name(found: Found) -> str:
