@@ -27,7 +27,7 @@ from art_cli.storage.uploads import Uploads
 from tests.support.paths import LETTERS
 from tests.support.real_s3 import IS_THERE, SDK, environment, s3_server
 
-STEPS = 10
+STEPS = 16
 SETTINGS = ["eval=null", f"train.steps={STEPS}", "rollout.group_size=8", "rollout.groups_per_step=8",
             "train.keep_checkpoints=2"]  # fmt: skip
 
