@@ -120,7 +120,7 @@ class LossGradient:
         for parameter in [] if self.runner.value_head is None else self.runner.value_head.parameters():
             if parameter.grad is not None:  # every process runs as many packs, so all have one or none has
                 self.runner.ranks.add_up(parameter.grad)
-        if faults := [fault for of_rank in self.runner.ranks.gather(faults) for fault in of_rank]:
+        if faults := [fault for of_rank in self.runner.ranks.gather(faults, list[str]) for fault in of_rank]:
             raise LearnerError(faults[0])
         return logprobs
 
@@ -130,7 +130,7 @@ class LossGradient:
 
         Before is `update.before`, which must be there. Infinite, if a logprob is not finite now.
         """
-        sums = np.zeros(2)
+        sums: Floats = np.zeros(2)
         for pack, of_pack in zip(update.packs, update.before, strict=True):
             assert of_pack is not None
             scores = self.runner.run(pack)
@@ -139,7 +139,7 @@ class LossGradient:
             # float64, because in float32 a KL below 1e-7 would be rounding
             values = k3(of_pack.double(), now.double())[is_policy]
             sums += float(values.nan_to_num(nan=math.inf).sum()), len(values)
-        total, num_tokens = np.sum(self.runner.ranks.gather(sums), axis=0)
+        total, num_tokens = np.sum(self.runner.ranks.gather(sums, Floats), axis=0)
         return float(total / num_tokens) if num_tokens else math.nan
 
     def blame(self, update: Update, optimizer: Optimizer) -> str:

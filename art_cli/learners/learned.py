@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 
 from art_cli.learners.samples import Ints, Sample
@@ -35,12 +36,11 @@ class _Piece(NamedTuple):
     update: int
 
 
-class StepRecord:
+class StepRecord(msgspec.Struct):
     """Collects the numbers of one step. Each process of a learner has one, of the packs that it runs."""
 
-    def __init__(self) -> None:
-        self._pieces: dict[str, list[_Piece]] = {}  # trajectory id -> its samples
-        self._masked: dict[str, Counter[str]] = {}  # trajectory id -> number of tokens masked before packing, by reason
+    pieces: dict[str, list[_Piece]] = {}  # trajectory id -> its samples
+    masked: dict[str, dict[str, int]] = {}  # trajectory id -> number of tokens masked before packing, by reason
 
     def add(self, pack: "Pack", terms: "LossTerms", loss: "PackLoss", *, update: int) -> None:
         """Call it once for each pack of the step, when its optimizer step, the `update`-th, is first computed."""
@@ -59,34 +59,35 @@ class StepRecord:
                 loss=math.fsum(parts[start:end]),
                 update=update,
             )
-            self._pieces.setdefault(sample.trajectory_id, []).append(piece)
+            self.pieces.setdefault(sample.trajectory_id, []).append(piece)
 
     def note_learned(self, sample: Sample, logprobs: Floats, *, loss: float, update: int) -> None:
         """As `add`, for one sample that ran elsewhere. `logprobs` are [N] of its targets."""
         piece = _Piece(sample.places, sample.advantages, logprobs.astype(np.float32), None, None, loss, update)
-        self._pieces.setdefault(sample.trajectory_id, []).append(piece)
+        self.pieces.setdefault(sample.trajectory_id, []).append(piece)
 
     def note_zeroed(self, reason: str, before: Sequence[Sample], after: Sequence[Sample]) -> None:
         """Counts the tokens whose advantage was set to 0 for that reason."""
         for old, new in zip(before, after, strict=True):
             if num := int(np.count_nonzero((old.advantages != new.advantages) & (new.advantages == 0))):
-                self._masked.setdefault(old.trajectory_id, Counter())[reason] += num
+                masked = self.masked.setdefault(old.trajectory_id, {})
+                masked[reason] = masked.get(reason, 0) + num
 
     def note_samples(self, samples: Sequence[Sample], *, update: int) -> None:
         """Takes down the advantages of samples that no model has run on."""
         for sample in samples:
             unknown = np.full(len(sample.places), np.nan)
             piece = _Piece(sample.places, sample.advantages, unknown, None, None, 0.0, update)
-            self._pieces.setdefault(sample.trajectory_id, []).append(piece)
+            self.pieces.setdefault(sample.trajectory_id, []).append(piece)
 
     @classmethod
     def total(cls, parts: Sequence["StepRecord"]) -> "StepRecord":
         """The record of all processes. All of them masked the same tokens before they divided the packs."""
         total = cls()
-        total._masked = parts[0]._masked
+        total.masked = parts[0].masked
         for part in parts:
-            for name, pieces in part._pieces.items():
-                total._pieces.setdefault(name, []).extend(pieces)
+            for name, pieces in part.pieces.items():
+                total.pieces.setdefault(name, []).extend(pieces)
         return total
 
     def lines(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> list[LearnedTrajectory]:
@@ -98,7 +99,7 @@ class StepRecord:
         ]
 
     def _line(self, trajectory: ScoredTrajectory, group: Sequence[ScoredTrajectory]) -> LearnedTrajectory:
-        pieces = self._pieces.get(trajectory.id)
+        pieces = self.pieces.get(trajectory.id)
         if pieces is None:
             return LearnedTrajectory(id=trajectory.id, left_out=_left_out(trajectory, group))
         advantages = _spread(trajectory, [(piece.places, piece.advantages) for piece in pieces])
@@ -119,7 +120,7 @@ class StepRecord:
 
     def _masked_tokens(self, trajectory: Trajectory, advantages: Floats, pieces: Sequence[_Piece]) -> dict[str, int]:
         """The number of sampled tokens that do not move the policy, by reason."""
-        masked = Counter(self._masked.get(trajectory.id, {}))
+        masked = Counter(self.masked.get(trajectory.id, {}))
         is_silent = np.isnan(advantages) & sampled_tokens(trajectory)
         is_abandoned = np.concatenate(
             [np.full(len(turn.prompt_ids) + len(turn.sampled_ids), turn.is_abandoned) for turn in trajectory.turns]

@@ -62,7 +62,7 @@ class PackingCheck:
             log.info("packs hold against plain rows: %s", gap)
 
     def _decide(self, gap: "PackingGap", reason: str) -> None:
-        self.runner.decide(all(self.runner.ranks.gather(gap.is_small)), reason)
+        self.runner.decide(all(self.runner.ranks.gather(gap.is_small, bool)), reason)
 
 
 class PackingGap(NamedTuple):
@@ -103,7 +103,7 @@ def _compare(runner: PackRunner, packs: Sequence[Pack]) -> PackingGap:
             return _gap(_measure(plain, rows), own)
 
     gap = _gap(packed, own)
-    bound = bound_of(runner.weights.dtype, max(runner.ranks.gather(gap)), rounding)
+    bound = bound_of(runner.weights.dtype, max(runner.ranks.gather(gap, Gap)), rounding)
     return PackingGap(gap, bound, sum(map(len, own.logprobs.values())))
 
 

@@ -27,8 +27,8 @@ class Ranks:
 
     rank, size = 0, 1
 
-    def gather(self, value: Value) -> list[Value]:
-        """Every process's value, in the order of their ranks."""
+    def gather(self, value: Value, kind: type[Value]) -> list[Value]:
+        """Every process's value, a record of type `kind` (exchange.py), in the order of their ranks."""
         return [value]
 
     def forward(self, model: Any, run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:

@@ -62,14 +62,14 @@ def divided(
     alike = sorted(range(len(samples)), key=lambda index: samples[index].token_ids.tobytes())
     mine = alike[len(alike) * ranks.rank // ranks.size : len(alike) * (ranks.rank + 1) // ranks.size]
     found: dict[int, Floats] = {}
-    fault = None
+    faults: list[str] = []
     try:
         found = dict(zip(mine, read([samples[index] for index in mine]), strict=True))
     except ArtError as error:
         if ranks.size == 1:
             raise
-        fault = str(error)
-    if faults := [each for each in ranks.gather(fault) if each is not None]:
+        faults = [str(error)]
+    if faults := [fault for of_rank in ranks.gather(faults, list[str]) for fault in of_rank]:
         raise LearnerError(faults[0])
     return _in_order(found, ranks, len(samples))
 
@@ -77,6 +77,6 @@ def divided(
 def _in_order(found: dict[int, Floats], ranks: Ranks, num_samples: int) -> list[Floats]:
     """What all processes found, by the index of the sample."""
     whole: dict[int, Floats] = {}
-    for part in ranks.gather(found):
+    for part in ranks.gather(found, dict[int, Floats]):
         whole |= part
     return [whole[index] for index in range(num_samples)]

@@ -25,6 +25,7 @@ from art_cli.learners.samples import Sample
 from art_cli.learners.sft_batches import SftBatches
 from art_cli.learners.sft_sums import Sums
 from art_cli.learners.step_statistics import StepStatistics
+from art_cli.learners.token_weights import Floats
 
 SUMS_FILE, BEST_FILE = "sums.json", "best.safetensors"
 
@@ -123,7 +124,7 @@ class Sft:
             )
         self.optimizer.counts.num_steps += 1
         self.optimizer.update()
-        statistics = StepStatistics.total(gradient.runner.ranks.gather(statistics))
+        statistics = StepStatistics.total(gradient.runner.ranks.gather(statistics, StepStatistics))
         [loss] = statistics.losses
         self.sums.add_update(
             loss,
@@ -154,5 +155,5 @@ def mean_loss(runner: PackRunner, samples: Sequence[Sample]) -> float:
         edges = torch.from_numpy(pack.terms.edges).to(runner.weights.device)
         logprobs = runner.run(pack).logprobs[edges].double()
         sums += -float(logprobs.sum()), len(logprobs)
-    total, num_tokens = np.sum(runner.ranks.gather(sums), axis=0)
+    total, num_tokens = np.sum(runner.ranks.gather(sums, Floats), axis=0)
     return float(total / num_tokens)

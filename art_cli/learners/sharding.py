@@ -2,7 +2,8 @@
 
 Each layer's weights are divided over the processes. They are gathered for the layer's forward and backward pass, and
 its gradients are summed over the processes into the part that each one keeps. They are summed, not averaged, because a
-loss divides by the counts of the whole update already.
+loss divides by the counts of the whole update already. Over several nodes each one may hold the whole model, divided
+over its own processes; then only gradients go between nodes.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from art_cli.errors import LearnerError
+from art_cli.learners import exchange
 from art_cli.learners.logprobs import TokenScores
 from art_cli.learners.packing import Pack
 from art_cli.learners.ranks import Ranks
@@ -28,10 +31,24 @@ class FsdpRanks(Ranks):
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def gather(self, value: Value) -> list[Value]:
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
+    def gather(self, value: Value, kind: type[Value]) -> list[Value]:
+        """Raises LearnerError: what another process sent is no such record."""
+        written = torch.frombuffer(bytearray(exchange.encode(value)), dtype=torch.uint8)
+        sizes = [int(size) for size in self._gather(torch.tensor([len(written)]))]
+        if not all(0 < size <= exchange.MAX_BYTES for size in sizes):
+            raise LearnerError(f"the learner's processes sent records of impossible sizes: {sizes}")
+        padded = torch.nn.functional.pad(written, (0, max(sizes) - len(written)))
+        parts = zip(self._gather(padded), sizes, strict=True)
+        try:
+            return [exchange.decode(part[:size].numpy().tobytes(), kind) for part, size in parts]
+        except ValueError as error:
+            raise LearnerError(f"a process of the learner sent what is no record of ours: {error}") from error
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every process's tensor on the CPU. All have the same shape."""
+        tensors = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(tensors, tensor)
+        return tensors
 
     def forward(self, model: Any, run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
         scores: TokenScores = model.run_pack(run, pack)
@@ -76,5 +93,8 @@ def _run_pack(run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
     return scores._replace(logprobs=scores.logprobs.clone(), values=values)
 
 
-def make_mesh(device: torch.device) -> DeviceMesh:
-    return init_device_mesh(device.type, (dist.get_world_size(),))
+def make_mesh(device: torch.device, *, nodes: int = 1) -> DeviceMesh:
+    """All processes in a row; or a row for each of so many nodes, of which each holds the whole model."""
+    if nodes == 1:
+        return init_device_mesh(device.type, (dist.get_world_size(),))
+    return init_device_mesh(device.type, (nodes, dist.get_world_size() // nodes), mesh_dim_names=("node", "process"))

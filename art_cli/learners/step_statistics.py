@@ -1,8 +1,9 @@
 """Adds up, pack by pack, what a step reports."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,11 +16,12 @@ from art_cli.learners.step_samples import StepSamples
 from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY
 
 
-class _Mean:
+class _Mean(msgspec.Struct):
     """A mean over what was added; NaN over nothing."""
 
-    def __init__(self) -> None:
-        self.sum, self.count, self.max = 0.0, 0, math.nan
+    sum: float = 0.0
+    count: int = 0
+    max: float = math.nan
 
     def add(self, values: Tensor) -> None:
         if len(values):
@@ -40,20 +42,29 @@ class _Mean:
         return self.sum / self.count if self.count else math.nan
 
 
-class StepStatistics:
+class StepStatistics(msgspec.Struct):
     """The counts and means of one step, over its packs and optimizer steps."""
 
-    def __init__(self, replayed: Collection[str] = ()) -> None:
-        """`replayed` are the ids of trajectories that older policies sampled, whose gap says nothing of drift."""
-        self.replayed = replayed
-        self.num_samples = self.tokens_flat = self.tokens_computed = 0
-        self.tokens_trained = self.tokens_imitated = 0
-        self.losses: list[float] = []  # loss of each optimizer step, the sum over its packs
-        self.grad_norms: list[float] = []  # norm of each optimizer step's gradient, before clipping
-        self.grad_clips: list[float] = []  # and after it
-        self.update_kl = self.update_share = math.nan  # both of the last optimizer step; NaN: not measured
-        self.kl, self.entropy, self.clipped, self.masked, self.gap, self.imitated = (_Mean() for _ in range(6))
-        self.value_loss, self.old_kl = _Mean(), _Mean()
+    # ids of trajectories that older policies sampled, whose gap says nothing of drift
+    replayed: frozenset[str] = frozenset()
+    num_samples: int = 0
+    tokens_flat: int = 0
+    tokens_computed: int = 0
+    tokens_trained: int = 0
+    tokens_imitated: int = 0
+    losses: list[float] = []  # loss of each optimizer step, the sum over its packs
+    grad_norms: list[float] = []  # norm of each optimizer step's gradient, before clipping
+    grad_clips: list[float] = []  # and after it
+    update_kl: float = math.nan  # KL that the last optimizer step moved the policy by; NaN: not measured
+    update_share: float = math.nan  # share of that step that was kept; NaN: not measured
+    kl: _Mean = msgspec.field(default_factory=_Mean)
+    entropy: _Mean = msgspec.field(default_factory=_Mean)
+    clipped: _Mean = msgspec.field(default_factory=_Mean)
+    masked: _Mean = msgspec.field(default_factory=_Mean)
+    gap: _Mean = msgspec.field(default_factory=_Mean)
+    imitated: _Mean = msgspec.field(default_factory=_Mean)
+    value_loss: _Mean = msgspec.field(default_factory=_Mean)
+    old_kl: _Mean = msgspec.field(default_factory=_Mean)
 
     @classmethod
     def total(cls, parts: Sequence["StepStatistics"]) -> "StepStatistics":

@@ -119,9 +119,9 @@ class TorchLearner:
                     statistics.add_counts(update.packs)
                 self._take_updates(updates, statistics, record, progress)
                 self.algorithm.after_step()
-        statistics = StepStatistics.total(self.ranks.gather(statistics))
+        statistics = StepStatistics.total(self.ranks.gather(statistics, StepStatistics))
         if record is not None:
-            self._learned = StepRecord.total(self.ranks.gather(record)).lines(groups)
+            self._learned = StepRecord.total(self.ranks.gather(record, StepRecord)).lines(groups)
         if self.loss.entropy_floor is not None:
             self.optimizer.counts.entropy = self.optimizer.counts.entropy.after(
                 statistics.entropy.mean, floor=self.loss.entropy_floor, step=self.loss.entropy_step
@@ -236,6 +236,9 @@ class TorchLearner:
             if self.warm_up is not None:
                 self.warm_up.load(directory)
 
+    def start(self) -> None:
+        """Nothing to start, because there is no other process."""
+
     def check(self) -> None:
         """Nothing to check, because no other process is needed."""
 
@@ -290,7 +293,10 @@ class TorchLearner:
     def _check_drift(self, statistics: StepStatistics) -> None:
         if self.train_config.max_staleness > 0:
             return  # older policies sampled these tokens, so they may differ; the probe after each load is the guard
-        bound, gap = self.train_config.max_logprob_gap, StepStatistics.total(self.ranks.gather(statistics)).gap
+        bound, gap = (
+            self.train_config.max_logprob_gap,
+            StepStatistics.total(self.ranks.gather(statistics, StepStatistics)).gap,
+        )
         if gap.mean > bound:
             raise DriftError(
                 f"engine and learner differ by {gap.mean:.3g} nats per token on average (at most "
@@ -363,10 +369,10 @@ class TorchLearner:
                     torch.cuda.empty_cache()  # torch keeps freed memory, and an engine that wakes on this GPU needs it
 
 
-def _replayed(groups: Sequence[Sequence[ScoredTrajectory]]) -> set[str]:
+def _replayed(groups: Sequence[Sequence[ScoredTrajectory]]) -> frozenset[str]:
     """The ids of trajectories that were played for an earlier step than the newest ones."""
     newest = max((trajectory.step for group in groups for trajectory in group), default=0)
-    return {trajectory.id for group in groups for trajectory in group if trajectory.step < newest}
+    return frozenset(trajectory.id for group in groups for trajectory in group if trajectory.step < newest)
 
 
 class _Counter:
