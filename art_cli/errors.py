@@ -9,6 +9,8 @@
   - JudgeError ............ a group could not be scored; it stays owed
     . JudgeStopped ........ no group can be scored until the user acts: a refused key, a spent budget
   - LearnerError .......... a step cannot be computed (out of memory, a loss that is not finite)
+    . ProcessDied ......... one of its processes ended by itself
+    . PeersLost ........... its processes here lost those on another machine
   - RemoteError ........... a server that trains and samples for us is gone, refuses, or does not answer in time
   - DriftError ............ engine and learner do not hold the same weights (contracts 2 and 5 of the design)
   - CheckpointError ....... no checkpoint that verifies, or one that does not fit the model
@@ -92,6 +94,14 @@ class JudgeStopped(JudgeError):
 
 class LearnerError(ArtError):
     """A step cannot be computed: out of memory, or a loss that is not finite."""
+
+
+class ProcessDied(LearnerError):
+    """A process of a learner that has several ended by itself, so that the others had to end."""
+
+
+class PeersLost(LearnerError):
+    """The processes of a learner on one machine lost those on another, where the cause is."""
 
 
 class RemoteError(ArtError):

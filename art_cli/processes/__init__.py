@@ -3,6 +3,7 @@
 child.py       ChildProcess: one program, started, waited for and ended; the last lines of its log
 calls.py       calls to another process over a stream socket; progress, results and errors by name come back
 serve.py       answers them with an object's methods, in the child
+sealed.py      a connection between machines that share a secret, for calls over a network
 supervisor.py  the process between: when the program or its owner ends, nothing of the program is left
 plain_json.py  JSON with the standard library alone
 

@@ -1,11 +1,12 @@
 """Calls to another process: requests go one way; progress, results and errors by name come back.
 
     to the process      Call, Cancel; the end of the stream: the process ends
-    from it             Heartbeat and Advance while it works on calls; Returned or Raised once for each call
+    from it             Heartbeat and Advance while it works on calls; Returned or Raised once for each call; Raised
+                        with FAREWELL as its id before it ends by itself
 
-A message is one line of JSON over a connected stream socket: a socket pair, a Unix socket or TCP. serve.py is the other
-end. What comes from there may have been written in one process with the user's code. So each line is checked whole
-before it is used, and the caller checks each result.
+A message is one line of JSON over a connected stream socket: a socket pair, a Unix socket or TCP. Between machines it
+is sealed (sealed.py). serve.py is the other end. What comes from there may have been written in one process with the
+user's code, or on another machine. So each line is checked whole before it is used; the caller checks each result.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, NamedTuple, get_origin
+from typing import Any, NamedTuple, Protocol, Self, get_origin
 
 from art_cli import errors
 from art_cli.errors import ArtError, printable
@@ -24,6 +25,7 @@ Json = dict[str, Any]
 
 MAX_LINE_BYTES = 2**30  # longest message
 FIRST_ID = 1  # rollouts/start.py answers the first call without reading it
+FAREWELL = 0  # id of what a process says before it ends by itself
 
 
 @dataclass(frozen=True)
@@ -75,18 +77,37 @@ FROM_PROCESS = (Heartbeat, Advance, Returned, Raised)
 
 
 class ConnectionEnded(Exception):
-    """The other end closed the connection, or sent something that is no message; then `fault` says what."""
+    """The other end closed the connection; `fault` is what it said last, or what it sent that is no message."""
 
     def __init__(self, fault: str) -> None:
         super().__init__(fault)
         self.fault = fault
 
 
+class MessageReader(Protocol):
+    """What messages are read from: an asyncio.StreamReader or a SealedReader."""
+
+    async def readline(self) -> bytes: ...
+
+
+class MessageWriter(Protocol):
+    """What messages are written to: an asyncio.StreamWriter or a SealedWriter."""
+
+    def write(self, data: bytes, /) -> None: ...
+
+    def write_eof(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    async def drain(self) -> None: ...
+
+
 class CallingEnd:
     """This end of a connection to a process that answers calls. It reads until the other end is gone."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.fault = ""  # why the last line that came is no message; empty while all are
+    def __init__(self, reader: MessageReader, writer: MessageWriter) -> None:
+        self.fault = ""  # why the last line that came is no message, or what the other end said before it ended
+        self.farewell: ArtError | None = None  # error that the other end sent before it ended by itself
         self.heard: Callable[[Message], None] = lambda message: None  # called with each message that comes
         self._writer = writer
         self._ids = itertools.count(FIRST_ID)
@@ -94,7 +115,7 @@ class CallingEnd:
         self._reading = asyncio.create_task(self._read(reader))
 
     @classmethod
-    async def open(cls, connection: socket.socket) -> "CallingEnd":
+    async def open(cls, connection: socket.socket) -> Self:
         return cls(*await asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES))
 
     @property
@@ -131,7 +152,7 @@ class CallingEnd:
         self._writer.close()
         await asyncio.wait({self._reading})
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _read(self, reader: MessageReader) -> None:
         """Returns when no more messages come; then every call that waits has failed."""
         try:
             while (line := await reader.readline()).endswith(b"\n"):
@@ -153,6 +174,9 @@ class CallingEnd:
                 pending.progress(message.done, message.total)
             case Returned() if pending is not None:
                 _resolve(pending.future, result=message.value)
+            case Raised() if message.id == FAREWELL:
+                self.farewell = error_named(message.kind, message.message)
+                self.fault = message.message
             case Raised() if pending is not None:
                 _resolve(pending.future, error=error_named(message.kind, message.message))
 

@@ -1,0 +1,126 @@
+"""A connection between two machines that share a secret: both prove that they know it, and every message is sealed.
+
+    listener -> dialler   MAGIC and 32 random bytes
+    dialler -> listener   32 random bytes, and a proof: HMAC-SHA256 under the secret over its role and both random parts
+    listener -> dialler   b"+" and its own proof, or b"-" when the dialler's was wrong; then it closes
+    from then on          8 bytes of length, 32 bytes of seal, the message
+
+The seal is the HMAC of the message and its number in its direction, under a key of this connection and direction. So a
+message that somebody else wrote, changed, repeated, left out or moved ends the connection. Messages are not encrypted.
+"""
+
+import asyncio
+import hmac
+import os
+from typing import NamedTuple
+
+MAGIC = b"art-sealed-1\n"
+NONCE, SEAL, LENGTH = 32, 32, 8  # bytes
+HANDSHAKE_DEADLINE_S = 10.0
+FIRST_BYTES = 2**20  # longest message until the caller trusts the other end with more
+
+
+class SecretRefused(Exception):
+    """The other end does not have our secret."""
+
+
+class SealedReader:
+    """Messages that come from the other end, each as it was written. `max_bytes` is the longest that is read."""
+
+    def __init__(self, reader: asyncio.StreamReader, key: bytes) -> None:
+        self.max_bytes = FIRST_BYTES
+        self._reader, self._key, self._number = reader, key, 0
+
+    async def readline(self) -> bytes:
+        """The next message; b"" when there are no more. Raises ValueError: too long, or its seal is wrong."""
+        try:
+            head = await self._reader.readexactly(LENGTH + SEAL)
+            size = int.from_bytes(head[:LENGTH])
+            if size > self.max_bytes:
+                raise ValueError(f"a message of {size} bytes")
+            message = await self._reader.readexactly(size)
+        except asyncio.IncompleteReadError:
+            return b""
+        if not hmac.compare_digest(_seal(self._key, self._number, message), head[LENGTH:]):
+            raise ValueError("the seal of a message is wrong, so that somebody else wrote or changed it")
+        self._number += 1
+        return message
+
+
+class SealedWriter:
+    """Writes messages to the other end."""
+
+    def __init__(self, writer: asyncio.StreamWriter, key: bytes) -> None:
+        self._writer, self._key, self._number = writer, key, 0
+
+    def write(self, message: bytes) -> None:
+        self._writer.write(len(message).to_bytes(LENGTH) + _seal(self._key, self._number, message))
+        self._writer.write(message)
+        self._number += 1
+
+    def write_eof(self) -> None:
+        self._writer.write_eof()
+
+    async def drain(self) -> None:
+        await self._writer.drain()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Sealed(NamedTuple):
+    """Both directions of a connection whose other end has proven that it knows the secret."""
+
+    reader: SealedReader
+    writer: SealedWriter
+
+
+async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Sealed:
+    """The connection that the other end has opened.
+
+    Raises SecretRefused: it has another secret; ConnectionError, TimeoutError: it is none of ours.
+    """
+    async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
+        ours = os.urandom(NONCE)
+        writer.write(MAGIC + ours)
+        theirs, proof = await _read(reader, NONCE), await _read(reader, SEAL)
+        if not hmac.compare_digest(proof, _hash(secret, b"dialler", ours, theirs)):
+            writer.write(b"-")
+            await writer.drain()
+            raise SecretRefused
+        writer.write(b"+" + _hash(secret, b"listener", ours, theirs))
+    keys = [_hash(secret, name, ours, theirs) for name in (b"to listener", b"to dialler")]
+    return Sealed(SealedReader(reader, keys[0]), SealedWriter(writer, keys[1]))
+
+
+async def dial(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Sealed:
+    """The connection that this end has opened.
+
+    Raises SecretRefused: the other end has another secret; ConnectionError, TimeoutError: it is none of ours.
+    """
+    async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
+        if await _read(reader, len(MAGIC)) != MAGIC:
+            raise ConnectionError("it is no learner of art, or one of another version")
+        theirs, ours = await _read(reader, NONCE), os.urandom(NONCE)
+        writer.write(ours + _hash(secret, b"dialler", theirs, ours))
+        if await _read(reader, 1) != b"+":
+            raise SecretRefused
+        if not hmac.compare_digest(await _read(reader, SEAL), _hash(secret, b"listener", theirs, ours)):
+            raise SecretRefused
+    keys = [_hash(secret, name, theirs, ours) for name in (b"to listener", b"to dialler")]
+    return Sealed(SealedReader(reader, keys[1]), SealedWriter(writer, keys[0]))
+
+
+async def _read(reader: asyncio.StreamReader, size: int) -> bytes:
+    try:
+        return await reader.readexactly(size)
+    except asyncio.IncompleteReadError as error:
+        raise ConnectionError("it closed the connection") from error
+
+
+def _hash(secret: bytes, name: bytes, *nonces: bytes) -> bytes:
+    return hmac.digest(secret, b"art learner, " + name + b"\0" + b"".join(nonces), "sha256")
+
+
+def _seal(key: bytes, number: int, message: bytes) -> bytes:
+    return hmac.digest(key, number.to_bytes(8) + message, "sha256")
