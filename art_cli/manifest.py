@@ -77,10 +77,11 @@ def hash_files(directory: Path) -> dict[str, str]:
     """sha256 of every file below `directory` but manifest.json and hashes.json, by its path there."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name not in (MANIFEST, HASHES))
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        return dict(zip((str(path.relative_to(directory)) for path in files), pool.map(_hash, files), strict=True))
+        return dict(zip((str(path.relative_to(directory)) for path in files), pool.map(hash_file, files), strict=True))
 
 
-def _hash(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """sha256 of the file in hexadecimal digits. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

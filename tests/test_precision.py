@@ -96,13 +96,13 @@ def test_weights_are_loaded_as_chosen_and_a_name_is_a_name(base: str, amx: None)
 
 def test_processes_of_a_learner_take_what_was_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(parallel, "parallel_learner", lambda **knobs: given.update(knobs))
+    monkeypatch.setattr(parallel, "parallel_learner", lambda job, logs: given.update(job=job))
     settings = {"name": "x", "model": {"base": "x"}, "learner": {"name": "torch", "processes": 2}}
     settings |= {"engine": {"name": "embedded"}, "rollout": {"entry": "a.py:b", "scenarios": "c.jsonl"}}
     weights = tiny_weights()
     weights.dtype = torch.bfloat16
     make_learner(RunConfig.model_validate(settings), weights)
-    assert given["model"].dtype == "bfloat16"
+    assert given["job"].model.dtype == "bfloat16"
 
 
 # --- a run keeps it ---------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ NAMES = (
     "init",
     "check",
     "train",
+    "join",
     "generate",
     "judge",
     "step",

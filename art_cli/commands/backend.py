@@ -139,6 +139,8 @@ def _load(arguments: list[str], base: str | None) -> "LoadedBackend":
         raise UsageError("model.lora: null trains all weights, and vLLM swaps adapters: engine=embedded, or set it")
     if isinstance(loaded.learner, TinkerLearnerConfig) or isinstance(loaded.engine, TinkerEngineConfig):
         raise UsageError("engine, learner: tinker is what a client of this server has; here: engine=auto learner=auto")
+    if loaded.learner.nodes > 1:
+        raise UsageError("learner.nodes: adapters of several clients are trained on one machine; set learner.processes")
     if loaded.learner.name == "unsloth":
         raise UsageError(
             "learner: unsloth loads a model together with one adapter, and clients here share a base: learner=torch"

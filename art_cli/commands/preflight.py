@@ -22,7 +22,7 @@ from art_cli import plugins, threads
 from art_cli.chat.requests import text_of
 from art_cli.commands import Finding
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.schema import TinkerEngineConfig, VllmEngineConfig
+from art_cli.config.schema import TinkerEngineConfig, TinkerLearnerConfig, VllmEngineConfig
 from art_cli.engines.vllm.arguments import divide
 from art_cli.engines.vllm.probe import find_vllm
 from art_cli.errors import ArtError, EngineError, StorageError, UsageError, printable
@@ -31,6 +31,8 @@ from art_cli.judges.costs import CostEstimate
 from art_cli.judges.shadow import ShadowJudges
 from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.learners.examples import load_examples
+from art_cli.learners.nodes.place import Address
+from art_cli.learners.nodes.secret import read_secret
 from art_cli.loop.auto import describe
 from art_cli.loop.generate import plan_groups
 from art_cli.loop.record import find_clash
@@ -82,6 +84,7 @@ class Preflight:
             return findings
         checks: list[tuple[str, Callable[[], Finding | None]]] = [
             ("store", self.check_store),
+            ("nodes", self.check_nodes),
             ("run", self.check_run),
             ("trackers", self.check_trackers),
             ("scenarios", self.check_scenarios),
@@ -123,6 +126,25 @@ class Preflight:
             cure = "pip install 'art-cli[vllm]', name a Python that has it in engine.python, or engine=embedded"
             return Finding("engine", False, problem, "start it, or mend engine.url" if engine.url else cure)
         return Finding("auto", True, describe(self.loaded, "engine", "learner"))
+
+    def check_nodes(self) -> Finding | None:
+        """Whether the learner's other nodes could meet this machine. None: it has no others."""
+        learner = self.loaded.config.learner
+        if learner.nodes == 1:
+            return None
+        assert not isinstance(learner, TinkerLearnerConfig) and learner.rendezvous is not None
+        address = Address.parse(learner.rendezvous)
+        secret = read_secret(address)
+        try:
+            socket.create_server(address).close()
+        except OSError as error:
+            cure = "set learner.rendezvous to an address of this machine and a free port"
+            return Finding("nodes", False, f"cannot listen at {address}: {error.strerror or error}", cure)
+        ranks = f"{learner.nodes} nodes x {learner.processes} processes = {learner.num_ranks} ranks"
+        note = "" if secret else "; without a secret, because only this machine reaches it"
+        return Finding(
+            "nodes", True, f"{ranks}, which meet at {address}{note}; the update below is this machine's alone"
+        )
 
     def check_run(self) -> Finding | None:
         """Says what `art train` would do with the existing run of this name. None: there is no such run yet."""
@@ -242,6 +264,9 @@ class Preflight:
             return self._check_remote_model(config.engine, base)
         self.weights = load_policy(config, base)
         self.policy, self.tokenizer = spec_of(self.weights), self.weights.tokenizer
+        if config.learner.nodes > 1:
+            alone = config.learner.model_copy(update={"nodes": 1})
+            config = config.model_copy(update={"learner": alone})
         self.learner = make_learner(config, self.weights, directory=self.loaded.directory)
         size = count_parameters(self.weights.model)
         return Finding(

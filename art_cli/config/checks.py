@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from art_cli.config.metric_names import judge_costs, why_unknown
 from art_cli.config.schema import (
+    BaseLearnerConfig,
     BlendJudgeConfig,
     DistillConfig,
     FunctionJudgeConfig,
@@ -17,7 +18,6 @@ from art_cli.config.schema import (
     StopRule,
     TinkerEngineConfig,
     TinkerLearnerConfig,
-    TorchLearnerConfig,
     UnslothLearnerConfig,
     VllmEngineConfig,
 )
@@ -81,8 +81,10 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from _replay_conflicts(config, section)
     if config.train.max_staleness > 0:
         yield from _stale_conflicts(config, section)
-    if isinstance(config.learner, TorchLearnerConfig) and config.learner.processes > 1:
-        yield from _process_conflicts(config, config.learner)
+    if isinstance(config.learner, BaseLearnerConfig):
+        yield from _node_conflicts(config.learner)
+        if config.learner.num_ranks > 1:
+            yield from _process_conflicts(config, config.learner)
     if isinstance(config.learner, TinkerLearnerConfig):
         yield from _remote_conflicts(config, section)
     if isinstance(config.learns_by, PpoConfig):
@@ -173,16 +175,28 @@ def _replay_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, st
         yield "rollout.replay.max_age", f"above train.max_staleness ({stale}): younger steps may not be done yet"
 
 
-def _process_conflicts(config: RunConfig, learner: TorchLearnerConfig) -> Iterator[tuple[str, str]]:
+def _node_conflicts(learner: BaseLearnerConfig) -> Iterator[tuple[str, str]]:
+    if learner.nodes > 1 and learner.rendezvous is None:
+        cure = "HOST:PORT, an address of the machine that runs `art train` and a free port there"
+        yield "learner.rendezvous", f"learner.nodes is {learner.nodes}, and they need a place to meet; set it to {cure}"
+    for knob in ("rendezvous", "shard", "join_timeout_s") if learner.nodes == 1 else ():
+        if knob in learner.model_fields_set and getattr(learner, knob) is not None:
+            yield f"learner.{knob}", "used with learner.nodes above 1 only; set that, or leave it out"
+
+
+def _process_conflicts(config: RunConfig, learner: BaseLearnerConfig) -> Iterator[tuple[str, str]]:
+    if isinstance(learner, UnslothLearnerConfig):
+        knob = "nodes" if learner.nodes > 1 else "processes"
+        yield f"learner.{knob}", "'unsloth' trains in one process on one GPU; set learner=torch, or leave it out"
     if config.model.quantize is not None:
         yield (
-            "learner.processes",
+            "learner.processes" if learner.processes > 1 else "learner.nodes",
             "a base in few bits cannot be divided between processes; set model.quantize=null, or 1",
         )
     if learner.offload_optimizer:
-        yield "learner.offload_optimizer", "with learner.processes the optimizer is divided between the GPUs already"
+        yield "learner.offload_optimizer", "with several processes the optimizer is divided between the GPUs already"
     if learner.device not in ("auto", "cpu", "cuda"):
-        yield "learner.device", "with learner.processes each takes a GPU of its own: auto, cuda or cpu"
+        yield "learner.device", "with several processes each takes a GPU of its own: auto, cuda or cpu"
 
 
 def _remote_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:

@@ -39,6 +39,7 @@ NOT_TRAINING = frozenset(
             "learner.gradient_checkpointing",
             "learner.packing",
             "learner.processes",
+            *("learner.nodes", "learner.rendezvous", "learner.shard", "learner.join_timeout_s"),
         ),
         "learner.offload_optimizer",
         # the engine: after each step the run proves that it samples from the learner's weights

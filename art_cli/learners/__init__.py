@@ -130,6 +130,9 @@ class Learner(Protocol):
     def load(self, directory: Path) -> None:
         """Continues from what `save` wrote. The next step is bit-identical to one without the interruption."""
 
+    def start(self) -> None:
+        """Starts the learner's own processes and waits for its other nodes. Without it the first call does so."""
+
     def check(self) -> None:
         """Raises LearnerError if a process of the learner is dead. Does not block; any thread may call it."""
 
@@ -178,10 +181,10 @@ def make_learner(
         remote: Learner = make(spec, engine=with_base_model(config), lora=config.model.lora, **knobs)
         return remote
     if has_own_weights(config):
+        make_job = import_module("art_cli.learners.job").make_job
         parallel = import_module("art_cli.learners.parallel").parallel_learner
         spec = policy if isinstance(policy, PolicySpec) else spec_of(policy)
-        model = config.model.model_copy(update={"dtype": spec.dtype})  # the same in all processes
-        learner: Learner = parallel(base=spec.base, model=model, logs=logs, **knobs)
+        learner: Learner = parallel(make_job(config, spec.base, directory=directory, dtype=spec.dtype), logs=logs)
         return learner
     learner = make(policy, **knobs)
     return learner
@@ -195,4 +198,11 @@ def _check_resolved(config: "RunConfig") -> None:
 
 def has_own_weights(config: "RunConfig") -> bool:
     """Whether the learner keeps its weights in its own processes or on a server, so that weights here never change."""
-    return config.learner.name == "tinker" or config.learner.processes > 1
+    return config.learner.name == "tinker" or config.learner.num_ranks > 1
+
+
+def describe_processes(config: "RunConfig") -> str:
+    """Where a learner with own processes has them. Example: "2 processes of its own", or "2 nodes x 4 processes"."""
+    learner = config.learner
+    each = f"{learner.processes} process{'' if learner.processes == 1 else 'es'}"
+    return f"{learner.nodes} nodes x {each}" if learner.nodes > 1 else f"{each} of its own"

@@ -1,4 +1,4 @@
-"""ParallelLearner: a learner in several processes, seen from the training loop: `learner.processes` above 1.
+"""ParallelLearner: a learner in several processes, on one machine or on several nodes, seen from the training loop.
 
 It holds no weights. Each method calls all its processes (workers.py), which are TorchLearners with one model divided
 among them (worker.py, sharding.py). Records are sent in the form in which they are written to disk. A checkpoint has
@@ -6,42 +6,24 @@ the same format as that of a learner in one process, and either continues from t
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
 
 import msgspec
 
-from art_cli.config.schema import (
-    AlgorithmConfig,
-    LossConfig,
-    ModelConfig,
-    Section,
-    SftConfig,
-    TorchLearnerConfig,
-    TrainConfig,
-)
 from art_cli.errors import LearnerError
 from art_cli.learners import Progress, SftProgress, StepMetrics
+from art_cli.learners.job import Job
+from art_cli.learners.nodes.identity import identity_of
+from art_cli.learners.nodes.place import Address
+from art_cli.learners.nodes.rendezvous import Meeting, Rendezvous
+from art_cli.learners.nodes.secret import read_secret
 from art_cli.learners.workers import Workers
 from art_cli.trajectory import ScoredTrajectory
 
 Answer = TypeVar("Answer")
-
-
-class Job(Section):
-    """What a process needs to make its learner."""
-
-    base: str
-    """A hub id or directory."""
-    model: ModelConfig
-    train: TrainConfig
-    loss: LossConfig | AlgorithmConfig
-    directory: Path = Path()
-    """The directory that the path of a user's algorithm is relative to."""
-    learner: TorchLearnerConfig
-    sft: SftConfig | None
-    sampling_max_tokens: int
 
 
 class ParallelLearner:
@@ -76,6 +58,10 @@ class ParallelLearner:
     def load(self, directory: Path) -> None:
         self._call("load", {"directory": str(directory.resolve())}, NoneType)
 
+    def start(self) -> None:
+        if not self.workers.pids:
+            self.workers.start()
+
     def check(self) -> None:
         self.workers.check()
 
@@ -86,8 +72,7 @@ class ParallelLearner:
         self, method: str, params: dict[str, Any], kind: type[Answer], *, progress: Progress | None = None
     ) -> Answer:
         if not self._is_open:
-            if not self.workers.pids:
-                self.workers.start()
+            self.start()
             self.workers.call("open", self.job.model_dump(mode="json"))
             self._is_open = True
         answer = self.workers.call(method, params, progress=progress)
@@ -97,7 +82,23 @@ class ParallelLearner:
             raise LearnerError(f"the learner's processes gave a wrong answer to {method}: {error}") from error
 
 
-def parallel_learner(*, logs: Path | None, **job: Any) -> ParallelLearner:
-    """The learner of that Job. Its processes write their logs to `logs`, or to a temporary directory if it is None."""
-    made = Job(**job)
-    return ParallelLearner(made, Workers(made.learner.processes, logs=logs))
+def parallel_learner(job: Job, *, logs: Path | None) -> ParallelLearner:
+    """The learner of that job. Its processes write their logs to `logs`, or to a temporary directory if it is None.
+
+    Raises UsageError: other machines could reach the rendezvous, and there is no secret.
+    """
+    rendezvous = None
+    if job.learner.nodes > 1:
+        assert job.learner.rendezvous is not None, "checked by the configuration"
+        address = Address.parse(job.learner.rendezvous)
+        rendezvous = Rendezvous(
+            Meeting(
+                address=address,
+                nodes=job.learner.nodes,
+                secret=read_secret(address),
+                identity=partial(identity_of, job),
+                dtype=job.model.dtype,
+                deadline_s=job.learner.join_timeout_s,
+            )
+        )
+    return ParallelLearner(job, Workers(job.learner.processes, logs=logs, rendezvous=rendezvous))

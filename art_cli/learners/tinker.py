@@ -308,6 +308,9 @@ class TinkerLearner:
         if self.warm_up is not None and (directory / SFT_DIRECTORY).is_dir():
             self.warm_up.load(directory)
 
+    def start(self) -> None:
+        """Nothing to start, because the server runs."""
+
     def check(self) -> None:
         """Nothing to check: a wait for the server ends by itself when the server is gone."""
 

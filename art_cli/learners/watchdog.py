@@ -15,26 +15,26 @@ AGREE_DEADLINE_S = 10.0  # longest time from the first error to the last; all ma
 
 
 class Watchdog:
-    """One for each call. Example: `hear(1, Heartbeat())` until `problem()` says what is wrong."""
+    """One for each call. Example: `hear("process 1", Heartbeat())` until `problem()` says what is wrong."""
 
-    def __init__(self, ranks: Iterable[int], hung_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, names: Iterable[str], hung_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`hung_s` is the longest silence of a process that works."""
         self._hung_s = hung_s
         self._clock, self._last, self._now = clock, clock(), 0.0
-        self._heard = dict.fromkeys(ranks, 0.0)  # when each process that still works said anything
+        self._heard = dict.fromkeys(names, 0.0)  # when each process that still works said anything
         self._advanced = 0.0  # when the newest pack was done
         self._longest: float | None = None  # longest time from one pack to the next
         self._failed: float | None = None  # when the first error came
 
-    def hear(self, rank: int, message: Message) -> None:
+    def hear(self, name: str, message: Message) -> None:
         self._tick()
-        self._heard[rank] = self._now
+        self._heard[name] = self._now
         match message:
             case Advance():
                 self._longest = max(self._longest or 0.0, self._now - self._advanced)
                 self._advanced = self._now
             case Raised() | Returned():
-                del self._heard[rank]
+                del self._heard[name]
                 if isinstance(message, Raised) and self._failed is None:
                     self._failed = self._now
 
@@ -47,9 +47,9 @@ class Watchdog:
     def problem(self) -> str | None:
         """Which process does not go on; None while nothing is overdue."""
         self._tick()
-        for rank, heard in self._heard.items():
+        for name, heard in self._heard.items():
             if self._now - heard > self._hung_s:
-                return f"process {rank} of the learner's hangs: it lives, and has not moved for {self._hung_s:.0f} s"
+                return f"{name} of the learner's hangs: it lives, and has not moved for {self._hung_s:.0f} s"
         limit = PACK_DEADLINE_S
         if self._longest is not None:
             limit = min(limit, max(PACK_FLOOR_S, TIMES_LONGEST * self._longest))

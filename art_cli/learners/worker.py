@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     import torch
 
     from art_cli.learners import Progress
-    from art_cli.learners.parallel import Job
+    from art_cli.learners.job import Job
     from art_cli.learners.served_adapters import ServedAdapters
     from art_cli.learners.torch_learner import TorchLearner
 
 COLLECTIVE_DEADLINE_S = 300.0  # longest wait in a collective; ranks drift apart most while each reads the model
 HEARTBEAT_S = 1.0
+LOST = 71  # exit status of a process that ended because it lost another one
+CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words for it
 
 Json = dict[str, Any]
 
@@ -39,7 +41,13 @@ def main() -> None:
     log.set_up()
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
-    run_and_exit(serve(connection, ServedLearner(rank), heartbeat_s=HEARTBEAT_S))
+    run_and_exit(serve(connection, ServedLearner(rank), heartbeat_s=HEARTBEAT_S), status_of=_status_of)
+
+
+def _status_of(error: BaseException) -> int:
+    """LOST where another process is the cause, which ended before this one and closed its connections."""
+    is_network = type(error).__name__ in ("DistNetworkError", "DistBackendError", "DistStoreError")
+    return LOST if is_network or any(words in str(error) for words in CLOSED) else 1
 
 
 def _write_to(path: Path) -> None:
@@ -69,7 +77,7 @@ class ServedLearner:
 
             self._adapters = ServedAdapters(AdapterJob.model_validate(adapters), COLLECTIVE_DEADLINE_S)
             return
-        from art_cli.learners.parallel import Job
+        from art_cli.learners.job import Job
 
         self._learner = make_learner(Job.model_validate(job))
 
@@ -118,7 +126,8 @@ def make_learner(job: "Job") -> "TorchLearner":
         dist.init_process_group(backends, timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S))
     # loaded on the CPU, so that a GPU holds no more of the model than one layer and its own share
     weights = load_weights(job.model, job.base, device="cpu", seed=job.train.seed)
-    shard(weights.model.get_base_model() if weights.has_adapter else weights.model, make_mesh(device))
+    mesh = make_mesh(device, nodes=job.learner.nodes if job.learner.shard == "node" else 1)
+    shard(weights.model.get_base_model() if weights.has_adapter else weights.model, mesh)
     weights.device = device
     return TorchLearner(
         weights,

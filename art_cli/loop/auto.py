@@ -177,6 +177,8 @@ def unsloth_obstacle(config: RunConfig, directory: Path, engine: str) -> str:
         return "engine is embedded, which steers the attention that Unsloth replaces"
     if not learner.device.startswith(("auto", "cuda")):
         return f"learner.device is {learner.device}"
+    if isinstance(learner, AutoLearnerConfig) and learner.num_ranks > 1:
+        return f"learner.{'nodes' if learner.nodes > 1 else 'processes'} is above 1, and Unsloth trains in one process"
     if config.model.lora is None:
         return "model.lora is null, and the Unsloth learner trains LoRA adapters only"
     if is_built(config.model.base, directory):

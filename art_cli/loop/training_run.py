@@ -32,7 +32,7 @@ from art_cli.failures import count_failures
 from art_cli.history import Evaluated, UpdateNumbers, is_comparable, read_history
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.shadow import ShadowJudges
-from art_cli.learners import Learner, StepMetrics, has_own_weights, load_policy, make_learner
+from art_cli.learners import Learner, StepMetrics, describe_processes, has_own_weights, load_policy, make_learner
 from art_cli.learners.examples import load_examples
 from art_cli.live import can_draw, drawn
 from art_cli.loop.auto import engine_name
@@ -134,6 +134,7 @@ class TrainingRun:
         with self._shown(), self.interrupts.handled():
             try:
                 await asyncio.sleep(0)  # an interrupt during loading ends the run here, before any thread starts
+                await threads.call_in_thread(self.learner.start)  # an interrupt ends the wait for other nodes
                 async with self._watching_learner():
                     step = await self._find_start()
                     self.startup.reached("first checkpoint and warm-up")
@@ -178,7 +179,7 @@ class TrainingRun:
         if isinstance(engine, TinkerEngineConfig):
             names = f"engine {engine.name}, learner {learner} at {engine.url}"
         elif has_own_weights(self.config):
-            names += " in processes of its own"
+            names += f" in {describe_processes(self.config)}"
         return f"{self.config.name}: {what}; {names}"
 
     # --- where to begin -----------------------------------------------------------------------------------------------

@@ -38,8 +38,9 @@ from art_cli.durable import read_lines
 from art_cli.errors import ConfigError, DriftError, LearnerError
 from art_cli.learners import workers as workers_module
 from art_cli.learners.entropy_floor import EntropyState
+from art_cli.learners.job import Job
 from art_cli.learners.packing import PACK_COST, pack_samples
-from art_cli.learners.parallel import Job, ParallelLearner
+from art_cli.learners.parallel import ParallelLearner
 from art_cli.learners.ranks import deal, pack_evenly
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.learners.watchdog import Watchdog
@@ -514,29 +515,29 @@ def passed(watchdog: Watchdog, clock: Clock, seconds: float, *, beating: Sequenc
     for _ in range(round(seconds / 0.25)):
         clock.now += 0.25
         for rank in beating:
-            watchdog.hear(rank, Heartbeat())
+            watchdog.hear(f"process {rank}", Heartbeat())
     return watchdog.problem()
 
 
 def test_processes_that_run_and_do_nothing_hang_after_ten_times_the_longest_pack() -> None:
     """The first pack comes after 8 s, the next one after 4: 10 x 8 s; before the first one there are 900."""
     clock = Clock()
-    watchdog = Watchdog([0, 1], 60.0, clock)
+    watchdog = Watchdog(["process 0", "process 1"], 60.0, clock)
     assert passed(watchdog, clock, 890, beating=[0, 1]) is None
     assert (
         passed(watchdog, clock, 11, beating=[0, 1]) == "the learner's processes hang: they have done nothing for 900 s"
     )
-    watchdog = Watchdog([0, 1], 60.0, clock)
+    watchdog = Watchdog(["process 0", "process 1"], 60.0, clock)
     for seconds in (8, 4):
         assert passed(watchdog, clock, seconds, beating=[0, 1]) is None
-        watchdog.hear(0, Advance(1, 1, 9))
+        watchdog.hear("process 0", Advance(1, 1, 9))
     assert passed(watchdog, clock, 79, beating=[0, 1]) is None
     assert passed(watchdog, clock, 2, beating=[0, 1]) == HANG.format(80)
 
 
 def test_a_process_that_does_not_beat_is_named_whatever_the_others_do() -> None:
     clock = Clock()
-    watchdog = Watchdog([0, 1], 60.0, clock)
+    watchdog = Watchdog(["process 0", "process 1"], 60.0, clock)
     assert passed(watchdog, clock, 59, beating=[0]) is None
     assert passed(watchdog, clock, 2, beating=[0]) == (
         "process 1 of the learner's hangs: it lives, and has not moved for 60 s"
@@ -545,17 +546,17 @@ def test_a_process_that_does_not_beat_is_named_whatever_the_others_do() -> None:
 
 def test_quick_packs_leave_a_minute_and_who_has_answered_may_be_silent() -> None:
     clock = Clock()
-    watchdog = Watchdog([0, 1], 60.0, clock)
+    watchdog = Watchdog(["process 0", "process 1"], 60.0, clock)
     passed(watchdog, clock, 1)
-    watchdog.hear(0, Advance(1, 1, 9))
-    watchdog.hear(1, Returned(1, None))
+    watchdog.hear("process 0", Advance(1, 1, 9))
+    watchdog.hear("process 1", Returned(1, None))
     assert passed(watchdog, clock, 59, beating=[0]) is None
     assert passed(watchdog, clock, 2, beating=[0]) == HANG.format(60)
 
 
 def test_time_in_which_the_owner_was_stopped_itself_does_not_count() -> None:
     clock = Clock()
-    watchdog = Watchdog([0], 60.0, clock)
+    watchdog = Watchdog(["process 0"], 60.0, clock)
     clock.now += 10_000
     assert watchdog.problem() is None
 

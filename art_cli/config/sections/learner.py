@@ -1,10 +1,12 @@
 """The `learner` section: what computes updates of the policy, one class for each learner."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
-from art_cli.config.sections.base import MAX_PROCESSES, PositiveInt, Section
+from art_cli.config.sections.base import MAX_PROCESSES, PositiveInt, Seconds, Section
+
+MAX_NODES = 256
 
 
 class BaseLearnerConfig(Section):
@@ -26,6 +28,32 @@ class BaseLearnerConfig(Section):
     """The number of processes that share the packs of an update and divide the model between them (FSDP2), each on a
     GPU of its own, or all on the CPU. The gradient is the same. With more than 1 the engine has its own copy of the
     weights."""
+    nodes: Annotated[PositiveInt, Field(le=MAX_NODES)] = 1
+    """The number of machines that share the packs of an update, each with `processes` processes. This one is the first;
+    each other one runs `art join CONFIG`. The gradient is the same."""
+    rendezvous: str | None = None
+    """HOST:PORT where the nodes meet: an address of the machine that runs `art train`, which listens there, and a free
+    port. Used with `nodes` above 1."""
+    shard: Literal["node", "all"] = "node"
+    """What the model is divided over. node: each node holds the whole model, divided over its own processes, and only
+    gradients go between nodes. all: one copy over all processes of all nodes, for a model that one node cannot hold;
+    every layer's weights then go over the network in each pass."""
+    join_timeout_s: Seconds = 600.0
+    """The longest wait for the other nodes."""
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes on all machines together."""
+        return self.nodes * self.processes
+
+    @field_validator("rendezvous")
+    @classmethod
+    def _is_address(cls, address: str | None) -> str | None:
+        if address is not None:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+                raise ValueError("HOST:PORT, such as 10.0.0.4:29500")
+        return address
 
 
 class AutoLearnerConfig(BaseLearnerConfig):
@@ -51,8 +79,20 @@ class TinkerLearnerConfig(Section):
 
     device: ClassVar[str] = "auto"  # where a policy is loaded all the same, as `art export` does
     processes: ClassVar[int] = 1
+    nodes: ClassVar[int] = 1
+    num_ranks: ClassVar[int] = 1
 
     name: Literal["tinker"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_processes(cls, given: Any) -> Any:
+        if isinstance(given, dict) and (named := [key for key in ("nodes", "processes", "rendezvous") if key in given]):
+            keys = " and ".join(f"learner.{key}" for key in named)
+            raise ValueError(
+                f"'tinker' trains on a server, where {keys} has no effect; leave it out, or train with learner=torch"
+            )
+        return given
 
 
 LearnerConfig = Annotated[

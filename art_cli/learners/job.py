@@ -1,0 +1,44 @@
+"""Job: what a process needs to make its part of a learner, as plain data."""
+
+from pathlib import Path
+
+from art_cli.config.schema import (
+    AlgorithmConfig,
+    LossConfig,
+    ModelConfig,
+    RunConfig,
+    Section,
+    SftConfig,
+    TorchLearnerConfig,
+    TrainConfig,
+)
+
+
+class Job(Section):
+    """Sent to the processes on this machine as JSON. Nothing of it is sent to another machine."""
+
+    base: str
+    """A hub id or directory."""
+    model: ModelConfig
+    train: TrainConfig
+    loss: LossConfig | AlgorithmConfig
+    directory: Path = Path()
+    """The directory that the path of a user's algorithm is relative to."""
+    learner: TorchLearnerConfig
+    sft: SftConfig | None
+    sampling_max_tokens: int
+
+
+def make_job(config: RunConfig, base: str, *, directory: Path, dtype: str) -> Job:
+    """The job of a configuration whose learner is torch, on the base at hand there."""
+    assert isinstance(config.learner, TorchLearnerConfig), f"a learner with processes of its own, not {config.learner}"
+    return Job(
+        base=base,
+        model=config.model.model_copy(update={"dtype": dtype}),  # the same in all processes
+        train=config.train,
+        loss=config.learns_by,
+        directory=directory.resolve(),
+        learner=config.learner,
+        sft=config.sft,
+        sampling_max_tokens=config.rollout.sampling.max_tokens,
+    )

@@ -1,0 +1,76 @@
+"""NodePlace: one machine's place among the nodes of a learner; addresses, ports and interfaces."""
+
+import contextlib
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+SIOCGIFADDR = 0x8915  # the request for an interface's IPv4 address, linux/sockios.h
+
+
+class NodePlace(NamedTuple):
+    """Example: NodePlace(node=1, nodes=2, host="10.0.0.4", port=41203, interface="eth0")"""
+
+    node: int = 0
+    nodes: int = 1
+    host: str = "127.0.0.1"  # host name or address of the first node, where torch's store is
+    port: int = 0  # port of torch's store; 0: not known yet
+    interface: str = ""  # this machine's network interface to the other nodes; "": torch chooses
+
+
+class Address(NamedTuple):
+    """Where nodes meet. Example: Address("10.0.0.4", 29500)"""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Address":
+        """`text` is HOST:PORT, as the configuration has checked; an IPv6 address stands in brackets."""
+        host, _, port = text.rpartition(":")
+        return cls(host.strip("[]"), int(port))
+
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it. Raises OSError: no such host."""
+        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        return all(ipaddress.ip_address(str(info[4][0]).split("%")[0]).is_loopback for info in found)
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yields a free port that no other program is given while the block runs.
+
+    torch's store can listen on it all the same, because both sockets have SO_REUSEADDR and this one does not listen.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))
+        yield holder.getsockname()[1]
+
+
+def interface_of(host: str) -> str:
+    """The network interface whose IPv4 address `host` is or names; "" where the system does not say."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        wanted = socket.gethostbyname(host)
+        if ipaddress.ip_address(wanted).is_loopback:  # every address of 127.0.0.0/8
+            wanted = "127.0.0.1"
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                given = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(given[20:24]) == wanted:
+                    return name
+    return ""
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Has the system notice within half a minute that the machine at the other end is gone, also without traffic."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 60_000)):
+        if hasattr(socket, option):  # macOS has other names
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

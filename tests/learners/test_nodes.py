@@ -1,0 +1,317 @@
+"""A learner over several nodes: the step of one process, by processes that another command has started.
+
+Nodes are real processes on this machine's loopback: `art join` as a child, the first node in this process.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from art_cli.config.compose import load_config
+from art_cli.durable import read_lines
+from art_cli.errors import LearnerError
+from art_cli.learners.job import Job, make_job
+from art_cli.learners.parallel import ParallelLearner, parallel_learner
+from art_cli.learners.torch_learner import TorchLearner
+from art_cli.learners.workers import Workers
+from art_cli.manifest import verify_checkpoint
+from art_cli.run_dir import RunDir
+from art_cli.trajectory import LearnedTrajectory
+from tests.learners.test_parallel_learner import (
+    ADAPTER,
+    DEMOS,
+    MODEL,
+    MOMENTS,
+    alone,
+    check_alike,
+    distance,
+    is_running,
+    played,
+    saved,
+)
+from tests.letters.build import build
+from tests.support.paths import LETTERS, ROOT
+from tests.support.waiting import wait_until
+from tests.support.warm_up import warm_up
+
+SECRET = "0123456789abcdef0123456789abcdef"
+CONFIG = """
+name: nodes
+model: {{base: base, lora: {{rank: 4, alpha: 8}}}}
+rollout: {{entry: "rollout.py:rollout", scenarios: scenarios.jsonl, sampling: {{max_tokens: 16}}}}
+train: {{learning_rate: 1.0e-3, epochs_per_step: 1, max_logprob_gap: 100.0}}
+sft: {{demos: demos.jsonl, batch_size: 2}}
+engine: embedded
+learner:
+  {{name: torch, device: cpu, micro_batch_tokens: 60, nodes: 2, rendezvous: "127.0.0.1:{port}", join_timeout_s: 240}}
+"""
+
+# Written into sitecustomize.py: every class that an unpickler looks up ends the process, so that none can be read.
+NO_PICKLES = """
+import sys
+
+def refuse(event, arguments):
+    if event == "pickle.find_class" and "torch.distributed" in sys.modules:
+        import os, traceback
+        traceback.print_stack()
+        os._exit(99)
+
+sys.addaudithook(refuse)
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a configuration and a base model, as each node has one."""
+    directory = tmp_path_factory.mktemp("project")
+    (directory / "base").mkdir()
+    build(directory / "base")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (directory / "config.yaml").write_text(CONFIG.format(port=port))
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def shared_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ART_NODES_SECRET", SECRET)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # so that every number of processes computes in the same order
+
+
+def job_of(project: Path, *overrides: str) -> Job:
+    config = load_config(project / "config.yaml", list(overrides)).config
+    return make_job(config, str(project / "base"), directory=project, dtype="float32")
+
+
+class Node:
+    """`art join` as a child."""
+
+    def __init__(self, project: Path, *overrides: str, environment: dict[str, str] | None = None) -> None:
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "art_cli", "join", str(project / "config.yaml"), "--wait", "240", *overrides],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **(environment or {})},
+        )
+
+    def end(self, timeout_s: float = 60.0) -> tuple[int, str]:
+        """Its exit code and what it said."""
+        _, said = self.child.communicate(timeout=timeout_s)
+        return self.child.returncode, said
+
+    def kill(self) -> None:
+        self.child.kill()
+        if self.child.stderr is not None and not self.child.stderr.closed:
+            self.child.communicate()
+
+    def worker_pid(self, rank: int) -> int:
+        """The process of that rank below it."""
+        for pid in descendants(self.child.pid):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if b"art_cli.learners.worker" in words and f"RANK={rank}".encode() in environment:
+                    return pid
+        raise AssertionError(f"no process of rank {rank}")
+
+
+def descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+@contextlib.contextmanager
+def joined(project: Path, logs: Path, *overrides: str) -> Iterator[tuple[ParallelLearner, Node]]:
+    """A learner whose second node is a child of this process."""
+    node = Node(project, *overrides)
+    learner = parallel_learner(job_of(project, *overrides), logs=logs)
+    try:
+        yield learner, node
+    finally:
+        learner.close()
+        node.kill()
+
+
+def two_steps(learner: TorchLearner | ParallelLearner, base: Path, path: Path) -> Path:
+    """A checkpoint after two steps, the second after a load; what the first one learned is written beside it."""
+    path.mkdir()
+    learner.step(played(base, seed=1))
+    learner.write_learned(path / "learned.jsonl")
+    learner.load(saved(learner, path / "halfway"))
+    learner.step(played(base, seed=2))
+    return saved(learner, path / "end")
+
+
+# --- the step ---------------------------------------------------------------------------------------------------------
+
+
+def test_two_nodes_take_the_steps_of_one_process_and_read_no_pickle(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each node holds the whole model. The other one sees no file of the run: checkpoints are sent to it."""
+    (tmp_path / "sitecustomize.py").write_text(NO_PICKLES)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    one = alone(job_of(project))
+    reference = two_steps(one, project / "base", tmp_path / "one")
+    with joined(project, tmp_path / "logs") as (learner, node):
+        path = two_steps(learner, project / "base", tmp_path / "nodes")
+        assert learner.score(range(3, 40)) == pytest.approx(one.score(range(3, 40)), abs=1e-4)
+        assert distance(reference / ADAPTER, path / ADAPTER) < 1e-6
+        assert distance(reference / MOMENTS, path / MOMENTS) < 1e-5
+        lines = [list(read_lines(tmp_path / name / "learned.jsonl", LearnedTrajectory)) for name in ("one", "nodes")]
+        check_alike(*lines)
+        numbers = [warm_up(each, DEMOS[1:], DEMOS[:1]) for each in (one, learner)]
+        assert numbers[1]["eval_loss"] == pytest.approx(numbers[0]["eval_loss"], rel=1e-4)
+        learner.close()
+        code, said = node.end()
+        assert code == 0 and "has closed its learner" in said, said
+
+
+def test_two_nodes_with_one_copy_are_two_processes_bit_for_bit(project: Path, tmp_path: Path) -> None:
+    """With learner.shard=all, ranks are ranks: the same sums in the same order, wherever they run."""
+    workers = Workers(2, logs=tmp_path / "logs of processes")
+    try:
+        here = job_of(
+            project, "learner.nodes=1", "learner.rendezvous=null", "learner.processes=2", "~learner.join_timeout_s"
+        )
+        reference = two_steps(ParallelLearner(here, workers), project / "base", tmp_path / "processes")
+    finally:
+        workers.close()
+    with joined(project, tmp_path / "logs", "learner.shard=all") as (learner, _):
+        path = two_steps(learner, project / "base", tmp_path / "nodes")
+    for name in (ADAPTER, MOMENTS, "optimizer.json"):
+        assert (path / name).read_bytes() == (reference / name).read_bytes(), name
+
+
+def test_two_nodes_of_two_processes_take_the_steps_of_one_process(project: Path, tmp_path: Path) -> None:
+    reference = two_steps(alone(job_of(project)), project / "base", tmp_path / "one")
+    with joined(project, tmp_path / "logs", "learner.processes=2") as (learner, _):
+        path = two_steps(learner, project / "base", tmp_path / "nodes")
+    assert distance(reference / ADAPTER, path / ADAPTER) < 1e-6
+    assert distance(reference / MOMENTS, path / MOMENTS) < 1e-5
+
+
+# --- who may join -----------------------------------------------------------------------------------------------------
+
+
+def test_nodes_that_are_not_alike_are_refused_by_name_and_the_wait_goes_on(
+    project: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another secret, another setting, another base model: each is told why, and the run ends when its time is over."""
+    other = tmp_path / "other"
+    shutil.copytree(project, other)
+    tensors = load_file(other / "base" / MODEL)
+    next(iter(tensors.values())).view(-1)[0] += 1
+    save_file(tensors, other / "base" / MODEL, metadata={"format": "pt"})
+    learner = parallel_learner(job_of(project, "learner.join_timeout_s=45"), logs=tmp_path / "logs")
+    nodes = [
+        Node(project, environment={"ART_NODES_SECRET": SECRET[::-1]}),
+        Node(project, "train.learning_rate=0.5", "loss.kl=0.1"),
+        Node(other),
+    ]
+    with caplog.at_level("WARNING"), pytest.raises(LearnerError, match="1 of 2 nodes came .* within 45 s.*art join"):
+        learner.score([1, 2, 3])
+    learner.close()
+    ends = [node.end() for node in nodes]
+    assert [code for code, _ in ends] == [1, 1, 1]
+    assert "has another ART_NODES_SECRET than this machine" in ends[0][1]
+    assert "refuses this node: other settings (loss.kl, train.learning_rate)" in ends[1][1]
+    assert "refuses this node: another base model (model.safetensors)" in ends[2][1]
+    assert SECRET not in "".join(said for _, said in ends) + caplog.text
+    assert "a node at 127.0.0.1 has another ART_NODES_SECRET" in caplog.text
+
+
+# --- death ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_process_of_a_node_is_named_on_both_machines(project: Path, tmp_path: Path) -> None:
+    """It is stopped first, so that it dies in the middle of a step that the first node waits in."""
+    with joined(project, tmp_path / "logs") as (learner, node):
+        learner.score([1, 2, 3])
+        victim = node.worker_pid(1)
+        os.kill(victim, signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
+        died = r"process 1 of the learner's 2 died \(killed by SIGKILL\)"
+        with pytest.raises(LearnerError, match=rf"^node 1 \(127.0.0.1\): {died}; nothing is lost.*same commands"):
+            learner.step(played(project / "base"))
+        with pytest.raises(LearnerError, match=died):
+            learner.check()
+        learner.close()
+        code, said = node.end()
+        assert code == 1 and re.search(died, said) and "Traceback" not in said, said
+
+
+def test_a_node_that_is_gone_is_named(project: Path, tmp_path: Path) -> None:
+    with joined(project, tmp_path / "logs") as (learner, node):
+        learner.score([1, 2, 3])
+        below = descendants(node.child.pid)
+        node.child.kill()
+        with pytest.raises(LearnerError, match=r"^node 1 \(127.0.0.1\) of the learner's 2 nodes is gone; nothing is"):
+            while True:
+                learner.check()
+                time.sleep(0.1)
+        wait_until(lambda: not any(is_running(pid) for pid in below))
+
+
+def test_a_killed_process_of_the_first_node_ends_the_other_one_with_its_reason(project: Path, tmp_path: Path) -> None:
+    with joined(project, tmp_path / "logs") as (learner, node):
+        learner.score([1, 2, 3])
+        os.kill(learner.workers.pids[0], signal.SIGKILL)
+        with pytest.raises(LearnerError, match=r"^process 0 of the learner's 2 died \(killed by SIGKILL\)"):
+            learner.step(played(project / "base"))
+        learner.close()
+        code, said = node.end()
+        assert code == 1 and "ended: process 0 of the learner's 2 died (killed by SIGKILL)" in said, said
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_a_node_ends_loudly_and_the_same_commands_finish_it(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    nodes = ("learner=torch", "learner.device=cpu", "learner.nodes=2", f"learner.rendezvous={address}", "eval=null")
+    files = RunDir(tmp_path / "letters")
+    command = [sys.executable, "-m", "art_cli", "train", str(LETTERS / "config.yaml"), f"runs={tmp_path}"]
+    command += [*nodes, "engine=embedded", "train.steps=3"]
+
+    def started() -> "tuple[Node, subprocess.Popen[str]]":
+        node = Node(LETTERS, *nodes)
+        return node, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    node, run = started()
+    try:
+        wait_until(lambda: any(line.split == "train" for line in files.metrics()), 240, while_running=run)
+        os.kill(node.worker_pid(1), signal.SIGKILL)
+        _, said = run.communicate(timeout=120)
+        assert run.returncode == 1
+        assert "error: node 1 (127.0.0.1): process 1 of the learner's 2 died (killed by SIGKILL)" in said, said
+        assert node.end()[0] == 1
+        steps = files.checkpoint_steps()
+        assert [verify_checkpoint(files.checkpoint_path(step)).step for step in steps] == steps
+        assert not list(files.root.rglob("*.tmp*"))
+        node, run = started()
+        _, said = run.communicate(timeout=240)
+        assert run.returncode == 0, said
+        assert node.end()[0] == 0
+        assert [line.step for line in files.metrics() if line.split == "train"] == [0, 1, 2]
+        trajectories = [each.id for step in range(3) for each in files.trajectories(step)]
+        assert len(trajectories) == len(set(trajectories)) == 36
+    finally:
+        node.kill()
+        run.kill()
+        run.communicate()
