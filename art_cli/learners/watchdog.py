@@ -49,7 +49,8 @@ class Watchdog:
         self._tick()
         for name, heard in self._heard.items():
             if self._now - heard > self._hung_s:
-                return f"{name} of the learner's hangs: it lives, and has not moved for {self._hung_s:.0f} s"
+                state = "it lives, and has not moved" if name.startswith("process ") else "nothing has come from it"
+                return f"{name} of the learner's hangs: {state} for {self._hung_s:.0f} s"
         limit = PACK_DEADLINE_S
         if self._longest is not None:
             limit = min(limit, max(PACK_FLOOR_S, TIMES_LONGEST * self._longest))

@@ -84,10 +84,14 @@ class Workers:
         """All processes are connected when it returns. Raises LearnerError: one ended, or did not start in time."""
         assert self._launcher is None, "started twice"
         make_directory(self.logs)
-        log.info("learner: starting %d processes; their logs: %s", self._here, self.logs / "learner*.log")
+        log.info("learner: processes to start here: %d; their logs: %s", self._here, self.logs / "learner*.log")
         try:
             self._loop.run_here(self._start())
-        except BaseException:
+        except BaseException as error:
+            self._death = (
+                error if isinstance(error, LearnerError) else LearnerError("it was interrupted while starting")
+            )
+            self._loop.run_here(self._let_nodes_go())
             self._loop.run_here(self._kill())
             if self._scratch is not None:  # the error names a log
                 self._scratch.keep_logs()
@@ -191,9 +195,8 @@ class Workers:
     async def _let_nodes_go(self) -> None:
         """The other nodes know why their work is over."""
         reason = "" if self._death is None else str(self._death).split("\n", 1)[0]
-        await asyncio.gather(*(end.finish(reason) for end in self._ends.values() if isinstance(end, NodeEnd)))
         if self._rendezvous is not None:
-            await self._rendezvous.close()
+            await self._rendezvous.close(reason)
 
     async def _kill(self) -> None:
         if self._launcher is not None:

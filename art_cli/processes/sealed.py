@@ -39,7 +39,7 @@ class SealedReader:
             if size > self.max_bytes:
                 raise ValueError(f"a message of {size} bytes")
             message = await self._reader.readexactly(size)
-        except asyncio.IncompleteReadError:
+        except (asyncio.IncompleteReadError, OSError):  # the other end is gone, or the network to it
             return b""
         if not hmac.compare_digest(_seal(self._key, self._number, message), head[LENGTH:]):
             raise ValueError("the seal of a message is wrong, so that somebody else wrote or changed it")

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from art_cli.commands.preflight import Preflight
 from art_cli.config.compose import load_config
 from art_cli.errors import ConfigError, LearnerError, UsageError
 from art_cli.learners import exchange
@@ -296,6 +297,18 @@ async def test_a_first_node_that_goes_without_a_word_is_told_as_gone(
             await asyncio.wait_for(joining, 30)
 
 
+async def test_nodes_that_wait_for_the_others_in_vain_are_told(tmp_path: Path, base: Path) -> None:
+    async with meeting(nodes=3, deadline_s=5.0) as (rendezvous, waiting, come):
+        first, node = await come(rendezvous), a_node(tmp_path, base)
+        answering = asyncio.ensure_future(answer(*first.connection, node))
+        with pytest.raises(LearnerError, match="2 of 3 nodes came") as late:
+            await waiting
+        await rendezvous.close(str(late.value))
+        assert node.end is not None and node.end.startswith("2 of 3 nodes came")
+        rendezvous._met[0].hang_up()
+        await asyncio.wait_for(answering, 30)
+
+
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
@@ -329,6 +342,16 @@ def test_addresses_ports_and_interfaces() -> None:
             other.bind(("", port))
         with socket.create_server(("", port)):  # with SO_REUSEADDR, as torch's store has it
             pass
+
+
+def test_a_check_says_the_number_of_ranks_or_why_they_cannot_meet(tmp_path: Path) -> None:
+    overrides = ["learner=torch", "learner.nodes=2", "learner.processes=3", f"learner.rendezvous={free_address()}"]
+    preflight = Preflight(load_config(LETTERS / "config.yaml", overrides), tmp_path)
+    found = preflight.check_nodes()
+    assert found is not None and found.is_good and found.message.startswith("2 nodes x 3 processes = 6 ranks")
+    with socket.create_server(Address.parse(overrides[-1].partition("=")[2])):
+        found = preflight.check_nodes()
+    assert found is not None and not found.is_good and "cannot listen at" in found.message and found.cure
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ class Rendezvous:
         except OSError as error:
             cure = f"learner.rendezvous is an address of this machine with a free port: {error.strerror or error}"
             raise LearnerError(f"cannot listen at {address}; {cure}") from error
-        log.info("learner: waiting at %s for %d more nodes: run `art join CONFIG` there", address, missing)
+        log.info("learner: nodes that are missing at %s: %d; run `art join CONFIG` on each", address, missing)
         try:
             async with asyncio.timeout(self.meeting.deadline_s):
                 await self._wait()
@@ -81,9 +81,11 @@ class Rendezvous:
             node.name = f"node {number} ({node.name})"
         return self._met
 
-    async def close(self) -> None:
+    async def close(self, reason: str = "") -> None:
+        """No node can come any more. The nodes that came know why their work is over; "" is an end that was meant."""
         if self._server is not None:
             self._server.close()
+        await asyncio.gather(*(node.finish(reason) for node in self._met))
 
     async def _wait(self) -> None:
         while not self._is_full.is_set():
