@@ -174,11 +174,11 @@ class AdapterLearner:
             if objective.is_clipped is not None:
                 num_clipped, clips = num_clipped + int(objective.is_clipped.sum()), True
             found |= _by_datum(asked.order, new.detach().cpu().numpy(), data)
-        if fault := next(filter(None, self.ranks.gather(fault)), ""):
+        if fault := next(filter(None, self.ranks.gather(fault, str)), ""):
             raise LearnerError(fault)
         if back:
             self._add_up()
-        parts = self.ranks.gather(_Part(found, total, num_tokens, num_clipped if clips else None))
+        parts = self.ranks.gather(_Part(found, total, num_tokens, num_clipped if clips else None), _Part)
         return _total(parts, len(data))
 
     def _add_up(self) -> None:

@@ -141,7 +141,7 @@ class ServedAdapters:
     def save(self, id: str, directory: str, optimizer: bool) -> None:
         if self._ranks.rank == 0:
             self._learners[id].save(Path(directory), optimizer=optimizer)
-        self._ranks.gather(None)  # nobody changes a weight before it is written
+        self._ranks.gather(True, bool)  # nobody changes a weight before it is written
 
     def load(self, id: str, directory: str, optimizer: bool) -> int:
         """The number of updates that the adapter has taken."""

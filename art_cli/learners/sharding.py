@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from art_cli.errors import LearnerError
 from art_cli.learners import exchange
 from art_cli.learners.logprobs import TokenScores
 from art_cli.learners.packing import Pack
@@ -32,23 +31,7 @@ class FsdpRanks(Ranks):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def gather(self, value: Value, kind: type[Value]) -> list[Value]:
-        """Raises LearnerError: what another process sent is no such record."""
-        written = torch.frombuffer(bytearray(exchange.encode(value)), dtype=torch.uint8)
-        sizes = [int(size) for size in self._gather(torch.tensor([len(written)]))]
-        if not all(0 < size <= exchange.MAX_BYTES for size in sizes):
-            raise LearnerError(f"the learner's processes sent records of impossible sizes: {sizes}")
-        padded = torch.nn.functional.pad(written, (0, max(sizes) - len(written)))
-        parts = zip(self._gather(padded), sizes, strict=True)
-        try:
-            return [exchange.decode(part[:size].numpy().tobytes(), kind) for part, size in parts]
-        except ValueError as error:
-            raise LearnerError(f"a process of the learner sent what is no record of ours: {error}") from error
-
-    def _gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every process's tensor on the CPU. All have the same shape."""
-        tensors = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(tensors, tensor)
-        return tensors
+        return exchange.gather(value, kind, self.size)
 
     def forward(self, model: Any, run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
         scores: TokenScores = model.run_pack(run, pack)
