@@ -52,6 +52,11 @@ PARTS = {
     "trackers": Part("What trackers cost", ("benchmarks.trackers",)),
     "storage": Part("A run in an object store", ("benchmarks.storage",)),
     "replicas": Part("Two vLLM servers against one, and one killed", ("benchmarks.replicas",)),
+    "remote": Part("Training through a server against local", ("benchmarks.remote",)),
+    "lossy": Part(
+        "A network that loses and repeats, and thirty kills of client and server",
+        ("benchmarks.lossy", "--kills", "30"),
+    ),
     "templates": Part("Which turns branch in each chat template", ("benchmarks.templates",)),
     "utilisation": Part("Share of the machine", ("benchmarks.utilisation",)),
     "scaling": Part(
