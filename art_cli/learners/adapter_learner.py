@@ -42,7 +42,7 @@ class Passed(NamedTuple):
 class _Part(NamedTuple):
     """What one process gave of a pass."""
 
-    logprobs: dict[int, Floats]  # by the index of the datum
+    logprobs: dict[int, Floats]  # each is filed by the index of its datum
     loss: float
     num_tokens: int
     num_clipped: int | None  # None: the loss does not clip, or no pack ran here

@@ -30,7 +30,7 @@ from art_cli.learners.schedule import WINDOW, clip_limit, rate_of_step
 from art_cli.learners.step_plan import PlannedStep, plan_step
 from art_cli.learners.tinker_data import SHARES, logprobs_of
 from art_cli.learners.tinker_losses import WeightedSample, server_loss, weigh
-from art_cli.learners.tinker_numbers import StepNumbers
+from art_cli.learners.tinker_numbers import RemoteStepNumbers
 from art_cli.learners.tinker_sft import RemoteSft
 from art_cli.learners.tinker_trainer import RemoteTrainer
 from art_cli.learners.token_weights import Floats
@@ -100,7 +100,7 @@ class TinkerLearner:
             _check_temperatures(plan)
             assert self.trainer.client is not None  # a saved one says how many steps were taken
         rate = rate_of_step(self.train_config, self.trainer.counters.num_steps)
-        numbers = StepNumbers(groups)
+        numbers = RemoteStepNumbers(groups)
         if plan.parts:
             try:
                 self._take_updates(plan, rate, numbers, record, progress)
@@ -119,7 +119,7 @@ class TinkerLearner:
         self,
         plan: PlannedStep,
         rate: float,
-        numbers: StepNumbers,
+        numbers: RemoteStepNumbers,
         record: StepRecord | None,
         progress: Progress | None,
     ) -> None:
@@ -219,7 +219,7 @@ class TinkerLearner:
                 by_sample[id(each)] = logprobs
         return [by_sample[id(each)] for each in sent.update]
 
-    def _finish(self, sent: _Sent, numbers: StepNumbers, record: StepRecord | None) -> None:
+    def _finish(self, sent: _Sent, numbers: RemoteStepNumbers, record: StepRecord | None) -> None:
         """Waits until the server has taken the optimizer step."""
         numbers.add_update(sent.update, self._logprobs(sent), self.server_loss, record, sent.number)
         norm = self.trainer.wait_for_update(sent.applied)
@@ -234,7 +234,7 @@ class TinkerLearner:
             self.trainer.counters = counters._replace(norms=(*counters.norms, norm)[-WINDOW:])
         numbers.norms.append((norm, min(norm, sent.limit)))
 
-    def _check_drift(self, numbers: StepNumbers) -> None:
+    def _check_drift(self, numbers: RemoteStepNumbers) -> None:
         bound, gap = self.train_config.max_logprob_gap, numbers.gap
         if gap > bound:
             raise DriftError(

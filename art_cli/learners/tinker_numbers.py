@@ -1,4 +1,4 @@
-"""StepNumbers: what a step on a server of the Tinker protocol reports, computed from the logprobs that it answers with.
+"""RemoteStepNumbers: what a step on a server of the Tinker protocol reports, computed from the logprobs that it answers with.
 
 The same numbers as the torch learner's, except those that need more than logprobs: entropy, and how tokens were packed.
 """
@@ -17,7 +17,7 @@ from art_cli.learners.token_weights import CROSS_ENTROPY, Floats
 from art_cli.trajectory import ScoredTrajectory
 
 
-class StepNumbers:
+class RemoteStepNumbers:
     """The numbers of one step, which are added update by update."""
 
     def __init__(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:

@@ -48,7 +48,7 @@ class RemoteTrainer:
         self.saved: RemoteCheckpoint | None = None  # the next training client begins with it; None: with a new adapter
         self.with_optimizer = True  # whether it goes on with the saved optimizer too
         self._connection: RemoteSession | None = None
-        self._extra: frozenset[str] = frozenset()  # what a datum may bring; known once there is a session
+        self._extra: frozenset[str] = frozenset()  # the keys that a datum may bring are known once there is a session
         self._client: Any = None  # the SDK's training client; None: the next call makes one
 
     @property
