@@ -1,4 +1,4 @@
-"""RemoteStepNumbers: what a step on a server of the Tinker protocol reports, computed from the logprobs that it answers with.
+"""RemoteStepNumbers: what a step on a server of the Tinker protocol reports, computed from the logprobs of its answers.
 
 The same numbers as the torch learner's, except those that need more than logprobs: entropy, and how tokens were packed.
 """
