@@ -141,10 +141,8 @@ def _load(arguments: list[str], base: str | None) -> "LoadedBackend":
         raise UsageError("engine, learner: tinker is what a client of this server has; here: engine=auto learner=auto")
     if loaded.learner.nodes > 1:
         raise UsageError("learner.nodes: adapters of several clients are trained on one machine; set learner.processes")
-    if loaded.learner.name == "unsloth":
-        raise UsageError(
-            "learner: unsloth loads a model together with one adapter, and clients here share a base: learner=torch"
-        )
+    if loaded.learner.name == "unsloth" and loaded.model.lora is None:
+        raise UsageError("model.lora: null trains all weights, and Unsloth adapters only: learner=torch, or set it")
     return loaded
 
 
@@ -175,7 +173,13 @@ def _load_base(loaded: "LoadedBackend", root: Path, named: str | None) -> "Base"
     found = model.find_base(loaded.model.base, directory=loaded.directory, built=root / "base")
     log.info("loading %s", given)
     bare = loaded.model.model_copy(update={"lora": None})
-    weights = model.load_weights(bare, found, device=loaded.learner.device)
+    if loaded.learner.name == "unsloth":
+        from art_cli.learners import unsloth
+
+        weights = model.load_weights(bare, found, device=loaded.learner.device, load=unsloth.load_bare)
+        unsloth.check_adapters(weights)
+    else:
+        weights = model.load_weights(bare, found, device=loaded.learner.device)
     lora = loaded.model.lora if "lora" in loaded.model.model_fields_set else None
     is_whole = loaded.model.lora is None
     if is_whole:

@@ -1,6 +1,6 @@
 """Loads the policy through Unsloth, base (16 or 4 bits) and adapter; says in one line why that cannot be done here.
 
-    obstacle() -> None: it can be done               load_model, for `art_cli.model.load_weights`
+    obstacle() -> None: it can be done     load_model, or load_bare without an adapter, for art_cli.model.load_weights
 
 The step itself is TorchLearner's. When Unsloth is imported, it replaces forward passes of transformers and peft. So it
 must be imported before them, and the only import is where weights are loaded. On a GPU its attention ignores the tree
@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from art_cli import quantization
-from art_cli.config.schema import ModelConfig
+from art_cli.config.schema import LoraConfig, ModelConfig
 from art_cli.errors import LearnerError, UsageError
+from art_cli.model import Weights, token_logprobs, with_adapter
 
 FLOOR = "2026.10"  # the oldest version that pyproject.toml allows
 CPU_FLOOR = "2026.10.9"  # the first version that runs without a GPU; older ones raise NotImplementedError at import
@@ -71,23 +72,10 @@ def _unmet_requirement() -> tuple[str, str] | None:
 
 def load_model(config: ModelConfig, base: str, place: torch.device, dtype: torch.dtype, seed: int) -> Any:
     """The base with its fresh adapter, a PeftModel. Raises LearnerError: Unsloth cannot run, or did something else."""
-    if (reason := obstacle()) is not None:
-        raise LearnerError(f"learner 'unsloth' cannot run here: {reason}, or set learner=torch")
     if config.lora is None:
         raise LearnerError("learner 'unsloth' trains LoRA adapters only: set model.lora, or learner=torch")
-    if config.quantize is not None:
-        quantization.require_bitsandbytes()
-    unsloth = _import()
+    unsloth, model = _load(config, base, dtype, seed)
     with _kept_apart():
-        model, _ = unsloth.FastLanguageModel.from_pretrained(
-            model_name=base,
-            max_seq_length=config.max_length or _own_length(base),
-            dtype=dtype,
-            load_in_4bit=config.quantize == "4bit",
-            use_exact_model_name=True,  # otherwise it may load a copy in another quantisation, which the engine lacks
-            use_gradient_checkpointing=False,  # PackRunner does it, as learner.gradient_checkpointing says
-            random_state=seed,
-        )
         try:
             model = unsloth.FastLanguageModel.get_peft_model(
                 model,
@@ -109,9 +97,57 @@ def load_model(config: ModelConfig, base: str, place: torch.device, dtype: torch
     return model
 
 
+def load_bare(config: ModelConfig, base: str, place: torch.device, dtype: torch.dtype, seed: int) -> Any:
+    """The base without an adapter, on which the adapters of several clients may stand: they are PEFT's own.
+
+    Unsloth's forward passes of the base are the same for all of them; its fused passes of adapters, which belong to a
+    model of one adapter, are not used. Raises LearnerError: Unsloth cannot run, or did something else.
+    """
+    _, model = _load(config, base, dtype, seed)
+    _check(model, config, place)
+    quantization.keep_layout(model)
+    return model
+
+
+def check_adapters(weights: Weights) -> None:
+    """Raises LearnerError: an adapter on a copy of a bare model changes nothing, because a pass of Unsloth's holds on
+    to the layers of the original."""
+    made = with_adapter(weights, LoraConfig(rank=1, targets="all-linear"), 0)
+    with torch.no_grad():
+        for name, parameter in made.model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    ids = list(range(min(16, int(weights.model.config.vocab_size))))
+    if token_logprobs(made, ids) == token_logprobs(weights, ids):
+        raise LearnerError(
+            f"Unsloth {version('unsloth')} runs this model past the adapters of clients: set learner=torch"
+        )
+
+
+def _load(config: ModelConfig, base: str, dtype: torch.dtype, seed: int) -> tuple[ModuleType, Any]:
+    """Unsloth, and the base that it loaded."""
+    if (reason := obstacle()) is not None:
+        raise LearnerError(f"learner 'unsloth' cannot run here: {reason}, or set learner=torch")
+    if config.quantize is not None:
+        quantization.require_bitsandbytes()
+    unsloth = _import()
+    with _kept_apart():
+        model, _ = unsloth.FastLanguageModel.from_pretrained(
+            model_name=base,
+            max_seq_length=config.max_length or _own_length(base),
+            dtype=dtype,
+            load_in_4bit=config.quantize == "4bit",
+            use_exact_model_name=True,  # otherwise it may load a copy in another quantisation, which the engine lacks
+            use_gradient_checkpointing=False,  # PackRunner does it, as learner.gradient_checkpointing says
+            random_state=seed,
+        )
+    return unsloth, model
+
+
 def _check(model: Any, config: ModelConfig, place: torch.device) -> None:
     """Raises LearnerError where the model is not as asked. Unsloth itself only prints that it did something else."""
-    if config.quantize is not None and not quantization.is_quantized(model.get_base_model()):
+    base = model if config.lora is None else model.get_base_model()
+    if config.quantize is not None and not quantization.is_quantized(base):
         raise LearnerError(
             f"Unsloth {version('unsloth')} did not load {config.base} in {config.quantize}: set model.quantize=null"
         )

@@ -15,7 +15,7 @@ import transformers
 
 from art_cli import model
 from art_cli.config.checks import conflicts
-from art_cli.config.schema import GrpoConfig, RunConfig
+from art_cli.config.schema import GrpoConfig, ModelConfig, RunConfig
 from art_cli.engines.embedded.runner import ForwardRunner
 from art_cli.errors import EngineError, LearnerError
 from art_cli.learners import load_policy, make_learner, unsloth
@@ -26,6 +26,7 @@ from tests.support.fake_unsloth import install
 from tests.support.gradients import Caught, distance, reference_gradient, two_answers
 from tests.support.paths import ROOT
 from tests.support.tiny import save_tiny_base
+from tests.support.unsloth_backend import compare
 
 PYTHON = Path(os.environ.get("ART_UNSLOTH_PYTHON", ROOT / ".venv-unsloth/bin/python"))
 IGNORES_MASKS = "from tests.support.fake_unsloth import IgnoresMasks as FastLanguageModel\n"
@@ -223,8 +224,27 @@ def test_the_embedded_engine_runs_what_kept_its_attention(
 # --- the real one -----------------------------------------------------------------------------------------------------
 
 
-def run_child(python: Path, base: str, *arguments: str) -> dict[str, Any]:
-    command = [str(python), str(ROOT / "tests/support/unsloth_child.py"), base, *arguments]
+def test_adapters_of_several_clients_learn_on_a_base_that_it_loaded(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, monkeypatch)
+    result = compare(base)
+    assert result["logprobs"] == result["weights"] == 0.0 and result["moved"] > 1e-3
+
+
+def test_a_base_that_holds_on_to_its_own_layers_is_refused(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter stands on a copy of the modules, which such a pass goes around."""
+    install(tmp_path, monkeypatch, body="from tests.support.fake_unsloth import HoldsOn as FastLanguageModel\n")
+    config = ModelConfig(base=base, lora=None, dtype="float32")
+    loaded = model.load_weights(config, base, load=unsloth.load_bare)
+    with pytest.raises(LearnerError, match="runs this model past the adapters of clients: set learner=torch"):
+        unsloth.check_adapters(loaded)
+
+
+def run_child(python: Path, base: str, *arguments: str, child: str = "unsloth_child.py") -> dict[str, Any]:
+    command = [str(python), str(ROOT / "tests/support" / child), base, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     result: dict[str, Any] = json.loads(done.stdout)
@@ -244,6 +264,14 @@ def test_the_real_one_trains_as_torch_does(arguments: tuple[str, ...], base: str
     assert result["logprob_gap"] <= bound and result["moved"] > 0
     assert result["grad_norms"][0] == pytest.approx(result["grad_norms"][1], rel=bound)
     assert {"adapter_model.safetensors", "optimizer.safetensors", "rng.safetensors"} <= set(result["files"])
+
+
+@pytest.mark.unsloth
+@pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-unsloth and no ART_UNSLOTH_PYTHON: make test-unsloth")
+def test_adapters_of_clients_learn_on_the_real_ones_base_as_on_any(base: str) -> None:
+    result = run_child(PYTHON, base, child="unsloth_backend.py")
+    bound = 1e-5 if result["device"] == "cpu" else 5e-2
+    assert result["logprobs"] <= bound and result["weights"] <= bound and result["moved"] > 1e-3
 
 
 @pytest.mark.gpu

@@ -79,6 +79,18 @@ class IgnoresMasks(Honest):
         return model, tokenizer
 
 
+class HoldsOn(Honest):
+    """Its pass of the whole model is that of the modules which were loaded, whatever stands in their place."""
+
+    @classmethod
+    def from_pretrained(cls, model_name: str, **rest: Any) -> tuple[Any, Any]:
+        model, tokenizer = super().from_pretrained(model_name, **rest)
+        for layer in model.model.layers:
+            plain = layer.forward
+            layer.forward = lambda *args, plain=plain, **rest: plain(*args, **rest)
+        return model, tokenizer
+
+
 class QuantizesNothing(Honest):
     @classmethod
     def from_pretrained(cls, model_name: str, load_in_4bit: bool, **rest: Any) -> tuple[Any, Any]:
