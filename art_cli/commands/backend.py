@@ -150,9 +150,13 @@ def _choose_engine(loaded: "LoadedBackend") -> "EngineConfig":
     """Raises UsageError: an engine that cannot hold the clients' policies beside each other."""
     from art_cli.config.schema import AutoEngineConfig, EmbeddedEngineConfig, VllmEngineConfig
 
-    engine = loaded.engine
+    engine, is_unsloth = loaded.engine, loaded.learner.name == "unsloth"
     if isinstance(engine, AutoEngineConfig):
-        return EmbeddedEngineConfig()
+        return VllmEngineConfig(name="vllm") if is_unsloth else EmbeddedEngineConfig()
+    if isinstance(engine, EmbeddedEngineConfig) and is_unsloth:
+        raise UsageError(
+            "engine: embedded cannot sample from a model that Unsloth loaded: engine=vllm, or learner=torch"
+        )
     if not isinstance(engine, EmbeddedEngineConfig | VllmEngineConfig):
         raise UsageError(
             f"engine: {engine.name}: clients' adapters are loaded beside each other: engine=embedded or vllm"

@@ -243,6 +243,20 @@ def test_a_base_that_holds_on_to_its_own_layers_is_refused(
         unsloth.check_adapters(loaded)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["engine=embedded"], "embedded cannot sample from a model that Unsloth loaded: engine=vllm, or learner=torch"),
+        (["model.lora=null"], "lora: null trains all weights, and Unsloth adapters only: learner=torch, or set it"),
+    ],
+)
+def test_a_backend_says_what_goes_with_it(
+    overrides: list[str], message: str, base: str, art: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, _, errors = art("backend", "--base", base, "--port", "0", "learner=unsloth", *overrides)
+    assert code == 2 and message in errors
+
+
 def run_child(python: Path, base: str, *arguments: str, child: str = "unsloth_child.py") -> dict[str, Any]:
     command = [str(python), str(ROOT / "tests/support" / child), base, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
