@@ -4,7 +4,6 @@ Every process makes the same calls in the same order, and holds the same adapter
 """
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -86,17 +85,13 @@ class ServedAdapters:
 
     def __init__(self, job: AdapterJob, deadline_s: float) -> None:
         """Loads the base. `deadline_s` is the longest wait in a collective. Raises LearnerError: too few GPUs."""
-        import torch.distributed as dist
-
+        from art_cli.learners import process_group
         from art_cli.learners.adapter_learner import AdapterLearner
-        from art_cli.learners.replicas import ReplicaRanks
-        from art_cli.learners.worker import device_of
         from art_cli.model import load_weights
 
-        device = device_of(job.learner.device)
-        backends = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backends, timeout=timedelta(seconds=deadline_s))
-        self._ranks = ReplicaRanks()
+        device = process_group.device_of(job.learner.device)
+        process_group.join(device, deadline_s)
+        self._ranks = process_group.GroupRanks()
         self._weights = load_weights(job.model, job.base, device=str(device))
         self._config = job.learner
         self._learners: dict[str, AdapterLearner] = {}

@@ -7,7 +7,7 @@ over its own processes; then only gradients go between nodes.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,29 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from art_cli.learners import exchange
 from art_cli.learners.logprobs import TokenScores
 from art_cli.learners.packing import Pack
-from art_cli.learners.ranks import Ranks
-
-Value = TypeVar("Value")
+from art_cli.learners.process_group import GroupRanks
 
 
-class FsdpRanks(Ranks):
-    """One process of a process group, which exists already."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-
-    def gather(self, value: Value, kind: type[Value]) -> list[Value]:
-        return exchange.gather(value, kind, self.size)
+class FsdpRanks(GroupRanks):
+    """One process of a group whose model is divided."""
 
     def forward(self, model: Any, run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
         scores: TokenScores = model.run_pack(run, pack)
         return scores
-
-    def add_up(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor)
 
     def whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -7,20 +7,16 @@ the rest are the Learner's methods. It ends, whatever it is doing, when the proc
 import os
 import socket
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from art_cli import log, private
-from art_cli.errors import LearnerError
 from art_cli.processes.serve import run_and_exit, serve
 from art_cli.trajectory import ScoredTrajectory
 
 if TYPE_CHECKING:
-    import torch
-
     from art_cli.learners import Progress
     from art_cli.learners.job import Job
     from art_cli.learners.served_adapters import ServedAdapters
@@ -114,16 +110,13 @@ class ServedLearner:
 
 def make_learner(job: "Job") -> "TorchLearner":
     """This process's part of the learner. Raises LearnerError: fewer GPUs than processes."""
-    import torch.distributed as dist
-
+    from art_cli.learners import process_group
     from art_cli.learners.sharding import FsdpRanks, make_mesh, shard
     from art_cli.learners.torch_learner import TorchLearner
     from art_cli.model import load_weights
 
-    device = device_of(job.learner.device)
-    if not dist.is_initialized():
-        backends = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backends, timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S))
+    device = process_group.device_of(job.learner.device)
+    process_group.join(device, COLLECTIVE_DEADLINE_S)
     # loaded on the CPU, so that a GPU holds no more of the model than one layer and its own share
     weights = load_weights(job.model, job.base, device="cpu", seed=job.train.seed)
     mesh = make_mesh(device, nodes=job.learner.nodes if job.learner.shard == "node" else 1)
@@ -139,20 +132,6 @@ def make_learner(job: "Job") -> "TorchLearner":
         sampling_max_tokens=job.sampling_max_tokens,
         ranks=FsdpRanks(),
     )
-
-
-def device_of(name: str) -> "torch.device":
-    """The CPU, which all processes share, or a GPU of this process's own. Raises LearnerError: not enough of them."""
-    import torch
-
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    size, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if gpus < size:
-        raise LearnerError(f"learner.processes is {size}, and there are {gpus} GPUs: each process needs one of its own")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device
 
 
 if __name__ == "__main__":
