@@ -6,13 +6,12 @@ SIGTERM and SIGINT stop it; a second signal does not wait for what runs.
 """
 
 import asyncio
-import contextlib
 import logging
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from art_cli import signals
 from art_cli.backend import BackendLimits
 from art_cli.backend.app import build_app
 from art_cli.backend.base import Base
@@ -57,7 +56,7 @@ class BackendService:
             await call_in_thread(self.base.start, self._logs)
             await self.host.start()
             async with serve(self.app, host, port, grace_s=1) as root:
-                with self._signals():
+                with signals.calling(self.stop):
                     await self._until_stopped(lambda: on_ready(root))
         finally:
             await self.samplers.close()
@@ -113,19 +112,3 @@ class BackendService:
                 await call_in_thread(self.state.store.sweep)
             except OSError as error:
                 log.warning("expired checkpoints cannot be deleted: %s", error)
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM inside call `stop`."""
-        loop = asyncio.get_running_loop()
-        numbers: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM)
-        try:
-            for number in numbers:
-                loop.add_signal_handler(number, self.stop)
-        except (ValueError, RuntimeError):  # not the main thread; the owner of the process calls `stop`
-            numbers = ()
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)

@@ -4,11 +4,10 @@ import asyncio
 import contextlib
 import logging
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from art_cli import threads
+from art_cli import signals, threads
 from art_cli.errors import Interrupted
 
 log = logging.getLogger(__name__)
@@ -26,7 +25,7 @@ class Interrupts:
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
         """The first SIGINT or SIGTERM inside raises Interrupted; a second one ends the process at once."""
-        loop, main = asyncio.get_running_loop(), asyncio.current_task()
+        main = asyncio.current_task()
         assert main is not None
 
         def interrupt() -> None:
@@ -39,19 +38,12 @@ class Interrupts:
             else:
                 main.cancel()
 
-        # A notebook trains in another thread than the main one. Only the main one gets signals; a notebook cancels
-        # the task itself.
-        has_signals = threading.current_thread() is threading.main_thread()
-        signals = (signal.SIGINT, signal.SIGTERM) if has_signals else ()
-        for number in signals:
-            loop.add_signal_handler(number, interrupt)
-        try:
-            yield
-        except asyncio.CancelledError:
-            raise Interrupted(self.message) from None
-        finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
+        # A notebook trains in another thread than the main one, where no signal comes, and cancels the task itself.
+        with signals.calling(interrupt):
+            try:
+                yield
+            except asyncio.CancelledError:
+                raise Interrupted(self.message) from None
 
     async def off_loop(self, function: Callable[..., Result], *arguments: Any, **knobs: Any) -> Result:
         """The result of `function`, computed in a thread. An interrupt waits for it, since no thread can be stopped."""

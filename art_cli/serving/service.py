@@ -18,6 +18,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from art_cli import signals
 from art_cli.chat.app import BODY_TIMEOUT_S, BodyLimit, build_app, error_response
 from art_cli.chat.connection import Timeouts
 from art_cli.chat.errors import ChatError
@@ -95,7 +96,7 @@ class Service:
         Raises EngineError: the address is not available, or an engine failed; ArtError: a policy cannot be loaded.
         """
         async with serve(self.app, host, port, timeouts=self.limits.timeouts, grace_s=GRACE_S) as root:
-            with self._stopping.signals():
+            with signals.calling(self._stopping.stop):
                 try:
                     if await self._stopping.ends_before(self.policies.start()) and not self._stopping.is_stopped:
                         self.admission.open()

@@ -1,10 +1,8 @@
 """Stopping: how a server ends. A signal or `stop` refuses new requests, and those in flight end or run out of time."""
 
 import asyncio
-import contextlib
 import logging
-import signal
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine
 from typing import Any
 
 from art_cli.errors import first_of_group
@@ -57,22 +55,6 @@ class Stopping:
         at_once.cancel()
         if self._admission.num_in_flight:
             log.warning("stopped with %d requests unfinished", self._admission.num_in_flight)
-
-    @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM inside call `stop`."""
-        loop = asyncio.get_running_loop()
-        numbers: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM)
-        try:
-            for number in numbers:
-                loop.add_signal_handler(number, self.stop)
-        except (ValueError, RuntimeError):  # not the main thread; the owner of the process calls `stop`
-            numbers = ()
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
 
 
 async def cancel(*tasks: asyncio.Task[None]) -> None:

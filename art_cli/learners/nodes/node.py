@@ -11,13 +11,13 @@ import contextlib
 import logging
 import re
 import shutil
-import signal
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from art_cli import signals
 from art_cli.errors import Interrupted, LearnerError, printable
 from art_cli.learners import Progress
 from art_cli.learners.job import Job
@@ -224,15 +224,9 @@ class JoinedNode:
 @contextlib.contextmanager
 def _interrupts() -> Iterator[asyncio.Event]:
     """Yields an event that is set by Ctrl-C and SIGTERM."""
-    loop, interrupted = asyncio.get_running_loop(), asyncio.Event()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        loop.add_signal_handler(number, interrupted.set)
-    try:
+    interrupted = asyncio.Event()
+    with signals.calling(interrupted.set):
         yield interrupted
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
 
 
 async def _or_interrupt(work: Awaitable[Result], interrupted: asyncio.Event) -> Result:

@@ -17,6 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from art_cli import signals
 from art_cli.chat.app import BodyLimit, build_app
 from art_cli.chat.reading import RequestReader
 from art_cli.chat.requests import Sampling
@@ -114,7 +115,7 @@ class GatewayService:
         written, and the next start writes it.
         """
         self.conversations.restore(self._journal.outline())
-        with self.stopping.signals():  # also while the last file is written
+        with signals.calling(self.stopping.stop):  # also while the last file is written
             async with serve(self.app, host, port, grace_s=GRACE_S) as root:
                 self.admission.open()
                 on_ready(root)
