@@ -140,7 +140,8 @@ class TrainingRun:
                     self.startup.reached("first checkpoint and warm-up")
                     async with self._open_sampler(step) as sampler:
                         self.startup.reached("engine and agent")
-                        self.panel.servers = sampler.engine if isinstance(sampler.engine, Replicated) else None
+                        if isinstance(engine := sampler.engine, Replicated):
+                            self.panel.num_servers = lambda: (engine.num_answering, engine.num_replicas)
                         sampler.gateway.on_first_reply = partial(self.startup.end, "first reply")
                         step = await self._take_steps(sampler, step)
             finally:

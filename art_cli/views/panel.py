@@ -11,7 +11,7 @@ It takes numbers, and text that may quote models and users' code. The text is sh
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from art_cli.errors import printable
@@ -23,8 +23,6 @@ from art_cli.views.report_text import BARS, duration, spark
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-
-    from art_cli.engines import Replicated
 
 ASCII_BARS = "_.:-=+*#"  # bars for terminals that have no other characters
 RECENT = 10  # number of steps whose durations tell the time that is left
@@ -47,7 +45,7 @@ class RunPanel:
         self.name, self.num_steps = name, num_steps
         self.history = History([], [])
         self.failures: Failures | None = None  # those of the newest step
-        self.servers: Replicated | None = None  # the engine, where it has several servers
+        self.num_servers: Callable[[], tuple[int, int]] | None = None  # answering, all; None: the engine has one server
         self._stages: tuple[tuple[str, int, int, str], ...] = ()  # (title, done, total, facts); the newest comes last
 
     def add(self, record: UpdateNumbers | Evaluated) -> None:
@@ -118,8 +116,10 @@ class RunPanel:
 
     def _servers(self) -> str:
         """Example: "1 of 2 replicas answer"."""
-        servers = self.servers
-        return "" if servers is None else f"{servers.num_answering} of {servers.num_replicas} replicas answer"
+        if self.num_servers is None:
+            return ""
+        num_answering, num = self.num_servers()
+        return f"{num_answering} of {num} replicas answer"
 
     def _failed(self) -> str:
         failed = self.failures

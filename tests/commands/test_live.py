@@ -182,7 +182,7 @@ def test_the_panel_says_how_many_servers_answer_now() -> None:
 
     made, servers = panel(), Servers()
     assert "engine" not in dict(made.rows(80))
-    made.servers = servers
+    made.num_servers = lambda: (servers.num_answering, servers.num_replicas)
     assert dict(made.rows(80))["engine"] == "4 of 4 replicas answer"
     servers.num_answering = 3
     assert dict(made.rows(80))["engine"] == "3 of 4 replicas answer"
