@@ -16,6 +16,7 @@ from art_cli.errors import RolloutError
 from art_cli.outcome import MAX_NUMBER, Outcome
 from art_cli.processes.plain_json import MAX_DEPTH, dump, is_deep, load
 from art_cli.rollouts.attempt import AttemptError
+from art_cli.rollouts.local_http import LocalCalls, local_client
 from art_cli.rollouts.plain_chat import spare_the_walk
 from art_cli.state_key import STATE_HEADER, write_header
 from art_cli.unrecorded import UNRECORDED
@@ -42,11 +43,12 @@ class Connections:
         self._lock = threading.Lock()
         self._async_client: Any = None
         self._client: Any = None
+        self._calls = LocalCalls()
 
     def async_client(self) -> Any:
         with self._lock:
             if self._has_one_loop and self._async_client is None:
-                self._async_client = _make_client("DefaultAioHttpClient", "DefaultAsyncHttpxClient")
+                self._async_client = _make_client("DefaultAioHttpClient", "DefaultAsyncHttpxClient", calls=self._calls)
             return self._async_client
 
     def client(self) -> Any:
@@ -63,12 +65,13 @@ class Connections:
             self._client.close()
 
 
-def _make_client(*names: str) -> Any:
+def _make_client(*names: str, calls: LocalCalls | None = None) -> Any:
     """The first of these clients that the installed openai has. The one over aiohttp is faster, but an extra."""
     openai = _import_openai()
     for name in names:
         try:
-            return getattr(openai, name)()
+            kind = getattr(openai, name)
+            return kind() if calls is None else local_client(kind, calls)
         except (AttributeError, RuntimeError):  # an openai without it; an extra that is not installed
             continue
     return None

@@ -27,14 +27,15 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
 class Wire:
     """Keeps what a client sends."""
 
-    def __init__(self, status: int = 200) -> None:
+    def __init__(self, status: int = 200, reply: dict[str, Any] = REPLY) -> None:
         self.bodies: list[bytes] = []
         self._status = status
+        self._reply = reply
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         self.bodies.append(request.content)
         is_first = len(self.bodies) == 1
-        return httpx.Response(self._status if is_first else 200, json=REPLY, headers={"retry-after-ms": "1"})
+        return httpx.Response(self._status if is_first else 200, json=self._reply, headers={"retry-after-ms": "1"})
 
     def client(self) -> openai.AsyncOpenAI:
         http = httpx.AsyncClient(transport=httpx.MockTransport(self))
@@ -75,6 +76,31 @@ def test_the_bytes_are_those_of_the_ordinary_client(name: str) -> None:
 
     replies = asyncio.run(ask())
     assert ordinary.bodies == spared.bodies and replies[0] == replies[1]
+
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+SAID: dict[str, dict[str, Any]] = {
+    "calls": {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    "a thought, which the client has no field for": {"role": "assistant", "content": "5", "reasoning_content": "hm"},
+    "no role": {"content": "5"},
+    "a kind of call that the client does not know": {"role": "assistant", "tool_calls": [{"type": "other", "id": 3}]},
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_the_reply_is_read_as_the_ordinary_client_reads_it(name: str) -> None:
+    reply = {**REPLY, "choices": [{**REPLY["choices"][0], "message": SAID[name]}], "step": 3}  # type: ignore[index]
+
+    async def ask() -> list[ChatCompletion]:
+        clients = [Wire(reply=reply).client() for _ in range(2)]
+        spare_the_walk(clients[1], openai)
+        return [await each.chat.completions.create(model="policy", messages=[ASKED]) for each in clients]  # type: ignore[list-item]
+
+    ordinary, spared = asyncio.run(ask())
+    assert ordinary == spared and type(spared) is ChatCompletion
+    assert ordinary.model_dump(exclude_unset=True, warnings=False) == spared.model_dump(
+        exclude_unset=True, warnings=False
+    )
 
 
 def test_a_sync_client_a_raw_response_and_a_stream_send_the_same_too() -> None:
