@@ -129,8 +129,9 @@ class Gateway:
 
     async def accuse(self, scope: Scope) -> bool:
         """Whether the program of another attempt makes this call. If so, that attempt's record notes it."""
-        key = self.key_of(scope)
-        if self.peers.is_empty or key not in self._backends or not (scope.get("client") and scope.get("server")):
+        if self.peers.is_empty or not (scope.get("client") and scope.get("server")):
+            return False
+        if (key := self.key_of(scope)) not in self._backends:
             return False
         thief = await asyncio.to_thread(self.peers.thief, key, scope["client"], scope["server"])
         if thief in self._backends:

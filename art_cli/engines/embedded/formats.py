@@ -37,6 +37,8 @@ def reply_format(vocabulary: Vocabulary, request: Request, tools: list[Json], th
 
     `tools`: the tools that may be called. The prompt has opened a forced call, unless it has opened a thought.
     """
+    if request.response_format is None and not tools:
+        return None
     calls = _Calls(vocabulary, tools)
     if tools and request.tool_choice != "auto":
         rules, start, param = calls.rules, calls.forced(request.tool_choice, begun=thoughts != "begun"), "tools"

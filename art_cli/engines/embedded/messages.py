@@ -179,10 +179,10 @@ class StandIns:
     """
 
     def __init__(self, messages: Sequence[Json]) -> None:
-        self._name = secrets.token_hex(12)
         calls = [(m, c) for m, message in enumerate(messages) for c in range(len(message.get("tool_calls") or ()))]
         given = {place: messages[place[0]]["tool_calls"][place[1]]["function"].get("arguments") for place in calls}
         self.texts = {place: text for place, text in given.items() if isinstance(text, str) and text[:1] == "{"}
+        self._name = secrets.token_hex(12) if self.texts else ""
 
     def put_into(self, messages: list[Json]) -> list[Json]:
         changed = list(messages)

@@ -6,7 +6,7 @@ knows neither messages (messages.py) nor torch.
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from art_cli.engines.embedded.encoding import TextEncoder
@@ -14,6 +14,8 @@ from art_cli.engines.embedded.templates import ChatTemplate
 
 UNKNOWN = "\ufffd"  # the replacement character: bytes that are no character are decoded to it
 MAX_WAITING = 16  # most tokens that wait for the end of a character; its bytes are in 4, the others have no text
+FEW = 12  # most tokens whose text is remembered; the ends of prompts, and short replies, come again and again
+MAX_KNOWN = 4096  # number of texts that are remembered
 MAX_UNKNOWN = 3  # most U+FFFD that the beginning of a character is decoded to, one for each byte
 SURE = 8  # characters per token; a text with more is tokenized in parts first; English has 4 to 5
 SMALLEST_PART = 4096  # characters
@@ -34,6 +36,7 @@ class Vocabulary:
         self.hidden = frozenset(special | set(tokenizer.all_special_ids)) - shown
         self._size = 1 + max(tokenizer.get_vocab().values())
         self._texts: dict[int, str] = {}
+        self._decode_few = lru_cache(MAX_KNOWN)(self._decode)
 
     @cached_property
     def longest(self) -> int:
@@ -58,9 +61,11 @@ class Vocabulary:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of these tokens without the hidden ones."""
-        return str(
-            self.tokenizer.decode(self.shown(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+        shown = tuple(self.shown(ids))
+        return self._decode_few(shown) if len(shown) <= FEW else self._decode(shown)
+
+    def _decode(self, shown: tuple[int, ...]) -> str:
+        return str(self.tokenizer.decode(list(shown), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def shown(self, ids: Iterable[int]) -> list[int]:
         """The tokens that have text. A model may have rows beyond its tokenizer's last token."""
