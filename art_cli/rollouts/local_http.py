@@ -24,8 +24,8 @@ _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,12})[ \t]*\r\n", re.IG
 Headers = list[tuple[bytes, bytes]]
 
 
-class HttpAnswer(NamedTuple):
-    """Example: HttpAnswer(200, [(b"content-type", b"application/json")], b"{}")"""
+class LocalAnswer(NamedTuple):
+    """Example: LocalAnswer(200, [(b"content-type", b"application/json")], b"{}")"""
 
     status: int
     headers: Headers
@@ -40,7 +40,7 @@ class LocalCalls:
 
     async def send(
         self, host: str, port: int, request: bytes, *, connect_s: float | None, answer_s: float | None
-    ) -> HttpAnswer:
+    ) -> LocalAnswer:
         """The answer to a whole HTTP/1.1 request. A caller that is cancelled closes its connection.
 
         Raises TimeoutError; OSError: there is no connection, or it ended or broke before the answer was whole.
@@ -94,14 +94,14 @@ class _Connection(asyncio.Protocol):
         self.is_open = True
         self._loop = asyncio.get_running_loop()
         self._received = b""
-        self._asked: asyncio.Future[HttpAnswer] | None = None
+        self._asked: asyncio.Future[LocalAnswer] | None = None
         self._last_used = self._loop.time()
 
     @property
     def is_fresh(self) -> bool:
         return self._loop.time() - self._last_used < IDLE_S
 
-    def ask(self, request: bytes) -> "asyncio.Future[HttpAnswer]":
+    def ask(self, request: bytes) -> "asyncio.Future[LocalAnswer]":
         self._asked = self._loop.create_future()
         self.transport.write(request)
         return self._asked
@@ -124,7 +124,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._fail(ConnectionResetError("the server closed the connection before its answer was whole"))
 
-    def _answer(self) -> HttpAnswer | None:
+    def _answer(self) -> LocalAnswer | None:
         """The answer, when it has arrived whole. Raises ValueError: it is none that this reads."""
         if self._asked is None or self._asked.done():
             raise ValueError("nothing was asked")
@@ -146,7 +146,7 @@ class _Connection(asyncio.Protocol):
         if (b"connection", b"close") in headers:
             self.is_open = False
             self.transport.close()
-        return HttpAnswer(int(status[9:12]), headers, body)
+        return LocalAnswer(int(status[9:12]), headers, body)
 
     def _fail(self, error: OSError) -> None:
         self.is_open = False
