@@ -7,6 +7,9 @@ under a mask.
 
 A long segment, and every ancestor of a long one, stays a block of its own (tree_attention.py). Gathered for each of its
 descendants, it would cost more memory than it saves time.
+
+`cut` is for attention by products (product_attention.py), which computes one head of a large row at a time and so can
+gather all ancestors: long segments are cut into rows as well.
 """
 
 from collections.abc import Sequence
@@ -18,8 +21,11 @@ from torch import Tensor
 
 from art_cli.decoder.calls import join_calls
 from art_cli.learners.packing import Segments
+from art_cli.learners.padding import round_up
 
 LONG = 128  # smallest number of tokens of a segment that fills a call of its own
+PIECE = 384  # largest number of queries of a row that is computed by products; 256 and 512 take 5 % longer
+LARGE = 1 << 16  # pairs from which a row is computed alone, head by head
 
 
 class SegmentBatch(NamedTuple):
@@ -29,13 +35,24 @@ class SegmentBatch(NamedTuple):
     keys: Tensor  # [N * K] positions in the pack, padded likewise
     is_query: Tensor  # [N * Q] bool: not padding
     own: Tensor  # [tokens] positions in the pack of the queries that are not padding
-    mask: Tensor  # [N, 1, Q, K] float32: 0 where the query sees the key, else -inf; padding sees what its copy sees
+    # [N, 1, Q, M] float32 for the last M keys: 0 where the query sees the key, else -inf. Each query sees all keys
+    # before them. Padding sees what its copy sees.
+    mask: Tensor
+
+    @property
+    def num_pairs(self) -> int:
+        return len(self.queries) * len(self.keys) // len(self.mask)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is one row that is computed head by head."""
+        return len(self.mask) == 1 and self.num_pairs >= LARGE
 
 
 class _Row(NamedTuple):
     start: int
     end: int
-    above: list[int]  # positions of the gathered ancestors
+    above: list[int]  # positions of the gathered ancestors, ascending
 
     @property
     def num_queries(self) -> int:
@@ -70,8 +87,24 @@ def divide(segments: Segments) -> Division:
     blocks = zip(segments.starts, segments.ends, segments.reaches, is_block, strict=True)
     return Division(
         [(start, end, reach) for start, end, reach, is_one in blocks if is_one],
-        [_batch(alike) for alike in join_calls(by_size, _num_pairs)],
+        [_batch(alike, has_all_keys=True) for alike in join_calls(by_size, _num_pairs)],
     )
+
+
+def cut(segments: Segments) -> list[SegmentBatch]:
+    """All tokens of the tree in rows of at most PIECE queries, with all their ancestors as keys."""
+    rows: list[_Row] = []
+    paths: list[list[int]] = []
+    for start, end, _, parent in zip(*segments, strict=True):
+        above = [] if parent < 0 else paths[parent]
+        paths.append([*above, *range(start, end)])
+        rows += [_Row(at, min(at + PIECE, end), [*above, *range(start, at)]) for at in range(start, end, PIECE)]
+    large = [row for row in rows if _num_pairs([row]) >= LARGE]
+    small = sorted((row for row in rows if _num_pairs([row]) < LARGE), key=lambda row: (row.num_queries, row.num_keys))
+    return [
+        *(_batch([row], num_queries=round_up(row.num_queries), num_keys=round_up(row.num_keys)) for row in large),
+        *(_batch(alike) for alike in join_calls(small, _num_pairs)),
+    ]
 
 
 def _span(segments: Segments, index: int) -> range:
@@ -83,13 +116,16 @@ def _num_pairs(rows: Sequence[_Row]) -> int:
     return len(rows) * max(row.num_queries for row in rows) * max(row.num_keys for row in rows)
 
 
-def _batch(rows: list[_Row]) -> SegmentBatch:
-    num_queries, num_keys = max(row.num_queries for row in rows), max(row.num_keys for row in rows)
-    place, column = np.arange(num_queries), np.arange(num_keys)
+def _batch(rows: list[_Row], *, num_queries: int = 0, num_keys: int = 0, has_all_keys: bool = False) -> SegmentBatch:
+    """The rows padded to those numbers at least. `has_all_keys`: the mask is for all keys."""
+    num_queries = max(num_queries, *(row.num_queries for row in rows))
+    num_keys = max(num_keys, *(row.num_keys for row in rows))
+    first = 0 if has_all_keys else min(len(row.above) for row in rows)
+    place, column = np.arange(num_queries), np.arange(first, num_keys)
     queries = [row.start + np.minimum(place, row.num_queries - 1) for row in rows]
     keys = [_padded_keys(row, num_keys) for row in rows]
     is_query = [place < row.num_queries for row in rows]
-    # [Q, K] for each row: whether the query sees the key
+    # [Q, M] for each row: whether the query sees the key
     sees = [column[None, :] <= len(row.above) + np.minimum(place, row.num_queries - 1)[:, None] for row in rows]
     mask = np.where(np.stack(sees)[:, None], np.float32(0), np.float32(-np.inf))
     positions, is_real = np.concatenate(queries), np.concatenate(is_query)

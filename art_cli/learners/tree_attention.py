@@ -3,10 +3,11 @@
 It is registered under NAME with transformers' attention interface, so it serves any causal model that uses that
 interface. The model's forward takes the tree as the keyword argument `tree` and its layers pass it on to `attend`.
 
-A CPU computes no masked block. A segment attends to itself causally. All its descendants lie in one stretch behind it
-and attend to it without a mask. Each of these blocks is one call of torch's flash kernel. The partial results are
-merged by their log-sum-exp, as in ring attention (Liu et al. 2023, arXiv:2310.01889). In the backward pass each block
-yields its exact part of the gradient, because it is given the merged result.
+On a CPU, float32 trees with long segments are computed by matrix products (product_attention.py). Others use torch's
+flash kernel and no block that is masked whole. A segment attends to itself causally. All its descendants lie in one
+stretch behind it and attend to it without a mask. Each of these blocks is one call of the kernel. The partial results
+are merged by their log-sum-exp, as in ring attention (Liu et al. 2023, arXiv:2310.01889). In the backward pass each
+block yields its exact part of the gradient, because it is given the merged result.
 
 On a GPU the same pairs are the block mask of FlexAttention (flex_attention.py). Other devices, and sliding windows on a
 CPU, use a dense mask.
@@ -27,7 +28,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from art_cli.learners.flex_attention import FlexAttention
 from art_cli.learners.packing import Pack, Segments
 from art_cli.learners.padding import padded_rows
-from art_cli.learners.segment_batches import Division, SegmentBatch, divide
+from art_cli.learners.product_attention import ProductAttention
+from art_cli.learners.segment_batches import Division, SegmentBatch, cut, divide
 
 NAME = "art_tree"
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -56,6 +58,13 @@ class Tree:
     def division(self) -> Division:
         """The segments as blocks and batches, computed once for all layers."""
         return divide(self.segments)
+
+    @cached_property
+    def rows_by_products(self) -> list[SegmentBatch]:
+        """The same for attention by products; empty where short rows hold most pairs, which suit the flash kernel."""
+        rows = cut(self.segments)
+        in_large = sum(row.num_pairs for row in rows if row.is_large)
+        return rows if 2 * in_large > sum(row.num_pairs for row in rows) else []
 
     def mask(self, window: int | None = None) -> Tensor:
         """[T, T] bool: whether the row's token sees the column's; with `window`, only the nearest `window` tokens."""
@@ -132,6 +141,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, window: int |
     if flex is not None and flex.works:
         return flex.attend(query, key, value, tree.block_mask(flex, window), scale)
     if window is None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
+        if query.dtype.itemsize >= 4 and tree.rows_by_products:
+            exact: Tensor = ProductAttention.apply(query, key, value, tree.rows_by_products, scale)  # type: ignore[no-untyped-call]
+            return exact
         out: Tensor = _BlockAttention.apply(query, key, value, tree.division, scale)  # type: ignore[no-untyped-call]
         return out
     return masked_attention(query, key, value, tree.mask(window), scale)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from art_cli.decoder.calls import CALL_COST
 from art_cli.learners.packing import pack_samples
+from art_cli.learners.product_attention import ProductAttention
 from art_cli.learners.samples import bare_sample
-from art_cli.learners.segment_batches import LONG
+from art_cli.learners.segment_batches import LONG, cut
 from art_cli.learners.tree_attention import Tree, attend, masked_attention
 
 KV_HEADS, GROUPS, DIM = 2, 3, 8
@@ -89,6 +90,25 @@ def test_each_short_segment_is_computed_once_in_few_calls(token_lists: list[list
     assert sorted(own.tolist()) == list(range(len(tree.depths)))
     if len(tree.segments.starts) * 40 * 40 < CALL_COST:
         assert len(tree.division.batches) == 1
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=10), st.sampled_from([0, 300])
+)
+def test_products_are_exact(token_lists: list[list[int]], stem: int) -> None:
+    """By products, forward and backward, with query heads that share key heads; large rows under the stem."""
+    tree = tree_of([[*range(10, 10 + stem), *ids] for ids in token_lists])
+    inputs = states(len(tree.depths))
+    out = ProductAttention.apply(*inputs, cut(tree.segments), 0.3)
+    expected = with_gradients(by_definition(*inputs, tree.mask(), 0.3), inputs)
+    for ours, theirs in zip(with_gradients(out, inputs), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_products_serve_trees_whose_pairs_are_mostly_in_large_rows() -> None:
+    long, short = list(range(10, 910)), [1, 2, 3]
+    assert tree_of([[*long, 1], [*long, 2]]).rows_by_products
+    assert not tree_of([[*short, 1], [*short, 2]]).rows_by_products
 
 
 def test_the_mask_is_the_ancestors() -> None:
