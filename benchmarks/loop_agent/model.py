@@ -1,4 +1,4 @@
-"""A Qwen3 of 24M random parameters and a vocabulary of 8,192 words, each of which is one token behind a space."""
+"""A Qwen3 of 24M random parameters with 8,192 tokens. It says those 1,500 that are whole words behind a space."""
 
 import random
 from pathlib import Path
@@ -24,4 +24,16 @@ def make_tokenizer() -> Any:
 
 
 def build(directory: Path) -> None:
-    small_models.build(directory, make_tokenizer(), hidden=384, layers=11, heads=6, positions=2048)
+    """Only words of one token have an embedding, so that the model says no others. Text of random pieces of words would
+    be split into other tokens when it comes back in the next prompt, which would then not continue the sampled ones.
+    """
+    from safetensors.torch import load_file, save_file
+
+    tokenizer = make_tokenizer()
+    small_models.build(directory, tokenizer, hidden=384, layers=11, heads=6, positions=2048)
+    tensors = load_file(directory / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    whole = [ids[0] for ids in tokenizer([" " + word for word in words()[:1500]])["input_ids"] if len(ids) == 1]
+    kept = embedding[whole].clone()
+    embedding.zero_()[whole] = kept
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
