@@ -27,8 +27,9 @@ from art_cli.engines.vllm.engine import VllmEngine
 from art_cli.engines.vllm.replicas import VllmReplicas
 from art_cli.engines.vllm.routing import Router
 from art_cli.errors import DriftError, EngineError
-from tests.engines.test_vllm import MODEL, PROBE, Fake, foreign, is_alive
+from tests.engines.test_vllm import MODEL, PROBE, Fake, foreign
 from tests.support import fake_vllm
+from tests.support.process_table import is_alive
 from tests.support.waiting import until
 
 

@@ -36,6 +36,7 @@ from art_cli.loop.sampler import open_sampler
 from art_cli.policy_spec import PolicySpec
 from art_cli.trajectory import Trajectory
 from tests.support import fake_vllm
+from tests.support.process_table import is_alive
 from tests.support.tiny import tiny_weights
 from tests.support.waiting import until
 
@@ -107,14 +108,6 @@ def fake(tmp_path: Path) -> Fake:
 def chat(text: str = "hello", **sampling: Any) -> Request:
     sampling = {"max_tokens": 4, "seed": 1, **sampling}
     return Request(model="policy", messages=[{"role": "user", "content": text}], sampling=Sampling(**sampling))
-
-
-def is_alive(pid: int) -> bool:
-    """A zombie is dead: nobody has asked for its status yet, that is all."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 # --- how it is started ------------------------------------------------------------------------------------------------

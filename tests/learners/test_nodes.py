@@ -37,12 +37,12 @@ from tests.learners.test_parallel_learner import (
     alone,
     check_alike,
     distance,
-    is_running,
     played,
     saved,
 )
 from tests.letters.build import build
 from tests.support.paths import LETTERS, ROOT
+from tests.support.process_table import descendants, is_alive
 from tests.support.waiting import wait_until
 from tests.support.warm_up import warm_up
 
@@ -126,14 +126,6 @@ class Node:
                 if b"art_cli.learners.worker" in words and f"RANK={rank}".encode() in environment:
                     return pid
         raise AssertionError(f"no process of rank {rank}")
-
-
-def descendants(pid: int) -> list[int]:
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found += [child, *descendants(child)]
-    return found
 
 
 @contextlib.contextmanager
@@ -266,7 +258,7 @@ def test_a_node_that_is_gone_is_named(project: Path, tmp_path: Path) -> None:
             while True:
                 learner.check()
                 time.sleep(0.1)
-        wait_until(lambda: not any(is_running(pid) for pid in below))
+        wait_until(lambda: not any(is_alive(pid) for pid in below))
 
 
 def test_a_killed_process_of_the_first_node_ends_the_other_one_with_its_reason(project: Path, tmp_path: Path) -> None:

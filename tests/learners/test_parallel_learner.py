@@ -54,6 +54,7 @@ from tests.learners.test_streams import NAMES
 from tests.learners.test_user_algorithm import MINE
 from tests.letters.build import build
 from tests.support.paths import LETTERS, ROOT
+from tests.support.process_table import is_alive
 from tests.support.trees import sampled, samples_of, scored, turn, turn_trees
 from tests.support.waiting import wait_until
 from tests.support.warm_up import warm_up
@@ -484,17 +485,9 @@ def test_a_process_that_hangs_ends_them_all_and_is_named(
     assert time.monotonic() - begin < 30
     learner.close()
     begin = time.monotonic()
-    while any(is_running(pid) for pid in (victim, other)):
+    while any(is_alive(pid) for pid in (victim, other)):
         assert time.monotonic() - begin < 10
         time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    """A zombie is not: init, whose child it is now, has not asked for its status yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 HANG = "the learner's processes hang: they have done nothing for {} s"

@@ -10,15 +10,8 @@ from pathlib import Path
 import pytest
 
 from art_cli.processes.child import TAIL_WIDTH, ChildProcess, describe_end, last_lines, run_program
+from tests.support.process_table import is_alive
 from tests.support.waiting import until, wait_until
-
-
-def is_alive(pid: int) -> bool:
-    """A zombie is dead, although its parent has not asked for its status yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize(

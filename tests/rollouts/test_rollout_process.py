@@ -12,20 +12,13 @@ import pytest
 
 from art_cli.errors import RolloutError, UsageError
 from art_cli.rollouts import process
+from tests.support.process_table import is_alive
 from tests.support.stage import ASK, Stage
 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Stage:
     return Stage(tmp_path)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.parametrize("processes", [0, 1, 2])

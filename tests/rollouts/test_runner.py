@@ -1,7 +1,6 @@
 """The runner: user functions and real programs against a real gateway; every failure becomes a trajectory."""
 
 import asyncio
-import contextlib
 import gc
 import hashlib
 import io
@@ -21,6 +20,7 @@ from art_cli.rollouts.progress import Progress
 from art_cli.rollouts.runner import RolloutPlan
 from art_cli.trajectory import Trajectory, prompt
 from tests.support.node import clients
+from tests.support.process_table import is_alive
 from tests.support.scripted import ScriptedBackend, encode, tool_call
 from tests.support.stage import ASK, Stage
 
@@ -612,10 +612,8 @@ FAMILY = "tail -f /dev/null & echo $$ $! > pids; "  # a child that never ends, t
 async def until_gone(pids: str) -> None:
     """Returns when none of the processes runs (a zombie waits for init, and runs no more); fails after 10 s."""
     async with asyncio.timeout(10):
-        for path in [Path(f"/proc/{pid}/stat") for pid in pids.split()]:
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                while path.read_text().rpartition(")")[2].split()[0] != "Z":
-                    await asyncio.sleep(0.01)
+        while any(is_alive(int(pid)) for pid in pids.split()):
+            await asyncio.sleep(0.01)
 
 
 async def test_a_program_past_its_time_is_killed_with_all_it_started(stage: Stage) -> None:
