@@ -27,7 +27,7 @@ from benchmarks.learning import ROOT, Failed, Place, append, count_lines, read_r
 from benchmarks.learning_table import mean, reach
 
 RECIPE = ROOT / "recipes" / "tictactoe"
-CONFIG = RECIPE / "config.yaml"
+CONFIG = RECIPE / "config-groups.yaml"
 ROWS = ROOT / "benchmarks" / "distill.jsonl"
 WORDS = ROOT / "benchmarks" / "distill_words.py"
 SIZE = 64  # rollouts of a step: the recipe's 8 groups of 8

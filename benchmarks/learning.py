@@ -9,11 +9,12 @@ Every run is one row of benchmarks/learning.jsonl: (task, contestant, seed) with
 run again, so that the work of a day can be broken off at any moment; `--again` runs them once more, and the newest row
 of each counts.
 
-Contestants: `old` has the settings that the recipe had before this benchmark (OLD); `default` is the recipe as it is
-now; `loss=NAME` is `default` with that loss; a variant is `default` with its settings; `trl` is TRL's GRPOTrainer
-with the settings that won a search on seed 0. A point of that search is a contestant too, and can be named:
-`trl:learning_rate=1e-3,beta=0.02`. What the tic-tac-toe recipe sets for learning holds for the other tasks too. All
-contestants of a task and seed start from one checkpoint, made once by `art sft`.
+Contestants: `default` is the tic-tac-toe recipe's config.yaml. All others of ours play groups of attempts, as its
+config-groups.yaml says, unless their settings say otherwise: `loss=NAME` with that loss (`loss=grpo` is the file as it
+is), `old` with the settings that the recipe had before this benchmark (OLD), a variant with its own. `trl` is TRL's
+GRPOTrainer with the settings that won a search on seed 0. A point of that search is a contestant too, and can be named:
+`trl:learning_rate=1e-3,beta=0.02`. What the recipe sets for learning holds for the other tasks too. All contestants of
+a task and seed start from one checkpoint, made once by `art sft`.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from benchmarks.learning_table import Goal, best_search, table
 ROOT = Path(__file__).parent.parent
 ROWS = ROOT / "benchmarks" / "learning.jsonl"
 RECIPE = Path("recipes/tictactoe/config.yaml")
+GROUPS = Path("recipes/tictactoe/config-groups.yaml")
 TASKS_HOME = Path("benchmarks/learning_tasks")
 OLD = (
     "loss=grpo",
@@ -83,6 +85,7 @@ class Contestant(NamedTuple):
     name: str
     settings: tuple[str, ...] = ()  # key=value of ours, or of TRL's GRPOConfig
     is_trl: bool = False
+    is_whole: bool = False  # the settings are all for learning; else they come after those of config-groups.yaml
 
     @property
     def told(self) -> list[str]:
@@ -164,7 +167,8 @@ class Place:
         if not run.checkpoint_steps():
             self.art(ROOT, "checkpoints", run.root, "--import", start)
         num, every = num_steps(job)
-        settings = combine(learning_settings(ROOT / RECIPE), job.contestant.settings)
+        groups = [] if job.contestant.is_whole else learning_settings(ROOT / GROUPS)
+        settings = combine(groups, job.contestant.settings)
         settings += [f"train.steps={num}", f"eval.every={every}", "rollout.processes=1"]
         self.art(ROOT, "train", config, *self._common(base, job.seed), f"name={run.root.name}", *settings)
         played = {step: count_lines(run.trajectories_path(step)) for step in range(num)}
@@ -268,13 +272,21 @@ def combine(settings: Sequence[str], own: Sequence[str]) -> list[str]:
 
 
 def presets() -> list[Contestant]:
-    """One contestant for each loss that a configuration can name, but the recipe's own."""
+    """One contestant for each loss that a configuration can name."""
     from art_cli.config.compose import load_config
     from art_cli.learners.algorithms.presets import PRESETS
 
-    used = load_config(ROOT / RECIPE, []).config.loss
-    others = [name for name in PRESETS if name != getattr(used, "name", "") and name not in NOT_ALONE]
-    return [Contestant(f"loss={name}", (f"loss={name}",)) for name in others]
+    used = load_config(ROOT / GROUPS, []).config.loss
+    own = getattr(used, "name", "")  # its knobs are those of the file
+    names = [name for name in PRESETS if name not in NOT_ALONE]
+    return [Contestant(f"loss={name}", () if name == own else (f"loss={name}",)) for name in names]
+
+
+def default() -> Contestant:
+    """What the recipe's config.yaml sets, the sizes of a step included, as the other tasks have groups."""
+    rollout = yaml.safe_load((ROOT / RECIPE).read_text())["rollout"]
+    sizes = [f"rollout.{name}={rollout[name]}" for name in ("group_size", "groups_per_step")]
+    return Contestant("default", (*learning_settings(ROOT / RECIPE), *sizes), is_whole=True)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -315,7 +327,7 @@ class Runner:
         revision = ["git", "describe", "--always", "--dirty", "--abbrev=7"]
         self.version = subprocess.run(revision, cwd=ROOT, capture_output=True, text=True).stdout.strip()
         variants = [Contestant(name, tuple(settings.split())) for name, settings in given.variant]
-        self.ours = [Contestant("old", OLD), Contestant("default"), *presets(), *variants]
+        self.ours = [Contestant("old", OLD), default(), *presets(), *variants]
         self.asked = given.contestant or [one.name for one in variants] or [*(one.name for one in self.ours), "trl"]
 
     def run(self) -> None:

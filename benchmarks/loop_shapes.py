@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 ROOT = Path(__file__).parent.parent
 TICTACTOE = ROOT / "recipes" / "tictactoe"
+GROUPS = TICTACTOE / "config-groups.yaml"  # both sides learn from groups of attempts
 AGENT = Path(__file__).parent / "loop_agent"
 # what makes both sides' steps the same work: an adapter, and one update for each batch of games
 ONE_UPDATE = (
@@ -123,7 +124,7 @@ def build_game(directory: Path) -> None:
 
 class Shape(NamedTuple):
     name: str
-    project: Path  # directory with config.yaml and the task's modules
+    config: Path
     settings: tuple[str, ...]  # in which both sides differ from that configuration
     task: Task
     target: str  # of the ratio of the whole step
@@ -132,19 +133,20 @@ class Shape(NamedTuple):
     build: str | None = None  # the model; None: the project's
 
     @property
-    def config(self) -> Path:
-        return self.project / "config.yaml"
+    def project(self) -> Path:
+        """The directory of the configuration and of the task's modules."""
+        return self.config.parent
 
 
 _CACHED = ("--cache", "--merge")
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("tiny", TICTACTOE, ONE_UPDATE, TicTacToe(), ">= 2", ("--batch", "32", *_CACHED), ("16", "32", "64")),
+        Shape("tiny", GROUPS, ONE_UPDATE, TicTacToe(), ">= 2", ("--batch", "32", *_CACHED), ("16", "32", "64")),
         Shape(
-            "game", TICTACTOE, ONE_UPDATE, TicTacToe(), ">= 3", ("--batch", "32", *_CACHED), ("16", "32", "64"),
+            "game", GROUPS, ONE_UPDATE, TicTacToe(), ">= 3", ("--batch", "32", *_CACHED), ("16", "32", "64"),
             "benchmarks.loop_shapes:build_game",
         ),
-        Shape("agent", AGENT, (), Agent(), ">= 5", ("--batch", "8", *_CACHED), ("4", "8", "16")),
+        Shape("agent", AGENT / "config.yaml", (), Agent(), ">= 5", ("--batch", "8", *_CACHED), ("4", "8", "16")),
     )
 }  # fmt: skip

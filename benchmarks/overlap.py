@@ -23,7 +23,7 @@ from typing import NamedTuple
 from art_cli.run_dir import RunDir
 
 ROOT = Path(__file__).parent.parent
-CONFIG = ROOT / "recipes" / "tictactoe" / "config.yaml"
+CONFIG = ROOT / "recipes" / "tictactoe" / "config-groups.yaml"
 OFF_POLICY = ("train.max_staleness=1", "loss.off_policy={name: truncate}")
 DEADLINE_S = 900.0
 

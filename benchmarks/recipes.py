@@ -11,7 +11,8 @@ start, at the best checkpoint (that with the highest reward) and at the last one
 and how far the last is below the best, both over the same scenarios; the seconds of the whole `art train`, of its
 parts, and of processors, which a busy machine does not change much. Intervals are of 95 %. With `--afresh` both
 checkpoints are also loaded and evaluated again by `art eval`. The exit code is 1 if a seed did not rise beyond its
-interval, or with `--judge` if the two ways to be rewarded end more than 0.05 apart.
+interval, or with `--judge` if the two ways to be rewarded end more than 0.05 apart. A recipe whose configuration plays
+no groups has a config-groups.yaml for the judge.
 """
 
 import argparse
@@ -48,9 +49,8 @@ HEAD = (
 )
 
 
-def measure(recipe: str, metric: str, seed: int, reward: str, runs: Path, settings: Sequence[str]) -> dict[str, Any]:
+def measure(config: Path, metric: str, seed: int, reward: str, runs: Path, settings: Sequence[str]) -> dict[str, Any]:
     """Trains one seed in a process of its own and reads what it left. `reward` names the run."""
-    config = ROOT / "recipes" / recipe / "config.yaml"
     given = [f"train.seed={seed}", f"name={reward}-{seed}", f"runs={runs}", *settings]
     begin, used = time.perf_counter(), _processor_seconds()
     subprocess.run([*ART, "train", str(config), *given], check=True, stdout=subprocess.DEVNULL)
@@ -93,6 +93,12 @@ def evaluate_afresh(row: dict[str, Any], metric: str) -> str:
     said = subprocess.run([*ART, "eval", *given, *named, "--json"], check=True, capture_output=True, text=True).stdout
     found = {result["policy"]: result["mean"] for result in json.loads(said) if result["metric"] == metric}
     return f"      afresh: best {found[best]:.3f}, last {found[last]:.3f}"
+
+
+def judged_config(recipe: str) -> Path:
+    """The recipe's configuration for a judge, which ranks the attempts of a group."""
+    groups = ROOT / "recipes" / recipe / "config-groups.yaml"
+    return groups if groups.exists() else groups.with_name("config.yaml")
 
 
 @contextlib.contextmanager
@@ -171,13 +177,13 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="art-recipes-"))
         runs = (options.out or Path(scratch)).resolve()
-        ways = {"rollout": ["judge=rollout"]}
+        ways = {"rollout": (ROOT / "recipes" / options.recipe / "config.yaml", ["judge=rollout"])}
         if options.judge:
-            ways["ruler"] = stack.enter_context(judge_by_rule(options.recipe))
+            ways["ruler"] = judged_config(options.recipe), stack.enter_context(judge_by_rule(options.recipe))
         for seed in options.seeds:
             rows = []
-            for reward, way in ways.items():
-                rows.append(measure(options.recipe, metric, seed, reward, runs, [*way, *options.settings]))
+            for reward, (config, way) in ways.items():
+                rows.append(measure(config, metric, seed, reward, runs, [*way, *options.settings]))
                 print(line(rows[-1]), flush=True)
                 if options.afresh:
                     print(evaluate_afresh(rows[-1], metric), flush=True)

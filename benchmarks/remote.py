@@ -39,7 +39,7 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "demo": Task(ROOT / "recipes/tictactoe/config.yaml", (), ("grpo",)),
+    "demo": Task(ROOT / "recipes/tictactoe/config-groups.yaml", (), ("grpo",)),
     "letters": Task(
         ROOT / "tests/letters/config.yaml",
         (
