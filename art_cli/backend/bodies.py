@@ -6,7 +6,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from art_cli.chat.app import BodyLimit, read_body
+from art_cli.chat.bodies import BodyLimit, read_body
 from art_cli.chat.errors import ChatError
 from art_cli.chat.reading import RequestReader, decode_object
 

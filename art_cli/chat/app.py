@@ -6,15 +6,14 @@ The caller's key chooses the backend (`backend_for`); no backend is a 401. A cli
 Every answer, also an error, is in the protocol that the request's path belongs to; only a defect of ours is a 500.
 """
 
-import asyncio
 import contextlib
 import hashlib
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from functools import cached_property, partial
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -28,6 +27,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from art_cli.chat import Backend
+from art_cli.chat.bodies import BODY_TIMEOUT_S, BodyLimit, read_body
+from art_cli.chat.disconnects import unless_disconnected
 from art_cli.chat.errors import ChatError
 from art_cli.chat.reading import RequestReader
 from art_cli.chat.replies import Chunk, Reply, ReplyBuilder
@@ -35,7 +36,6 @@ from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.wires import WIRES, Wire, Wires
 from art_cli.chat.wires.responses_memory import Memory
 from art_cli.state_key import STATE_HEADER, read_header
-from art_cli.threads import end
 from art_cli.unrecorded import NO_RECORD, RECORD_HEADER
 
 log = logging.getLogger(__name__)
@@ -48,16 +48,6 @@ READ_HERE_BYTES = 64 * 2**10  # length up to which a body is parsed on the event
 CONVERSATION_HEADER = "X-Art-Conversation"  # percent-encoded like X-Art-State, and as long
 SCENARIO_HEADER = "X-Art-Scenario"
 RETRIES = "x-stainless-retry-count"  # header of many SDKs: how often they have sent this request before
-MAX_DISCARDED = 64 * 2**20  # bytes of a refused body that are read only so that the client sees the answer
-BODY_TIMEOUT_S = 60.0  # longest wait for a client to send its whole request
-CANCEL_TIMEOUT_S = 10.0  # longest wait for a backend to free what a cancelled request held
-
-
-class BodyLimit(NamedTuple):
-    """How long a request's body may be, and why. Example: BodyLimit(2**20, "no longer prompt fits the context")"""
-
-    num_bytes: int = 32 * 2**20  # enough for a context of a million tokens as text
-    reason: str = ""
 
 
 def build_app(
@@ -77,7 +67,7 @@ def build_app(
     """
     routes = _Routes(backend_for, wires, refuse_key or wrong_key, defaults or Sampling(), body_limit, body_timeout_s)
     refusals = _Refusals(wires)
-    app = Starlette(
+    app = _Application(
         routes=[
             *(Route(wire.path, partial(routes.answer, wire), methods=["POST"]) for wire in wires),
             Route("/v1/models", routes.models, methods=["GET"]),
@@ -93,7 +83,55 @@ def build_app(
         },
     )
     app.router.redirect_slashes = False
+    app.wire_routes, app.refusals = routes, refusals
     return app
+
+
+class _Application(Starlette):
+    """Takes the requests of wires straight to their answers; Starlette's way through middleware and router is long."""
+
+    wire_routes: "_Routes"
+    refusals: "_Refusals"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self.wire_routes.wires:
+            await super().__call__(scope, receive, send)
+            return
+        http = _WireRequest(scope, receive)
+        try:
+            response = await self.wire_routes.answer(self.wire_routes.wires.at(scope["path"]), http)
+        except ChatError as error:
+            response = await self.refusals.refuse(http, error)
+        except ClientDisconnect as error:
+            response = await _gone(http, error)
+        except Exception as error:  # a defect of ours must not take the connection down
+            response = await self.refusals.refuse(http, _internal(error))
+        await response(scope, receive, send)
+
+
+class _WireRequest(HttpRequest):
+    """A request whose headers are looked for by name, several times."""
+
+    @cached_property
+    def headers(self) -> Headers:
+        return _NamedHeaders(scope=self.scope)
+
+
+class _NamedHeaders(Headers):
+    """Headers by name; of several with one name the first, as in the base class, which looks through all each time."""
+
+    @cached_property
+    def _by_name(self) -> dict[str, str]:
+        return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(self.raw)}
+
+    def __getitem__(self, key: str) -> str:
+        return self._by_name[key.lower()]
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and key.lower() in self._by_name
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._by_name.get(key.lower(), default)
 
 
 @dataclass
@@ -189,65 +227,7 @@ def _model_card(name: str) -> dict[str, Any]:
     }
 
 
-async def read_body(http: HttpRequest, limit: BodyLimit, timeout_s: float) -> bytes:
-    """The whole body. Raises ChatError: too large (413), also when only its header says so; too slow (408)."""
-    declared = http.headers.get("content-length", "")
-    is_over = declared.isdecimal() and int(declared[:20]) > limit.num_bytes
-    if is_over and not _must_discard(http):
-        raise _too_large(limit)
-    pieces, size = [], 0
-    try:
-        async with asyncio.timeout(timeout_s):
-            async for piece in http.stream():
-                size += len(piece)
-                is_over = is_over or size > limit.num_bytes
-                if is_over and (size > MAX_DISCARDED or not _must_discard(http)):
-                    raise _too_large(limit)
-                if not is_over:
-                    pieces.append(piece)
-    except TimeoutError:
-        raise ChatError(408, f"the body did not arrive within {timeout_s:g} s", code="request_timeout") from None
-    if is_over:
-        raise _too_large(limit)
-    return b"".join(pieces)
-
-
-def _must_discard(http: HttpRequest) -> bool:
-    """Whether a body that is refused must be read all the same.
-
-    If the client wants the connection closed, an answer before the body's end resets the connection, and the client
-    never sees the answer. A client that expects "100 Continue" has not begun to send.
-    """
-    closes = http.headers.get("connection", "").lower() == "close" or http.scope["http_version"] == "1.0"
-    return closes and "expect" not in http.headers
-
-
-def _too_large(limit: BodyLimit) -> ChatError:
-    reason = f"; {limit.reason}" if limit.reason else ""
-    return ChatError(413, f"the body is larger than {limit.num_bytes} bytes{reason}", code="request_too_large")
-
-
 # --- answering while the client is there ------------------------------------------------------------------------------
-
-
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`. When the client goes away, `work` is cancelled and has ended; raises ClientDisconnect."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
-    finally:
-        watch.cancel()
-        if not task.done():
-            await end(task, timeout_s=CANCEL_TIMEOUT_S)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _guard(work: Coroutine[Any, Any, Result]) -> Result:

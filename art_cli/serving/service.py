@@ -19,7 +19,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from art_cli import signals
-from art_cli.chat.app import BODY_TIMEOUT_S, BodyLimit, build_app, error_response
+from art_cli.chat.app import build_app, error_response
+from art_cli.chat.bodies import BODY_TIMEOUT_S, BodyLimit
 from art_cli.chat.connection import Timeouts
 from art_cli.chat.errors import ChatError
 from art_cli.chat.keys import Keys

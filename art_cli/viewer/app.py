@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from art_cli.chat.app import unless_disconnected
+from art_cli.chat.disconnects import unless_disconnected
 from art_cli.crew import Crew, Crowded, Overran
 from art_cli.errors import printable
 from art_cli.viewer.answers import Answers, NotThere

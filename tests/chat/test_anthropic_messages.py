@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art_cli.chat.app import BodyLimit, build_app
+from art_cli.chat.app import build_app
+from art_cli.chat.bodies import BodyLimit
 from art_cli.chat.calls import are_same, input_of
 from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, ReplyBuilder

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art_cli.chat import Backend
-from art_cli.chat.app import BodyLimit, build_app
+from art_cli.chat.app import build_app
+from art_cli.chat.bodies import BodyLimit
 from art_cli.chat.client import HttpBackend
 from art_cli.chat.connection import Connection
 from art_cli.chat.errors import ChatError

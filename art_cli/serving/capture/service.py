@@ -18,7 +18,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from art_cli import signals
-from art_cli.chat.app import BodyLimit, build_app
+from art_cli.chat.app import build_app
+from art_cli.chat.bodies import BodyLimit
 from art_cli.chat.reading import RequestReader
 from art_cli.chat.requests import Sampling
 from art_cli.chat.server import serve
