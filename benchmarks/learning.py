@@ -9,12 +9,12 @@ Every run is one row of benchmarks/learning.jsonl: (task, contestant, seed) with
 run again, so that the work of a day can be broken off at any moment; `--again` runs them once more, and the newest row
 of each counts.
 
-Contestants: `default` is the tic-tac-toe recipe's config.yaml. All others of ours play groups of attempts, as its
-config-groups.yaml says, unless their settings say otherwise: `loss=NAME` with that loss (`loss=grpo` is the file as it
-is), `old` with the settings that the recipe had before this benchmark (OLD), a variant with its own. `trl` is TRL's
-GRPOTrainer with the settings that won a search on seed 0. A point of that search is a contestant too, and can be named:
-`trl:learning_rate=1e-3,beta=0.02`. What the recipe sets for learning holds for the other tasks too. All contestants of
-a task and seed start from one checkpoint, made once by `art sft`.
+Contestants: `default` is the tic-tac-toe recipe's config.yaml, without what is for its game alone (OF_THE_GAME). All
+others of ours play groups of attempts, as its config-groups.yaml says, unless their settings say otherwise: `loss=NAME`
+with that loss (`loss=grpo` is the file as it is), `old` with the settings that the recipe had before this benchmark
+(OLD), a variant with its own. `trl` is TRL's GRPOTrainer with the settings that won a search on seed 0. A point of that
+search is a contestant too, and can be named: `trl:learning_rate=1e-3,beta=0.02`. All of this holds for the other tasks
+too. All contestants of a task and seed start from one checkpoint, made once by `art sft`.
 """
 
 import argparse
@@ -47,6 +47,7 @@ OLD = (
     "train.updates_per_step=1",
     "train.epochs_per_step=1",
 )
+OF_THE_GAME = ("loss.value_trunk",)  # the recipe has these for its game: they gain most there, and lose in filtering
 NOT_ALONE = ("gdpo", "distill", "sdpo")  # losses that need a reward in parts, a teacher, or a judge that explains
 DEADLINE_S = 3 * 3600.0  # longest time for one command
 SCENE = ("entry", "scenarios", "group_size", "groups_per_step", "max_turns", "processes", "sampling")  # a task's own
@@ -283,10 +284,11 @@ def presets() -> list[Contestant]:
 
 
 def default() -> Contestant:
-    """What the recipe's config.yaml sets, the sizes of a step included, as the other tasks have groups."""
+    """What the recipe's config.yaml sets for any task, the sizes of a step included, as the other tasks have groups."""
     rollout = yaml.safe_load((ROOT / RECIPE).read_text())["rollout"]
     sizes = [f"rollout.{name}={rollout[name]}" for name in ("group_size", "groups_per_step")]
-    return Contestant("default", (*learning_settings(ROOT / RECIPE), *sizes), is_whole=True)
+    settings = [one for one in learning_settings(ROOT / RECIPE) if not one.startswith(OF_THE_GAME)]
+    return Contestant("default", (*settings, *sizes), is_whole=True)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
