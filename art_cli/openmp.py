@@ -39,6 +39,14 @@ def single_threaded() -> Iterator[None]:
         _set_num_threads(before)
 
 
+def compute_alone() -> None:
+    """From now on the calling thread computes without a pool."""
+    import torch
+
+    torch.get_num_threads()  # its first call in a thread sets torch's default, which would undo this
+    _set_num_threads(1)
+
+
 def _set_num_threads(num: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
         _library().omp_set_num_threads(num)

@@ -4,7 +4,7 @@ samples -> packs -> per pack: scores -> loss terms -> loss -> backward
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.pack_runner import PackRunner
 from art_cli.learners.packing import Pack
 from art_cli.learners.samples import Sample
+from art_cli.learners.side_by_side import side_by_side
 from art_cli.learners.step_samples import count
 from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.token_weights import NUM_COMPONENTS, POLICY, REFERENCE_KL, VALUE, Floats
@@ -36,6 +37,14 @@ class Update(NamedTuple):
     ]  # [N] logprobs of each pack's terms at the weights that sampled; None: the present ones
     has_unknown: bool  # whether the engine's logprobs of some policy tokens are not comparable
     entropy_bonus: float = 0.0  # reward of a nat of entropy, per token of the policy's component
+
+
+class _Computed(NamedTuple):
+    """What one pack gives."""
+
+    scores: TokenScores
+    terms: LossTerms
+    loss: PackLoss
 
 
 class LossGradient:
@@ -102,17 +111,13 @@ class LossGradient:
         statistics.losses.append(0.0)
         faults: list[str] = []
         logprobs: list[Tensor] = []
-        for pack, before in zip(update.packs, update.before, strict=True):
-            reference = self._reference(pack) if update.counts[REFERENCE_KL].tokens else None
-            scores = self.runner.run(pack, entropy_gradient=update.entropy_bonus > 0)
+        for pack, before, found in zip(update.packs, update.before, self._compute(update), strict=True):
+            scores, terms, loss = found
             if is_first and before is None:  # looking ahead adds it where there is a `before`
                 statistics.add_gap(scores, pack)
-            terms = self._terms(pack, scores, update, before, reference)
-            loss = pack_loss(self.algorithm, terms)
             is_bad = ~loss.parts.isfinite()
             if is_bad.any():
                 faults.append(_not_finite("loss", pack.samples[int(terms.samples[is_bad][0])]))
-            loss.loss.backward()  # type: ignore[no-untyped-call]
             statistics.add_pack(pack, scores, loss, importance=terms.importance)
             record(pack, terms, loss)
             logprobs.append(terms.new.detach())
@@ -123,6 +128,46 @@ class LossGradient:
         if faults := [fault for of_rank in self.runner.ranks.gather(faults, list[str]) for fault in of_rank]:
             raise LearnerError(faults[0])
         return logprobs
+
+    def _compute(self, update: Update) -> Iterator["_Computed"]:
+        """What each pack gives, in order, once its gradient is in `.grad`.
+
+        Packs that are computed side by side are added in the order of the packs all the same, so that the sum is the
+        same on any number of cores.
+        """
+        has_reference = update.counts[REFERENCE_KL].tokens > 0  # computed without the adapter, which all threads share
+        packs = list(zip(update.packs, update.before, strict=True))
+        if has_reference or not self.runner.is_side_by_side(update.packs):
+            for pack, before in packs:
+                found = self._lose(update, pack, before)
+                found.loss.loss.backward()  # type: ignore[no-untyped-call]
+                yield found
+            return
+        trained = self._trained()
+
+        def compute(asked: tuple[Pack, Tensor | None]) -> tuple[_Computed, Sequence[Tensor | None]]:
+            found = self._lose(update, *asked)
+            return found, torch.autograd.grad(found.loss.loss, trained, allow_unused=True)
+
+        for found, gradients in side_by_side(compute, packs):
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            yield found
+
+    def _lose(self, update: Update, pack: Pack, before: Tensor | None) -> "_Computed":
+        """The pack's loss, with its graph."""
+        reference = self._reference(pack) if update.counts[REFERENCE_KL].tokens else None
+        scores = self.runner.run(pack, entropy_gradient=update.entropy_bonus > 0)
+        terms = self._terms(pack, scores, update, before, reference)
+        return _Computed(scores, terms, pack_loss(self.algorithm, terms))
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        """The parameters that the update's loss moves."""
+        trained = [parameter for parameter in self.runner.model.parameters() if parameter.requires_grad]
+        if self.runner.value_head is not None:
+            trained += self.runner.value_head.parameters()
+        return trained
 
     @torch.no_grad()
     def divergence(self, update: Update) -> float:

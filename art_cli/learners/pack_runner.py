@@ -40,8 +40,10 @@ MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 # Least ratio of the tokens in rows to the tokens in trees at which trees pay, because each shared span costs a second
 # attention. Measured with 1M and 24M parameters: trees are 3 to 12 % slower at 1.01, equal at 1.03, 7 % faster at 1.13.
 WORTH = 1.04
-# Number of parameters below which a CPU trains with one thread. The demo's warm-up (1.2M, two cores) takes 1.1 times as
-# long on an idle machine, and two thirds of the time beside three busy processes (python benchmarks/busy.py).
+# Number of parameters below which a CPU trains with one thread for each pack, and with several packs side by side: the
+# products are too small to be divided. The demo's warm-up (1.2M, two cores) divided takes 0.9 times as long on an idle
+# machine as with one thread, and 1.5 times as long beside three busy processes (python benchmarks/busy.py); the updates
+# of the demo take 2.9 s with one thread, 3.2 s divided, and 1.7 to 2.3 s with two packs side by side.
 SMALL = 2_000_000
 
 
@@ -120,6 +122,11 @@ class PackRunner:
         budget = self.micro_batch_tokens if self.can_pack else 1
         packs = pack_evenly(samples, self.ranks.size, budget=budget, share=share)
         return deal(packs, self.ranks.rank, self.ranks.size)
+
+    def is_side_by_side(self, packs: Sequence[Pack]) -> bool:
+        """Whether these packs can be run in several threads at a time, and should, as the model is small."""
+        is_apart = self.ranks.size == 1 and self.can_pack is True and not any(map(self._checkpoints, packs))
+        return self._is_small and is_apart
 
     def run(self, pack: Pack, *, entropy_gradient: bool = False) -> TokenScores:
         """[E] scores of the pack's edges. `entropy_gradient`: the entropies carry a gradient too."""

@@ -12,9 +12,11 @@ from torch import Tensor
 from art_cli.errors import ArtError, LearnerError
 from art_cli.learners.logprobs import TokenScores
 from art_cli.learners.pack_runner import PackRunner
+from art_cli.learners.packing import Pack
 from art_cli.learners.packing_check import PackingCheck
 from art_cli.learners.ranks import Ranks
 from art_cli.learners.samples import Sample
+from art_cli.learners.side_by_side import side_by_side
 from art_cli.learners.token_weights import Floats
 
 
@@ -35,13 +37,20 @@ class Reader:
     def _read(self, samples: Sequence[Sample], choose: Callable[[TokenScores], Tensor]) -> list[Floats]:
         if not samples:
             return []
+
+        @torch.no_grad()
+        def read_pack(pack: Pack) -> Floats:
+            return choose(self.runner.run(pack)).double().cpu().numpy()
+
         places = {id(sample): index for index, sample in enumerate(samples)}
         found: dict[int, Floats] = {}
         with self.runner.weights.lock, torch.no_grad():
             self.packing.probe(samples[0])
             with self.runner.running():
-                for pack in self.runner.deal(samples):
-                    numbers = choose(self.runner.run(pack)).double().cpu().numpy()[pack.terms.edges]
+                packs = self.runner.deal(samples)
+                num_threads = None if self.runner.is_side_by_side(packs) else 1
+                for pack, read in zip(packs, side_by_side(read_pack, packs, num_threads=num_threads), strict=True):
+                    numbers = read[pack.terms.edges]
                     for index, sample in enumerate(pack.samples):
                         found[places[id(sample)]] = numbers[pack.terms.samples == index]
         return _in_order(found, self.runner.ranks, len(samples))
