@@ -47,17 +47,21 @@ def main(runs: Path) -> None:
         with viewing(Path(runs.name) / "email-search", cwd=runs.parent) as root:
             for shot in shots_of_search(browser, root):
                 take(browser, root, shot)
-        with viewing(Path(runs.name) / "tictactoe", cwd=runs.parent) as root:
+        with viewing(Path(runs.name) / "tictactoe-groups", cwd=runs.parent) as root:
             take(browser, root, shot_of_game(browser, root))
 
 
 def train(runs: Path) -> None:
     """Trains what is not there yet."""
     with judging() as judge:
-        for name, settings in {"tictactoe": [], "email-search": judge}.items():
+        configs = {
+            "tictactoe-groups": ("tictactoe/config-groups.yaml", []),
+            "email-search": ("email-search/config.yaml", judge),
+        }
+        for name, (config, settings) in configs.items():
             if not RunDir(runs / name).checkpoint_path(STEPS).is_dir():
                 options = [f"runs={runs}", f"train.steps={STEPS}", f"eval.every={EVERY}", *settings]
-                command = [sys.executable, "-m", "art_cli", "train", ROOT / f"recipes/{name}/config.yaml", *options]
+                command = [sys.executable, "-m", "art_cli", "train", ROOT / "recipes" / config, *options]
                 subprocess.run(command, cwd=ROOT, check=True)
 
 
