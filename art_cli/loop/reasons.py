@@ -20,8 +20,8 @@ EXPLORE = (
     "rollout.sampling.temperature"
 )
 NOTHING_TO_LEARN = (
-    "rollout.refill, scenarios that are neither solved nor hopeless (rollout.choose=adaptive), a larger "
-    "rollout.group_size, or rewards with more levels"
+    "rollout.refill, scenarios neither solved nor hopeless (rollout.choose=adaptive), a larger rollout.group_size, "
+    "rewards with more levels, or loss=ppo with groups of 1"
 )
 MEND_ROLLOUT = "read the errors in step_*/trajectories.jsonl; rollout.timeout_s and rollout.concurrency bound the rest"
 GENTLER = (
