@@ -137,7 +137,7 @@ class LossGradient:
         """
         has_reference = update.counts[REFERENCE_KL].tokens > 0  # computed without the adapter, which all threads share
         packs = list(zip(update.packs, update.before, strict=True))
-        if has_reference or not self.runner.is_side_by_side(update.packs):
+        if has_reference or not (self.algorithm.is_pure and self.runner.is_side_by_side(update.packs)):
             for pack, before in packs:
                 found = self._lose(update, pack, before)
                 found.loss.loss.backward()  # type: ignore[no-untyped-call]

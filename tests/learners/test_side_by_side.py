@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 
 from art_cli.config.schema import PpoConfig
 from art_cli.learners import side_by_side as module
+from art_cli.learners.algorithms.user import UserAlgorithm
 from art_cli.learners.side_by_side import side_by_side
+from art_cli.plugins import resolve
 from tests.support.gradients import learner
 from tests.support.tiny import tiny_weights
 from tests.support.trees import sampled, scored, turn
@@ -79,3 +82,30 @@ def test_the_gradient_has_the_same_bits_on_any_number_of_cores(monkeypatch: pyte
     assert min(num_packs) > 2, "else nothing was computed side by side"
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+def test_an_algorithm_of_the_users_own_is_called_for_one_pack_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import threading\n"
+        "from art_cli.learners.algorithms import Algorithm\n"
+        "class Mine(Algorithm):\n"
+        "    threads = set()\n"
+        "    def objective(self, terms):\n"
+        "        self.threads.add(threading.get_ident())\n"
+        "        return super().objective(terms)\n"
+    )
+    monkeypatch.setattr(module, "num_cores", lambda: 4)
+    weights = tiny_weights(seed=1)
+    own = UserAlgorithm("mine.py:Mine", {}, tmp_path)
+    trained = learner(weights, micro_batch_tokens=16)
+    trained.algorithm = trained.gradient.algorithm = own
+    trained.runner.can_pack = trained.packing.has_compared = True
+    answers = [[20 + index, 21, 22] for index in range(8)]
+    group = [
+        scored(sampled(weights, [turn([1, 2, 3], answer)]), float(index), index=index)
+        for index, answer in enumerate(answers)
+    ]
+    trained.step([group])
+    assert resolve("mine.py:Mine", base=tmp_path).threads == {threading.get_ident()}

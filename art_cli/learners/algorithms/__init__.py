@@ -35,6 +35,7 @@ class Algorithm:
 
     is_scaled = True  # whether advantages are divided by the standard deviation of the group's rewards
     compares_states = False  # whether credit depends on which replies of a group answered equal states (step_credit.py)
+    is_pure = True  # whether objective and value_error change nothing, so that several packs may be computed at a time
 
     def bind(self, policy: "Reader", directory: Path) -> None:
         """Called once by the learner, before the first step. An algorithm whose credit needs a model keeps `policy`.
