@@ -70,9 +70,13 @@ class ServedFunction(ServedRollout):
 
 
 def _mentions_client(file: Path) -> bool:
-    """Whether a file's attempts will ask for `policy.client` or `policy.sync_client`, by its text."""
+    """Whether a file's attempts will need the openai package, by its text: as policy.client, or as another library's.
+
+    Many libraries that take `policy.base_url` import it with their first call. Where attempts do so in several threads
+    at once, Python may show one thread a half-made module, rather than have two wait for each other for ever.
+    """
     try:
         text = file.read_bytes()
     except OSError:  # a module by its dotted name
         return False
-    return b"policy.client" in text or b"policy.sync_client" in text
+    return any(name in text for name in (b"policy.client", b"policy.sync_client", b"policy.base_url"))
