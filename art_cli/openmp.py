@@ -29,22 +29,25 @@ def release_pool() -> None:
 @contextlib.contextmanager
 def single_threaded() -> Iterator[None]:
     """Inside, the calling thread computes without a pool; other threads keep theirs."""
-    import torch
-
-    before = torch.get_num_threads()  # its first call in a thread sets torch's default, which would undo this
-    _set_num_threads(1)
+    before = compute_alone()
     try:
         yield
     finally:
         _set_num_threads(before)
 
 
-def compute_alone() -> None:
-    """From now on the calling thread computes without a pool."""
+def compute_alone() -> int:
+    """From now on the calling thread computes without a pool. Returns how many threads it had."""
     import torch
 
-    torch.get_num_threads()  # its first call in a thread sets torch's default, which would undo this
+    before = torch.get_num_threads()  # its first call in a thread sets torch's default, which would undo this
     _set_num_threads(1)
+    return before
+
+
+def num_cores() -> int:
+    """The cores that this process may use, whatever else runs on them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _set_num_threads(num: int) -> None:

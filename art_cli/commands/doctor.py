@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from art_cli.commands import Finding, Json, print_findings
 from art_cli.errors import ArtError
+from art_cli.openmp import num_cores
 
 if TYPE_CHECKING:
     from art_cli.loop.auto import Machine
@@ -69,11 +70,11 @@ def _check_python() -> Finding:
 
 
 def _check_machine() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     free = shutil.disk_usage(Path.cwd()).free / GIB
     message = (
-        f"{platform.system()} {platform.machine()}, {cores} cores, {memory:.0f} GiB memory, {free:.0f} GiB disk free"
+        f"{platform.system()} {platform.machine()}, {num_cores()} cores, {memory:.0f} GiB memory, "
+        f"{free:.0f} GiB disk free"
     )
     return Finding("machine", True, message, "free some: a base model takes gigabytes" if free < 2 else "")
 

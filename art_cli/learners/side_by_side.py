@@ -3,23 +3,17 @@
 The results come in the order of the items, so that what is summed from them is the same on any number of cores.
 """
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from art_cli.openmp import compute_alone
+from art_cli.openmp import compute_alone, num_cores
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 MOST_THREADS = 8  # Python's part of the work is done by one thread at a time, so more would wait for each other
-
-
-def num_cores() -> int:
-    """The cores that this process may use, whatever else runs on them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def side_by_side(

@@ -7,8 +7,8 @@ from pathlib import Path
 def is_alive(pid: int) -> bool:
     """A zombie is dead: its parent has only not asked for its status yet.
 
-    A process that ends while its line is read is dead too: the file is gone before it is opened, or empty of life while
-    it is read (FileNotFoundError and ProcessLookupError).
+    A process may end while it is asked about: then its file is gone (FileNotFoundError), or reading it fails
+    (ProcessLookupError).
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
