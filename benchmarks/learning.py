@@ -73,7 +73,7 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "tictactoe": Task(RECIPE, "demos.py:games", "win", Goal(0.75, 6144)),
+    "tictactoe": Task(TASKS_HOME / "tictactoe.yaml", "../../recipes/tictactoe/demos.py:games", "win", Goal(0.75, 6144)),
     "sorting": Task(TASKS_HOME / "sorting.yaml", "reasoning.py:sorting_demos", "reward", Goal(0.75, 6144)),
     "filtering": Task(TASKS_HOME / "filtering.yaml", "reasoning.py:filtering_demos", "reward", Goal(0.3, 6144)),
     "guessing": Task(TASKS_HOME / "guessing.yaml", "guessing.py:demos", "reward", Goal(0.6, 6144)),
@@ -168,9 +168,7 @@ class Place:
         if not run.checkpoint_steps():
             self.art(ROOT, "checkpoints", run.root, "--import", start)
         num, every = num_steps(job)
-        groups = [] if job.contestant.is_whole else learning_settings(ROOT / GROUPS)
-        settings = combine(groups, job.contestant.settings)
-        settings += [f"train.steps={num}", f"eval.every={every}", "rollout.processes=1"]
+        settings = [*all_settings(job.contestant), f"train.steps={num}", f"eval.every={every}", "rollout.processes=1"]
         self.art(ROOT, "train", config, *self._common(base, job.seed), f"name={run.root.name}", *settings)
         played = {step: count_lines(run.trajectories_path(step)) for step in range(num)}
         curve = [
@@ -218,6 +216,12 @@ class Place:
 
 class Failed(Exception):
     """A command failed; the text is the end of what it said."""
+
+
+def all_settings(contestant: Contestant) -> list[str]:
+    """What one of ours learns with on any task."""
+    groups = [] if contestant.is_whole else learning_settings(ROOT / GROUPS)
+    return combine(groups, contestant.settings)
 
 
 def step_size(job: Job) -> int:

@@ -156,6 +156,13 @@ def has_votes(judge: JudgeConfig) -> bool:
     return isinstance(judge, FunctionJudgeConfig) or (isinstance(judge, RulerJudgeConfig) and judge.votes > 1)
 
 
+def ranks(judge: JudgeConfig) -> bool:
+    """Whether a judge is known to score attempts by comparing them within their group."""
+    if isinstance(judge, BlendJudgeConfig):
+        return any(ranks(judge.judges.get(name, RolloutJudgeConfig())) for name in judge.blend)
+    return isinstance(judge, RulerJudgeConfig)
+
+
 def _stale_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:
     if config.learns_by.off_policy is None:
         cure = f"set {section}.off_policy.name (truncate is usual)"
@@ -257,5 +264,11 @@ def untrainable(config: RunConfig) -> Iterator[tuple[str, str]]:
         and not isinstance(config.judge, NoJudgeConfig)
     ):
         yield "rollout.group_size", "1 gives nothing to compare an attempt with; set it to 2 or more"
+    elif config.rollout.group_size == 1 and ranks(config.judge):
+        yield (
+            "judge",
+            f"{config.judge.name!r} ranks the attempts of a group against each other, and rollout.group_size is 1; "
+            "set that to 2 or more",
+        )
     if config.rollout.sampling.temperature == 0:
         yield "rollout.sampling.temperature", "at 0 all attempts are the same; set it to 1 to train"

@@ -12,7 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.learning import RECIPE, ROOT, combine, learning_settings
+from art_cli.config.checks import untrainable
+from art_cli.config.compose import load_config
+from benchmarks.learning import (
+    OLD,
+    RECIPE,
+    ROOT,
+    TASKS,
+    Contestant,
+    all_settings,
+    combine,
+    default,
+    learning_settings,
+    presets,
+)
 from benchmarks.learning_table import Goal, best_search, falls, isotonic, mean, reach, success_at, table
 from benchmarks.learning_trl import Player
 from tests.support.paths import TICTACTOE
@@ -98,6 +111,17 @@ def test_another_loss_leaves_nothing_of_the_recipes_loss(tmp_path: Path) -> None
     assert combine(found, ["loss=gspo"]) == ["rollout.retries=1", "train.learning_rate=0.1", "loss=gspo"]
     assert combine(found, ["loss.clip=0.2"]) == [*found, "loss.clip=0.2"]
     assert any(one.startswith("train.learning_rate=") for one in learning_settings(ROOT / RECIPE))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_contestant_can_be_trained_on_every_task_with_steps_of_its_size(task: str) -> None:
+    for one in [Contestant("old", OLD), default(), *presets()]:
+        config = load_config(ROOT / TASKS[task].config, all_settings(one)).config
+        assert list(untrainable(config)) == []
+        size = (1, 64) if one.name == "default" else (8, 32) if one.name == "old" else (8, 8)
+        assert (config.rollout.group_size, config.rollout.groups_per_step) == size, one.name
+        own = "ppo" if one.name == "default" else one.name.removeprefix("loss=") if one.settings else "grpo"
+        assert config.loss.name == ("grpo" if one.name == "old" else own)
 
 
 class Scripted(Player):

@@ -451,6 +451,15 @@ def test_with_a_critic_a_group_of_one_can_be_trained_and_none_is_refilled() -> N
     assert mistakes(PLAIN + "loss: ppo\n", "rollout.refill=0.5")[0].startswith("command line: rollout.refill: replaces")
 
 
+def test_a_judge_that_ranks_is_refused_where_there_is_one_attempt_to_rank() -> None:
+    alone = ("rollout.group_size=1", "loss=ppo")
+    ruler = ("judge=ruler", "judge.model=gpt-4o")
+    assert list(untrainable(load(PLAIN, "loss=ppo", *ruler))) == []
+    assert [key for key, _ in untrainable(load(PLAIN, *alone, *ruler))] == ["judge"]
+    blend = "judge: {name: blend, blend: {ruler: 0.5, rollout: 0.5}, judges: {ruler: {name: ruler, model: gpt-4o}}}\n"
+    assert [key for key, _ in untrainable(load(PLAIN + blend, *alone))] == ["judge"]
+
+
 # --- paths, and what is left alone ------------------------------------------------------------------------------------
 
 
