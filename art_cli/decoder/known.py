@@ -4,7 +4,6 @@ The layers are those of Llama, Mistral, Qwen2 and Qwen3, as transformers has the
 (arXiv:2106.09685) on their projections. It computes nothing.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -47,17 +46,16 @@ class Layer(NamedTuple):
         return Layer._make(part.merging() if isinstance(part, Projection) else part for part in self)
 
     @property
-    def is_frozen(self) -> bool:
-        """Whether nothing but adapters is trained."""
-        return not any(tensor.requires_grad for tensor in self._base())
+    def input_tensors(self) -> tuple[Tensor | None, ...]:
+        """All that comes before the attention: the norm's weight, those of the heads' norms, and of each projection."""
+        norms = self.head_norms or (None, None)
+        weights = [None if norm is None else norm.weight for norm in (self.attention_norm, *norms)]
+        return (*weights, *(tensor for projection in self.projections[:3] for tensor in projection.tensors))
 
-    def _base(self) -> Iterator[Tensor]:
-        for norm in (self.attention_norm, self.mlp_norm, *(self.head_norms or ())):
-            yield norm.weight
-        for projection in self.projections:
-            yield projection.weight
-            if projection.bias is not None:
-                yield projection.bias
+    @property
+    def output_tensors(self) -> tuple[Tensor | None, ...]:
+        """All that comes after the attention: the norm's weight, and those of each projection."""
+        return (self.mlp_norm.weight, *(tensor for projection in self.projections[3:] for tensor in projection.tensors))
 
 
 def check_model(model: Any) -> None:

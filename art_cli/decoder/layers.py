@@ -2,7 +2,7 @@
 
 `known_layers` changes a model's modules while it is in use. The sums stay the same, forward and backward:
 
-    a layer known here, base frozen     two autograd functions around its attention (forward.py has the picture)
+    a layer known here                  two autograd functions around its attention (forward.py has the picture)
     another layer's LoRA projections    W x + s B A x with one matrix of the output's size, where PEFT makes three
     another frozen RMSNorm, gated MLP   one function each
 
@@ -62,7 +62,8 @@ def known_layers(model: Any, attend: Attend) -> Iterator[None]:
 
 def _is_known(layer: Any) -> bool:
     with contextlib.suppress(Unknown):
-        return read_layer(layer).is_frozen
+        read_layer(layer)
+        return True
     return False
 
 
@@ -89,11 +90,10 @@ def _run(
     """[1, T, hidden]; with `rows` of those only."""
     # read at every call, because sharding puts whole tensors in place only while a layer runs
     layer = read_layer(module).merging()
-    adapters = [tensor for projection in layer.projections for tensor in (projection.down, projection.up)]
-    query, key, value = _Inputs.apply(hidden[0], cos, sin, layer, *adapters[:6])  # type: ignore[no-untyped-call]
+    query, key, value = _Inputs.apply(hidden[0], cos, sin, layer, *layer.input_tensors)  # type: ignore[no-untyped-call]
     heads = (states.transpose(0, 1)[None] for states in (query, key, value))
     out, _ = attend(module.self_attn, *heads, None, tree=tree, scaling=layer.scaling, sliding_window=layer.window)
-    result: Tensor = _Outputs.apply(out[0].flatten(1), hidden[0], rows, layer, *adapters[6:])  # type: ignore[no-untyped-call]
+    result: Tensor = _Outputs.apply(out[0].flatten(1), hidden[0], rows, layer, *layer.output_tensors)  # type: ignore[no-untyped-call]
     return result[None]
 
 
@@ -145,11 +145,11 @@ def _is_trained(module: torch.nn.Module) -> bool:
 
 
 class _Inputs(torch.autograd.Function):
-    """Query, key and value [T, heads, D] of x [T, hidden]; cos and sin [T, D]; `adapters` of `layer` in its order."""
+    """Query, key and value [T, heads, D] of x [T, hidden]; cos and sin [T, D]; `tensors`: `layer.input_tensors`."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, layer: Layer, *adapters: Tensor | None
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, layer: Layer, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         found = attention_inputs(layer, x, cos[:, None], signed(sin)[:, None])
         ctx.save_for_backward(x, cos, sin, *(found.before or (None, None)), *found.inners)
@@ -162,31 +162,34 @@ class _Inputs(torch.autograd.Function):
         x, cos, sin, query, key, *inners = ctx.saved_tensors  # read once: checkpointing computes them at each reading
         cos, sin = cos[:, None], signed(sin)[:, None]
         grad_query, grad_key = (rotate_backward(grad, cos, sin) for grad in grads[:2])
+        of_norms: list[Tensor | None] = [None, None]
         if layer.head_norms is not None:
             norm_query, norm_key = layer.head_norms
-            grad_query, grad_key = norm_query.backward(grad_query, query), norm_key.backward(grad_key, key)
+            grad_query, of_norms[0] = norm_query.backward(grad_query, query)
+            grad_key, of_norms[1] = norm_key.backward(grad_key, key)
         normed = layer.attention_norm.apply(x)
-        needs_x: bool = ctx.needs_input_grad[0]
+        needs_normed: bool = ctx.needs_input_grad[0] or layer.attention_norm.weight.requires_grad
         total: Tensor | None = None
-        adapters: list[Tensor | None] = []
+        of_projections: list[Tensor | None] = []
         inputs = zip(layer.projections[:3], (grad_query, grad_key, grads[2]), inners, strict=True)
         for projection, grad, inner in inputs:
-            if needs_x:
+            if needs_normed:
                 total, *found = projection.backward(grad.flatten(1), normed, inner, into=total)
             else:
-                _, *found = projection.backward_adapter(grad.flatten(1), normed, inner)
-            adapters += found
-        grad_x = None if total is None else layer.attention_norm.backward(total, x)
-        return grad_x, None, None, None, *adapters
+                found = list(projection.backward_tensors(grad.flatten(1), normed, inner))
+            of_projections += found
+        grad_x, of_norm = (None, None) if total is None else layer.attention_norm.backward(total, x)
+        return grad_x, None, None, None, of_norm, *of_norms, *of_projections
 
 
 class _Outputs(torch.autograd.Function):
-    """[T, hidden] of a layer whose attention gave `out` [T, heads * D] for x [T, hidden]; with `rows` of those only."""
+    """[T, hidden] of a layer whose attention gave `out` [T, heads * D] for x [T, hidden]; with `rows` of those only.
+
+    `tensors`: `layer.output_tensors`.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, out: Tensor, x: Tensor, rows: Tensor | None, layer: Layer, *adapters: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, out: Tensor, x: Tensor, rows: Tensor | None, layer: Layer, *tensors: Tensor | None) -> Tensor:
         ctx.layer, ctx.num_tokens = layer, len(x)
         if rows is not None:
             out, x = out[rows], x[rows]
@@ -207,12 +210,13 @@ class _Outputs(torch.autograd.Function):
         del grad_gates
         grad_normed, *of_up = layer.up.backward(grad_up, normed, inner_up, into=grad_normed)
         del normed, grad_up
-        grad_middle = layer.mlp_norm.backward(grad_normed, middle).add_(grad)
+        grad_middle, of_norm = layer.mlp_norm.backward(grad_normed, middle)
+        grad_middle.add_(grad)
         grad_out, *of_out = layer.out.backward(grad_middle, out, inner_out)
         grad_x = grad_middle
         if rows is not None:
             grad_out, grad_x = (_spread(states, rows, ctx.num_tokens) for states in (grad_out, grad_middle))
-        return grad_out, grad_x, None, None, *of_out, *of_gate, *of_up, *of_down
+        return grad_out, grad_x, None, None, of_norm, *of_out, *of_gate, *of_up, *of_down
 
 
 def _spread(states: Tensor, rows: Tensor, length: int) -> Tensor:
@@ -237,9 +241,9 @@ class _Project(torch.autograd.Function):
         x, inner = ctx.saved_tensors
         projection: Projection = ctx.projection
         if not ctx.needs_input_grad[0]:
-            return None, None, *projection.backward_adapter(grad, x, inner)[1:]
-        grad_x, *adapter = projection.backward(grad, x, inner)
-        return grad_x, None, *adapter
+            return None, None, *projection.backward_tensors(grad, x, inner)[2:]
+        grad_x, *found = projection.backward(grad, x, inner)
+        return grad_x, None, *found[2:]
 
 
 class _Norm(torch.autograd.Function):
@@ -252,7 +256,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        return ctx.norm.backward(grad, x), None
+        return ctx.norm.backward(grad, x)[0], None
 
 
 class _Gate(torch.autograd.Function):

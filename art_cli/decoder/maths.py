@@ -24,16 +24,22 @@ class Norm(NamedTuple):
         exact = x.float() if x.dtype.itemsize < 4 else x
         return self.weight * F.rms_norm(exact, x.shape[-1:], None, self.epsilon).to(x.dtype)
 
-    def backward(self, grad: Tensor, x: Tensor) -> Tensor:
-        """The gradient of x. With r = 1 / rms and v = w * grad: r v - x r^3 (x . v) / n."""
+    def backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The gradients of x and of w; None: w is not trained.
+
+        With r = 1 / rms and v = w * grad they are r v - x r^3 (x . v) / n, and the sum of grad * r x over all rows.
+        """
         slope = grad * self.weight
         if x.dtype.itemsize < 4:
             x, slope = x.float(), slope.float()
         size = x.shape[-1]
         inverse = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / size + self.epsilon).rsqrt_()
+        of_weight = None
+        if self.weight.requires_grad:
+            of_weight = (x * inverse).mul_(grad).flatten(0, -2).sum(0).to(self.weight.dtype)
         dots = torch.linalg.vecdot(x, slope).unsqueeze(-1)
         slope.mul_(inverse).addcmul_(x, dots.mul_(inverse**3 / -size))
-        return slope.to(grad.dtype)
+        return slope.to(grad.dtype), of_weight
 
 
 class Projection(NamedTuple):
@@ -62,29 +68,38 @@ class Projection(NamedTuple):
             return out, inner
         return add_product(out, inner, self.up.to(x.dtype) * self.scaling), inner
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """W, bias, A and B."""
+        return (self.weight, self.bias, self.down, self.up)
+
     def backward(
         self, grad: Tensor, x: Tensor, inner: Tensor | None, into: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The gradients of x, A and B; None without an adapter.
+    ) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
+        """The gradients of x and of `tensors`; None for one that is not trained.
 
         `inner`: what `apply` gave beside its result. `into`: a gradient of x that this one's is added to.
         """
-        grad_inner, grad_down, grad_up = self.backward_adapter(grad, x, inner)
+        grad_inner, *found = self._backward_tensors(grad, x, inner)
         weight = (self._merged() if self.is_merged else self.weight).t()
         grad_x = product(grad, weight) if into is None else add_product(into, grad, weight)
         if grad_inner is not None and self.down is not None and not self.is_merged:
             grad_x = add_product(grad_x, grad_inner, self.down.to(grad.dtype).t())
-        return grad_x, grad_down, grad_up
+        return grad_x, *found
 
-    def backward_adapter(
-        self, grad: Tensor, x: Tensor, inner: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of A x, A and B; None without an adapter."""
+    def backward_tensors(self, grad: Tensor, x: Tensor, inner: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of `tensors`, as in `backward`."""
+        return self._backward_tensors(grad, x, inner)[1:]
+
+    def _backward_tensors(self, grad: Tensor, x: Tensor, inner: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of A x and of `tensors`."""
+        of_weight = inner_product(grad, x) if self.weight.requires_grad else None
+        of_bias = grad.sum(0) if self.bias is not None and self.bias.requires_grad else None
         if self.down is None or self.up is None or inner is None:
-            return None, None, None
+            return None, of_weight, of_bias, None, None
         grad_inner = product(grad, self.up.to(grad.dtype).t()).mul_(self.scaling)
-        grad_up = inner_product(grad, inner).mul_(self.scaling)
-        return grad_inner, inner_product(grad_inner, x).to(self.down.dtype), grad_up.to(self.up.dtype)
+        of_up = inner_product(grad, inner).mul_(self.scaling)
+        return grad_inner, of_weight, of_bias, inner_product(grad_inner, x).to(self.down.dtype), of_up.to(self.up.dtype)
 
     def merging(self) -> "Projection":
         """The same with `is_merged`, where that loses nothing: below float32 the sum would round the change away."""

@@ -1,5 +1,6 @@
 """Decoder layers computed as two functions give the model's own numbers, forward and backward, and are in use."""
 
+import re
 from typing import Any
 
 import pytest
@@ -49,11 +50,26 @@ def test_logprobs_and_gradient_are_those_of_the_models_own_layers(config: Any, t
     assert gap.found.logprob < 1e-5 and gap.found.gradient < 1e-5, str(gap)
 
 
+@pytest.mark.parametrize("trained", [".*", ".*norm.weight|.*bias", ".*(k_proj|up_proj).*", ".*0.*(q_norm|q_proj).*"])
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_gradients_of_trained_weights_are_those_of_the_models_own_layers(config: Any, trained: str) -> None:
+    """All weights, norms and biases only, some projections, and parts of one layer."""
+    weights = weights_of(config)
+    for name, parameter in weights.model.named_parameters():
+        parameter.requires_grad_(re.fullmatch(trained, name) is not None or name.endswith("v_proj.weight"))
+        if name.endswith(("bias", "norm.weight")):
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+    runner = PackRunner(weights, TorchLearnerConfig())
+    PackingCheck(runner).probe(samples()[0])
+    assert runner.can_pack and num_in_use(runner) == 2
+    gap = compare_batch(runner, samples())
+    assert gap.found.logprob < 1e-5 and gap.found.gradient < 1e-5, str(gap)
+
+
 def test_layers_that_are_not_known_stay_as_they_are() -> None:
-    """Dropout on an adapter, another activation, weights that are all trained."""
+    """Dropout on an adapter, another activation."""
     assert num_in_use(_settled(adapted(MODELS["llama"], "all-linear", lora_dropout=0.5))) == 0
     assert num_in_use(_settled(adapted(transformers.LlamaConfig(**SHAPE, hidden_act="relu"), "all-linear"))) == 0
-    assert num_in_use(_settled(weights_of(MODELS["llama"]))) == 0
 
 
 def _settled(weights: Weights) -> PackRunner:
