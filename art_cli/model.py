@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from art_cli import plugins, quantization
+from art_cli.allocator import keep_freed_memory
 from art_cli.base_files import check_base, read_template, refuse_pickles
 from art_cli.config.schema import LoraConfig, ModelConfig
 from art_cli.durable import new_directory
@@ -123,6 +124,8 @@ def load_weights(
 
     _spare_collector(has_transformers=load is None, has_adapter=config.lora is not None)
     target = torch.device(pick_device(device))
+    if target.type == "cpu":
+        keep_freed_memory()
     name = resolve_dtype(config, base, device=device, named=named).name
     with loading(base, named):
         dtype = getattr(torch, name)
