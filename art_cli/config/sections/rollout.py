@@ -90,8 +90,8 @@ class RolloutConfig(Section):
     """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): a group whose rewards are all equal teaches nothing, and
     is refilled by a group of a further scenario until the step has `groups_per_step` groups with signal. The largest
     number of further groups, as a share of `groups_per_step`. 0: off."""
-    concurrency: PositiveInt = 64
-    """The number of rollouts that are played at once."""
+    concurrency: PositiveInt = 128
+    """The number of rollouts that are played at once; 128 is what the embedded engine decodes together."""
     processes: Annotated[Count, Field(le=MAX_PROCESSES)] = 1
     """The number of child processes that run the function; more help a function that computes much. 0: it runs in
     art's own process, for a debugger. With `cluster` they are spread over its nodes, each on processors of its own; if
