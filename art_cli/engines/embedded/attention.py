@@ -214,8 +214,9 @@ def _attend_chunks(
     grouped = padded.view(num, run.width, heads_kv, group, dim).permute(0, 2, 3, 1, 4)
     grouped = grouped.reshape(num, heads_kv, group * run.width, dim)
     slots, tokens = slice(run.start, run.stop), slice(run.length)
+    for_group = mask if group == 1 else mask.repeat(1, 1, group, 1)
     out = F.scaled_dot_product_attention(
-        grouped, keys[slots, :, tokens], values[slots, :, tokens], attn_mask=mask.repeat(1, 1, group, 1), scale=scaling
+        grouped, keys[slots, :, tokens], values[slots, :, tokens], attn_mask=for_group, scale=scaling
     )
     out = out.view(num, heads_kv, group, run.width, -1).permute(0, 3, 1, 2, 4)
     return out.reshape(num * run.width, heads, -1)[run.places]

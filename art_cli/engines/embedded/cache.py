@@ -35,7 +35,9 @@ class SlotCache:
         for copy in copies:
             for slabs in (self.keys, self.values):
                 for slab in slabs.values():
-                    slab[copy.targets, :, : copy.length] = slab[copy.source, :, : copy.length]
+                    copied = slab[copy.source, :, : copy.length]
+                    for target in copy.targets:  # one by one, which takes half the time of one call with indices
+                        slab[target, :, : copy.length] = copied
 
     def write(self, layer: int, key: Tensor, value: Tensor, places: Tensor) -> None:
         """Writes key and value `[T, heads, head_dim]` of each token and head into the slab's rows `places`."""
