@@ -1,6 +1,6 @@
 // Keys of the page: each view registers its own, the newest first, and the help lists what is registered.
 
-import { useEffect, useRef } from "preact/hooks";
+import { useLayoutEffect, useRef } from "preact/hooks";
 
 export interface Key {
   keys: string[]; // as KeyboardEvent.key has them; "Shift+ArrowUp" with the modifier before it
@@ -13,7 +13,7 @@ const registered: Key[][] = [];
 export function useKeys(keys: Key[]): void {
   const current = useRef(keys);
   current.current = keys;
-  useEffect(() => {
+  useLayoutEffect(() => { // with the view, not a frame later: a key pressed in between would be lost
     const set: Key[] = keys.map((_, place) => ({
       get keys() {
         return current.current[place]?.keys ?? [];
