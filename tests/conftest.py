@@ -1,6 +1,7 @@
 """Set-up of every test session."""
 
 import asyncio
+import gc
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not _has_gpu():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays until the end, so the garbage collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _has_gpu() -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from art_cli.scratch import OWNER, Scratch, scratch
-from tests.support import fake_vllm
+from tests.support import fake_vllm, forked
 from tests.support.served import make_run
 
 HOLD = """
@@ -100,9 +100,9 @@ def test_a_failure_leaves_its_logs_and_nothing_else(home: Path) -> None:
     assert (kept.path / "learner.log").read_text() == "why"
 
 
-def art_serve(root: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "art_cli", "serve", str(root), "--port", "0", "--json", *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def art_serve(root: Path, *options: str) -> forked.Forked:
+    command = ["serve", root, "--port", "0", "--json", *options]
+    return forked.Forked(command, stdout=forked.PIPE, stderr=forked.PIPE)
 
 
 def test_a_failed_vllm_start_names_a_log_that_stays_and_shows_its_last_lines(home: Path, tmp_path: Path) -> None:

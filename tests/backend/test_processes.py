@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from art_cli.learners.datums import Datum
 from art_cli.learners.optimizer import Adam
 from art_cli.learners.served_adapters import decode_data, encode_data
 from art_cli.learners.token_weights import Floats
+from tests.support import forked
 from tests.support.backend_server import Client, datum, passing, tiny_base
 from tests.support.tiny import save_tiny_base
 
@@ -136,14 +135,8 @@ def test_data_are_the_same_after_they_were_sent() -> None:
 def test_the_server_trains_and_samples_and_ends_when_a_process_dies(tmp_path: Path) -> None:
     """A client trains by the protocol; then a process is killed, and the server ends with one line that says so."""
     base = save_tiny_base(tmp_path / "base", hidden=32)
-    command = [sys.executable, "-m", "art_cli", "backend", "--base", str(base), "--port", "0", "--json"]
-    server = subprocess.Popen(
-        [*command, "--checkpoints", str(tmp_path / "kept"), "learner=torch", "learner.processes=2"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = ["backend", "--base", base, "--port", "0", "--json", "--checkpoints", tmp_path / "kept"]
+    server = forked.Forked([*command, "learner=torch", "learner.processes=2"], stdout=forked.PIPE, stderr=forked.PIPE)
     try:
         assert server.stdout is not None
         address = json.loads(server.stdout.readline())["url"]

@@ -12,8 +12,6 @@ import random
 import shutil
 import signal
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -39,6 +37,7 @@ from art_cli.engines.embedded.text import Detokenizer, Vocabulary
 from art_cli.model import save_weights
 from tests.engines.test_embedded_engine import running
 from tests.serving.test_fuzz_server import art_serve
+from tests.support import forked
 from tests.support.hostile import NUM_MUTATIONS, Heartbeat, MemoryBound, mutations
 from tests.support.paths import LETTERS
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer, tiny_weights
@@ -494,8 +493,7 @@ def test_a_rollout_that_attacks_its_engine_ends_alone(tmp_path: Path) -> None:
     shutil.copytree(LETTERS, project)
     (project / "rollout.py").write_text(ATTACKING_ROLLOUT)
     options = [f"runs={tmp_path}", "train.steps=1", "eval=null", "rollout.group_size=4", "rollout.timeout_s=60"]
-    command = [sys.executable, "-m", "art_cli", "train", str(project / "config.yaml"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = forked.run(["train", project / "config.yaml", *options], timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     [path] = tmp_path.glob("letters*/step_*/trajectories.jsonl")
     errors = [json.loads(line).get("error") for line in path.read_text().splitlines()]

@@ -6,13 +6,13 @@ What each command does in detail has tests of its own; this is the day in one pi
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests.support import forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -68,8 +68,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def art(project: Path, *words: object) -> Done:
-    command = [sys.executable, "-m", "art_cli", *map(str, words)]
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=300, env=environment())
+    done = forked.run(words, cwd=project, timeout=300, env=environment())
     assert "Traceback" not in done.stderr and "bug in art" not in done.stderr, done.stderr
     return Done(done.returncode, done.stdout, done.stderr)
 
@@ -122,8 +121,8 @@ def test_the_first_day_of_a_new_user(project: Path) -> None:
 
 def interrupt_warm_up(project: Path) -> None:
     """Ctrl-C as soon as the warm-up has begun: the command ends within seconds and says how to go on."""
-    words = [sys.executable, "-m", "art_cli", "train", "config.yaml", "sft.epochs=400", "name=long"]
-    process = subprocess.Popen(words, cwd=project, stderr=subprocess.PIPE, text=True, env=environment())
+    words = ["train", "config.yaml", "sft.epochs=400", "name=long"]
+    process = forked.Forked(words, cwd=project, stderr=forked.PIPE, env=environment())
     assert process.stderr is not None
     said = ""
     while "sft" not in said and (line := process.stderr.readline()):

@@ -16,7 +16,7 @@ import pytest
 from art_cli import cli
 from art_cli.manifest import hash_files
 from art_cli.run_dir import RunDir
-from tests.support import fake_vllm
+from tests.support import fake_vllm, forked
 from tests.support.served import make_run
 
 Json = dict[str, Any]
@@ -41,14 +41,7 @@ class Received:
         self.run.config_path.write_text(json.dumps(config | {"engine": {"name": "vllm", **engine}}))
 
     def art(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "art_cli", *arguments],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            cwd=self.run.root,
-        )
+        return forked.run(arguments, timeout=240, cwd=self.run.root)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +52,8 @@ def received(tmp_path_factory: pytest.TempPathFactory) -> Received:
 @contextlib.contextmanager
 def served(*command: str) -> Iterator[Json]:
     """What `art serve --json` says when it is ready; the server ends with the block."""
-    line = [sys.executable, "-m", "art_cli", "serve", *command, "--port", "0", "--json"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    line = ["serve", *command, "--port", "0", "--json"]
+    with forked.Forked(line, stdout=forked.PIPE, stderr=forked.PIPE) as process:
         try:
             assert process.stdout is not None and process.stderr is not None
             said = process.stdout.readline()

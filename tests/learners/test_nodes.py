@@ -9,8 +9,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -41,6 +39,7 @@ from tests.learners.test_parallel_learner import (
     saved,
 )
 from tests.letters.build import build
+from tests.support import forked
 from tests.support.paths import LETTERS, ROOT
 from tests.support.process_table import descendants, is_alive
 from tests.support.waiting import wait_until
@@ -99,13 +98,9 @@ class Node:
     """`art join` as a child."""
 
     def __init__(self, project: Path, *overrides: str, environment: dict[str, str] | None = None) -> None:
-        self.child = subprocess.Popen(
-            [sys.executable, "-m", "art_cli", "join", str(project / "config.yaml"), "--wait", "240", *overrides],
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **(environment or {})},
-        )
+        command = ["join", project / "config.yaml", "--wait", "240", *overrides]
+        known = {**os.environ, **(environment or {})}
+        self.child = forked.Forked(command, stderr=forked.PIPE, stdout=forked.DEVNULL, env=known)
 
     def end(self, timeout_s: float = 60.0) -> tuple[int, str]:
         """Its exit code and what it said."""
@@ -278,12 +273,12 @@ def test_a_run_that_loses_a_node_ends_loudly_and_the_same_commands_finish_it(tmp
         address = f"127.0.0.1:{free.getsockname()[1]}"
     nodes = ("learner=torch", "learner.device=cpu", "learner.nodes=2", f"learner.rendezvous={address}", "eval=null")
     files = RunDir(tmp_path / "letters")
-    command = [sys.executable, "-m", "art_cli", "train", str(LETTERS / "config.yaml"), f"runs={tmp_path}"]
+    command = ["train", LETTERS / "config.yaml", f"runs={tmp_path}"]
     command += [*nodes, "engine=embedded", "train.steps=3"]
 
-    def started() -> "tuple[Node, subprocess.Popen[str]]":
+    def started() -> tuple[Node, forked.Forked]:
         node = Node(LETTERS, *nodes)
-        return node, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return node, forked.Forked(command, stdout=forked.PIPE, stderr=forked.PIPE)
 
     node, run = started()
     try:

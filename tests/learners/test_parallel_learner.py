@@ -4,8 +4,6 @@ import contextlib
 import functools
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -53,6 +51,7 @@ from art_cli.trajectory import LearnedTrajectory, ScoredTrajectory
 from tests.learners.test_streams import NAMES
 from tests.learners.test_user_algorithm import MINE
 from tests.letters.build import build
+from tests.support import forked
 from tests.support.paths import LETTERS, ROOT
 from tests.support.process_table import is_alive
 from tests.support.trees import sampled, samples_of, scored, turn, turn_trees
@@ -437,21 +436,12 @@ class Run:
 
     def __init__(self, runs: Path) -> None:
         self.files = RunDir(runs / "letters")
-        self.command = [
-            *(
-                sys.executable,
-                "-c",
-                "from art_cli.cli import main; main()",
-                "train",
-                str(LETTERS / "config.yaml"),
-                f"runs={runs}",
-            ),
-            *("learner=torch", "learner.processes=2", "engine=embedded", "train.steps=3", "eval=null"),
-        ]
+        settings = ("learner=torch", "learner.processes=2", "engine=embedded", "train.steps=3", "eval=null")
+        self.command = ["train", LETTERS / "config.yaml", f"runs={runs}", *settings]
 
     @contextlib.contextmanager
-    def started(self) -> Iterator["subprocess.Popen[str]"]:
-        with subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    def started(self) -> Iterator[forked.Forked]:
+        with forked.Forked(self.command, stdout=forked.PIPE, stderr=forked.PIPE) as child:
             try:
                 yield child
             finally:

@@ -5,17 +5,12 @@ choice, and the files of earlier steps say which; a killed run replays the same 
 """
 
 import asyncio
-import json
 import os
-import queue
 import random
 import shutil
 import signal
 import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +25,7 @@ from art_cli.manifest import verify_checkpoint
 from art_cli.rollouts.scenarios import load_scenarios
 from art_cli.run_dir import RunDir
 from art_cli.trajectory import ScoredTrajectory, Trajectory
+from tests.support import forked
 from tests.support.paths import LETTERS
 
 ADAPTER = "adapter_model.safetensors"
@@ -45,54 +41,27 @@ class Trainer:
 
     def __init__(self, log_path: Path) -> None:
         self.log_path = log_path
-        self.log = log_path.open("ab")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.fork_train"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        self.lines: queue.Queue[bytes] = queue.Queue()
-        self.listener = threading.Thread(target=self._listen)
-        self.listener.start()
 
-    def start(self, overrides: list[str]) -> int:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(overrides).encode() + b"\n")
-        self.process.stdin.flush()
-        return int(self.lines.get(timeout=240))
+    def start(self, overrides: list[str]) -> forked.Forked:
+        with self.log_path.open("ab") as log:
+            return forked.Forked(["train", LETTERS / "config.yaml", *overrides], stdout=log, stderr=log)
 
-    def status(self, timeout_s: float) -> int | None:
-        """How the child ended; None when it has not within that time."""
-        try:
-            return int(self.lines.get(timeout=timeout_s))
-        except queue.Empty:
-            return None
-
-    def kill(self, child: int) -> None:
-        os.kill(child, signal.SIGKILL)
-        assert self.status(timeout_s=30) == signal.SIGKILL
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.put(line)
-
-    def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
-        assert self.process.wait(timeout=240) == 0
-        self.listener.join(timeout=240)
-        self.process.stdout.close()
-        self.log.close()
+    def kill(self, child: forked.Forked) -> None:
+        child.kill()
+        assert child.wait(timeout=30) == -signal.SIGKILL
 
 
-@pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
-    trainer = Trainer(tmp_path_factory.mktemp("trainer") / "log")
-    yield trainer
-    trainer.close()
+def status_of(child: forked.Forked, timeout_s: float) -> int | None:
+    """How it ended; None when it has not within that time."""
+    try:
+        return child.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Trainer:
+    return Trainer(tmp_path / "trainer.log")
 
 
 def finished_lines(root: Path) -> set[str]:
@@ -142,7 +111,7 @@ def test_a_run_killed_at_random_instants_loses_nothing_and_trains_on_nothing_twi
     begin = time.monotonic()
     while True:
         child = trainer.start(settings)
-        status = trainer.status(timeout_s=draw.uniform(0.3, 1.5) if kills < KILLS else 300)
+        status = status_of(child, draw.uniform(0.3, 1.5) if kills < KILLS else 300)
         if status is None:
             trainer.kill(child)
             kills += 1
@@ -174,11 +143,10 @@ def test_kills_outside_of_generation_give_a_bit_identical_adapter(tmp_path: Path
     for step in range(0, STEPS, 2):
         child = trainer.start(settings)
         while len(files.trajectories(step)) < 12:
-            assert trainer.status(timeout_s=0.002) is None
-        assert trainer.status(timeout_s=draw.uniform(0.0, 0.05)) is None
+            assert status_of(child, 0.002) is None
+        assert status_of(child, draw.uniform(0.0, 0.05)) is None
         trainer.kill(child)
-    trainer.start(settings)
-    assert trainer.status(timeout_s=300) == 0
+    assert status_of(trainer.start(settings), 300) == 0
     check_record(files.root)
 
     whole = RunDir(tmp_path / "whole" / "letters")
@@ -213,13 +181,12 @@ def test_a_run_that_refills_replays_and_adapts_makes_the_same_choices_after_kill
     files = RunDir(tmp_path / "letters")
     for _ in range(KILLS // 2):
         child = trainer.start(settings)
-        if trainer.status(timeout_s=draw.uniform(0.5, 3.0)) is not None:
+        if status_of(child, draw.uniform(0.5, 3.0)) is not None:
             break
         trainer.kill(child)
         seen |= finished_lines(files.root)
     else:
-        trainer.start(settings)
-        assert trainer.status(timeout_s=300) == 0, trainer.log_path.read_text()[-2000:]
+        assert status_of(trainer.start(settings), 300) == 0, trainer.log_path.read_text()[-2000:]
     assert seen <= finished_lines(files.root)
     loaded = resolve_auto(load_config(LETTERS / "config.yaml", settings), "learner")
     choice = ScenarioChoice(loaded.config, files, load_scenarios("scenarios.jsonl", LETTERS))

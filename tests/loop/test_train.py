@@ -21,6 +21,7 @@ from art_cli.loop.training_run import TrainResult, going_on
 from art_cli.manifest import verify_checkpoint
 from art_cli.run_dir import RunDir
 from art_cli.trajectory import prompt
+from tests.support import forked
 from tests.support.paths import LETTERS
 
 ADAPTER = "adapter_model.safetensors"
@@ -201,13 +202,8 @@ def test_an_engine_that_does_not_load_the_step_stops_the_run(tmp_path: Path, mon
 def test_a_step_taken_from_files_is_the_step_of_the_run_bit_for_bit(finished: Path, tmp_path: Path) -> None:
     files = RunDir(finished)
     output = tmp_path / "step_0003"
-    done = subprocess.run(
-        [sys.executable, "-m", "art_cli", "step", str(LETTERS / "config.yaml"), str(files.scored_path(2))]
-        + ["--checkpoint", str(files.checkpoint_path(2)), "-o", str(output), "--json"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    command = ["step", LETTERS / "config.yaml", files.scored_path(2), "--checkpoint", files.checkpoint_path(2)]
+    done = forked.run([*command, "-o", output, "--json"], timeout=240)
     assert done.returncode == 0, done.stderr
     assert (output / ADAPTER).read_bytes() == adapter(finished, 3)
     assert json.loads(done.stdout)["step"] == 3
@@ -216,10 +212,9 @@ def test_a_step_taken_from_files_is_the_step_of_the_run_bit_for_bit(finished: Pa
 
 
 def test_ctrl_c_says_how_to_go_on_and_what_it_says_finishes(tmp_path: Path) -> None:
-    art = [sys.executable, "-m", "art_cli"]
     runs = tmp_path / "my runs"
-    command = [*art, "train", str(LETTERS / "config.yaml"), f"runs={runs}", "train.steps=6"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    command = ["train", LETTERS / "config.yaml", f"runs={runs}", "train.steps=6"]
+    with forked.Forked(command, stderr=forked.PIPE, stdout=forked.PIPE) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if line.startswith("step 2/6"):
@@ -230,7 +225,7 @@ def test_ctrl_c_says_how_to_go_on_and_what_it_says_finishes(tmp_path: Path) -> N
     assert "Traceback" not in rest
     program, *hint = shlex.split(rest.partition("go on with: ")[2])
     assert program == "art"
-    done = subprocess.run([*art, *hint], capture_output=True, text=True, timeout=240)
+    done = forked.run(hint, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "goes on from step" in done.stderr
     assert [line.step for line in RunDir(runs / "letters").metrics() if line.split == "train"] == list(range(6))

@@ -7,8 +7,6 @@ import asyncio
 import itertools
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,6 +19,7 @@ from art_cli.chat.requests import Request
 from art_cli.checkpoints import import_start
 from art_cli.run_dir import RunDir
 from art_cli.trajectory import Trajectory, Turn, sequence
+from tests.support import forked
 from tests.support.lossy import Swallowing
 from tests.support.node import clients as install_node_clients
 from tests.support.paths import CLIENTS, ROOT
@@ -197,8 +196,7 @@ def train(taught: RunDir, place: Path, agents: list[str], *settings: str) -> Run
     ]
     common += [f"rollout.scenarios={place}/scenarios.jsonl", f"rollout.groups_per_step={len(agents)}", "sft=null"]
     common += [f"rollout.group_size={GROUP_SIZE}", "rollout.sampling.max_tokens=80", *settings]
-    command = [sys.executable, "-m", "art_cli", "train", str(project / "config.yaml"), *common]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = forked.run(["train", project / "config.yaml", *common], timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     assert run.checkpoint_steps()[-1] == NUM_STEPS
     return run

@@ -1,7 +1,6 @@
 """Whatever a rollout returns, raises or does to its process fails that attempt at once; its siblings go on."""
 
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 
 from art_cli.run_dir import RunDir
 from art_cli.trajectory import Trajectory
+from tests.support import forked
 from tests.support.hostile import assert_in_words
 from tests.support.paths import LETTERS
 from tests.support.scripted import ScriptedBackend
@@ -298,12 +298,7 @@ def test_a_run_trains_on_what_is_left_and_a_step_of_failures_alone_ends_in_words
     shutil.copytree(LETTERS, project)
     (project / "rollout.py").write_text(FAMILY)
     settings = [f"runs={tmp_path}", f"rollout.processes={processes}", "rollout.concurrency=1", "train.steps=2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "art_cli", "train", str(project / "config.yaml"), *settings, "eval=null"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = forked.run(["train", project / "config.yaml", *settings, "eval=null"], timeout=240)
     assert_in_words(done.returncode, done.stderr)
     assert done.returncode == 0, done.stderr
     run = RunDir(tmp_path / "letters")

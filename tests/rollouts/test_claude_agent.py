@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from art_cli.run_dir import RunDir
 from art_cli.trajectory import prompt, sequence
+from tests.support import forked
 from tests.support.paths import CLIENTS
 from tests.support.real_agents import MARKS, PYTHON
 from tests.support.stage import Stage
@@ -67,8 +66,7 @@ def test_the_claude_agent_sdk_is_trained(tmp_path: Path) -> None:
         f"rollout: {{entry: '{PLACE}/claude_sdk.py:rollout', python: '{PYTHON}', scenarios: scenarios.jsonl,\n"
         "          group_size: 2, groups_per_step: 1, sampling: {max_tokens: 20}, concurrency: 1}\n"
     )
-    command = [sys.executable, "-m", "art_cli", "train", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = forked.run(["train", config], timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     run = RunDir(tmp_path / "claude")
     assert run.checkpoint_steps()[-1] == 2

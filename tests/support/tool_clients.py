@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -23,6 +22,7 @@ from transformers import Qwen3ForCausalLM
 
 from art_cli.manifest import new_checkpoint, verify_checkpoint
 from art_cli.run_dir import RunDir
+from tests.support import forked
 from tests.support.paths import CLIENTS
 from tests.support.scripted import tool_call
 from tests.support.tiny import tiny_config, tiny_tokenizer
@@ -123,7 +123,7 @@ def teach(place: Path, demos: Sequence[Json], *, length: int = 1024) -> RunDir:
         "sft: {demos: demos.jsonl, epochs: 60, batch_size: 16, learning_rate: 1.0e-2, warmup_steps: 10}\n"
     )
     command = ["sft", str(place / "config.yaml"), str(place / "demos.jsonl"), "-o", str(run.checkpoint_path(0))]
-    subprocess.run([sys.executable, "-m", "art_cli", *command], check=True, stdout=subprocess.DEVNULL, timeout=300)
+    forked.run(command, timeout=300).check_returncode()
     return run
 
 

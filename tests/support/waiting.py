@@ -5,6 +5,8 @@ import subprocess
 import time
 from collections.abc import Callable
 
+from tests.support.forked import Forked
+
 
 async def until(holds: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Returns once `holds()` is true; fails after `timeout_s`."""
@@ -14,7 +16,10 @@ async def until(holds: Callable[[], object], timeout_s: float = 60.0) -> None:
 
 
 def wait_until(
-    holds: Callable[[], object], timeout_s: float = 120.0, *, while_running: "subprocess.Popen[str] | None" = None
+    holds: Callable[[], object],
+    timeout_s: float = 120.0,
+    *,
+    while_running: "subprocess.Popen[str] | Forked | None" = None,
 ) -> None:
     """The same outside an event loop; fails at once when the process `while_running` has ended."""
     deadline = time.monotonic() + timeout_s
