@@ -206,13 +206,13 @@ def test_nodes_that_are_not_alike_are_refused_by_name_and_the_wait_goes_on(
     tensors = load_file(other / "base" / MODEL)
     next(iter(tensors.values())).view(-1)[0] += 1
     save_file(tensors, other / "base" / MODEL, metadata={"format": "pt"})
-    learner = parallel_learner(job_of(project, "learner.join_timeout_s=45"), logs=tmp_path / "logs")
+    learner = parallel_learner(job_of(project, "learner.join_timeout_s=30"), logs=tmp_path / "logs")
     nodes = [
         Node(project, environment={"ART_NODES_SECRET": SECRET[::-1]}),
         Node(project, "train.learning_rate=0.5", "loss.kl=0.1"),
         Node(other),
     ]
-    with caplog.at_level("WARNING"), pytest.raises(LearnerError, match="1 of 2 nodes came .* within 45 s.*art join"):
+    with caplog.at_level("WARNING"), pytest.raises(LearnerError, match="1 of 2 nodes came .* within 30 s.*art join"):
         learner.score([1, 2, 3])
     learner.close()
     ends = [node.end() for node in nodes]
