@@ -61,7 +61,8 @@ def serve(control: socket.socket) -> Asked | None:
                 if child == 0:
                     become(asked, descriptors[:NUM_STREAMS])
                     os.write(news, NEWS.pack(os.getpid()))
-                    os.closerange(NUM_STREAMS, news + 1)
+                    for descriptor in descriptors:
+                        os.close(descriptor)
                     return asked
                 for descriptor in descriptors[:NUM_STREAMS]:
                     os.close(descriptor)
