@@ -27,31 +27,11 @@ from art_cli.config.sections.cluster import cluster_conflicts
 def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(dotted key, message) for each pair of settings that contradict each other."""
     section = "loss" if config.algorithm is None else "algorithm"
-    if config.algorithm is not None and "loss" in config.model_fields_set:
-        yield "algorithm", "takes the place of 'loss', which is set too; leave one of them out"
-    if config.learns_by.kl > 0 and config.model.lora is None:
-        yield f"{section}.kl", "needs model.lora: the reference policy is the model with its adapter off; set it to 0"
-    if config.learns_by.echo > 0 and config.rollout.max_turns == 1:
-        yield f"{section}.echo", "what the environment answers is in a later prompt, and rollout.max_turns is 1"
-    if isinstance(config.learner, UnslothLearnerConfig) and config.model.lora is None:
-        yield "learner", "'unsloth' trains LoRA adapters only; set model.lora, or learner=torch"
-    if config.model.quantize is not None and config.model.lora is None:
-        yield (
-            "model.quantize",
-            "a base in few bits is frozen: set model.lora, or model.quantize=null to train all weights",
-        )
-    if config.engine.swaps_adapters and config.model.lora is None:
-        name = config.engine.name
-        yield (
-            "engine",
-            f"{name!r} swaps LoRA adapters and cannot follow whole weights; set model.lora, or engine=embedded",
-        )
-    for knob, message in config.learns_by.conflicts():
-        yield f"{section}.{knob}", message
-    for knob, message in config.train.conflicts():
-        yield f"train.{knob}", message
-    for knob, message in config.sft.conflicts() if config.sft is not None else ():
-        yield f"sft.{knob}", message
+    yield from _algorithm_conflicts(config, section)
+    yield from _adapter_conflicts(config)
+    for name, part in ((section, config.learns_by), ("train", config.train), ("sft", config.sft)):
+        for knob, message in part.conflicts() if part is not None else ():
+            yield f"{name}.{knob}", message
     yield from _judge_conflicts(config)
     for shadow_name, shadow in config.shadow.items():
         if shadow.judge.noise is not None:
@@ -62,21 +42,7 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     for number, rule in enumerate(config.stop):
         yield from _stop_conflicts(config, f"stop.{number}", rule)
     yield from _cluster_conflicts(config)
-    if (
-        config.rollout.command is not None
-        and config.rollout.cluster is None
-        and "processes" in config.rollout.model_fields_set
-    ):
-        yield "rollout.processes", "each attempt of rollout.command is a process of its own; leave it out"
-    if config.rollout.python is not None and config.rollout.command is not None:
-        yield "rollout.python", "rollout.command begins with its own program; leave it out"
-    if config.rollout.environment is not None and config.rollout.scenarios is not None:
-        for knob in {"size", "seed"} & config.rollout.environment.model_fields_set:
-            yield f"rollout.environment.{knob}", "the scenarios are those of rollout.scenarios; leave one of them out"
-    if config.rollout.python is not None and config.rollout.processes == 0 and config.rollout.cluster is None:
-        yield "rollout.python", "with rollout.processes=0 the function runs in the Python of art; leave one of them out"
-    if config.rollout.choose == "adaptive" and "shuffle" in config.rollout.model_fields_set:
-        yield "rollout.shuffle", "used with rollout.choose 'epochs' only, which is 'adaptive'; leave one of them out"
+    yield from _rollout_conflicts(config)
     if config.rollout.replay is not None:
         yield from _replay_conflicts(config, section)
     if config.train.max_staleness > 0:
@@ -89,6 +55,48 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from _remote_conflicts(config, section)
     if isinstance(config.learns_by, PpoConfig):
         yield from _critic_conflicts(config, config.learns_by)
+    yield from _update_conflicts(config, section)
+
+
+def _algorithm_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:
+    if config.algorithm is not None and "loss" in config.model_fields_set:
+        yield "algorithm", "takes the place of 'loss', which is set too; leave one of them out"
+    if config.learns_by.kl > 0 and config.model.lora is None:
+        yield f"{section}.kl", "needs model.lora: the reference policy is the model with its adapter off; set it to 0"
+    if config.learns_by.echo > 0 and config.rollout.max_turns == 1:
+        yield f"{section}.echo", "what the environment answers is in a later prompt, and rollout.max_turns is 1"
+
+
+def _adapter_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """What works with a LoRA adapter only, where all weights are trained."""
+    if config.model.lora is not None:
+        return
+    if isinstance(config.learner, UnslothLearnerConfig):
+        yield "learner", "'unsloth' trains LoRA adapters only; set model.lora, or learner=torch"
+    if config.model.quantize is not None:
+        message = "a base in few bits is frozen: set model.lora, or model.quantize=null to train all weights"
+        yield "model.quantize", message
+    if config.engine.swaps_adapters:
+        cannot = f"{config.engine.name!r} swaps LoRA adapters and cannot follow whole weights"
+        yield "engine", f"{cannot}; set model.lora, or engine=embedded"
+
+
+def _rollout_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
+    rollout = config.rollout
+    if rollout.command is not None and rollout.cluster is None and "processes" in rollout.model_fields_set:
+        yield "rollout.processes", "each attempt of rollout.command is a process of its own; leave it out"
+    if rollout.python is not None and rollout.command is not None:
+        yield "rollout.python", "rollout.command begins with its own program; leave it out"
+    if rollout.environment is not None and rollout.scenarios is not None:
+        for knob in {"size", "seed"} & rollout.environment.model_fields_set:
+            yield f"rollout.environment.{knob}", "the scenarios are those of rollout.scenarios; leave one of them out"
+    if rollout.python is not None and rollout.processes == 0 and rollout.cluster is None:
+        yield "rollout.python", "with rollout.processes=0 the function runs in the Python of art; leave one of them out"
+    if rollout.choose == "adaptive" and "shuffle" in rollout.model_fields_set:
+        yield "rollout.shuffle", "used with rollout.choose 'epochs' only, which is 'adaptive'; leave one of them out"
+
+
+def _update_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:
     if config.learns_by.kl_cov is not None and config.train.updates_per_step * config.train.epochs_per_step == 1:
         cure = "no token has moved yet where a step has one optimizer step"
         yield f"{section}.kl_cov", f"used with train.updates_per_step or train.epochs_per_step above 1 only: {cure}"
