@@ -9,9 +9,9 @@ from rollout import SYSTEM
 NUM_GAMES = 3200
 
 
-def games() -> list[dict[str, Any]]:
+def games(count: int = NUM_GAMES) -> list[dict[str, Any]]:
     draw = random.Random(0)
-    return [_game(draw, model_starts=number % 2 == 0) for number in range(NUM_GAMES)]
+    return [_game(draw, model_starts=number % 2 == 0) for number in range(count)]
 
 
 def _game(draw: random.Random, *, model_starts: bool) -> dict[str, Any]:
