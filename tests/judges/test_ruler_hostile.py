@@ -5,7 +5,6 @@ The property throughout: a group ends scored with the judge's own scores, or owe
 
 import asyncio
 import dataclasses
-import functools
 import gzip
 import json
 import logging
@@ -231,28 +230,27 @@ def bomb(mib: int) -> bytes:
     return b"".join([*(packer.compress(piece) for _ in range(mib)), packer.flush()])
 
 
-@functools.cache
-def sized_answers() -> dict[str, tuple[bytes, str]]:
-    """(body, its encoding) of answers that no judge gives."""
-    lists = b'{"choices": [' + b"[]," * (MAX_MARKS // 2) + b"0]}"
-    return {
-        "gzip bomb": (bomb(1000), "gzip"),
-        "gzip of gzip": (gzip.compress(bomb(300)), "gzip, gzip"),
-        "members": (gzip.compress(b"") * 50_000 + bomb(100), "gzip"),
-        "plain": (b" " * (16 << 20), ""),
-        "just too large": (b" " * (MAX_BYTES + 1), ""),
-        "lists": (lists, ""),
-        "packed lists": (gzip.compress(lists), "gzip"),
-        "deep": (b'{"choices":' + b"[" * 50_000, ""),
-        "no gzip": (b"{" * 100_000, "gzip"),
-        "unknown": (b"abc", "br"),
-        "nonsense": (b"abc", "\x01x" * 10),
-    }
+LISTS = b'{"choices": [' + b"[]," * (MAX_MARKS // 2) + b"0]}"
+# (what makes the body, its encoding) of answers that no judge gives
+SIZED_ANSWERS: dict[str, tuple[Callable[[], bytes], str]] = {
+    "gzip bomb": (lambda: bomb(1000), "gzip"),
+    "gzip of gzip": (lambda: gzip.compress(bomb(300)), "gzip, gzip"),
+    "members": (lambda: gzip.compress(b"") * 50_000 + bomb(100), "gzip"),
+    "plain": (lambda: b" " * (16 << 20), ""),
+    "just too large": (lambda: b" " * (MAX_BYTES + 1), ""),
+    "lists": (lambda: LISTS, ""),
+    "packed lists": (lambda: gzip.compress(LISTS), "gzip"),
+    "deep": (lambda: b'{"choices":' + b"[" * 50_000, ""),
+    "no gzip": (lambda: b"{" * 100_000, "gzip"),
+    "unknown": (lambda: b"abc", "br"),
+    "nonsense": (lambda: b"abc", "\x01x" * 10),
+}
 
 
-@pytest.mark.parametrize("kind", list(sized_answers()))
+@pytest.mark.parametrize("kind", SIZED_ANSWERS)
 async def test_an_answer_too_large_fails_its_own_group_and_takes_no_memory(server: JudgeServer, kind: str) -> None:
-    body, encoding = sized_answers()[kind]
+    make_body, encoding = SIZED_ANSWERS[kind]
+    body = make_body()
     judge = make(server, retries=1, attempts=1)
     server.conduct = Conduct(change_body=lambda data: body, headers={"Content-Encoding": encoding} if encoding else {})
     with MemoryBound(mib=128):
