@@ -19,7 +19,7 @@ from art_cli.config.references import check_ready
 from art_cli.config.schema import DistillConfig, LoraConfig, SdpoConfig, TeacherConfig
 from art_cli.errors import ConfigError, LearnerError, RunError, UsageError
 from art_cli.learners.algorithms.distillation import Distill, Sdpo
-from art_cli.learners.algorithms.teaching import prefix_weights
+from art_cli.learners.algorithms.teaching import prefix_weights, teacher_advantages
 from art_cli.learners.teachers import server as server_module
 from art_cli.learners.teachers.feedback import Feedback
 from art_cli.loop.train import train
@@ -68,9 +68,18 @@ def two_turns(weights: Weights) -> list[ScoredTrajectory]:
 
 
 def expected_gradient(
-    student: Weights, teacher: Weights, group: list[ScoredTrajectory], *, reward_weight: float, gamma: float
+    student: Weights,
+    teacher: Weights,
+    group: list[ScoredTrajectory],
+    *,
+    reward_weight: float,
+    gamma: float,
+    divergence: str = "reverse_kl",
 ) -> dict[str, torch.Tensor]:
-    """-mean of A log p, one sequence at a time: A = w * (+-1 / sqrt 2) + (log t - log s) (1 + gamma (1 - D))."""
+    """-mean of A log p, one sequence at a time: A = w * (+-1 / sqrt 2) + f(log t - log s) (1 + gamma (1 - D)).
+
+    f(r) is r, or log((1 + exp r) / 2) for the Jensen-Shannon divergence.
+    """
     sequences = [(trajectory.reward, *leaf) for trajectory in group for leaf in leaves(trajectory.turns)]
     num_tokens = sum(len(places) for _, _, places in sequences)
     student.model.zero_grad()
@@ -78,7 +87,8 @@ def expected_gradient(
         ours, theirs = chosen(student, ids, places), chosen(teacher, ids, places).detach()
         ratio = theirs - ours.detach()
         spent = (ratio.abs().cumsum(0) - ratio.abs()) / ratio.abs().sum()
-        advantage = ratio * (1 + gamma * (1 - spent)) if gamma else ratio
+        said = ratio if divergence == "reverse_kl" else ((1 + ratio.exp()) / 2).log()
+        advantage = said * (1 + gamma * (1 - spent)) if gamma else said
         advantage = advantage + reward_weight * (1 if reward else -1) / math.sqrt(2)
         (-(advantage * ours).sum() / num_tokens).backward()
     gradient = {n: p.grad.clone() for n, p in student.model.named_parameters() if p.grad is not None}
@@ -92,17 +102,27 @@ def chosen(weights: Weights, ids: list[int], places: list[tuple[int, Turn, int]]
 
 
 @pytest.mark.parametrize("shape", [{"micro_batch_tokens": 1}, {"packing": "rows"}, {"packing": "tree"}], ids=str)
-@pytest.mark.parametrize("knobs", [{}, {"reward_weight": 0.5}, {"reward_weight": 0.5, "prefix_weight": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"reward_weight": 0.5},
+        {"reward_weight": 0.5, "prefix_weight": 0.5},
+        {"prefix_weight": 0.5, "divergence": "jensen_shannon"},
+    ],
+    ids=str,
+)
 def test_gradient_is_that_of_the_log_ratio_of_each_token_in_every_packing(
-    knobs: dict[str, float], shape: dict[str, object], teacher: Weights, directory: Path
+    knobs: dict[str, Any], shape: dict[str, object], teacher: Weights, directory: Path
 ) -> None:
     """Contract 1, with a tree of turns and two temperatures."""
     student = tiny_weights()
     group = two_turns(student)
     caught = Caught(learner(student, distill(directory, **knobs), max_grad_norm=1e9, **shape))
     caught.learner.step([group])
-    gamma = knobs.get("prefix_weight", 0.0)
-    expected = expected_gradient(student, teacher, group, reward_weight=knobs.get("reward_weight", 0.0), gamma=gamma)
+    given = {"reward_weight": 0.0} | knobs
+    gamma = given.pop("prefix_weight", 0.0)
+    expected = expected_gradient(student, teacher, group, gamma=gamma, **given)
     assert distance(caught.gradient, expected) < 1e-5
 
 
@@ -147,6 +167,27 @@ def test_tokens_of_a_cut_distribution_are_compared_by_the_policys_own_logprobs(
     caught.learner.step([cut])
     expected = expected_gradient(student, teacher, cut, reward_weight=0, gamma=0)
     assert distance(caught.gradient, expected) < 1e-5
+
+
+def test_the_advantages_lower_the_divergence_that_they_are_named_after() -> None:
+    """The mean of A over the student's own tokens, times the gradient of log p, is minus the divergence's gradient."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(7, generator=generator, dtype=torch.float64)).requires_grad_()
+    q = torch.softmax(3 * torch.randn(7, generator=generator, dtype=torch.float64), 0)
+    p = torch.softmax(logits, 0)
+    middle = (p + q) / 2
+    divergences = {
+        "reverse_kl": (p * (p / q).log()).sum(),
+        "jensen_shannon": (p * (p / middle).log()).sum() + (q * (q / middle).log()).sum(),
+    }
+    for name, divergence in divergences.items():
+        (wanted,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+        ratios = (q / p).log().detach().numpy()
+        found = torch.from_numpy(teacher_advantages(ratios, name))  # type: ignore[arg-type]
+        (given,) = torch.autograd.grad((p.detach() * found * p.log()).sum(), logits, retain_graph=True)
+        assert torch.allclose(given, -wanted, rtol=0, atol=1e-12), name
+    far = teacher_advantages(np.array([-5.0, 0.0, 2.0, -1e4, 1e4]), "jensen_shannon")
+    assert far == pytest.approx([-0.6864, 0.0, 1.4338, -0.6931, 1e4 - 0.6931], abs=1e-4)
 
 
 def test_prefix_weights_are_those_of_the_example_and_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,7 +442,8 @@ def test_a_lesson_compares_the_average_with_words_to_the_policy_without() -> Non
         at = torch.tensor([place for place, _, _ in places])
         expected = logprobs_of(first, told)[at - 1 + len(told) - len(ids)] - logprobs_of(now, ids)[at - 1]
         found = lessons[trajectory.id]
-        assert np.allclose(found[~np.isnan(found)], expected.detach().numpy(), rtol=0, atol=1e-5)
+        assert np.allclose(found.log_ratios, expected.detach().numpy(), rtol=0, atol=1e-5)
+        assert np.array_equal(found.advantages[~np.isnan(found.advantages)], found.log_ratios)
 
 
 # --- a server of the Tinker protocol ----------------------------------------------------------------------------------
@@ -426,8 +468,8 @@ def test_a_server_of_the_tinker_protocol_teaches_as_a_directory_does(tmp_path: P
             far.lessons([two_turns(weights)])
         with pytest.raises(LearnerError, match="has no base model 'other'; it has: 'tiny'"):
             learner(weights, distill("other", base_url=address, protocol="tinker"))
-    assert np.nanmax(np.abs(expected)) > 0.01
-    assert np.allclose(found, expected, rtol=0, atol=1e-5, equal_nan=True)
+    assert np.nanmax(np.abs(expected.advantages)) > 0.01
+    assert np.allclose(found.advantages, expected.advantages, rtol=0, atol=1e-5, equal_nan=True)
     gc.collect()
 
 

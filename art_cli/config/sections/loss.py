@@ -298,6 +298,9 @@ class TeacherConfig(Section):
 class TaughtLossConfig(ScaledLossConfig, ClippedLossConfig):
     reward_weight: NonNegative = 0.0
     """Weight of GRPO's advantage, which is added to the teacher's of each token. 0: rewards are not learned from."""
+    divergence: Literal["reverse_kl", "jensen_shannon"] = "reverse_kl"
+    """What the teacher's advantages lower. reverse_kl: KL(policy || teacher), where a token that the teacher never
+    writes outweighs all others. jensen_shannon: twice the Jensen-Shannon divergence; no advantage is below -0.69."""
 
     @property
     def needs_rewards(self) -> bool:

@@ -11,13 +11,16 @@ from art_cli.config.sections import loss
 from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.algorithms.preset import ClippedPreset
 from art_cli.learners.algorithms.teaching import (
+    Lesson,
     lesson,
     lesson_numbers,
     prefix_weights,
     sampled_tokens,
     student_logprobs,
     taught_credit,
+    teacher_advantages,
 )
+from art_cli.learners.samples import Sample
 from art_cli.learners.token_weights import Credit, Floats
 from art_cli.trajectory import ScoredTrajectory
 
@@ -42,14 +45,23 @@ class TaughtPreset(ClippedPreset[TaughtKnobs]):
     def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> Sequence[Sequence[Credit | float | None]]:
         """A trajectory without a lesson learns from its rewards alone, or is left out if these count nothing."""
         lessons = self.lessons(groups)
-        self._numbers = lesson_numbers(lessons, sum(map(len, groups)))
+        self._numbers = lesson_numbers(lessons.values(), sum(map(len, groups)))
+        taught = {name: each.advantages for name, each in lessons.items()}
         return [
             [
-                taught_credit(trajectory, lessons.get(trajectory.id), reward_part)
+                taught_credit(trajectory, taught.get(trajectory.id), reward_part)
                 for trajectory, reward_part in zip(group, self._reward_parts(group), strict=True)
             ]
             for group in groups
         ]
+
+    def _lesson(self, trajectory: ScoredTrajectory, samples: Sequence[Sample], log_ratios: Sequence[Floats]) -> Lesson:
+        """`log_ratios`: [N] log teacher - log student of the targets of each sample."""
+        return lesson(trajectory, samples, [self._advantages(ratios) for ratios in log_ratios], log_ratios)
+
+    def _advantages(self, log_ratios: Floats) -> Floats:
+        """[N] of the tokens of one sample."""
+        return teacher_advantages(log_ratios, self.knobs.divergence)
 
     def _reward_parts(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:
         weight = self.knobs.reward_weight
@@ -57,8 +69,8 @@ class TaughtPreset(ClippedPreset[TaughtKnobs]):
             return [None] * len(group)
         return [weight * value for value in advantages(rewards_of(group), scale=self.knobs.scale_advantages)]
 
-    def lessons(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, Floats]:
-        """Trajectory id -> [M] the teacher's advantage of each of its tokens, NaN where it was not asked."""
+    def lessons(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, Lesson]:
+        """By trajectory id."""
         raise NotImplementedError
 
     def numbers(self) -> dict[str, float]:
@@ -82,19 +94,20 @@ class Distill(TaughtPreset[loss.DistillConfig]):
         super().bind(policy, directory)
         self._teacher = make_teacher(self.knobs.teacher, policy, directory)
 
-    def lessons(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, Floats]:
+    def lessons(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, Lesson]:
         trajectories = [trajectory for group in groups for trajectory in group]
         samples_of = [sampled_tokens(trajectory) for trajectory in trajectories]
         samples = [sample for samples in samples_of for sample in samples]
         students = student_logprobs(samples, self._policy.logprobs)
         ratios = [teacher - student for teacher, student in zip(self._teacher.logprobs(samples), students, strict=True)]
-        if self.knobs.prefix_weight > 0:
-            ratios = [ratio * prefix_weights(ratio, self.knobs.prefix_weight) for ratio in ratios]
         values = iter(ratios)
         return {
-            trajectory.id: lesson(trajectory, samples, [next(values) for _ in samples])
+            trajectory.id: self._lesson(trajectory, samples, [next(values) for _ in samples])
             for trajectory, samples in zip(trajectories, samples_of, strict=True)
         }
+
+    def _advantages(self, log_ratios: Floats) -> Floats:
+        return super()._advantages(log_ratios) * prefix_weights(log_ratios, self.knobs.prefix_weight)
 
 
 class Sdpo(TaughtPreset[loss.SdpoConfig]):
@@ -126,7 +139,7 @@ class Sdpo(TaughtPreset[loss.SdpoConfig]):
     def load(self, directory: Path) -> None:
         self.teacher.load(directory)
 
-    def lessons(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, Floats]:
+    def lessons(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, Lesson]:
         most = self._policy.runner.weights.max_length
         found = []
         for group in groups:
@@ -141,6 +154,6 @@ class Sdpo(TaughtPreset[loss.SdpoConfig]):
         with self.teacher.installed():
             teachers = iter(self._policy.logprobs([sample for _, _, told in found for sample in told]))
         return {
-            trajectory.id: lesson(trajectory, samples, [next(teachers) - next(students) for _ in samples])
+            trajectory.id: self._lesson(trajectory, samples, [next(teachers) - next(students) for _ in samples])
             for trajectory, samples, _ in found
         }

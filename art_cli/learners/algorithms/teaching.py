@@ -1,12 +1,13 @@
 """Teaching: a second opinion on each sampled token as its advantage. Numpy only.
 
-    advantage of a token = reward weight * the trajectory's group advantage + teacher's logprob - student's logprob
+    advantage of a token = reward weight * the trajectory's group advantage + the teacher's advantage
 
-A lesson is the second part for the M tokens of one trajectory, NaN where the teacher was not asked: on-policy
-distillation (Thinking Machines 2025), and SDPO (arXiv:2601.20802), whose teacher is the policy with feedback.
+The second part follows from log teacher - log student: on-policy distillation (Thinking Machines 2025), and SDPO
+(arXiv:2601.20802), whose teacher is the policy with feedback.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -55,16 +56,40 @@ def prefix_weights(log_ratios: Floats, gamma: float) -> Floats:
     return weights
 
 
-def lesson(trajectory: Trajectory, samples: Sequence[Sample], advantages: Sequence[Floats]) -> Floats:
-    """[M] the advantages [N] of the samples' targets, each at its token; `samples` come from `sampled_tokens`."""
+def teacher_advantages(log_ratios: Floats, divergence: Literal["reverse_kl", "jensen_shannon"]) -> Floats:
+    """[N] advantages whose policy gradient lowers that divergence of student p and teacher q, of r = log q/p.
+
+    reverse_kl       r                     of KL(p || q): unbounded, so that one token may outweigh all others
+    jensen_shannon   log((1 + q/p) / 2)    of 2 JS(p, q): never below -log 2 = -0.69, and r / 2 for small r
+
+    Where m = (p + q) / 2, 2 JS = KL(p || m) + KL(q || m), and its derivative by p(y) is log(p(y) / m(y)). Example: the
+    ratios -5, 0 and 2 give -5, 0 and 2, or -0.69, 0 and 1.43.
+    """
+    if divergence == "reverse_kl":
+        return log_ratios
+    values: Floats = np.logaddexp(0.0, log_ratios) - np.log(2.0)
+    return values
+
+
+class Lesson(NamedTuple):
+    """What a teacher says of the M tokens of one trajectory."""
+
+    advantages: Floats  # [M] NaN where it was not asked
+    log_ratios: Floats  # [N] log teacher - log student of the tokens it was asked for
+
+
+def lesson(
+    trajectory: Trajectory, samples: Sequence[Sample], advantages: Sequence[Floats], log_ratios: Sequence[Floats]
+) -> Lesson:
+    """Each advantage [N] of the samples' targets at its token; `samples` come from `sampled_tokens`."""
     row = np.full(sum(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in trajectory.turns), np.nan)
     for sample, values in zip(samples, advantages, strict=True):
         row[sample.advantages.astype(np.int64)] = values
-    return row
+    return Lesson(row, np.concatenate([np.empty(0), *log_ratios]))
 
 
 def taught_credit(trajectory: Trajectory, taught: Floats | None, reward_part: float | None) -> Credit | float | None:
-    """The lesson plus the part of the rewards, for each token of the trajectory.
+    """The teacher's advantages [M] plus the part of the rewards, for each token of the trajectory.
 
     `taught` None: there is no lesson, so that the rewards alone are learned from. `reward_part` None: rewards count
     nothing, so that only tokens with a lesson are trained, and a trajectory without one is left out.
@@ -82,7 +107,7 @@ def taught_credit(trajectory: Trajectory, taught: Floats | None, reward_part: fl
     return Credit(policy=parts)
 
 
-def lesson_numbers(lessons: Mapping[str, Floats], num_trajectories: int) -> dict[str, float]:
+def lesson_numbers(lessons: Collection[Lesson], num_trajectories: int) -> dict[str, float]:
     """What a step reports of its lessons: the mean distance to the teacher in nats, and the share that had one.
 
     The mean of log student - log teacher over sampled tokens estimates KL(student || teacher) per token.
@@ -90,7 +115,7 @@ def lesson_numbers(lessons: Mapping[str, Floats], num_trajectories: int) -> dict
     if not num_trajectories:
         return {}
     numbers = {"taught_share": len(lessons) / num_trajectories}
-    values = np.concatenate([row[~np.isnan(row)] for row in lessons.values()]) if lessons else np.empty(0)
+    values = np.concatenate([np.empty(0), *(each.log_ratios for each in lessons)])
     if len(values):
         numbers["teacher_kl"] = -float(values.mean())
     return numbers
