@@ -195,7 +195,7 @@ class TrainingRun:
             log.info("%s: goes on from step %d of %d", self.run.root, manifest.step, self.config.train.steps)
             return manifest.step
         metrics = await self._warm_up() if self.config.sft is not None else {}
-        self._save(0, metrics)
+        await self._save(0, metrics)
         if metrics:
             self._record(0, "sft", metrics)
         return 0
@@ -321,7 +321,7 @@ class TrainingRun:
 
     async def _hand_over(self, sampler: Sampler, step: int, metrics: dict[str, float]) -> float:
         """Saves the learner's weights as `step` and loads them into the engine. Returns the proof's gap in nats."""
-        checkpoint = self._save(step, metrics)
+        checkpoint = await self._save(step, metrics)
         await sampler.engine.load(checkpoint, step)
         return await self._prove(sampler, step)
 
@@ -383,7 +383,8 @@ class TrainingRun:
         train = self.config.train
         prune_trained(self.run, keep=train.keep_checkpoints, keeps_best=train.keep_best)
 
-    def _save(self, step: int, metrics: dict[str, float]) -> Path:
+    async def _save(self, step: int, metrics: dict[str, float]) -> Path:
+        """Writes the checkpoint of `step` in a thread, because rollouts of later steps may be under way meanwhile."""
         path = self.run.checkpoint_path(step)
         manifest = Manifest(
             step=step,
@@ -392,8 +393,12 @@ class TrainingRun:
             dtype=self.policy.dtype,
             metrics=metrics,
         )
-        with new_checkpoint(path, manifest) as directory:
-            self.learner.save(directory)
+
+        def write() -> None:
+            with new_checkpoint(path, manifest) as directory:
+                self.learner.save(directory)
+
+        await self.interrupts.off_loop(write)
         self.trackers.log_checkpoint(step, path)
         self.mirror.nudge()
         return path

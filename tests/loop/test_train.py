@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from art_cli.config.compose import load_config, load_sweep
 from art_cli.engines.embedded.engine import EmbeddedEngine
 from art_cli.errors import ArtError, DriftError, RunError
+from art_cli.learners.torch_learner import TorchLearner
 from art_cli.loop.train import train
 from art_cli.loop.training_run import TrainResult, going_on
 from art_cli.manifest import verify_checkpoint
@@ -120,6 +122,25 @@ async def rollout(policy, scenario):
             return 1.0
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
 """
+
+
+def test_the_event_loop_turns_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one takes seconds, and the replies of rollouts that are under way must not wait for it."""
+    save, loops, turned = TorchLearner.save, [], []
+
+    def save_and_look(learner: TorchLearner, directory: Path) -> None:
+        save(learner, directory)
+        beat = threading.Event()
+        loops[0].call_soon_threadsafe(beat.set)
+        turned.append(beat.wait(20))
+
+    async def whole() -> None:
+        loops.append(asyncio.get_running_loop())
+        await train(load_config(LETTERS / "config.yaml", [f"runs={tmp_path}", "train.steps=2", "eval=null"]))
+
+    monkeypatch.setattr(TorchLearner, "save", save_and_look)
+    asyncio.run(whole())
+    assert turned == [True, True, True]
 
 
 def test_a_finished_run_says_so_and_more_steps_go_on_from_it(finished: Path) -> None:
