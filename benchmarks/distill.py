@@ -8,7 +8,8 @@
 teaching   A teacher, trained here with the recipe's settings, against none: `distill` has its logprobs and no reward,
            `distill+reward` has both, `grpo` has rewards alone.
 words      A judge that names better moves by rule (distill_words.py): `sdpo` has its words, `sdpo+score` its words and
-           its scores, `grpo` its scores alone. The model has learned to read such words, and no good play.
+           its scores (`10score`: with ten times their weight), `grpo` its scores alone. The model has learned to read
+           such words, and no good play.
 
 Every run is one row of benchmarks/distill.jsonl: (part, contestant, seed, sizes) with its curve. Rows that are there
 are not run again, and a run that was broken off goes on. A model's size is WIDTHxLAYERS.
@@ -41,6 +42,9 @@ CONTESTANTS: dict[str, dict[str, list[str]]] = {
         "grpo": [],
         "sdpo": ["loss={name: sdpo}"],
         "sdpo+score": ["loss={name: sdpo, reward_weight: 1.0}"],
+        "sdpo+10score": ["loss={name: sdpo, reward_weight: 10.0}"],
+        "sdpo, jensen_shannon": ["loss={name: sdpo, divergence: jensen_shannon}"],
+        "sdpo+score, jensen_shannon": ["loss={name: sdpo, divergence: jensen_shannon, reward_weight: 1.0}"],
     },
 }
 
@@ -77,7 +81,7 @@ class Bench:
             settings = [f"judge={{name: function, entry: '{WORDS}:Words'}}", *settings]
             if settings[-1].startswith("loss"):
                 settings.append("loss.feedback=" + json.dumps("\nbetter: {explanation}"))
-        plain = name.replace("+", "-and-")
+        plain = name.replace("+", "-and-").replace(", ", "-")
         run = self.given.cache / f"{part}_{plain}_{seed}_{self.given.student}_{self.given.rollouts}"
         demos = RECIPE / "demos.py" if part == "teaching" else WORDS
         if not (run / "checkpoints").is_dir():
