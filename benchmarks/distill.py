@@ -1,12 +1,13 @@
 """How many rollouts a student needs with a teacher and without, and with the judge's words and without, in tic-tac-toe.
 
     python -m benchmarks.distill                                    # all that is missing: hours on one core
-    python -m benchmarks.distill --student 224x6 --teacher 512x6    # 4M and 20M parameters; a day
+    python -m benchmarks.distill --only teaching --student 224x6 --teacher 512x6 --teacher-steps 96 \
+        --teacher-settings train.learning_rate=1e-4                 # 4M and 20M parameters
     python -m benchmarks.distill --only words --seeds 0 --rollouts 512
     python -m benchmarks.distill --table                            # runs nothing
 
-teaching   A teacher, trained here with the recipe's settings, against none: `distill` has its logprobs and no reward,
-           `distill+reward` has both, `grpo` has rewards alone.
+teaching   A teacher, trained here by the recipe that `--teacher-config` names, against none: `distill` has its logprobs
+           and no reward, `distill+reward` has both, `grpo` has rewards alone. `fast` is three times the learning rate.
 words      A judge that names better moves by rule (distill_words.py): `sdpo` has its words, `sdpo+score` its words and
            its scores (`10score`: with ten times their weight), `grpo` its scores alone. The model has learned to read
            such words, and no good play.
@@ -17,6 +18,7 @@ are not run again, and a run that was broken off goes on. A model's size is WIDT
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -31,12 +33,15 @@ RECIPE = ROOT / "recipes" / "tictactoe"
 CONFIG = RECIPE / "config-groups.yaml"
 ROWS = ROOT / "benchmarks" / "distill.jsonl"
 WORDS = ROOT / "benchmarks" / "distill_words.py"
+TEACHER = ("teacher", "teacher_steps", "teacher_config", "teacher_settings")  # what tells one teacher from another
 SIZE = 64  # rollouts of a step: the recipe's 8 groups of 8
 CONTESTANTS: dict[str, dict[str, list[str]]] = {
     "teaching": {
         "grpo": [],
         "distill": ["loss={name: distill, teacher: {model: TEACHER}}"],
         "distill+reward": ["loss={name: distill, teacher: {model: TEACHER}, reward_weight: 1.0}"],
+        "grpo, fast": ["train.learning_rate=3e-4"],
+        "distill, fast": ["loss={name: distill, teacher: {model: TEACHER}}", "train.learning_rate=3e-4"],
     },
     "words": {
         "grpo": [],
@@ -67,22 +72,24 @@ class Bench:
     def _key(self, part: str, name: str, seed: int) -> dict[str, Any]:
         sizes = {"student": self.given.student, "rollouts": self.given.rollouts}
         if part == "teaching":
-            sizes |= {"teacher": self.given.teacher, "teacher_steps": self.given.teacher_steps}
+            sizes |= {name: getattr(self.given, name) for name in TEACHER}
         return {"part": part, "contestant": name, "seed": seed, **sizes}
 
     def _measure(self, part: str, name: str, settings: list[str], seed: int) -> None:
         begin = time.perf_counter()
         row = self._key(part, name, seed)
+        told = [part, name, seed, self.given.student, self.given.rollouts]
         if part == "teaching":
             teacher = self._teacher()
             row["teacher_win"] = wins(teacher)[-1]
-            settings = [each.replace("TEACHER", str(teacher)) for each in settings]
+            if any("TEACHER" in each for each in settings):  # GRPO's run is the same for every teacher
+                settings = [each.replace("TEACHER", str(teacher)) for each in settings]
+                told.append(teacher.name)
         else:
             settings = [f"judge={{name: function, entry: '{WORDS}:Words'}}", *settings]
             if settings[-1].startswith("loss"):
                 settings.append("loss.feedback=" + json.dumps("\nbetter: {explanation}"))
-        plain = name.replace("+", "-and-").replace(", ", "-")
-        run = self.given.cache / f"{part}_{plain}_{seed}_{self.given.student}_{self.given.rollouts}"
+        run = self.given.cache / run_name(told)
         demos = RECIPE / "demos.py" if part == "teaching" else WORDS
         if not (run / "checkpoints").is_dir():
             start = self._start(self.given.student, demos, seed)
@@ -96,18 +103,19 @@ class Bench:
     def _teacher(self) -> Path:
         """The run of the teacher, which begins as the recipe does."""
         given = self.given
-        run: Path = given.cache / f"teacher_{given.teacher}_{given.teacher_steps}"
+        run: Path = given.cache / run_name([getattr(given, name) for name in TEACHER])
         if not (run / "checkpoints").is_dir():
             start = self._start(given.teacher, RECIPE / "demos.py", 0)
             self.place.art(ROOT, "checkpoints", run, "--import", start)
-        self._train(run, given.teacher, 0, given.teacher_steps, [])
+        settings = given.teacher_settings.split()
+        self._train(run, given.teacher, 0, given.teacher_steps, settings, RECIPE / given.teacher_config)
         return run
 
-    def _train(self, run: Path, size: str, seed: int, steps: int, settings: list[str]) -> None:
+    def _train(self, run: Path, size: str, seed: int, steps: int, settings: list[str], config: Path = CONFIG) -> None:
         """Trains the run to its end; one that was broken off goes on."""
         knobs = [f"train.steps={steps}", f"eval.every={self.given.every}", "rollout.processes=1", f"runs={run.parent}"]
         own = [f"model.base={self._base(size)}", f"train.seed={seed}", f"name={run.name}"]
-        self.place.art(ROOT, "train", CONFIG, *own, *knobs, *settings)
+        self.place.art(ROOT, "train", config, *own, *knobs, *settings)
 
     def _start(self, size: str, demos: Path, seed: int) -> Path:
         """The warmed-up adapter from which all contestants of a part and seed start."""
@@ -123,6 +131,11 @@ class Bench:
         if not base.exists():
             self.place.python(ROOT, "-m", "benchmarks.distill", "--build", base, "--student", size)
         return base
+
+
+def run_name(told: list[Any]) -> str:
+    """A directory's name that tells the run from all others."""
+    return re.sub(r"[^\w-]+", "-", "_".join(map(str, told)).replace("+", "-and-"))
 
 
 def build(directory: Path, size: str) -> None:
@@ -150,9 +163,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = []
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        names = ("part", "student", "teacher", "teacher_steps", "rollouts", "contestant")
+        names = ("part", "student", "contestant", "rollouts", *TEACHER)
         groups.setdefault(tuple(row.get(name) for name in names), []).append(row)
-    for (part, student, teacher, _, _, contestant), runs in groups.items():
+    for (part, student, contestant, _, teacher, *_), runs in groups.items():
         curves = [row["curve"] for row in runs]
         text = f"{part}  student {student}  {contestant}  {len(runs)} seeds "
         for at in range(min(map(len, curves))):
@@ -179,6 +192,10 @@ def main() -> None:
     parser.add_argument("--student", default="96x3", help="WIDTHxLAYERS; 0.4M parameters")
     parser.add_argument("--teacher", default="128x4", help="WIDTHxLAYERS; 0.9M parameters")
     parser.add_argument("--teacher-steps", type=int, default=160)
+    parser.add_argument("--teacher-config", default="config.yaml", help="of the tictactoe recipe")
+    parser.add_argument(
+        "--teacher-settings", default="", help="more settings for the teacher's run, with spaces between"
+    )
     parser.add_argument("--rollouts", type=int, default=6144)
     parser.add_argument("--every", type=int, default=8, help="steps of 64 rollouts between two evaluations")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
