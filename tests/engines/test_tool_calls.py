@@ -164,13 +164,21 @@ def next_prompt(messages: list[Json], sampled: str, following: list[Json], **ext
 @pytest.mark.parametrize(
     "sampled",
     ["plain", "  odd  spacing \n", "", "日本語 — é", CALL, f"Let me see.\n{CALL}", f"{CALL}\n{CALL}",
-     '<tool_call>\n{"name": "move", "arguments": {"a":1,  "b" : "\\u00e9"}}\n</tool_call>', "<tool_call>no json"],
+     '<tool_call>\n{"name": "move", "arguments": {"a":1,  "b" : "\\u00e9"}}\n</tool_call>'],
 )  # fmt: skip
 def test_the_next_prompt_goes_on_from_the_tokens_sampled(sampled: str) -> None:
     user = [{"role": "user", "content": "go"}]
     following = [{"role": "tool", "tool_call_id": "x", "content": "done"}, {"role": "user", "content": "and?"}]
     turn, prompt = next_prompt(user, sampled, following, tools=TOOLS)
     assert prompt[: len(turn)] == turn
+
+
+def test_a_sampled_marker_that_is_no_call_comes_back_as_text() -> None:
+    """So that turn branches. The letters of the marker are what a policy that spells it would sample."""
+    user, following = [{"role": "user", "content": "go"}], [{"role": "user", "content": "and?"}]
+    turn, prompt = next_prompt(user, "<tool_call>no json", following, tools=TOOLS)
+    place = len(turn) - len(encode("<tool_call>no json<|im_end|>"))
+    assert prompt[: place + 11] == turn[:place] + encode("<") + encode("tool_call>")
 
 
 def test_arguments_are_given_to_the_template_as_it_expects_them() -> None:

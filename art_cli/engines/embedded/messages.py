@@ -21,6 +21,7 @@ from typing import Any
 from art_cli.chat.errors import ChatError, invalid
 from art_cli.chat.reading import check_size
 from art_cli.chat.requests import Request, demands_format, text_of
+from art_cli.control_tokens import Guard
 from art_cli.engines.embedded.call_syntax import HERMES, SPACE, CallSyntax, Schemas, find_syntax, schemas_of
 from art_cli.engines.embedded.formats import Format, Thoughts, reply_format
 from art_cli.engines.embedded.templates import TooLong
@@ -71,16 +72,16 @@ def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGT
     if _num_letters([request.messages, tools]) > max_length * vocabulary.longest + MAX_ASIDE:
         raise too_long(request, f"more than {max_length}", max_length)
     template = vocabulary.tokenizer.chat_template or ""
-    text = _apply_template(vocabulary, request, tools, max_length)
+    text, guard = _apply_template(vocabulary, request, tools, max_length)
     syntax = find_syntax(template)
-    opening = _call_opening(request.tool_choice, template, syntax) if tools else ""
+    opening = _call_opening(guard.value(request.tool_choice), template, syntax) if tools else ""
     has_thinking = THINK_END in template
     thoughts: Thoughts = "free" if has_thinking and not text.rstrip().endswith(THINK_END) else "none"
     if has_thinking and text.rstrip().endswith(THINK):
         opening, thoughts = "", "begun"  # the call has to come after the thought
-    ids = _encode(vocabulary, text + opening, max_length, request)
+    ids = _encode(vocabulary, text + opening, max_length, request, guard)
     format = reply_format(vocabulary, request, tools, thoughts)
-    begun = THINK if thoughts == "begun" else opening
+    begun = THINK if thoughts == "begun" else guard.restored(opening)
     return Prompt(ids, begun, bool(tools), has_thinking, format, syntax, schemas_of(tools))
 
 
@@ -131,19 +132,28 @@ def too_long(request: Request, num_prompt: int | str, most: int) -> ChatError:
     )
 
 
-def _encode(vocabulary: Vocabulary, text: str, max_length: int, request: Request) -> list[int]:
+def _encode(
+    vocabulary: Vocabulary, text: str, max_length: int, request: Request, guard: Guard | None = None
+) -> list[int]:
     param = "messages" if request.messages is not None else "prompt"
     try:
         text.encode()
     except UnicodeEncodeError:
         raise invalid(f"{param}: a lone surrogate (\\ud800 to \\udfff) is no text", param) from None
-    ids = vocabulary.encode(text, most=max_length, adds_special=request.messages is None)
+    try:
+        if guard is None:  # a prompt in plain text is the client's own, with the control tokens in it
+            ids = vocabulary.encode(text, most=max_length, adds_special=True)
+        else:
+            ids = vocabulary.encode_chat(text, guard, most=max_length)
+    except ValueError as error:
+        raise invalid(f"{param}: {error}", param) from error
     if ids is None:
         raise too_long(request, f"more than {max_length}", max_length)
     return ids
 
 
-def _apply_template(vocabulary: Vocabulary, request: Request, tools: list[Json], max_length: int) -> str:
+def _apply_template(vocabulary: Vocabulary, request: Request, tools: list[Json], max_length: int) -> tuple[str, Guard]:
+    """The prompt's text with the guard's stand-ins in it."""
     assert request.messages is not None, "a request has messages or a prompt"
     template = vocabulary.tokenizer.chat_template or ""
     keeps_text = "arguments is string" in template or "arguments is not string" in template  # Qwen3; Mistral
@@ -151,17 +161,20 @@ def _apply_template(vocabulary: Vocabulary, request: Request, tools: list[Json],
     stand_ins = StandIns(request.messages if _writes_anew(template) and not keeps_text else ())
     most = max_length * vocabulary.longest
     wishes = {} if request.thinks is None else {"enable_thinking": request.thinks}
+    guard = Guard(vocabulary.controls, messages, request.messages, tools, request.template_kwargs, request.tool_choice)
+    messages, tools, variables = guard.messages(messages), guard.value(tools), guard.value(request.template_kwargs)
+    stand_ins.texts = {place: guard.json(text) for place, text in stand_ins.texts.items()}
 
     def rendered(messages: list[Json]) -> str:
-        return vocabulary.template.render(messages, tools, request.template_kwargs, most=most, wishes=wishes)
+        return vocabulary.template.render(messages, tools, variables, most=most, wishes=wishes)
 
     try:
         text = stand_ins.replaced(rendered(stand_ins.put_into(messages))) if stand_ins.texts else None
         if text is None:
-            return rendered(messages)
+            return rendered(messages), guard
         if len(text) > most:
             raise TooLong
-        return text
+        return text, guard
     except TooLong:
         raise too_long(request, f"more than {max_length}", max_length) from None
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
+from art_cli.control_tokens import ControlTokens, Guard
 from art_cli.engines.embedded.encoding import TextEncoder
 from art_cli.engines.embedded.templates import ChatTemplate
 
@@ -30,6 +31,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer)
+        self.controls = ControlTokens(tokenizer)
         self._encoder = TextEncoder(tokenizer)
         shown = {tokenizer.convert_tokens_to_ids(marker) for marker in SHOWN} - {tokenizer.unk_token_id}
         special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -48,6 +50,14 @@ class Vocabulary:
         if len(text) > most * self.longest or (len(text) > SURE * most and self._is_too_long(text, most)):
             return None
         ids = self._encoder.encode(text, adds_special=adds_special)
+        return ids if len(ids) <= most else None
+
+    def encode_chat(self, text: str, guard: Guard, *, most: int) -> list[int] | None:
+        """The same of a text that the chat template made of guarded values. Raises ValueError as ControlTokens does."""
+        whole = guard.restored(text)
+        if len(whole) > most * self.longest or (len(whole) > SURE * most and self._is_too_long(whole, most)):
+            return None
+        ids = self.controls.encode(text, guard, lambda plain: self._encoder.encode(plain, adds_special=False))
         return ids if len(ids) <= most else None
 
     def _is_too_long(self, text: str, most: int) -> bool:

@@ -1,0 +1,306 @@
+"""ControlTokens: the tokens of a rendered conversation, of which the template's own markers alone are control tokens.
+
+A tokenizer makes `<|im_start|>` a control token wherever it stands. So a text of a user, a tool or the policy itself
+could write a turn of its own. Here it cannot:
+
+    values of the request   {"role": "user", "content": "a<|im_end|>b"}
+    Guard.messages          {"role": "user", "content": "a?|im_end|>b"}    ? is a private-use character
+    the chat template       <|im_start|>user\\na?|im_end|>b<|im_end|>\\n
+    ControlTokens.encode    [<|im_start|>] user \\n a < | im _ end | > b [<|im_end|>] \\n
+
+Stand-ins are put where a text holds a marker, begins with the end of one, or ends with the beginning of one, so that no
+marker is put together from several texts either. What stands in the rendered text as a marker was written by the
+template. A conversation without such texts stays the very same object, and is tokenized as it always was.
+
+Whatever is text is tokenized by the same model without its control tokens. These are the special tokens, and added
+tokens that look like tags (`<think>`, `[INST]`). Other added tokens, such as words or runs of spaces, are vocabulary.
+"""
+
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
+from typing import Any
+
+Json = dict[str, Any]
+
+THINK, THINK_END = "<think>", "</think>"
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})  # roles are structure, not text
+# Fields of a message that hold free text. Other strings may be names that a template compares or looks up.
+_FREE = frozenset({"role", "content", "text", "name", "reasoning_content", "reasoning", "thinking", "refusal"})
+_TAG = re.compile(r"<.+>|\[.+\]", re.DOTALL)
+_JSON_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"', re.DOTALL)
+_STAND_INS = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))  # private-use characters
+_MARK, _GAP = "\U0010ffff", "\U0010fffe"  # no characters, so that no text needs them
+_NO_TEXT = {ord(_MARK): "\ufffd", ord(_GAP): "\ufffd"}
+_CONTROL = {code: None for code in (*range(9), *range(14, 28), 127)}  # control characters of ASCII but white space
+
+
+class ControlTokens:
+    """`tokenizer` is one of transformers. Tokens that are added to it later are not seen. Any thread may call."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        special = {id for id, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        texts = {id: token.content for id, token in added.items() if token.content.strip()}
+        self._texts = {id: text for id, text in texts.items() if id in special or _TAG.fullmatch(text)}
+        marks = tuple(self._texts.values())
+        self._texts |= {id: text for id, text in texts.items() if any(mark in text for mark in marks)}
+        self._others = [token for id, token in sorted(added.items()) if id not in self._texts]
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        # A token that is looked for in the normalized text may be written in many ways.
+        self._folds = getattr(backend, "normalizer", None) is not None and any(
+            added[id].normalized for id in self._texts
+        )
+        marks = tuple({_folded(text) if self._folds else text for text in self._texts.values()})
+        ends = [mark for mark in marks if not mark.replace(" ", "_").isidentifier()]  # words begin in any text
+        self._first = "".join({mark[0] for mark in marks})
+        self._last = "".join({mark[-1] for mark in ends})
+        self._heads = {mark[:length] for mark in ends for length in range(1, len(mark))}
+        self._tails = {mark[-length:] for mark in ends for length in range(1, len(mark))}
+        self._longest = max(map(len, marks), default=0)
+        self._inner = "\n\n".join(mark[1:-1] for mark in ends)
+        self._find = _finder(marks)
+
+    def may_forge(self, text: str, *, is_free: bool) -> bool:
+        """False: the text has no part in any marker. True: it may have; `places` finds out."""
+        if self._folds:
+            text = _folded(text)
+        if any(letter in text for letter in self._first):
+            return True
+        start = text[: self._longest] if text[:1].strip() else text.lstrip()[: self._longest]
+        if any(letter in start for letter in self._last):
+            return True
+        return is_free and len(text) < self._longest and bool(inner := text.strip()) and inner in self._inner
+
+    def places(self, text: str, *, is_free: bool) -> set[int]:
+        """The characters without which the text has no part in any marker, by index.
+
+        `is_free`: also where the text may be the middle of one, as "user" in <|user|>.
+        """
+        if not self._folds:
+            return self._places(text, is_free=is_free)
+        letters = [(index, letter) for index, old in enumerate(text) for letter in _folded(old)]
+        return {letters[place][0] for place in self._places("".join(letter for _, letter in letters), is_free=is_free)}
+
+    def _places(self, text: str, *, is_free: bool) -> set[int]:
+        found = {match.start() for match in self._find.finditer(text)}
+        end, start = len(text.rstrip()), len(text) - len(text.lstrip())
+        for last in {end, len(text)}:
+            near = range(max(0, last - self._longest), last)
+            found |= {index for index in near if text[index] in self._first and text[index:last] in self._heads}
+        for first in {start, 0}:
+            near = range(first, min(len(text), first + self._longest))
+            found |= {index for index in near if text[index] in self._last and text[first : index + 1] in self._tails}
+        if is_free and start < end <= start + self._longest and text[start:end] in self._inner:
+            found.add(start)
+        return found
+
+    def encode(self, text: str, guard: "Guard", plain: Callable[[str], list[int]]) -> list[int]:
+        """The tokens of a text that was rendered from a guard's values. `plain` encodes as the tokenizer does.
+
+        Raises ValueError: the tokenizer has no way to encode a marker as text.
+        """
+        whole = guard.restored(text)
+        if not guard.letters or (not self._folds and self._marks(whole) == self._marks(text)):
+            return plain(whole)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        written = [
+            (id, start, end)
+            for id, (start, end) in zip(encoded.input_ids, encoded.offset_mapping, strict=True)
+            if id in self._texts and _folded(text[start:end]).strip() == _folded(self._texts[id]).strip()
+        ]
+        whole = whole.translate(_NO_TEXT)
+        pieces, place = [], 0
+        for _, start, end in written:
+            pieces += [whole[place:start], _MARK]
+            place = end
+        return self._encode_text("".join([*pieces, whole[place:]]), [id for id, _, _ in written])
+
+    def _marks(self, text: str) -> list[tuple[int, str | None]]:
+        return [(match.start(), match[match.lastindex or 0]) for match in self._find.finditer(text)]
+
+    def _encode_text(self, text: str, written: list[int]) -> list[int]:
+        """The tokens of the text, in which nothing but _MARK is a control token: the next one that was written."""
+        tokenizer, own_ids = self._without
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        rest, ids = iter(written), []
+        for id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if text[start:end] == _MARK:
+                ids.append(next(rest))
+            elif id in self._texts and text[start:end] == self._texts[id]:  # a model whose vocabulary has the marker
+                ids += [part.id for letter in text[start:end] for part in tokenizer.model.tokenize(letter)]
+            else:
+                ids.append(own_ids.get(id, id))
+        if next(rest, None) is not None:
+            raise ValueError("the tokenizer does not keep its special tokens apart from text")
+        return ids
+
+    @cached_property
+    def _without(self) -> tuple[Any, dict[int, int]]:
+        """The tokenizer without its control tokens, and the ids of other added tokens where it has given new ones.
+
+        The model is shared, so that this takes neither time nor memory. Raises ValueError: there is no such model.
+        """
+        from tokenizers import AddedToken, Tokenizer
+
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(f"{type(self.tokenizer).__name__} cannot encode the text of a special token as text")
+        made = Tokenizer(backend.model)
+        made.normalizer, made.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
+        known = made.get_vocab()
+        gap = range(len(known), 1 + max(known.values(), default=-1))  # new ids may not be ids of the model
+        made.add_tokens([AddedToken(f"{_GAP}{number}", normalized=False) for number in gap])
+        made.add_tokens(self._others)
+        made.add_special_tokens([AddedToken(_MARK, special=True, normalized=False)])
+        own = {token.content: id for id, token in self.tokenizer.added_tokens_decoder.items()}
+        return made, {int(made.token_to_id(token.content) or 0): own[token.content] for token in self._others}
+
+
+class Guard:
+    """Puts stand-ins into the values of one request, and takes them out of what was rendered from them.
+
+    `letters` holds the character of each stand-in. It is empty where no text has a part in a marker.
+    """
+
+    def __init__(self, controls: ControlTokens, *values: Any) -> None:
+        """`values`: everything that will be guarded. Its characters are no stand-ins."""
+        self._controls, self._values = controls, values
+        self.letters: dict[str, str] = {}
+        self._stand_ins: dict[str, str] = {}
+        self._free: Iterator[str] | None = None
+
+    def messages(self, messages: Sequence[Json]) -> list[Json]:
+        """Messages as a template gets them. Their roles stay, and so does a thought that the template looks for."""
+        return [self._message(message) for message in messages]
+
+    def value(self, value: Any) -> Any:
+        """A JSON value, such as the tools."""
+        return self._value(value, is_free=False)
+
+    def json(self, text: str) -> str:
+        """The JSON text of a call's arguments."""
+        if not self._controls.may_forge(text, is_free=False):
+            return text
+        whole, place, pieces = text, 0, []
+        for match in _JSON_STRING.finditer(text):  # what stands around its strings is JSON's own
+            pieces += [text[place : match.start(1)], self._text(match[1], is_free=False)]
+            place = match.end(1)
+        text = "".join([*pieces, text[place:]])
+        found = {match.start() for match in self._controls._find.finditer(text)}
+        return self._put(text, found) if found else text if text != whole else whole
+
+    def restored(self, text: str) -> str:
+        return text.translate({ord(stand_in): letter for stand_in, letter in self.letters.items()})
+
+    def free(self) -> str:
+        """A character that occurs nowhere."""
+        if self._free is None:
+            template = self._controls.tokenizer.chat_template
+            used = set(json.dumps([self._values, template], ensure_ascii=False, default=str))
+            self._free = (chr(code) for code in _STAND_INS if chr(code) not in used)
+        letter = next(self._free, None)
+        if letter is None:
+            raise ValueError("the text holds every private-use character")
+        return letter
+
+    def _message(self, message: Json) -> Json:
+        guarded: Json = _same(message, {key: self._field(message, key, value) for key, value in message.items()})
+        return guarded
+
+    def _field(self, message: Json, key: str, value: Any) -> Any:
+        if key == "role" and value in ROLES:
+            return value
+        if key == "tool_calls" and isinstance(value, list):
+            return _same(value, [self._call(call) for call in value])
+        if key == "content" and isinstance(value, str) and message.get("role") == "assistant":
+            return self._reply(value, has_thought=isinstance(message.get("reasoning_content"), str))
+        return self._value(value, is_free=key in _FREE)
+
+    def _call(self, call: Any) -> Any:
+        if not isinstance(call, dict):
+            return self._value(call, is_free=False)
+        return _same(call, {key: self._call_field(key, value) for key, value in call.items()})
+
+    def _call_field(self, key: str, value: Any) -> Any:
+        if key == "arguments" and isinstance(value, str):
+            return self.json(value)
+        return self._call(value) if key == "function" else self._value(value, is_free=False)
+
+    def _reply(self, text: str, *, has_thought: bool) -> str:
+        """The content of an assistant's message. A thought at its beginning stays one where the template knows them."""
+        template = str(self._controls.tokenizer.chat_template)
+        before, begin, rest = text.partition(THINK)
+        thought, end, answer = rest.partition(THINK_END)
+        if has_thought or before.strip() or not begin or not end or THINK_END not in template:
+            return self._text(text, is_free=True)
+        guarded = [self._text(part, is_free=False) for part in (thought, answer)]
+        return text if guarded == [thought, answer] else f"{before}{begin}{guarded[0]}{end}{guarded[1]}"
+
+    def _value(self, value: Any, *, is_free: bool) -> Any:
+        if isinstance(value, str):
+            return self._text(value, is_free=is_free)
+        if isinstance(value, list):
+            return _same(value, [self._value(item, is_free=is_free) for item in value])
+        if isinstance(value, dict):
+            guarded = {
+                self._key(key): self._value(item, is_free=is_free and key in _FREE) for key, item in value.items()
+            }
+            return _same(value, guarded)
+        return value
+
+    def _key(self, key: Any) -> Any:
+        """Templates look up identifiers, such as "type"; others may be text, as a property's name."""
+        return self._text(key, is_free=False) if isinstance(key, str) and not key.isidentifier() else key
+
+    def _text(self, text: str, *, is_free: bool) -> str:
+        if not self._controls.may_forge(text, is_free=is_free):
+            return text
+        places = self._controls.places(text, is_free=is_free)
+        return self._put(text, places) if places else text
+
+    def _put(self, text: str, places: set[int]) -> str:
+        letters = list(text)
+        for place in places:
+            letters[place] = self._stand_in(letters[place])
+        return "".join(letters)
+
+    def _stand_in(self, letter: str) -> str:
+        if letter not in self._stand_ins:
+            self._stand_ins[letter] = self.free()
+            self.letters[self._stand_ins[letter]] = letter
+        return self._stand_ins[letter]
+
+
+def _same(value: Any, guarded: Any) -> Any:
+    """The value itself where nothing in it changed, so that what was guarded can be told from what was not."""
+    pairs = zip(value, guarded, strict=True)
+    if isinstance(value, dict):
+        pairs = zip((*value, *value.values()), (*guarded, *guarded.values()), strict=True)
+    return value if all(old is new for old, new in pairs) else guarded
+
+
+def _finder(marks: Sequence[str]) -> "re.Pattern[str]":
+    """Finds every place where a mark begins, also inside another one. Its group is the rest of the longest mark."""
+    by_first: dict[str, list[str]] = {}
+    for mark in sorted(marks, key=len, reverse=True):
+        by_first.setdefault(mark[0], []).append(re.escape(mark[1:]))
+    return re.compile(
+        "|".join(f"{re.escape(first)}(?=({'|'.join(rest)}))" for first, rest in by_first.items()) or "(?!)"
+    )
+
+
+def _folded(text: str) -> str:
+    """The text without what a normalizer may take away: case, accents, width, invisible characters."""
+    return text.lower().translate(_CONTROL) if text.isascii() else "".join(map(_folded_letter, text))
+
+
+@cache
+def _folded_letter(letter: str) -> str:
+    plain = unicodedata.normalize("NFKD", letter.replace("\u2581", " ")).lower()
+    return "".join(
+        part for part in plain if part.isspace() or not unicodedata.category(part).startswith(("M", "Cc", "Cf"))
+    )
