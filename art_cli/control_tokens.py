@@ -20,7 +20,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 Json = dict[str, Any]
@@ -98,11 +98,24 @@ class ControlTokens:
             found.add(start)
         return found
 
-    def encode(self, text: str, guard: "Guard", plain: Callable[[str], list[int]]) -> list[int]:
+    def marks_in(self, text: str) -> list[str]:
+        """The markers that stand in a text."""
+        return [match[0] + (match[match.lastindex] if match.lastindex else "") for match in self._find.finditer(text)]
+
+    def chat_ids(self, messages: Sequence[Json], tools: Sequence[Json] = ()) -> list[int]:
+        """The tokens of a conversation in the tokenizer's own template. Raises what the template raises, ValueError."""
+        guard = Guard(self, messages, tools)
+        text = self.tokenizer.apply_chat_template(
+            guard.messages(messages), tools=guard.value(list(tools)) or None, tokenize=False
+        )
+        return self.encode(text, guard)
+
+    def encode(self, text: str, guard: "Guard", plain: Callable[[str], list[int]] | None = None) -> list[int]:
         """The tokens of a text that was rendered from a guard's values. `plain` encodes as the tokenizer does.
 
         Raises ValueError: the tokenizer has no way to encode a marker as text.
         """
+        plain = plain or partial(self.tokenizer.encode, add_special_tokens=False)
         whole = guard.restored(text)
         if not guard.letters or (not self._folds and self._marks(whole) == self._marks(text)):
             return plain(whole)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from art_cli.config.sections.judge import RewardModelJudgeConfig
+from art_cli.control_tokens import ControlTokens
 from art_cli.errors import JudgeError, JudgeStopped, describe
 from art_cli.judges import Judge, Verdict, make_key
 from art_cli.judges.text import clean
@@ -85,14 +86,14 @@ class RewardModelJudge(Judge):
         """The conversation's token ids; only the last ones if it is too long."""
         if tokenizer.chat_template:
             try:
-                ids = tokenizer.apply_chat_template(list(conversation), tokenize=True, return_dict=False)
+                ids = ControlTokens(tokenizer).chat_ids(conversation)
             except Exception as error:  # the boundary to the model's own template, which may raise anything
                 raise JudgeError(
                     f"{self.config.model}: its chat template refuses a conversation: {describe(error)}"
                 ) from error
         else:
             text = "\n\n".join(f"{message.get('role')}: {clean(message.get('content'))}" for message in conversation)
-            ids = tokenizer(text)["input_ids"]
+            ids = tokenizer(text, split_special_tokens=True)["input_ids"]
         longest = self.config.max_length or getattr(model.config, "max_position_embeddings", None) or len(ids)
         return list(ids)[-longest:] or [tokenizer.pad_token_id or 0]
 

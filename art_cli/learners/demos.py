@@ -1,17 +1,21 @@
 """Demos: chat transcripts to learn from, read and made into samples, assistant tokens only. No torch."""
 
+import logging
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from art_cli.control_tokens import ControlTokens, Guard
 from art_cli.durable import read_lines
 from art_cli.errors import DataError, LearnerError, describe
 from art_cli.learners.samples import Ints, Sample, bare_sample
 from art_cli.plugins import resolve
 
+log = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 
@@ -92,15 +96,24 @@ def demo_samples(demo: Json, tokenizer: Any, *, name: str, max_length: int) -> l
     continues the previous sample joins that sample. A template may render old messages differently (some drop old
     reasoning); the message then starts another sample.
 
+    Markers in the texts are learned as text (control_tokens.py), calls of `tool_calls` as the template writes them.
+
     Raises LearnerError: no assistant message, too many tokens, or a template whose reply does not continue its prompt.
     """
-    messages, tools = demo["messages"], demo.get("tools") or None
+    controls = ControlTokens(tokenizer)
+    guard = Guard(controls, demo)
+    messages, tools = guard.messages(demo["messages"]), guard.value(demo.get("tools")) or None
+    for given, guarded in zip(demo["messages"], messages, strict=True):
+        if given is not guarded and given["role"] == "assistant":
+            kept = controls.marks_in(str(guarded.get("content")))
+            for mark in {mark for mark in controls.marks_in(str(given.get("content"))) if mark not in kept}:
+                _warn_of(mark)
     samples: list[Sample] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         where = f"{name}, message {index + 1}"
-        token_ids, start = _render_turn(messages[: index + 1], tools, tokenizer, where)
+        token_ids, start = _render_turn(messages[: index + 1], tools, guard, controls, where)
         if len(token_ids) > max_length:
             raise LearnerError(f"{where}: {len(token_ids)} tokens, over the model's {max_length}; shorten or drop it")
         targets = np.arange(start, len(token_ids))
@@ -113,11 +126,19 @@ def demo_samples(demo: Json, tokenizer: Any, *, name: str, max_length: int) -> l
     return samples
 
 
-def _render_turn(messages: list[Json], tools: list[Json] | None, tokenizer: Any, where: str) -> tuple[Ints, int]:
+@cache
+def _warn_of(mark: str) -> None:
+    log.warning("sft: an assistant's text holds %s, which is learned as text; calls belong into tool_calls", mark)
+
+
+def _render_turn(
+    messages: list[Json], tools: list[Json] | None, guard: Guard, controls: ControlTokens, where: str
+) -> tuple[Ints, int]:
     """The tokens of the conversation up to the stop token of its last message, and the place where it begins."""
+    render = controls.tokenizer.apply_chat_template
     try:
-        prompt = tokenizer.apply_chat_template(messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True)
-        whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        prompt = render(messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True)
+        whole = render(messages, tools=tools, tokenize=False)
     except Exception as error:  # the boundary to the model's own template
         raise LearnerError(f"{where}: the chat template refuses the conversation: {describe(error)}") from error
     if not whole.startswith(prompt) or whole == prompt:
@@ -125,9 +146,11 @@ def _render_turn(messages: list[Json], tools: list[Json] | None, tokenizer: Any,
             f"{where}: the chat template's rendering of this reply does not go on from its prompt; "
             "set model.chat_template to one that does"
         )
-    prompt_ids = tokenizer(prompt, add_special_tokens=False).input_ids
-    reply_ids = tokenizer(whole[len(prompt) :], add_special_tokens=False).input_ids
-    stop = tokenizer.eos_token_id
+    try:
+        prompt_ids, reply_ids = controls.encode(prompt, guard), controls.encode(whole[len(prompt) :], guard)
+    except ValueError as error:
+        raise LearnerError(f"{where}: {describe(error)}") from error
+    stop = controls.tokenizer.eos_token_id
     if stop in reply_ids:  # the engine stops there, so it never samples what the template adds behind it
         reply_ids = reply_ids[: reply_ids.index(stop) + 1]
     return np.asarray(prompt_ids + reply_ids, dtype=np.int64), len(prompt_ids)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from art_cli.chat.requests import text_of
+from art_cli.control_tokens import ControlTokens
 from art_cli.learners.samples import Ints, Sample
 from art_cli.trajectory import Json, ScoredTrajectory
 
@@ -50,7 +51,7 @@ class Feedback:
     """Makes splices by one tokenizer. `template` is the text with {explanation}, {score}, {rank} and {attempts}."""
 
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:
-        self._tokenizer, self._template = tokenizer, TEMPLATE if template is None else template
+        self._controls, self._template = ControlTokens(tokenizer), TEMPLATE if template is None else template
 
     def words(self, trajectory: ScoredTrajectory, group: Sequence[ScoredTrajectory]) -> str | None:
         """What the judge said of the attempt, in the template. None: it gave no explanation."""
@@ -95,8 +96,7 @@ class Feedback:
             return None
 
     def _render(self, messages: Sequence[Json], tools: Sequence[Json]) -> Ints:
-        text = self._tokenizer.apply_chat_template(list(messages), tools=list(tools) or None, tokenize=False)
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+        return np.asarray(self._controls.chat_ids(messages, tools), dtype=np.int64)
 
 
 def _plain(message: Json) -> Json:
