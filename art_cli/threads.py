@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
+from art_cli.allocator import give_back_freed_memory
 from art_cli.errors import message_of
 from art_cli.openmp import release_pool
 
@@ -72,7 +73,8 @@ async def call_in_thread(function: Callable[..., Result], *arguments: Any) -> Re
 async def compute(function: Callable[..., Result], *arguments: Any, **knobs: Any) -> Result:
     """The result, as `asyncio.to_thread` gives it. The thread's OpenMP pool is gone afterwards (openmp.py).
 
-    The next computation runs in another thread, whose pool must not share the cores with an idle one.
+    The next computation runs in another thread, whose pool must not share the cores with an idle one, and whose heap
+    may be another one than that which holds the memory freed here.
     """
 
     def work() -> Result:
@@ -80,6 +82,7 @@ async def compute(function: Callable[..., Result], *arguments: Any, **knobs: Any
             return function(*arguments, **knobs)
         finally:
             release_pool()
+            give_back_freed_memory()
 
     return await asyncio.to_thread(work)
 

@@ -39,6 +39,7 @@ PARTS = {
     "learner": Part("Training step against TRL; trees against rows", ("benchmarks.learner",)),
     "training": Part("Training alone at the shapes of the loop", ("benchmarks.training",)),
     "loss": Part("The loss with a large vocabulary", ("benchmarks.loss_memory",)),
+    "memory": Part("Memory of a process that trains", ("benchmarks.memory",)),
     "sampling": Part("Sampling against transformers", ("benchmarks.sampling",)),
     "loop": Part("The whole loop against TRL", ("benchmarks.loop",)),
     "gateway": Part("The capturing gateway", ("benchmarks.gateway",)),

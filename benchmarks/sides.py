@@ -99,13 +99,13 @@ class Memory:
 
     def __init__(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        self.before = _status_mb("VmRSS")
+        self.before = status_mb("VmRSS")
 
     def peak(self) -> float:
-        return _status_mb("VmHWM") - self.before
+        return status_mb("VmHWM") - self.before
 
 
-def _status_mb(key: str) -> float:
+def status_mb(key: str) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key + ":"))
 
