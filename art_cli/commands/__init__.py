@@ -119,7 +119,7 @@ def which_checkpoint(is_best: bool, is_last: bool) -> "Which":
     return "best" if is_best else "newest" if is_last else "offered"
 
 
-def print_findings(findings: Sequence[Finding], as_json: bool) -> None:
+def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
     """Prints one line for each finding, and a second one for its cure; or all of them as one JSON list."""
     if as_json:
         sys.stdout.write(json.dumps([finding._asdict() | {"state": finding.state} for finding in findings]) + "\n")
@@ -129,3 +129,4 @@ def print_findings(findings: Sequence[Finding], as_json: bool) -> None:
     for finding, word in zip(findings, words, strict=True):
         cure = f"\n{'':{width}s} {'':10s} -> {finding.cure}" if finding.cure else ""
         sys.stdout.write(printable_lines(f"{word:{width}s} {finding.name:10s} {finding.message}{cure}\n"))
+    sys.stdout.flush()  # into a pipe, too, line by line

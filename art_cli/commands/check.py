@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from art_cli.commands import Config, Json, Overrides, print_findings
+from art_cli.commands import Config, Finding, Json, Overrides, print_findings
 from art_cli.errors import ArtError
 
 
@@ -18,14 +18,13 @@ def run(
 ) -> None:
     """Try everything a run needs, once.
 
-    Composes the configuration, loads the model, plays a rollout twice, takes an update, asks the judge; says of each
-    finding what cures it. Changes nothing.
+    Composes the configuration, loads the model, plays a rollout twice, takes an update, asks the judge. Each finding
+    is printed when it is known, with its cure. Changes nothing.
 
     \b
     art check config.yaml
     art check config.yaml --no-judge        only says what asking the judge would cost
     """
-    from art_cli.commands.preflight import Preflight
     from art_cli.config.compose import load_config
     from art_cli.config.references import check_ready
     from art_cli.loop.auto import resolve_auto
@@ -33,14 +32,23 @@ def run(
 
     loaded = load_config(config, overrides or [])
     check_ready(loaded, is_training=True)
+    findings = [Finding("config", True, f"{loaded.path}: composes")]
+    if not as_json:
+        print_findings(findings)
     loaded = resolve_auto(loaded, "engine", "learner")
+    from art_cli.commands.preflight import Preflight  # seconds of imports, so the first finding comes before it
+
     with scratch("check") as place:
         preflight = Preflight(loaded, place, asks_judge)
         try:
-            findings = preflight.check()
+            for finding in preflight.check():
+                findings.append(finding)
+                if not as_json:
+                    print_findings([finding])
         finally:
+            if as_json:  # one list, also of an interrupted check
+                print_findings(findings, as_json)
             preflight.close()
-        print_findings(findings, as_json)
         bad = [finding.name for finding in findings if not finding.is_good]
         if bad:  # raised inside the block, so that a log file which a finding names is kept
             raise ArtError(f"{config}: not ready: {', '.join(bad)}")

@@ -1,6 +1,7 @@
 """Preflight: everything that a run needs, tried once, each finding with its cure.
 
-The checks go from cheap to expensive. A check that fails stops the later ones, which need what it would have given.
+The checks go from cheap to expensive. A check that fails stops the later ones, which need what it would have given. One
+that may take long logs what it does, and how long that takes, before it begins.
 Nothing is written outside a temporary directory. A judge that costs money is asked once about two short attempts, and
 its line says what that cost.
 """
@@ -11,7 +12,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +30,7 @@ from art_cli.errors import ArtError, EngineError, StorageError, UsageError, prin
 from art_cli.judges import Judge, trial
 from art_cli.judges.costs import CostEstimate
 from art_cli.judges.shadow import ShadowJudges
-from art_cli.learners import Learner, load_policy, make_learner
+from art_cli.learners import Learner, has_own_weights, load_policy, make_learner, trial_update
 from art_cli.learners.examples import load_examples
 from art_cli.learners.nodes.place import Address
 from art_cli.learners.nodes.secret import read_secret
@@ -51,12 +52,14 @@ from art_cli.run_dir import RunDir
 from art_cli.storage.lease import holder
 from art_cli.storage.store import ObjectStore
 from art_cli.trackers import check_tracker, trackers_of
-from art_cli.trajectory import Json, Trajectory, Turn, prompt, score_trajectory, sequence
+from art_cli.trajectory import Json, Trajectory, Turn, prompt, sequence
 
 log = logging.getLogger(__name__)
 
 MAX_SHOWN = 200  # characters of the scenario that is shown
 CONNECT_TIMEOUT_S = 10.0  # longest wait for a connection to the vLLM server at engine.url
+LONG_ROW_S = 60.0  # an estimate above this comes with its cure
+FIRST_STEP = 10  # time of the first step in forward passes: its own 3, and the check of packs in both directions
 
 
 @dataclass
@@ -78,10 +81,11 @@ class Preflight:
     def trajectory(self) -> Trajectory | None:
         return self.played[0] if self.played else None
 
-    def check(self) -> list[Finding]:
-        findings = [Finding("config", True, f"{self.loaded.path}: composes"), self.check_engine()]
-        if not findings[-1].is_good:
-            return findings
+    def check(self) -> Iterator[Finding]:
+        """Yields each finding as soon as it is known."""
+        yield (engine := self.check_engine())
+        if not engine.is_good:
+            return
         checks: list[tuple[str, Callable[[], Finding | None]]] = [
             ("store", self.check_store),
             ("nodes", self.check_nodes),
@@ -104,14 +108,14 @@ class Preflight:
             try:
                 finding = check()
             except ArtError as error:
-                return [*findings, Finding(name, False, str(error))]
+                yield Finding(name, False, str(error))
+                return
             if finding is None:
                 continue
             took = time.perf_counter() - begin
-            findings.append(finding._replace(message=f"{finding.message} ({took:.1f} s)"))
-            if not finding.is_good and name != "disk":
-                break
-        return findings
+            yield finding._replace(message=f"{finding.message} ({took:.1f} s)")
+            if not finding.is_good:
+                return
 
     def close(self) -> None:
         if self.learner is not None:
@@ -262,8 +266,11 @@ class Preflight:
         base = find_base(config.model.base, directory=self.loaded.directory, built=self.scratch / "base")
         if isinstance(config.engine, TinkerEngineConfig):
             return self._check_remote_model(config.engine, base)
+        log.info("model: importing torch and transformers, about 10 s, then loading %s%s", base, _size(base))
         self.weights = load_policy(config, base)
         self.policy, self.tokenizer = spec_of(self.weights), self.weights.tokenizer
+        once = config.train.model_copy(update={"epochs_per_step": 1})  # a second epoch would show nothing new
+        config = config.model_copy(update={"train": once})
         if config.learner.nodes > 1:
             alone = config.learner.model_copy(update={"nodes": 1})
             config = config.model_copy(update={"learner": alone})
@@ -296,6 +303,14 @@ class Preflight:
 
     def check_rollout(self) -> Finding:
         """Plays two attempts at the first scenario at once, as training does."""
+        rollout = self.loaded.config.rollout
+        log.info(
+            "rollout: two attempts at once, of %d turns at most with %d tokens each; rollout.timeout_s ends one after "
+            "%g s",
+            rollout.max_turns,
+            rollout.sampling.max_tokens,
+            rollout.timeout_s,
+        )
         self.played = threads.run(self._play_pair())
         for trajectory in self.played:
             if problem := self._rollout_problem(trajectory):
@@ -362,6 +377,8 @@ class Preflight:
         """Compares a trajectory's logprobs in engine and learner, and its tokens with its re-encoded text."""
         assert self.policy and self.learner and self.trajectory
         turns = self.trajectory.turns
+        took = self.trajectory.duration_s
+        log.info("tokens: the learner scores the first attempt again, in less than the %.0f s that it took", took + 1)
         tokenizer: Any = self.tokenizer
         last = prompt(turns, len(turns) - 1)
         is_same = tokenizer.encode(tokenizer.decode(last), add_special_tokens=False) == last
@@ -387,31 +404,39 @@ class Preflight:
         return max(abs(a - b) for a, b in zip(scores[-len(turn.logprobs) :], turn.logprobs, strict=True))
 
     def check_update(self) -> Finding:
-        """Takes a step on rows as long as a rollout may get, forward and backward, with made-up tokens."""
+        """Takes a step on a row as long as a played attempt, forward and backward, with made-up tokens.
+
+        Where the limits allow a longer row, its time and memory are estimated.
+        """
         assert self.policy and self.learner and self.trajectory
-        config = self.loaded.config
-        own_prompt = len(prompt(self.trajectory.turns, 0))
-        length = min(self.policy.max_length, own_prompt + config.rollout.max_turns * config.rollout.sampling.max_tokens)
-        ids = [(7 * place) % self.policy.vocabulary for place in range(length)]
-        logprobs = self.learner.score(ids)
-        turn = Turn(
-            parent=None,
-            kept=0,
-            prompt_ids=ids[:1],
-            sampled_ids=ids[1:],
-            logprobs=logprobs,
-            raw_logprobs=logprobs,
-            step=0,
-            temperature=1.0,
+        rollout = self.loaded.config.rollout
+        played = max(
+            len(sequence(attempt.turns, index)) for attempt in self.played for index in range(len(attempt.turns))
         )
-        pair = [
-            score_trajectory(
-                Trajectory(id=f"check-{i}", group_id="check", group_size=2, index=i, turns=[turn]), float(i)
-            )
-            for i in range(2)
-        ]
-        metrics = self.learner.step([pair])
-        return Finding("update", True, f"a row of {length} tokens forward and backward in {metrics.train_s:.1f} s")
+        own_prompt = len(prompt(self.trajectory.turns, 0))
+        longest = min(self.policy.max_length, own_prompt + rollout.max_turns * rollout.sampling.max_tokens)
+        length = min(played, longest, trial_update.MAX_TOKENS)
+        log.info("update: a step on a row of %d tokens, %s", length, self._update_takes(length))
+        metrics = trial_update.step(self.learner, length, vocabulary=self.policy.vocabulary)
+        message = f"a row of {length} tokens forward and backward in {metrics.train_s:.1f} s"
+        if longest <= length or self.weights is None or has_own_weights(self.loaded.config):
+            return Finding("update", True, message)
+        second = trial_update.second_length(length, longest)
+        most_s = metrics.train_s * (1 + second / length)
+        log.info("update: rows of %d and %d tokens, to estimate longer ones: %.0f s at most", length, second, most_s)
+        short, long = (trial_update.measure(self.learner, self.weights, each) for each in (length, second))
+        whole = trial_update.estimate(short, long, longest, knee=trial_update.knee_of(self.weights))
+        message += f"; the longest row that the limits allow has {longest:,} tokens and would take {whole}"
+        is_large = whole.seconds > LONG_ROW_S or (whole.gigabytes or 0.0) > trial_update.memory_there(self.weights)
+        cure = f"model.max_length makes it shorter: the longest attempt here had {played:,} tokens" if is_large else ""
+        return Finding("update", True, message, cure)
+
+    def _update_takes(self, length: int) -> str:
+        """Returns how long the first step on a row of that length takes, from a forward pass over such a row."""
+        assert self.policy and self.learner
+        begin = time.perf_counter()
+        self.learner.score([place % self.policy.vocabulary for place in range(length)])
+        return f"about {FIRST_STEP * (time.perf_counter() - begin):.0f} s"
 
     def check_shadow(self) -> Finding | None:
         """Loads the shadow judges and looks for their keys; asks none. None: there are none."""
@@ -434,6 +459,7 @@ class Preflight:
                 notes.append(note)
                 cures += [cure] if cure else []
             elif not part.needs_reward:
+                log.info("judge: %s scores the two attempts", part.title)
                 verdicts = threads.run(trial.score(part, self.played))
                 rewards = [f"{verdicts[trajectory.id].reward:g}" for trajectory in self.played]
                 notes.append(f"{part.title} gave the two attempts {' and '.join(rewards)}")
@@ -475,6 +501,12 @@ class Preflight:
         free = shutil.disk_usage(place).free
         message = f"about {needed / 1e9:.2f} GB needed under {config.runs}, {free / 1e9:.1f} GB free"
         return Finding("disk", needed < free, message, "" if needed < free else "free some, or set `runs` elsewhere")
+
+
+def _size(base: str) -> str:
+    """The size of a directory's weights in words, or "" for a base on the hub."""
+    size = sum(path.stat().st_size for path in Path(base).glob("*.safetensors"))
+    return f" ({size / 1e9:.1f} GB)" if size else ""
 
 
 def _vllm_problem(engine: VllmEngineConfig) -> str:

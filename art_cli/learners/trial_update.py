@@ -1,0 +1,118 @@
+"""A trial update: steps on made-up rows, and an estimate of what a longer row would take.
+
+Two rows are measured, because what a row takes has a part that grows with its tokens and one that does not. Attention
+grows with the square of the length. Its share follows from the model's shape; short rows are too noisy to show it.
+"""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from art_cli.learners import Learner, StepMetrics
+from art_cli.model import Weights, count_parameters
+from art_cli.trajectory import Trajectory, Turn, score_trajectory
+
+MAX_TOKENS = 1024  # longest row that is tried; a longer one is estimated
+MIN_SECOND = 256  # tokens of the second row at least, so that it differs from the first by more than noise
+GROWTH = 2  # length of the second row in lengths of the first
+
+
+class Cost(NamedTuple):
+    """What a forward and a backward pass over a row takes. Example: Cost(tokens=256, seconds=1.4, gigabytes=1.9)."""
+
+    tokens: int
+    seconds: float
+    gigabytes: float | None  # peak of the process's memory, or of the GPU's; None if the system does not report it
+
+    def __str__(self) -> str:
+        memory = "" if self.gigabytes is None else f" and {self.gigabytes:.1f} GB"
+        return f"about {self.seconds:,.0f} s{memory}"
+
+
+def step(learner: Learner, num_tokens: int, *, vocabulary: int) -> StepMetrics:
+    """Takes a step on two equal attempts of that many tokens, of which all but the first count as sampled."""
+    ids = [(7 * place) % vocabulary for place in range(num_tokens)]
+    logprobs = learner.score(ids)
+    turn = Turn(
+        parent=None,
+        kept=0,
+        prompt_ids=ids[:1],
+        sampled_ids=ids[1:],
+        logprobs=logprobs,
+        raw_logprobs=logprobs,
+        step=0,
+        temperature=1.0,
+    )
+    attempts = [Trajectory(id=f"check-{i}", group_id="check", group_size=2, index=i, turns=[turn]) for i in range(2)]
+    return learner.step([[score_trajectory(attempt, float(attempt.index)) for attempt in attempts]])
+
+
+def second_length(num_tokens: int, longest: int) -> int:
+    """Returns the length of the second row, after one of `num_tokens`."""
+    return min(longest, max(GROWTH * num_tokens, MIN_SECOND))
+
+
+def measure(learner: Learner, weights: Weights, num_tokens: int) -> Cost:
+    """Returns what a row of that length takes. The learner has taken its first step, which checks more, before."""
+    _forget_peak(weights)
+    metrics = step(learner, num_tokens, vocabulary=int(weights.model.config.vocab_size))
+    return Cost(num_tokens, metrics.train_s, _peak(weights))
+
+
+def estimate(short: Cost, long: Cost, num_tokens: int, *, knee: float) -> Cost:
+    """Returns what a row of `num_tokens` would take, by the line through two measured rows.
+
+    Time is a line in L * (1 + L / knee), where `knee` is the length at which attention costs as much as all the rest.
+    Memory is a line in L. Neither grows by less than nothing, whatever noise the measurements have.
+    """
+
+    def work(length: int) -> float:
+        return length * (1 + length / knee)
+
+    def line(one: float, two: float, at: float, low: float, high: float) -> float:
+        return high + max(0.0, high - low) * (at - two) / (two - one)
+
+    seconds = line(work(short.tokens), work(long.tokens), work(num_tokens), short.seconds, long.seconds)
+    gigabytes = None
+    if short.gigabytes is not None and long.gigabytes is not None:
+        gigabytes = line(short.tokens, long.tokens, num_tokens, short.gigabytes, long.gigabytes)
+    return Cost(num_tokens, seconds, gigabytes)
+
+
+def knee_of(weights: Weights) -> float:
+    """Returns the length at which attention takes as many operations as the matrix products: P / (2 hidden layers)."""
+    config = weights.model.config
+    width, layers = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)
+    return count_parameters(weights.model).whole / (2 * width * layers) if width and layers else float("inf")
+
+
+def memory_there(weights: Weights) -> float:
+    """Returns the gigabytes of the GPU that holds the weights, or of this machine."""
+    if weights.device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_properties(weights.device).total_memory / 1e9
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+
+
+def _forget_peak(weights: Weights) -> None:
+    if weights.device.type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(weights.device)
+    else:
+        with suppress(OSError):  # only Linux has it
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak(weights: Weights) -> float | None:
+    if weights.device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(weights.device) / 1e9
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1e6
