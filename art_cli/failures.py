@@ -1,4 +1,7 @@
-"""How many rollouts failed, and the commonest cause; every command that plays rollouts says so at its end."""
+"""How many rollouts failed, the commonest cause, and whether anything can be learned from what was played.
+
+Every command that plays rollouts, and `art report`, ends with these words. A Fault is the one rule for exit code 1.
+"""
 
 import re
 from collections import Counter
@@ -8,6 +11,12 @@ from typing import NamedTuple
 from art_cli.trajectory import Trajectory
 
 MAX_CAUSE = 300  # characters of a cause that are shown
+MEND_AGENT = "art check plays two attempts and shows what they do"
+CALL_THE_MODEL = "policy.client, or policy.base_url and policy.api_key in the agent's own client (docs/rollouts.md)"
+FIND_SIGNAL = (
+    "a higher rollout.sampling.temperature, a larger rollout.group_size, scenarios neither solved nor hopeless, "
+    "rewards with more levels, or a judge that ranks the attempts (judge=ruler)"
+)
 
 _NUMBER = re.compile(r"\d+")
 
@@ -46,3 +55,37 @@ def count_failures(trajectories: Iterable[Trajectory]) -> Failures:
         return Failures(0, num_played, "", 0)
     [(nature, num_alike)] = counts.most_common(1)
     return Failures(counts.total(), num_played, examples[nature], num_alike)
+
+
+class Fault(NamedTuple):
+    """Why nothing can be learned from what was played. Example: Fault("all_failed", "every attempt failed: ...", "...")
+
+    The kinds are all_failed, no_calls and nothing_learned.
+    """
+
+    kind: str
+    text: str
+    cure: str
+
+    def __str__(self) -> str:
+        return f"{self.text}; try: {self.cure}"
+
+
+def find_fault(failures: Failures, *, is_called: bool, num_without_signal: int = 0) -> Fault | None:
+    """The fault of a whole run, file or evaluation; None if it has none, or if nothing was played.
+
+    `is_called`: whether any attempt called the model. `num_without_signal` is the number of groups if no group has
+    signal, and 0 if one has or if what was played need not have any.
+    """
+    if not failures.num_played:
+        return None
+    if failures.is_all:
+        return Fault("all_failed", f"every attempt failed: {failures}", MEND_AGENT)
+    also = f"; {failures}" if failures.num else ""
+    if not is_called:
+        return Fault("no_calls", f"no attempt called the model{also}", CALL_THE_MODEL)
+    if num_without_signal:
+        groups = "the one group" if num_without_signal == 1 else f"each of {num_without_signal} groups"
+        text = f"no signal: rewards within {groups} are equal, so that nothing can be learned{also}"
+        return Fault("nothing_learned", text, FIND_SIGNAL)
+    return None

@@ -17,7 +17,7 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import JudgeModelConfig, ModelConfig, OpenAIEngineConfig
 from art_cli.engines import engine_traits
 from art_cli.errors import RolloutError, UsageError
-from art_cli.failures import count_failures
+from art_cli.failures import count_failures, find_fault
 from art_cli.judges import make_judge
 from art_cli.judges.costs import Price, find_price
 from art_cli.judges.trial import require_keys
@@ -172,13 +172,16 @@ def judge(loaded: LoadedConfig, played: dict[str, list[Trajectory]], results: di
 
 
 def report_failures(played: dict[str, list[Trajectory]]) -> None:
-    """Warns of failed attempts. Raises RolloutError: all attempts of a policy failed."""
-    failures = {name: count_failures(done) for name, done in played.items()}
-    for name, found in failures.items():
-        if found.is_all:
-            raise RolloutError(f"{name}: every attempt failed: {found}")
-        if found.num:
-            log.warning("%s: %s", name, found)
+    """Warns of failed attempts. Raises RolloutError: all attempts of a policy failed, or none called it."""
+    faults = []
+    for name, done in played.items():
+        failures = count_failures(done)
+        if (fault := find_fault(failures, is_called=not all(each.is_silent for each in done))) is not None:
+            faults.append(f"{name}: {fault}")
+        elif failures.num:
+            log.warning("%s: %s", name, failures)
+    if faults:
+        raise RolloutError(" | ".join(faults))
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------

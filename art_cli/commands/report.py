@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from art_cli.commands import Json, records
-from art_cli.errors import printable_lines
+from art_cli.errors import RunError, printable_lines
 
 
 def run(
@@ -21,7 +21,8 @@ def run(
     \b
     Evaluations with intervals, best and last checkpoint, reward, signal, entropy, clipping, gradients and lengths over
     the steps, failures, time and cost, what each point of reward took, and what went wrong since when. It works on a
-    run that trains, that was killed, and that has no evaluations.
+    run that trains, that was killed, and that has no evaluations. Exit code 1 if the run has learned nothing so far:
+    every attempt failed, none called the model, or no step had a group with signal.
 
     \b
     art report runs/mine
@@ -46,3 +47,5 @@ def run(
         from art_cli.views.report_text import report_text
 
         sys.stdout.write(printable_lines(report_text(plain)))
+    if plain["fault"]:
+        raise RunError(f"{run}: {plain['fault']}")

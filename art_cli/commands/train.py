@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from art_cli.commands import Config, Json, Overrides
-from art_cli.errors import printable_lines
+from art_cli.errors import RunError, printable_lines
 
 if TYPE_CHECKING:
+    from art_cli.loop.report import RunReport
     from art_cli.loop.training_run import TrainResult
 
 
@@ -23,7 +24,8 @@ def run(
 ) -> None:
     """Train; run again, it resumes.
 
-    It stops when train.steps are done. A run that was interrupted at any moment goes on where it stopped.
+    It stops when train.steps are done. A run that was interrupted at any moment goes on where it stopped. Exit code 1
+    if the whole run learned nothing: every attempt failed, none called the model, or no step had a group with signal.
 
     \b
     art train config.yaml
@@ -33,32 +35,37 @@ def run(
     from art_cli import threads
     from art_cli.config.compose import load_config, load_sweep
     from art_cli.config.references import check_ready
+    from art_cli.loop.report import read_report
     from art_cli.loop.startup import Startup, process_begin
     from art_cli.loop.train import train
+    from art_cli.run_dir import RunDir
 
     runs = load_sweep(config, overrides or []) if is_multirun else [load_config(config, overrides or [])]
     if is_multirun:
         for loaded in runs:  # a mistake in the last run is reported before the first one begins
             check_ready(loaded, is_training=True)
+    faults = []
     for number, loaded in enumerate(runs):
         startup = Startup(process_begin() if number == 0 else None)
         result = threads.run(train(loaded, is_fresh=is_fresh, startup=startup))
-        sys.stdout.write(_as_json(result) if as_json else printable_lines(_as_text(result)))
+        report = read_report(RunDir(result.root))
+        sys.stdout.write(_as_json(result, report) if as_json else printable_lines(_as_text(result, report)))
+        faults += [f"{result.root}: {report.fault}"] if report.fault else []
+    if faults:
+        raise RunError(" | ".join(faults))
 
 
-def _as_json(result: "TrainResult") -> str:
-    return json.dumps({**asdict(result), "root": str(result.root)}) + "\n"
+def _as_json(result: "TrainResult", report: "RunReport") -> str:
+    return json.dumps({**asdict(result), "root": str(result.root), "fault": report.fault or None}) + "\n"
 
 
-def _as_text(result: "TrainResult") -> str:
+def _as_text(result: "TrainResult", report: "RunReport") -> str:
     """How the run ended, its first, best and last evaluation, and the checkpoint to serve."""
     import msgspec
 
-    from art_cli.loop.report import read_report
-    from art_cli.run_dir import RunDir
     from art_cli.views.closing import closing_text
 
     line = f"{result.root}: finished, {result.step} steps"
     if result.was_finished:
         line += "; nothing left to do (more train.steps go on from here, --fresh starts anew beside it)"
-    return f"{line}\n{closing_text(msgspec.to_builtins(read_report(RunDir(result.root))))}"
+    return f"{line}\n{closing_text(msgspec.to_builtins(report))}"

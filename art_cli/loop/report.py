@@ -2,8 +2,9 @@
 
     read_report(RunDir) -> RunReport -> views/report_text.py, views/report_page.py, or JSON
 
-It reads the run's configuration, metrics and evaluations, and the names of its checkpoints. It reads no trajectory and
-no weights, so it is as quick for a run of a thousand steps, and it may be made while the run goes on.
+It reads the run's configuration, metrics and evaluations, and the names of its checkpoints. It reads no weights, and
+trajectories only where no attempt of the run succeeded, so it is as quick for a run of a thousand steps. It may be made
+while the run goes on.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +15,13 @@ from typing import Any
 import msgspec
 
 from art_cli.checkpoints import explain, run_config, wanted_steps
+from art_cli.durable import read_lines
 from art_cli.errors import RunError, printable
+from art_cli.failures import Failures, Fault, count_failures, find_fault
 from art_cli.history import Evaluated, History, UpdateNumbers, is_comparable, read_history
 from art_cli.loop.findings import RunFinding, find, mean_interval
 from art_cli.run_dir import RunDir
-from art_cli.trajectory import SHADOW
+from art_cli.trajectory import SHADOW, Trajectory
 
 SCHEMA = 1  # version of the JSON that `art report --json` prints
 MAX_WORD = 120  # characters of a value of the configuration that are shown
@@ -135,7 +138,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     best: Kept | None  # the highest evaluated reward, of equals the latest
     last: Kept | None  # the newest checkpoint
     offered: str  # the checkpoint that `art serve RUN` takes, and why; "": there is none
-    findings: list[RunFinding]
+    fault: str  # why the run has learned nothing, which makes exit code 1; "" if it has learned
+    findings: list[RunFinding]  # the fault comes first
 
 
 def read_report(run: RunDir) -> RunReport:
@@ -149,6 +153,7 @@ def read_report(run: RunDir) -> RunReport:
     steps = run.checkpoint_steps()
     last = steps[-1] if steps else max((update.number for update in history.updates), default=None)
     offered = next(iter(wanted_steps(run, "offered")), None)
+    fault = find_run_fault(run, history)
     return RunReport(
         run=str(run.root),
         made_with=_made_with(config),
@@ -166,8 +171,49 @@ def read_report(run: RunDir) -> RunReport:
         best=None if best is None else _kept(run, steps, history, best.step),
         last=None if last is None else _kept(run, steps, history, last),
         offered="" if offered is None else explain(run, offered),
-        findings=find(history, is_comparable=is_comparable(config)),
+        fault="" if fault is None else str(fault),
+        findings=_of_fault(fault, history) + find(history, is_comparable=is_comparable(config)),
     )
+
+
+# --- whether it learned -----------------------------------------------------------------------------------------------
+
+
+def find_run_fault(run: RunDir, history: History) -> Fault | None:
+    """The fault of all steps so far, those before a resumption included; else that of the last evaluation.
+
+    A step has signal if it changed weights, so a critic, a teacher or an imitation loss makes any rewards do. A number
+    that an older version did not write counts as good.
+    """
+    updates = history.updates
+    num, num_failed, num_groups = (
+        round(_sum(updates, name)) for name in ("num_trajectories", "num_failed", "num_groups")
+    )
+    failures = Failures(num_failed, num, ", ".join(_failed_kinds(updates)), num_failed)
+    is_called = any(update.metrics.get("turns", 1.0) for update in updates)
+    if failures.is_all or not is_called:
+        read = count_failures(each for update in updates for each in run.trajectories(update.number - 1))
+        failures = read if read.num >= num_failed else failures  # some files may not be here
+    is_learning = any(update.metrics.get("num_updates", 1.0) for update in updates)
+    fault = find_fault(failures, is_called=is_called, num_without_signal=0 if is_learning else num_groups)
+    return fault or _evaluation_fault(run, history)
+
+
+def _evaluation_fault(run: RunDir, history: History) -> Fault | None:
+    """The fault of the last evaluation, which is that of the policy to serve."""
+    last = history.evaluations[-1] if history.evaluations else None
+    is_called = last is None or last.metrics.get("num_turns", 1.0) > 0
+    if last is None or (is_called and last.metrics.get("failed") != 1.0):
+        return None
+    fault = find_fault(count_failures(read_lines(run.eval_path(last.step), Trajectory)), is_called=is_called)
+    return fault and fault._replace(text=f"evaluation at step {last.step}: {fault.text}")
+
+
+def _of_fault(fault: Fault | None, history: History) -> list[RunFinding]:
+    if fault is None:
+        return []
+    steps = [each.number for each in history.updates] or [history.evaluations[-1].step]
+    return [RunFinding(fault.kind, steps[0], steps[-1], fault.text, [], fault.cure)]
 
 
 # --- what it was made with --------------------------------------------------------------------------------------------
@@ -243,16 +289,21 @@ def _sum(updates: Sequence[UpdateNumbers], name: str) -> float:
 
 
 def _rollouts(updates: Sequence[UpdateNumbers]) -> Rollouts:
+    num, num_failed, num_limited = (
+        round(_sum(updates, name)) for name in ("num_trajectories", "num_failed", "num_limited")
+    )
+    return Rollouts(num, num_failed, num_limited, _failed_kinds(updates))
+
+
+def _failed_kinds(updates: Sequence[UpdateNumbers]) -> dict[str, int]:
+    """Kind of failure -> how many attempts, the commonest first."""
     failed: dict[str, int] = {}
     for update in updates:
         for name, num in update.metrics.items():
             if name.startswith("failed."):
                 kind = name.removeprefix("failed.")
                 failed[kind] = failed.get(kind, 0) + round(num)
-    num, num_failed, num_limited = (
-        round(_sum(updates, name)) for name in ("num_trajectories", "num_failed", "num_limited")
-    )
-    return Rollouts(num, num_failed, num_limited, dict(sorted(failed.items(), key=lambda item: -item[1])))
+    return dict(sorted(failed.items(), key=lambda item: -item[1]))
 
 
 def _seconds(history: History) -> Seconds:

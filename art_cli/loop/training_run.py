@@ -28,7 +28,7 @@ from art_cli.config.schema import RunConfig, TinkerEngineConfig, TinkerLearnerCo
 from art_cli.durable import read_lines, write_file
 from art_cli.engines import Replicated, engine_traits, proof
 from art_cli.errors import ConfigError, Paused, Problem, first_of_group
-from art_cli.failures import count_failures
+from art_cli.failures import count_failures, find_fault
 from art_cli.history import Evaluated, UpdateNumbers, is_comparable, read_history
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.shadow import ShadowJudges
@@ -269,8 +269,10 @@ class TrainingRun:
         trained = await self._update(sampler, batch, step)
         metrics = trained.known() | batch.metrics  # the batch has, with refilled groups, other means of the rewards
         if trained.num_updates == 0:
-            total = self.config.train.steps
-            log.warning("step %d/%d: no signal: all groups' rewards are equal; no weight changed", step + 1, total)
+            is_called = not all(trajectory.is_silent for group in batch.groups for trajectory in group)
+            fault = find_fault(self.panel.failures, is_called=is_called, num_without_signal=len(batch.groups))
+            total, why = self.config.train.steps, "no group could be judged" if fault is None else fault.text
+            log.warning("step %d/%d: %s; no weight changed", step + 1, total, why)
         metrics |= self.meter.numbers()
         metrics["probe_gap"] = await self._hand_over(sampler, step + 1, metrics)
         self._record(step, "train", metrics)

@@ -24,6 +24,9 @@ NAMES = {
     "limited_share": "rollouts at a limit",
 }
 KINDS = {
+    "all_failed": "every attempt failed",
+    "no_calls": "no model call",
+    "nothing_learned": "nothing learned",
     "evaluation_fell": "evaluation fell",
     "training_fell": "training reward fell",
     "no_signal": "no signal",

@@ -65,13 +65,16 @@ def test_generate_fails_where_every_attempt_failed_and_says_why(art: Art, projec
 
 
 def test_generate_counts_the_failures_among_what_it_played(art: Art, project: Path) -> None:
+    """One reward in a group has nothing to differ from, so that there is no signal either."""
     (project / "rollout.py").write_text(FAILING.format(spared=0))
     code, out, _ = art("generate", project / "config.yaml", *SMALL, "-o", project / "out.jsonl", "--json")
     row = json.loads(out)
-    assert (code, row["trajectories"], row["failed"], row["num_alike"]) == (0, 4, 3, 3)
+    assert (code, row["trajectories"], row["failed"], row["num_alike"]) == (1, 4, 3, 3)
     assert "no tool 1" in row["commonest_cause"]
-    code, out, _ = art("generate", project / "config.yaml", *SMALL, "-o", project / "out.jsonl")
-    assert (code, "3 of 4 failed, 3 of them with" in out) == (0, True)
+    code, out, err = art("generate", project / "config.yaml", *SMALL, "-o", project / "out.jsonl")
+    assert (code, "3 of 4 failed, 3 of them with" in out) == (1, True)
+    assert "mean reward 1.000, 1 of 1 groups without signal (equal rewards)" in out
+    assert "no signal: rewards within the one group are equal" in err
 
 
 def test_the_commonest_cause_is_found_whatever_numbers_it_names() -> None:
@@ -153,8 +156,8 @@ def test_check_tries_a_function_that_judges(art: Art, project: Path) -> None:
 ASKING = """
 async def rollout(policy, scenario):
     call = policy.client.chat.completions.create
-    await call(model=policy.model, messages=[{{"role": "user", "content": "hi"}}], {settings})
-    return 1.0
+    reply = await call(model=policy.model, messages=[{{"role": "user", "content": "hi"}}], {settings})
+    return hash(reply.id) % 1000 / 1000
 """
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from art_cli.config.knobs import all_keys
 from art_cli.config.schema import RunConfig
+from art_cli.failures import FIND_SIGNAL
 from art_cli.history import Evaluated, History, UpdateNumbers, is_comparable, read_history
 from art_cli.loop import findings, reasons
 from art_cli.loop.findings import RunFinding, find, mean_interval, student
@@ -121,7 +122,12 @@ def test_the_watch_tells_each_finding_once_when_it_begins(tmp_path: Path) -> Non
 
 def test_every_key_that_is_recommended_exists() -> None:
     keys = set(all_keys(RunConfig))
-    named = {word.strip(",;()").partition("=")[0] for cure in reasons.CURES for word in cure.split() if "." in word}
+    named = {
+        word.strip(",;()").partition("=")[0]
+        for cure in (*reasons.CURES, FIND_SIGNAL)
+        for word in cure.split()
+        if "." in word
+    }
     assert {word for word in named if "/" not in word} <= keys
     assert {"train.learning_rate", "rollout.refill", "loss.kl"} <= named
 
@@ -210,7 +216,7 @@ def test_the_json_has_one_shape(art: Art, tmp_path: Path) -> None:
 
 KEYS = ["schema_version", "run", "made_with", "num_steps", "wanted_steps", "updated", "warm_up", "evaluations",
         "training_reward", "series", "rollouts", "seconds", "judge", "gain", "best", "last", "offered",
-        "findings"]  # fmt: skip
+        "fault", "findings"]  # fmt: skip
 
 
 def test_the_text_names_the_fall_and_what_to_try(art: Art, tmp_path: Path) -> None:

@@ -1,0 +1,164 @@
+"""Commands that did nothing useful end with exit code 1 and one sentence that names the cause.
+
+pytest tests/commands/test_exit_codes.py -s      prints each case with its exit code and sentence
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from art_cli.failures import Failures, find_fault
+from art_cli.run_dir import RunDir
+from tests.support.paths import LETTERS
+
+Art = Callable[..., tuple[int, str, str]]
+
+FAILS = """
+async def rollout(policy, scenario):
+    raise KeyError("anwser")
+"""
+SILENT = """
+from art_cli import Outcome
+async def rollout(policy, scenario):
+    return Outcome(reward=float(len(scenario["id"])))
+"""
+EQUAL = """
+async def rollout(policy, scenario):
+    messages = [{"role": "user", "content": "hi"}]
+    await policy.client.chat.completions.create(model=policy.model, messages=messages)
+    return 0.5
+"""
+VARIED = """
+import random
+from pathlib import Path
+async def rollout(policy, scenario):
+    messages = [{"role": "user", "content": "hi"}]
+    await policy.client.chat.completions.create(model=policy.model, messages=messages)
+    return 0.5 if Path("equal").exists() else random.random()
+"""
+SMALL = ["rollout.groups_per_step=2", "rollout.group_size=2", "train.steps=2"]
+
+
+class Case(NamedTuple):
+    """One command that was green. `sentence` is a part of its last line on standard error."""
+
+    rollout: str
+    sentence: str
+
+
+CASES = {
+    "every-attempt-failed": Case(
+        FAILS, "every attempt failed: {num} of {num} failed, {num} of them with KeyError: 'anwser' ("
+    ),
+    "no-attempt-called-the-model": Case(SILENT, "no attempt called the model; try: policy.client, or policy.base_url"),
+    "no-group-has-signal": Case(
+        EQUAL, "no signal: rewards within each of {groups} groups are equal, so that nothing can"
+    ),
+}
+
+
+@pytest.fixture(params=CASES, scope="module")
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The letters task, in the working directory; a test puts its rollout there."""
+    for name in ("build.py", "config.yaml", "rollout.py", "scenarios.jsonl"):
+        shutil.copy(LETTERS / name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def expect(code: int, err: str, sentence: str, command: str) -> None:
+    last = err.splitlines()[-1] if err else ""
+    print(f"\n{command}: exit {code}: {last}")
+    assert (code, last.startswith("error: "), sentence in last) == (1, True, True), err
+
+
+def test_train_and_report_are_red_after_a_run_that_learned_nothing(art: Art, project: Path, case: Case) -> None:
+    """Two steps of 2 x 2 attempts, too few for the watch on the first 16; then the finished run again."""
+    (project / "rollout.py").write_text(case.rollout)
+    sentence = case.sentence.format(num=8, groups=4)
+    for _ in range(2):  # the second finds nothing left to do
+        code, out, err = art("train", "config.yaml", *SMALL, "eval=null")
+        expect(code, err, sentence, "art train")
+        assert "finished, 2 steps" in out
+    code, out, err = art("report", "runs/letters", "--html", "report.html")
+    expect(code, err, sentence, "art report")
+    assert "nothing went wrong" not in out and "what went wrong, and what to try" in out
+    assert "Nothing that the numbers show" not in Path("report.html").read_text()
+
+
+def test_generate_is_red_where_nothing_can_be_learned(art: Art, project: Path, case: Case) -> None:
+    (project / "rollout.py").write_text(case.rollout)
+    code, _, err = art("generate", "config.yaml", *SMALL, "-o", "out.jsonl")
+    expect(code, err, case.sentence.format(num=4, groups=2), "art generate")
+
+
+def test_eval_is_red_where_nothing_was_measured(art: Art, project: Path, case: Case) -> None:
+    """Equal rewards are what an evaluation may well find."""
+    (project / "rollout.py").write_text(case.rollout)
+    code, out, err = art("eval", "config.yaml", "--checkpoint", "base")
+    if case.rollout == EQUAL:
+        assert (code, "0.500" in out) == (0, True)
+    else:
+        expect(code, err, case.sentence.format(num=5, groups=0), "art eval")
+
+
+def test_a_resumed_run_is_judged_as_a_whole(art: Art, project: Path) -> None:
+    """Step 1 has signal. Step 2 has none, and the run stays green; a run with them in the other order, too."""
+    (project / "rollout.py").write_text(VARIED)
+    settings = [*SMALL[:2], "eval=null"]
+    assert art("train", "config.yaml", *settings, "train.steps=1")[0] == 0
+    (project / "equal").touch()
+    assert art("train", "config.yaml", *settings, "train.steps=2")[0] == 0
+    assert art("report", "runs/letters")[0] == 0
+    assert art("train", "config.yaml", *settings, "train.steps=1", "name=late")[0] == 1
+    (project / "equal").unlink()
+    code, out, _ = art("train", "config.yaml", *settings, "train.steps=2", "name=late", "--json")
+    assert (code, json.loads(out)["fault"]) == (0, None)
+
+
+def test_a_critic_or_a_teacher_needs_no_differing_rewards(art: Art, project: Path) -> None:
+    """PPO learns from groups of one. What counts is that the learner changed weights."""
+    (project / "rollout.py").write_text(EQUAL)
+    ppo = ["loss=ppo", "rollout.group_size=1", "rollout.groups_per_step=2", "train.steps=1", "eval=null"]
+    code, _, err = art("train", "config.yaml", *ppo)
+    assert code == 0, err
+    assert art("generate", "config.yaml", *ppo, "-o", "out.jsonl")[0] == 0
+
+
+def test_a_run_whose_last_evaluation_failed_throughout_is_red(art: Art, project: Path) -> None:
+    """Training fares well: the scenarios of the evaluation alone make the agent fail."""
+    text = VARIED.replace("    messages =", '    scenario["ask"]\n    messages =')
+    (project / "rollout.py").write_text(text)
+    (project / "held.jsonl").write_text('{"id": "h"}\n')
+    code, _, err = art("train", "config.yaml", *SMALL[:2], "train.steps=1", "eval.scenarios=held.jsonl")
+    expect(code, err, "evaluation at step 1: every attempt failed: 1 of 1 failed with KeyError: 'ask' (", "art train")
+
+
+def test_numbers_that_an_older_version_did_not_write_count_as_good(art: Art, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "old")
+    run.root.mkdir()
+    run.append_metrics(0, "train", {"reward_mean": 0.5, "num_trajectories": 4.0, "num_failed": 0.0, "num_groups": 2.0})
+    code, out, _ = art("report", run.root)
+    assert (code, "nothing went wrong that the numbers show" in out) == (0, True)
+
+
+def test_no_fault_is_found_in_nothing_and_the_worst_comes_first() -> None:
+    none, some, every = (Failures(num, 4, "x", num) if num else Failures(0, 4, "", 0) for num in (0, 2, 4))
+    assert find_fault(Failures(0, 0, "", 0), is_called=False) is None
+    assert find_fault(none, is_called=True) is find_fault(some, is_called=True) is None
+    found = [
+        find_fault(every, is_called=False, num_without_signal=2),
+        find_fault(some, is_called=False, num_without_signal=2),
+        find_fault(some, is_called=True, num_without_signal=2),
+    ]
+    assert [fault and fault.kind for fault in found] == ["all_failed", "no_calls", "nothing_learned"]
+    assert all("2 of 4 failed" in str(fault) for fault in found[1:])
