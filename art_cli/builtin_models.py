@@ -13,6 +13,16 @@ from art_cli import small_models
 BUILTIN_MODELS = ("tiny",)
 
 
+def entry_of(base: str) -> str:
+    """The base; for "builtin:tiny" the entry of the function that builds it. Raises ValueError: no such model."""
+    family, _, name = base.partition(":")
+    if family != "builtin":
+        return base
+    if name not in BUILTIN_MODELS:
+        raise ValueError(f"no built-in model {name!r}; there are: {', '.join(BUILTIN_MODELS)}")
+    return f"art_cli.builtin_models:{name}"
+
+
 def tiny(directory: Path) -> None:
     """Writes the model `builtin:tiny` into the directory: weights, configuration and tokenizer."""
     texts = [f"{word} {word}" for word in words() for _ in range(2)]

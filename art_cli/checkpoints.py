@@ -4,7 +4,7 @@ find              resolves a user's path: a checkpoint, one of a run, a plain ad
 choose            the checkpoint of a run that is meant: the one it offers (train.keep_best), the best, the newest
 listed, prune     lists a run's checkpoints with their metrics; removes those that training would not keep
 fork              makes a new run that begins at one checkpoint
-import_start      makes a new run that begins with a foreign PEFT adapter, or with a checkpoint of whole weights
+import_start      makes a new run that begins with a foreign PEFT adapter, or with any checkpoint
 
 A checkpoint has a manifest with a hash of every file, written by `run_dir`. A plain adapter is a PEFT directory without
 a manifest. Importing makes it step 0 of a run; serving uses it as it is.
@@ -13,7 +13,7 @@ a manifest. Importing makes it step 0 of a run; serving uses it as it is.
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,12 +21,13 @@ import msgspec
 
 from art_cli.durable import new_directory, read_object, remove, write_lines
 from art_cli.errors import CheckpointError, DataError, RunError, UsageError, one_line
-from art_cli.manifest import Manifest, new_checkpoint, verify_checkpoint
+from art_cli.manifest import Manifest, is_built, new_checkpoint, verify_checkpoint
 from art_cli.run_dir import RunDir
 
 ADAPTER_CONFIG, ADAPTER_FILE, TEMPLATE_FILE = "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"
 Which = Literal["offered", "best", "newest"]  # the checkpoint of a run that is meant
 log = logging.getLogger(__name__)
+NOT_IMPORTED = ("manifest", "optimizer", "rng")  # stems of a checkpoint's files that are not of its weights
 KEEP = 3  # number of newest checkpoints kept by a run whose configuration does not say
 
 
@@ -336,23 +337,34 @@ def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
     return _found(RunDir(root).checkpoint_path(found.step), RunDir(root))
 
 
-def import_start(source: Path, root: Path) -> Found:
-    """A new run at `root` whose step 0 is a plain PEFT adapter, or what a checkpoint of whole weights holds.
+def import_start(source: Path, root: Path, *, base: Callable[[Path], str] | None = None) -> Found:
+    """A new run at `root` whose step 0 is a plain PEFT adapter, or the weights of a checkpoint.
 
-    Training continues it with a new optimizer. Raises RunError: there are checkpoints at `root`; CheckpointError: no
-    LoRA adapter with safetensors there, and no checkpoint that verifies.
+    Training continues it with a new optimizer. `base` makes or finds the base model that the caller names, given where
+    in the run one would be built; None: the base that the source names, which is copied if it was built. Raises
+    RunError: there are checkpoints at `root`; CheckpointError: no LoRA adapter with safetensors there, and no
+    checkpoint that verifies.
     """
     run = RunDir(root)
     if run.checkpoint_steps():
         raise RunError(f"{root}: a run with checkpoints; an adapter is imported into a new one")
     found = Found(source, None, None, True)
-    if (source / "manifest.json").exists() and not (source / ADAPTER_CONFIG).exists():
+    if (source / "manifest.json").exists():
         found = _found(source, None)
     else:
         check_adapter(source)
-    with new_checkpoint(run.checkpoint_path(0), Manifest(step=0, base=base_of(found), config_hash="")) as directory:
+    if is_built(run.base):
+        shutil.rmtree(run.base)  # of an earlier start; no checkpoint here needs it
+    name = base_of(found) if base is None else base(run.base)
+    if is_built(Path(name)) and Path(name) != run.base:
+        with new_directory(run.base) as directory:
+            shutil.copytree(name, directory, dirs_exist_ok=True)
+    dtype = found.manifest.dtype if found.manifest is not None else ""
+    manifest = Manifest(step=0, base="../../base" if run.base.exists() else name, config_hash="", dtype=dtype)
+    with new_checkpoint(run.checkpoint_path(0), manifest) as directory:
         for file in source.iterdir():
-            if file.is_file() and not file.name.startswith(".") and file.suffix in (".json", ".safetensors", ".jinja"):
+            is_wanted = file.suffix in (".json", ".safetensors", ".jinja") and file.stem not in NOT_IMPORTED
+            if file.is_file() and not file.name.startswith(".") and is_wanted:
                 shutil.copy(file, directory / file.name)
     return _found(run.checkpoint_path(0), run)
 

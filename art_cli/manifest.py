@@ -73,6 +73,11 @@ def write_hashes(directory: Path) -> None:
     (directory / HASHES).write_bytes(msgspec.json.format(msgspec.json.encode(hashes)))
 
 
+def is_built(directory: Path) -> bool:
+    """Whether it is a base model that a function wrote, which may not be anywhere else."""
+    return (directory / HASHES).is_file()
+
+
 def hash_files(directory: Path) -> dict[str, str]:
     """sha256 of every file below `directory` but manifest.json and hashes.json, by its path there."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name not in (MANIFEST, HASHES))

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from art_cli import plugins, quantization
 from art_cli.allocator import keep_freed_memory
 from art_cli.base_files import check_base, read_template, refuse_pickles
+from art_cli.builtin_models import entry_of
 from art_cli.config.schema import LoraConfig, ModelConfig
 from art_cli.durable import new_directory
 from art_cli.errors import ArtError, CheckpointError, RunError, UsageError, one_line
@@ -87,6 +88,10 @@ def find_base(base: str, *, directory: Path, built: Path, named: str = "model.ba
         return str((directory / base).resolve())
     if ":" not in base:
         return base
+    try:
+        base = entry_of(base)
+    except ValueError as error:
+        raise UsageError(f"{named}: {error}") from None
     if os.path.lexists(built) and not built.is_dir():
         raise RunError(f"{built}: not a directory; remove it and the base model is built there again")
     if not built.exists():

@@ -90,7 +90,10 @@ NewCheckpoint = Annotated[
 ]
 Best = Annotated[bool, typer.Option("--best", help="Take a run's best evaluated checkpoint, or fail without one.")]
 Last = Annotated[bool, typer.Option("--last", help="Take a run's newest checkpoint, not its best evaluated one.")]
-Base = Annotated[str | None, typer.Option("--base", metavar="MODEL", help="Where the base model is, if it was moved.")]
+Base = Annotated[
+    str | None,
+    typer.Option("--base", metavar="MODEL", help="The base model, if it was moved; as in model.base: builtin:tiny."),
+]
 ApiKey = Annotated[
     str | None,
     typer.Option("--api-key", metavar="KEY", envvar="ART_API_KEY", help="Clients must send it.", show_envvar=True),

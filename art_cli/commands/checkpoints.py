@@ -2,13 +2,13 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from art_cli.commands import Json, everything
+from art_cli.commands import Base, Json, everything
 from art_cli.errors import UsageError, printable_lines
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def run(
         Path | None,
         typer.Option("--import", metavar="DIR", help="Make RUN, with a PEFT adapter or a checkpoint as its step 0."),
     ] = None,
+    base: Base = None,
     as_json: Json = False,
 ) -> None:
     """List a run's checkpoints; prune, fork, import.
@@ -55,8 +56,10 @@ def run(
         raise UsageError("--keep goes with --prune")
     if step is not None and fork is None:
         raise UsageError("--step goes with --fork")
+    if base is not None and adapter is None:
+        raise UsageError("--base goes with --import")
     if adapter is not None:
-        made = checkpoints.import_start(adapter, run)
+        made = checkpoints.import_start(adapter, run, base=None if base is None else _base_finder(base))
         _say(as_json, {"checkpoint": str(made.path)}, f"{made.path}: step 0, from {adapter}")
     elif fork is not None:
         made = checkpoints.fork(RunDir(run), _place(run, fork), step=step)
@@ -71,6 +74,17 @@ def run(
     else:
         entries = checkpoints.listed(RunDir(run))
         _say(as_json, [checkpoints.as_json(entry) for entry in entries], _as_table(entries))
+
+
+def _base_finder(base: str) -> Callable[[Path], str]:
+    """The function that finds the base model, or builds it in a directory that it is given."""
+
+    def find(built: Path) -> str:
+        from art_cli.model import find_base
+
+        return find_base(base, directory=Path.cwd(), built=built, named="--base")
+
+    return find
 
 
 def _place(run: Path, name: str) -> Path:

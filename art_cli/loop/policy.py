@@ -6,6 +6,7 @@ goes to a temporary directory.
 
 import contextlib
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from art_cli.engines import engine_traits
 from art_cli.errors import CheckpointError, ConfigError, Problem, UsageError
 from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.loop.dtype import decide_dtype, recorded_dtype
-from art_cli.manifest import Manifest, new_checkpoint, verify_checkpoint
+from art_cli.manifest import Manifest, is_built, new_checkpoint, verify_checkpoint
 from art_cli.model import Weights, find_base, load_checkpoint, load_weights
 from art_cli.policy_spec import PolicySpec, read_spec
 from art_cli.remote.checkpoint import fetched
@@ -150,13 +151,16 @@ def as_trained(loaded: LoadedConfig, source: PolicySource, base: str) -> LoadedC
 
 @contextlib.contextmanager
 def open_base(loaded: LoadedConfig, source: PolicySource) -> Iterator[str]:
-    """Yields the hub id or directory of the base model. A built one is taken from its run, if it belongs to one."""
+    """Yields the hub id or directory of the base model. A built one is taken from its checkpoint or run, if it belongs
+    to one."""
     if source.base is not None:
         yield source.base
         return
     with scratch("base") as temporary:
         home = _home(loaded, source)
-        place = home.base if home is not None and home.base.exists() else temporary / "base"
+        places = [] if source.checkpoint is None else [source.checkpoint / BASE]
+        places += [] if home is None else [home.base]
+        place = next((each for each in places if each.exists()), temporary / BASE)
         yield find_base(loaded.config.model.base, directory=loaded.directory, built=place)
 
 
@@ -194,16 +198,23 @@ def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None
             yield learner
 
 
-def save_learner(learner: Learner, output: Path, loaded: LoadedConfig, *, step: int, metrics: dict[str, float]) -> None:
+def save_learner(
+    learner: Learner, output: Path, loaded: LoadedConfig, *, base: str, step: int, metrics: dict[str, float]
+) -> None:
     """Writes the learner's state as a checkpoint outside of any run; `loaded` names the dtype that it was trained in.
 
-    A base beside the config is recorded with its full path, so that the checkpoint can be used from anywhere.
+    `base` is the opened base. One that was built is kept inside the checkpoint, and any other directory is recorded
+    with its full path, so that the checkpoint can be used from anywhere.
     """
-    base = loaded.config.model.base
-    if (loaded.directory / base).is_dir():
-        base = str((loaded.directory / base).resolve())
+    keeps = is_built(Path(base))
     manifest = Manifest(
-        step=step, base=base, config_hash=config_hash(loaded.config), dtype=loaded.config.model.dtype, metrics=metrics
+        step=step,
+        base=BASE if keeps else base,
+        config_hash=config_hash(loaded.config),
+        dtype=loaded.config.model.dtype,
+        metrics=metrics,
     )
     with new_checkpoint(output, manifest) as directory:
         learner.save(directory)
+        if keeps:
+            shutil.copytree(base, directory / BASE)

@@ -1,5 +1,6 @@
 """The stages of the loop, each run alone on files: what `art generate` and `art step` do, and a notebook as well."""
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +11,11 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.references import check_ready
 from art_cli.durable import LineWriter, read_lines
 from art_cli.engines import engine_traits
-from art_cli.errors import UsageError
+from art_cli.errors import LearnerError, UsageError
+from art_cli.failures import count_failures, find_fault
 from art_cli.judges import make_judge
 from art_cli.judges.groups import judge_group
+from art_cli.judges.trial import require_keys
 from art_cli.loop.auto import resolve_auto
 from art_cli.loop.choice import ScenarioChoice
 from art_cli.loop.generate import group, owed, plan_groups
@@ -99,6 +102,7 @@ async def judge(loaded: LoadedConfig, trajectories: Sequence[Trajectory]) -> lis
 
     Raises JudgeError: a group cannot be scored.
     """
+    await asyncio.to_thread(require_keys, loaded.config.judge, loaded.directory)
     judges = make_judge(loaded.config.judge, loaded.directory)
     try:
         groups = [await judge_group(judges, members) for members in group(trajectories).values()]
@@ -112,9 +116,15 @@ def take_step(
 ) -> StepTaken:
     """The step that `art train` would have taken from `checkpoint` on these trajectories; `output` is its checkpoint.
 
-    Incomplete groups are left out.
+    Incomplete groups are left out. Raises LearnerError: nothing can be learned from them; no checkpoint is written.
     """
     groups = list(group(scored).values())
+    attempts = [each for members in groups for each in members]
+    failures = count_failures(attempts)
+    if not attempts:
+        raise LearnerError(f"no group is complete, of {len(scored)} attempts; art generate plays what is missing")
+    if not failures.is_all and not any(each.num_sampled for each in attempts):
+        raise LearnerError("no attempt has tokens, so that no step can be taken: art sft can learn from them")
     source = find_policy(loaded, checkpoint)
     check_ready(loaded, ("model", "algorithm"))
     loaded = resolve_auto(loaded, "learner")
@@ -122,5 +132,8 @@ def take_step(
         loaded = as_trained(loaded, source, base)
         with open_learner(loaded, source, base=base) as learner:
             numbers = learner.step(groups).known()
-            save_learner(learner, output, loaded, step=source.step + 1, metrics=numbers)
+            fault = find_fault(failures, is_called=True, num_without_signal=len(groups))
+            if numbers["num_updates"] == 0 and fault is not None:
+                raise LearnerError(f"no checkpoint is written: {fault}")
+            save_learner(learner, output, loaded, base=base, step=source.step + 1, metrics=numbers)
     return StepTaken(output, source.step + 1, numbers)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from art_cli.builtin_models import BUILTIN_MODELS
+from art_cli.builtin_models import entry_of
 from art_cli.config.sections.base import PositiveInt, Section
 
 
@@ -44,10 +44,4 @@ class ModelConfig(Section):
     @field_validator("base")
     @classmethod
     def _find_builtin(cls, base: str) -> str:
-        """The base; for "builtin:tiny" the entry of the function that builds it."""
-        family, _, name = base.partition(":")
-        if family != "builtin":
-            return base
-        if name not in BUILTIN_MODELS:
-            raise ValueError(f"no built-in model {name!r}; there are: {', '.join(BUILTIN_MODELS)}")
-        return f"art_cli.builtin_models:{name}"
+        return entry_of(base)
