@@ -60,9 +60,8 @@ def report(
         sys.stdout.writelines(printable(f"{name:26s} {value}".rstrip()) + "\n" for name, value in lines)
     for gate in parsed:
         if gate.metric not in values:
-            raise UsageError(
-                f"--gate: no value {gate.metric!r} (is --gold set?); there are {', '.join(sorted(values))}"
-            )
+            why = "is --gold set?" if gold is None else f"{gold} is equal within every group, or missing"
+            raise UsageError(f"--gate: no value {gate.metric!r} ({why}); there are {', '.join(sorted(values))}")
         if not is_whole:
             raise GateError(f"gate missed: {path}: groups stay owed")
         gate.check(values[gate.metric])

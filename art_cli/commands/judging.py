@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from art_cli import threads
+from art_cli.config.checks import ranks
 from art_cli.config.compose import LoadedJudge, load_judge
 from art_cli.config.schema import RulerJudgeConfig
 from art_cli.errors import DataError, JudgeError, UsageError, printable
@@ -20,6 +21,7 @@ from art_cli.judges.files.scored import scored_groups
 from art_cli.judges.files.session import Session, Summary, judgeable
 from art_cli.judges.files.source import Group, TrajectoryFile
 from art_cli.judges.groups import JudgeProgress
+from art_cli.judges.trial import require_keys
 from art_cli.log import Bar, shown_bar
 from art_cli.loop.interrupts import Interrupts
 
@@ -53,21 +55,29 @@ def choose_judge(
 def judge_file(
     loaded: LoadedJudge, source: TrajectoryFile, output: Path, *, is_partial: bool, is_fresh: bool
 ) -> Summary:
-    """Judges the file and returns the summary. Raises Interrupted; complete groups are on disk then."""
+    """Judges the file and returns the summary. Raises Interrupted; complete groups are on disk then.
 
+    Raises UsageError if a key that the judge needs is not set.
+    """
+    require_keys(loaded.config, loaded.directory)
     interrupts = Interrupts(f"interrupted; what is scored is in {output}; the same command goes on with the rest")
 
     async def judge() -> Summary:
         made = make_judge(loaded.config, loaded.directory, job=str(output.resolve()))
         try:
             with interrupts.handled(), shown_bar("judging") as bar:
-                session = Session(made, source, output, is_partial=is_partial)
+                session = Session(made, source, output, is_partial=is_partial, least=_least(loaded))
                 return await session.run(is_fresh=is_fresh, progress=partial(_show, made, bar) if bar else None)
         finally:
             await made.close()
 
     with redirect_stdout(sys.stderr):  # a user's judge may print, and standard output is for the summary
         return threads.run(judge())
+
+
+def _least(loaded: LoadedJudge) -> int:
+    """The number of attempts below which a group has nothing for the judge to compare."""
+    return 2 if ranks(loaded.config) else 1
 
 
 def _show(judge: Judge, bar: Bar, total: int, done: JudgeProgress) -> None:
@@ -88,6 +98,8 @@ def as_text(summary: Summary) -> str:
         lines.append(f"  {paid}; {summary.cached_votes} votes from the cache")
     if summary.asked_again:
         lines.append(f"  {summary.asked_again} groups were asked again, because their votes did not tell them apart")
+    if summary.skipped:
+        lines.append(f"  {summary.skipped} groups skipped: a single attempt has no other to be compared with")
     owed = [item for item in summary.owed_because.items() if item[1] != summary.stopped]
     for group_id, reason in owed[:SHOWN]:
         lines.append(f"  owed: {printable(group_id)}: {printable(reason, limit=1000)}")
@@ -102,9 +114,14 @@ def dollars(usd: float | None) -> str:
 
 
 def refuse_owed(summary: Summary) -> None:
-    """Raises JudgeError: a group of the file was not scored."""
+    """Raises JudgeError: a group of the file was not scored, or all were skipped."""
     reasons = [f"{summary.owed} groups were not scored and stay owed"] if summary.owed else []
     reasons += [f"{len(summary.incomplete)} groups are incomplete"] if summary.incomplete else []
+    if not reasons and summary.skipped and not summary.groups + summary.groups_before:
+        raise JudgeError(
+            f"no group has two attempts to compare, of {summary.skipped}; play several at each scenario "
+            "(rollout.group_size), or take a judge that scores single attempts"
+        )
     if not reasons:
         return
     why = summary.stopped or next(iter(summary.owed_because.values()), None)
@@ -131,7 +148,9 @@ def dry_run(
         if output is not None and output.exists()
         else set()
     )
-    owed = [group for group in judgeable(source, is_partial=is_partial) if group.group_id not in done]
+    owed = [
+        group for group in judgeable(source, is_partial=is_partial, least=_least(loaded)) if group.group_id not in done
+    ]
     total = CostEstimate()
     for group in owed:
         total += _estimate_group(judge, source, group) or CostEstimate()

@@ -24,7 +24,8 @@ def run(
 ) -> None:
     """Take one policy update from a file.
 
-    Writes the checkpoint that `art train` would have written after the same trajectories.
+    Writes the checkpoint that `art train` would have written after the same trajectories. Exit code 1, and no
+    checkpoint, if nothing can be learned from them: no attempt has tokens, all failed, or no group has signal.
 
     \b
     art step config.yaml scored.jsonl -o step_0001

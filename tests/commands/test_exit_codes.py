@@ -3,16 +3,23 @@
 pytest tests/commands/test_exit_codes.py -s      prints each case with its exit code and sentence
 """
 
+import asyncio
 import json
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
+from art_cli import ruler_score_group
+from art_cli.errors import UsageError
 from art_cli.failures import Failures, find_fault
 from art_cli.run_dir import RunDir
+from tests.support.attempts import scored
+from tests.support.judge_server import Conduct, serving
 from tests.support.paths import LETTERS
 
 Art = Callable[..., tuple[int, str, str]]
@@ -162,3 +169,63 @@ def test_no_fault_is_found_in_nothing_and_the_worst_comes_first() -> None:
     ]
     assert [fault and fault.kind for fault in found] == ["all_failed", "no_calls", "nothing_learned"]
     assert all("2 of 4 failed" in str(fault) for fault in found[1:])
+
+
+# --- art step, art judge ----------------------------------------------------------------------------------------------
+
+
+def write_scored(path: Path, rewards: list[float], **changed: Any) -> Path:
+    changed = {"group_size": len(rewards), **changed}
+    attempts = [scored("g", index, reward, **changed) for index, reward in enumerate(rewards)]
+    path.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in attempts))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("rewards", "changed", "sentence"),
+    [
+        ([0.0, 1.0], {"turns": []}, "no attempt has tokens, so that no step can be taken: art sft can learn from them"),
+        ([0.5, 0.5], {}, "no checkpoint is written: no signal: rewards within the one group are equal"),
+        ([0.5], {"group_size": 2}, "no group is complete, of 1 attempts"),
+    ],
+    ids=["no-tokens", "no-signal", "no-complete-group"],
+)
+def test_step_is_red_and_writes_nothing_where_nothing_can_be_learned(
+    art: Art, project: Path, rewards: list[float], changed: dict[str, Any], sentence: str
+) -> None:
+    code, _, err = art("step", "config.yaml", write_scored(project / "s.jsonl", rewards, **changed), "-o", "next")
+    expect(code, err, sentence, "art step")
+    assert not Path("next").exists()
+
+
+def test_judge_without_a_key_is_red_before_any_call(art: Art, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "")  # put back afterwards, whatever a .env file has set
+    monkeypatch.delenv("OPENAI_API_KEY")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("it went to the network"))
+    path = write_scored(project / "s.jsonl", [0.0, 1.0])
+    code, _, err = art("judge", path, "-o", "out.jsonl", "--model", "openai/o3")
+    last = err.splitlines()[-1]
+    print(f"\nart judge: exit {code}: {last}")
+    assert (code, last) == (
+        2,
+        "error: judge: OPENAI_API_KEY is not set, and openai/o3 needs it; set it in the environment or in .env",
+    )
+    with pytest.raises(UsageError, match="OPENAI_API_KEY is not set"):
+        asyncio.run(ruler_score_group([{"messages": []}, {"messages": []}]))
+
+
+def test_a_judge_that_compares_is_not_paid_for_single_attempts(art: Art, project: Path) -> None:
+    """Two conversations alone and a pair: one call. Alone only: red, without a call."""
+    talk = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    alone = [{"group_id": name, "messages": talk} for name in ("a", "b")]
+    pair = [{"group_id": "c", "messages": [talk[0], {"role": "assistant", "content": text}]} for text in ("4", "22")]
+    for name, rows in (("both.jsonl", alone + pair), ("alone.jsonl", alone)):
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with serving(Conduct(rule=lambda talks: float("22" not in str(talks)))) as server:
+        judge = ["judge=ruler", f"judge.api_base={server.api_base}", "judge.model=rule", "judge.cache=null"]
+        code, out, err = art("judge", "both.jsonl", *judge, "judge.votes=1")
+        assert (code, server.num_answered) == (0, 1), err
+        assert "2 groups skipped: a single attempt has no other to be compared with" in out
+        code, _, err = art("judge", "alone.jsonl", *judge)
+        expect(code, err, "no group has two attempts to compare, of 2; play several at each scenario", "art judge")
+        assert server.num_answered == 1

@@ -37,15 +37,19 @@ class Summary(msgspec.Struct, kw_only=True):
     owed: int
     owed_because: dict[str, str]  # group id -> why it could not be scored
     incomplete: dict[str, str]  # group id -> how many of its attempts are there
+    skipped: int  # groups with too few attempts for a judge that compares them
     stopped: str | None  # why no further group was begun
 
 
 class Session:
-    """One run of a judge over a file."""
+    """One run of a judge over a file. Groups of fewer than `least` attempts are skipped."""
 
-    def __init__(self, judge: Judge, source: TrajectoryFile, path: Path, *, is_partial: bool = False) -> None:
+    def __init__(
+        self, judge: Judge, source: TrajectoryFile, path: Path, *, is_partial: bool = False, least: int = 1
+    ) -> None:
         self.judge, self.source, self.path, self.is_partial = judge, source, path, is_partial
-        self.groups = judgeable(source, is_partial=is_partial)
+        self.groups = judgeable(source, is_partial=is_partial, least=least)
+        self.num_skipped = len(judgeable(source, is_partial=is_partial)) - len(self.groups)
         self.num_before = self.num_trajectories = self.num_rewards = self.num_asked_again = 0
         self.reward_sum = 0.0
 
@@ -104,9 +108,10 @@ class Session:
             owed_because=done.owed,
             incomplete={group.group_id: f"{group.count} of {group.size} attempts" for group in waiting},
             stopped=done.stopped,
+            skipped=self.num_skipped,
         )
 
 
-def judgeable(source: TrajectoryFile, *, is_partial: bool) -> list[Group]:
-    """The groups that are judged: the complete ones, or with `is_partial` all groups as they are."""
-    return [group for group in source if group.is_complete or is_partial]
+def judgeable(source: TrajectoryFile, *, is_partial: bool, least: int = 1) -> list[Group]:
+    """The groups that are judged, of at least `least` attempts: the complete ones, or with `is_partial` all."""
+    return [group for group in source if (group.is_complete or is_partial) and group.count >= least]

@@ -18,6 +18,7 @@ from art_cli.config.schema import RulerJudgeConfig
 from art_cli.errors import JudgeError, UsageError
 from art_cli.judges.groups import judge_group
 from art_cli.judges.ruler.judge import RulerJudge
+from art_cli.judges.trial import require_keys
 from art_cli.trajectory import Json, ScoredTrajectory, Trajectory
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ def _make_judge(model: str, params: Mapping[str, Any] | None, rubric: str | None
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
         raise UsageError(f"ruler_score_group: {'; '.join(problems)}") from error
+    require_keys(config, Path.cwd())
     return RulerJudge(config, Path.cwd(), rubric=rubric)
 
 
