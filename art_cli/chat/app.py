@@ -58,14 +58,18 @@ def build_app(
     refuse_key: RefuseKey | None = None,
     body_limit: Callable[[], BodyLimit] = BodyLimit,
     body_timeout_s: float = BODY_TIMEOUT_S,
+    is_processed: bool = False,
     more: Sequence[Route] = (),
 ) -> Starlette:
     """The application. `defaults` fill the sampling fields that a client leaves out; a backend may fill them anew.
 
     `refuse_key` makes the error for a key that has no backend; `wrong_key` unless given. `body_limit` is asked at each
-    request. `more` are routes of the caller's own.
+    request. With `is_processed` clients get the logprobs of the distribution sampled from. `more` are routes of the
+    caller's own.
     """
-    routes = _Routes(backend_for, wires, refuse_key or wrong_key, defaults or Sampling(), body_limit, body_timeout_s)
+    routes = _Routes(
+        backend_for, wires, refuse_key or wrong_key, defaults or Sampling(), body_limit, body_timeout_s, is_processed
+    )
     refusals = _Refusals(wires)
     app = _Application(
         routes=[
@@ -144,6 +148,7 @@ class _Routes:
     defaults: Sampling
     body_limit: Callable[[], BodyLimit]
     body_timeout_s: float
+    is_processed: bool
     reader: RequestReader = field(default_factory=RequestReader)
     memories: WeakKeyDictionary[Backend, Memory] = field(default_factory=WeakKeyDictionary)
 
@@ -152,6 +157,8 @@ class _Routes:
         key, backend = self._authenticate(http)
         body = await read_body(http, self.body_limit(), self.body_timeout_s)
         request = _with_headers(await self._parse(body, wire), http.headers)
+        if self.is_processed:
+            request = msgspec.structs.replace(request, is_processed=True)
         _check_model(backend, request.model)
         memory = self.memories.setdefault(backend, Memory())
         request = memory.recall(request, key)

@@ -1,7 +1,8 @@
 """HttpBackend: any OpenAI-compatible endpoint as a Backend: vLLM, art's own server, a hosted model.
 
 It asks for logprobs and token ids. vLLM and art report both for every token, other endpoints often the text alone.
-The logprobs must be those of the distribution sampled from (vLLM: `--logprobs-mode processed_logprobs`).
+vLLM's logprobs must be those of the distribution sampled from (`--logprobs-mode processed_logprobs`); art reports
+these apart, as `sampled_logprobs`.
 
 It uses aiohttp because the gateway spends its time here: a call costs 0.1 ms of CPU, with httpx 1.2 ms (32 calls at
 once, 18 kB each).
@@ -298,6 +299,7 @@ class _ChoiceJson(msgspec.Struct):
     token_ids: list[int] | None = None  # vLLM's and art's
     prompt_token_ids: list[int] | None = None  # vLLM's, in plain completions
     raw_logprobs: list[float] | None = None  # art's
+    sampled_logprobs: list[float] | None = None  # art's, whose `logprobs` are the raw ones
 
 
 class _UsageJson(msgspec.Struct):
@@ -335,6 +337,8 @@ def _choice(parsed: _ChoiceJson) -> Choice:
     )
     if parsed.logprobs is not None:
         _add_logprobs(choice, parsed.logprobs)
+    if parsed.sampled_logprobs is not None:
+        choice.logprobs = parsed.sampled_logprobs
     return choice
 
 

@@ -49,6 +49,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     is_stream: bool = False
     wants_usage: bool = False  # stream_options.include_usage
     wants_logprobs: bool = False
+    is_processed: bool = (
+        False  # reported logprobs are under the distribution sampled from; False: under softmax(logits)
+    )
     top_logprobs: int = 0
     wants_token_ids: bool = False  # vLLM's return_token_ids
     echo: bool = False  # the wire puts the prompt before the text; backends ignore it

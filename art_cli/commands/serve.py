@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
@@ -66,6 +66,10 @@ def run(
     drain_s: Annotated[
         float, typer.Option("--drain", metavar="SECONDS", min=0, help="When told to stop, how long requests may go on.")
     ] = 30.0,
+    logprobs_mode: Annotated[
+        Literal["raw_logprobs", "processed_logprobs"],
+        typer.Option("--logprobs-mode", help="The model's own, or those after temperature, as vLLM's option."),
+    ] = "raw_logprobs",
     logs_content: Annotated[bool, typer.Option("--log-content", help="Log prompts and replies.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -109,6 +113,7 @@ def run(
             limits=Limits(concurrency, queue, int(max_body_mib * 2**20), drain_s=drain_s),
             follows=which if is_following else None,
             logs_content=logs_content,
+            is_processed=logprobs_mode == "processed_logprobs",
         )
         key = _how_to_get_key(bool(keys), api_key_file)
         sys.setswitchinterval(SWITCH_S)

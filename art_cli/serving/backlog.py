@@ -93,8 +93,8 @@ def _fit(first: Choice, second: Choice) -> bool:
 def _joined(run: list[Chunk]) -> Chunk:
     """One chunk from several chunks of one choice. `run` is not changed."""
     choices = [chunk.choice for chunk in run]
-    choice = Choice(
-        index=choices[0].index,
+    choice = msgspec.structs.replace(
+        choices[-1],
         message=None if choices[0].message is None else join_deltas(choice.message or {} for choice in choices),
         text="".join(choice.text for choice in choices),
         token_ids=_concat(choice.token_ids for choice in choices),
@@ -102,7 +102,7 @@ def _joined(run: list[Chunk]) -> Chunk:
         raw_logprobs=_concat(choice.raw_logprobs for choice in choices),
         tokens=_concat(choice.tokens for choice in choices) or [],
         top_logprobs=_concat(choice.top_logprobs for choice in choices),
-        finish_reason=choices[-1].finish_reason,
+        is_masked=any(choice.is_masked for choice in choices),
     )
     prompt_ids = next((chunk.prompt_ids for chunk in run if chunk.prompt_ids is not None), None)
     return msgspec.structs.replace(run[-1], choice=choice, prompt_ids=prompt_ids)

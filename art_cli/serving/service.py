@@ -53,7 +53,8 @@ class Limits:
 
 
 class Service:
-    """Serves `policies`. With `follows`, each follows that checkpoint of its run."""
+    """Serves `policies`. With `follows`, each follows that checkpoint of its run; with `is_processed`, clients get the
+    logprobs of the distribution sampled from."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class Service:
         limits: Limits,
         follows: Which | None = None,
         logs_content: bool = False,
+        is_processed: bool = False,
     ) -> None:
         self.policies, self.keys, self.limits = policies, keys, limits
         self.admission = Admission(concurrency=limits.concurrency, queue=limits.queue)
@@ -74,6 +76,7 @@ class Service:
             lambda key: dispatch,  # the middleware has checked the key
             body_limit=self._body_limit,
             body_timeout_s=limits.body_timeout_s,
+            is_processed=is_processed,
             more=[
                 Route("/ready", self._ready, methods=["GET"]),
                 Route("/metrics", self._metrics, methods=["GET"]),

@@ -216,7 +216,8 @@ async def test_a_plain_reply_has_message_usage_logprobs_and_token_ids() -> None:
     assert choice.model_extra and choice.model_extra["token_ids"] == encode("yo\n")
     assert choice.logprobs and choice.logprobs.content
     assert [token.token for token in choice.logprobs.content] == ["y", "o", "\n"]
-    assert [token.logprob for token in choice.logprobs.content] == [logprob(id) for id in encode("yo\n")]
+    assert [token.logprob for token in choice.logprobs.content] == [2 * logprob(id) for id in encode("yo\n")]
+    assert choice.model_extra["sampled_logprobs"] == [logprob(id) for id in encode("yo\n")]
     assert [token.bytes for token in choice.logprobs.content] == [[121], [111], [10]]
     assert choice.logprobs.content[0].top_logprobs[0].token == "y"
 
@@ -246,7 +247,7 @@ async def test_an_impossible_token_has_a_logprob_that_json_can_say() -> None:
     class Impossible(ScriptedBackend):
         async def reply(self, request: Request) -> Any:
             reply = await super().reply(request)
-            reply.choices[0].logprobs[0] = float("-inf")
+            reply.choices[0].raw_logprobs[0] = float("-inf")
             return reply
 
     async with openai_client(Impossible()) as client:
@@ -317,7 +318,7 @@ async def test_plain_completions_echo_and_count_logprobs() -> None:
     assert reply.choices[0].logprobs
     assert reply.choices[0].logprobs.tokens == ["y", "o", "\n"]
     assert reply.choices[0].logprobs.text_offset == [0, 1, 2]
-    assert reply.choices[0].logprobs.token_logprobs == [logprob(id) for id in encode("yo\n")]
+    assert reply.choices[0].logprobs.token_logprobs == [2 * logprob(id) for id in encode("yo\n")]
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -288,14 +289,17 @@ async def test_several_answers_share_the_prompt_and_differ() -> None:
     assert reply.choices[0].token_ids == single.choices[0].token_ids
 
 
-async def test_top_logprobs_are_the_likeliest_tokens() -> None:
+@pytest.mark.parametrize(("is_processed", "scale"), [(False, 1.0), (True, 2.0)])
+async def test_top_logprobs_are_the_likeliest_tokens(is_processed: bool, scale: float) -> None:
+    """Under softmax(logits), or under softmax(logits / temperature) where what was sampled from is to be reported."""
     weights = tiny_weights()
+    request = chat(seed=4, wants_logprobs=True, top_logprobs=3, max_tokens=5, temperature=2.0)
     async with running(weights) as engine:
-        reply = await engine.reply(chat(seed=4, wants_logprobs=True, top_logprobs=3, max_tokens=5, temperature=2.0))
+        reply = await engine.reply(msgspec.structs.replace(request, is_processed=is_processed))
     choice = reply.choices[0]
     with torch.no_grad():
         logits = weights.model(torch.tensor([reply.prompt_ids + choice.token_ids])).logits[0]
-    expected = (logits[len(reply.prompt_ids) - 1 : -1] / 2.0).log_softmax(-1).topk(3).values.tolist()
+    expected = (logits[len(reply.prompt_ids) - 1 : -1] / scale).log_softmax(-1).topk(3).values.tolist()
     assert choice.top_logprobs is not None and len(choice.tokens) == len(choice.token_ids)
     for likeliest, values in zip(choice.top_logprobs, expected, strict=True):
         assert [value for _, value in likeliest] == pytest.approx(values, abs=1e-5)

@@ -45,6 +45,8 @@ async def test_joined_chunks_say_what_the_chunks_say(answer: Any, n: int, cuts: 
     """Property: for any answer, any order of choices, and any moments at which the reader takes the waiting chunks."""
     chunks = [chunk async for chunk in ScriptedBackend(lambda _: answer).stream(request(n))]
     of_choice = [[chunk for chunk in chunks if chunk.choice.index == index] for index in range(n)]
+    for pieces in of_choice:
+        pieces[0].choice.is_masked, pieces[-1].choice.stop_string = True, "#"
     mixed = [chunk for chunk in chain(*zip_longest(*of_choice)) if chunk is not None]
     places = sorted({0, len(mixed), *(min(cut, len(mixed)) for cut in cuts)})
     taken = [chunk for start, end in zip(places, places[1:], strict=False) for chunk in join(mixed[start:end])]

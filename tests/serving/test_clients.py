@@ -42,11 +42,13 @@ async def test_a_client_gets_the_call_then_the_streamed_answer_and_401_with_anot
 
 @pytest.mark.agents
 @pytest.mark.skipif(not has("openenv"), reason="no openenv in .venv-agents: make test-agents")
-async def test_openenv_finds_that_what_is_served_can_be_trained_on(url: str) -> None:
+async def test_openenv_finds_that_what_is_served_can_be_trained_on(tmp_path: Path) -> None:
     """It asks for token ids and logprobs, and whether these change with the temperature as those sampled from do."""
-    command = (str(PYTHON), str(PLACE / "openenv_validate.py"), url, MODEL, KEY)
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
-    out, _ = await asyncio.wait_for(process.communicate(), 120)
+    options = ("--engine", "embedded", "--logprobs-mode", "processed_logprobs")
+    async with art_serve(teach(tmp_path, [demo(TOOLS)]).root, KEY, *options) as (_, url):
+        command = (str(PYTHON), str(PLACE / "openenv_validate.py"), url, MODEL, KEY)
+        process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
+        out, _ = await asyncio.wait_for(process.communicate(), 120)
     report = json.loads(out)
     assert (report["capture_level"], report["ok"], report["logprobs_mode"]) == ("tokens", True, "processed"), report
     assert report["param_fixes"] == [] and not [said for said in report["findings"] if "FATAL" in said], report

@@ -43,13 +43,19 @@ async def serving(
     host: str = "127.0.0.1",
     follows: Which | None = None,
     logs_content: bool = False,
+    is_processed: bool = False,
     **limits: Any,
 ) -> AsyncIterator[tuple[Service, str]]:
     """A service and its root, ready; stopped at once on the way out."""
     loader = loader or Loader(EmbeddedEngineConfig(max_batch=16, prefill_tokens=512), logs=Path("/nowhere"))
     policies = Policies([ServedPolicy(source, loader) for source in sources or [scripted_source()]])
     service = Service(
-        policies, keys=keys or Keys(), limits=Limits(**limits), follows=follows, logs_content=logs_content
+        policies,
+        keys=keys or Keys(),
+        limits=Limits(**limits),
+        follows=follows,
+        logs_content=logs_content,
+        is_processed=is_processed,
     )
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(service.run(host, 0, ready.set_result))
@@ -109,6 +115,14 @@ def greedy(run: RunDir, step: int | None, num: int = 8) -> str:
     with torch.no_grad():
         out = model.generate(**ids, max_new_tokens=num, do_sample=False)
     return str(tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def own_logprobs(run: RunDir, step: int, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """[L - 1, V] logprobs of each next token that transformers and peft alone compute from the files."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(run.base, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(model, run.checkpoint_path(step))
+    with torch.no_grad():
+        return (model(torch.tensor([ids])).logits[0, :-1] / temperature).log_softmax(-1)
 
 
 async def say(ai: openai.AsyncOpenAI, model: str, **options: Any) -> str:

@@ -2,8 +2,9 @@
 
 A parameter is honoured, or it is harmless to ignore, or it is an error. Beside OpenAI's parameters, clients may send
 vLLM's `top_k`, `return_token_ids` and `chat_template_kwargs`. A reply to a request with `return_token_ids` carries
-vLLM's fields `prompt_token_ids` and `choices[].token_ids` and two of our own: `step`, the policy's step, and
-`choices[].raw_logprobs`, each token's logprob under the unmodified softmax(logits).
+vLLM's fields `prompt_token_ids` and `choices[].token_ids` and three of our own: `step`, the policy's step,
+`choices[].raw_logprobs`, each token's logprob under the unmodified softmax(logits), and `choices[].sampled_logprobs`,
+that under the distribution sampled from. `logprobs` has the former, as in vLLM (`reported_logprobs`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -168,7 +169,11 @@ def event(data: bytes) -> bytes:
 def token_fields(request: Request, choice: Choice) -> Json:
     if not request.wants_token_ids:
         return {}
-    return {"token_ids": choice.token_ids, "raw_logprobs": choice.raw_logprobs}
+    return {
+        "token_ids": choice.token_ids,
+        "raw_logprobs": choice.raw_logprobs,
+        "sampled_logprobs": choice.logprobs,
+    }
 
 
 def usage(num_prompt: int, num_sampled: int) -> Json:
@@ -193,11 +198,22 @@ class TokenLogprob(msgspec.Struct):
     top_logprobs: list[TopLogprob] = []
 
 
-def token_logprobs(choice: Choice) -> list[TokenLogprob]:
+def reported_logprobs(request: Request, choice: Choice) -> list[float]:
+    """Each token's logprob as clients see it, under the same distribution as its `top_logprobs`.
+
+    That is the model's own, softmax(logits), unless the server was set to report what was sampled from, or the backend
+    reports nothing else. A greedy token has the model's own either way.
+    """
+    raw = choice.raw_logprobs
+    wants_sampled = request.is_processed and request.sampling.temperature > 0
+    return choice.logprobs if raw is None or wants_sampled else raw
+
+
+def token_logprobs(request: Request, choice: Choice) -> list[TokenLogprob]:
     """One entry for each token; its bytes are those of a part of a character where the token is one."""
     content = [
         TokenLogprob(token_text(token), max(logprob, LOWEST_LOGPROB), list(token_bytes(token)))
-        for token, logprob in zip(tokens_of(choice), choice.logprobs, strict=True)
+        for token, logprob in zip(tokens_of(choice), reported_logprobs(request, choice), strict=True)
     ]
     for entry, top in zip(content, choice.top_logprobs or (), strict=False):
         entry.top_logprobs = [

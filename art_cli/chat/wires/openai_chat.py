@@ -130,7 +130,7 @@ class OpenAIChat(OpenAI):
             {
                 "index": choice.index,
                 "message": choice.message or {"role": "assistant", "content": choice.text},
-                "logprobs": _logprobs(choice) if request.wants_logprobs else None,
+                "logprobs": _logprobs(request, choice) if request.wants_logprobs else None,
                 "finish_reason": choice.finish_reason,
                 **token_fields(request, choice),
             }
@@ -160,9 +160,9 @@ def _tool_choice(fields: Json, chat: ChatBody) -> str | Json:
 # --- the reply --------------------------------------------------------------------------------------------------------
 
 
-def _logprobs(choice: Choice) -> Json:
+def _logprobs(request: Request, choice: Choice) -> Json:
     """`{"content": [{token, logprob, bytes, top_logprobs}], "refusal": null}`"""
-    return {"content": token_logprobs(choice), "refusal": None}
+    return {"content": token_logprobs(request, choice), "refusal": None}
 
 
 class _ChatEvents(OpenAIEvents):
@@ -179,4 +179,4 @@ class _ChatEvents(OpenAIEvents):
         return {"delta": delta}
 
     def logprobs(self, choice: Choice) -> Json:
-        return _logprobs(choice)
+        return _logprobs(self._request, choice)

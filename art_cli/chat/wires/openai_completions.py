@@ -19,6 +19,7 @@ from art_cli.chat.wires.openai import (
     OpenAI,
     OpenAIEvents,
     parse_body,
+    reported_logprobs,
     sampling_of,
     token_fields,
     tokens_of,
@@ -65,7 +66,7 @@ class OpenAICompletions(OpenAI):
             {
                 "index": choice.index,
                 "text": f"{request.prompt}{choice.text}" if request.echo else choice.text,
-                "logprobs": _logprobs(choice, 0) if request.wants_logprobs else None,
+                "logprobs": _logprobs(request, choice, 0) if request.wants_logprobs else None,
                 "finish_reason": choice.finish_reason,
                 **token_fields(request, choice),
             }
@@ -93,7 +94,7 @@ def _prompt(value: str | list[int | str | list[int]]) -> str | list[int]:
 # --- the reply --------------------------------------------------------------------------------------------------------
 
 
-def _logprobs(choice: Choice, offset: int) -> Json:
+def _logprobs(request: Request, choice: Choice, offset: int) -> Json:
     """Parallel lists, one item a token; the choice's text begins `offset` characters into the answer."""
     offsets, tokens = [], [token_text(token) for token in tokens_of(choice)]
     for token in tokens:
@@ -102,7 +103,7 @@ def _logprobs(choice: Choice, offset: int) -> Json:
     tops = choice.top_logprobs
     return {
         "tokens": tokens,
-        "token_logprobs": [max(logprob, LOWEST_LOGPROB) for logprob in choice.logprobs],
+        "token_logprobs": [max(logprob, LOWEST_LOGPROB) for logprob in reported_logprobs(request, choice)],
         "top_logprobs": [_top_texts(top) for top in tops] if tops else None,
         "text_offset": offsets,
     }
@@ -132,4 +133,4 @@ class _TextEvents(OpenAIEvents):
     def logprobs(self, choice: Choice) -> Json:
         offset = self._offsets.get(choice.index, 0)
         self._offsets[choice.index] = offset + sum(len(token_text(token)) for token in tokens_of(choice))
-        return _logprobs(choice, offset)
+        return _logprobs(self._request, choice, offset)

@@ -72,7 +72,7 @@ def _output(request: Request, choice: Choice) -> list[Json]:
     message = choice.message or {"content": choice.text}
     thought, text, calls = thoughts_of(message), message.get("content") or "", message.get("tool_calls") or []
     status = _status(choice.finish_reason)
-    logprobs = token_logprobs(choice) if request.wants_logprobs else []
+    logprobs = token_logprobs(request, choice) if request.wants_logprobs else []
     items: list[Json] = []
     if thought:
         id = item_id("rs", request.id, 0)
@@ -221,7 +221,7 @@ class ResponseEvents:
         self._counts[0] += len(chunk.prompt_ids or ())
         self._counts[1] += len(chunk.choice.token_ids)
         if self._request.wants_logprobs:
-            self._logprobs += token_logprobs(chunk.choice)
+            self._logprobs += token_logprobs(self._request, chunk.choice)
         delta: Json = {"content": chunk.choice.text} if chunk.choice.message is None else chunk.choice.message
         if thought := thoughts_of(delta):
             events += self._grow(_OpenThought, thought)

@@ -302,6 +302,7 @@ class _Job:
             mailbox=mailbox,
             is_stream=is_stream,
             num_top=self.request.top_logprobs if self.request.wants_logprobs else 0,
+            top_temperature=knobs.temperature if self.request.is_processed else 0.0,
             stops=knobs.stop,
             stop_ids=frozenset(knobs.stop_ids),
             text=Detokenizer(vocabulary, context_of(self.prompt)) if knobs.stop else None,

@@ -49,6 +49,7 @@ class Generation:
     mailbox: "Mailbox"
     is_stream: bool = False  # True: a piece for every token; False: one piece at the end
     num_top: int = 0
+    top_temperature: float = 0.0  # at which the likeliest tokens are reported; 0: under softmax(logits)
     stops: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()  # tokens that end it besides the model's own
     text: Detokenizer | None = None  # the sampled text, in which stop strings are looked for; None: there are none
@@ -268,10 +269,11 @@ class EngineThread:
         rows = np.flatnonzero(nums)
         if not rows.size:
             return
-        wanted, temperature = logits[torch.from_numpy(rows).to(logits.device)], self._temperature[plan.slots[rows]]
+        generations: list[Generation] = [self._scheduler.running[int(plan.slots[row])].payload for row in rows]
+        temperature = np.array([generation.top_temperature for generation in generations], np.float32)
+        wanted = logits[torch.from_numpy(rows).to(logits.device)]
         values, ids = sampling.top_logprobs(wanted, int(nums.max()), temperature)
-        for row, row_ids, row_values in zip(rows, ids.tolist(), values.tolist(), strict=True):
-            generation: Generation = self._scheduler.running[int(plan.slots[row])].payload
+        for generation, row_ids, row_values in zip(generations, ids.tolist(), values.tolist(), strict=True):
             generation.top.append(list(zip(row_ids, row_values, strict=True))[: generation.num_top])
 
     def _deliver(self, generation: Generation, finish_reason: str | None) -> None:

@@ -94,7 +94,7 @@ def draw(logits: Tensor, knobs: Knobs, allowed: Allowed | None = None) -> Drawn:
 def top_logprobs(logits: Tensor, num: int, temperature: npt.NDArray[np.float32]) -> tuple[Tensor, Tensor]:
     """The `num` likeliest tokens of each row: logprobs [n, num] under softmax(logits / temperature), and their ids.
 
-    Descending. top_p and top_k cut nothing here. At temperature 0 they are those of temperature 1, as in vLLM.
+    Descending. top_p and top_k cut nothing here. Temperature 0 stands for softmax(logits).
     """
     scale = torch.from_numpy(np.where(temperature == 0, np.float32(1), temperature)).to(logits.device)
     scaled = logits / scale[:, None]
