@@ -47,7 +47,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     finish_reason: str = "stop"  # stop, length, tool_calls; cancelled: the rollout left the stream after these tokens
-    is_masked: bool = False  # `logprobs` include a grammar's mask, because vLLM reports no others
+    is_masked: bool = False  # `logprobs` include a grammar's mask (vLLM reports no others), a penalty or a bias
     is_abandoned: bool = False  # the client gave up on the call and sent it again, so it never saw this reply
     asked: dict[str, float | None] | None = None  # sampling values of the client that the gateway replaced
     # key that the rollout gave to the environment's state in which the reply acts; None: the prompt is the state

@@ -251,6 +251,8 @@ def _refuse(request: Request) -> None:
         "n": request.sampling.n > 1,
         "logprobs": request.wants_logprobs,
         "chat_template_kwargs": bool(request.template_kwargs),
+        "ignore_eos": request.sampling.ignore_eos,
+        **dict.fromkeys(request.sampling.reshaping, True),
     }
     for name in (name for name, is_asked in asked.items() if is_asked):
         raise invalid(f"{name}: the endpoint behind speaks Anthropic's Messages, which have no such thing", name)

@@ -21,7 +21,7 @@ from yarl import URL
 from art_cli.chat.answers import MAX_ANSWER, MAX_ERROR, AnswerTooLarge, open_session, read_answer, read_error
 from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply
-from art_cli.chat.requests import Request, Sampling
+from art_cli.chat.requests import RESHAPING, Request, Sampling
 from art_cli.secrets import Secrets
 
 Json = dict[str, Any]
@@ -225,7 +225,7 @@ class _Dialect:
 def _asked_for(request: Request) -> frozenset[str]:
     """The fields without which the client would get another answer."""
     sampling, neutral = request.sampling, Sampling()
-    decisive = ("temperature", "top_p", "top_k", "max_tokens", "stop", "n")
+    decisive = ("temperature", "top_p", "top_k", "max_tokens", "stop", "n", "ignore_eos", *RESHAPING)
     differing = {name for name in decisive if getattr(sampling, name) != getattr(neutral, name)}
     asked = {
         "logprobs": request.wants_logprobs,
@@ -259,7 +259,11 @@ def _sampling(sampling: Sampling) -> Json:
         "stop_token_ids": list(sampling.stop_ids) or None,
         "seed": sampling.seed,
         "n": sampling.n,
+        "ignore_eos": sampling.ignore_eos or None,
+        **{name: getattr(sampling, name) for name in sampling.reshaping},
     }
+    if sampling.logit_bias:
+        fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
     return {name: value for name, value in fields.items() if value is not None}
 
 

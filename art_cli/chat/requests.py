@@ -30,6 +30,21 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: tuple[int, ...] = ()  # tokens that end the reply besides the model's own
     seed: int | None = None
     n: int = 1
+    presence_penalty: float = 0.0  # taken once from the logit of each token that was sampled
+    frequency_penalty: float = 0.0  # taken from it as often as it was sampled
+    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of the tokens so far
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit)
+    min_tokens: int = 0  # number of sampled tokens before which none may end the reply
+    ignore_eos: bool = False  # the model's own end tokens are sampled and end nothing
+
+    @property
+    def reshaping(self) -> list[str]:
+        """Names of the given fields that change the logits, so that no learner can compute what was sampled from."""
+        return [name for name in RESHAPING if getattr(self, name) != getattr(_NEUTRAL, name)]
+
+
+RESHAPING = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens")
+_NEUTRAL = Sampling()
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +63,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     caps_tokens: bool = False  # True: max_tokens is only a bound, and the context may end the reply earlier
     is_stream: bool = False
     wants_usage: bool = False  # stream_options.include_usage
+    wants_running_usage: bool = False  # vLLM's stream_options.continuous_usage_stats: usage in each event
     wants_logprobs: bool = False
     is_processed: bool = (
         False  # reported logprobs are under the distribution sampled from; False: under softmax(logits)

@@ -249,6 +249,9 @@ def _refuse(request: Request) -> None:
         raise invalid(
             "response_format, tool_choice: engine 'tinker' cannot enforce a format; the protocol has no grammars"
         )
+    given = [*request.sampling.reshaping, *(["ignore_eos"] if request.sampling.ignore_eos else [])]
+    if given:
+        raise invalid(f"{', '.join(given)}: engine 'tinker' cannot do it; the protocol has no such thing", given[0])
     if request.wants_logprobs and request.top_logprobs:
         raise invalid("top_logprobs: engine 'tinker' reports the sampled tokens' own only", "top_logprobs")
 

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from art_cli.chat import Backend
 from art_cli.chat.app import build_app, closing_stream, error_response, wrong_key
-from art_cli.chat.errors import ChatError
+from art_cli.chat.errors import ChatError, invalid
 from art_cli.chat.replies import Chunk, Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling, cap_tokens, demands_format, force_sampling, with_defaults
 from art_cli.chat.server import serve
@@ -76,7 +76,8 @@ class Gateway:
         enforces_formats: bool = True,
         wires: Wires = WIRES,
     ) -> None:
-        """With `is_forced` the defaults' temperature, top_p and top_k replace those that calls set.
+        """With `is_forced` the defaults' temperature, top_p and top_k replace those that calls set, and penalties and
+        biases are refused.
 
         Without `enforces_formats` a call that demands a format or a tool call is refused, because the engine would
         ignore the demand.
@@ -263,6 +264,13 @@ class RecordingBackend:
             raise ChatError(400, message, code=TURN_LIMIT)
         if not self._gateway.enforces_formats and demands_format(request):
             raise ChatError(400, "this engine enforces neither response_format nor a forced tool call; leave them out")
+        if self._gateway.is_forced and (names := request.sampling.reshaping):
+            raise invalid(
+                f"{', '.join(names)}: a rollout in training samples from the policy itself, or what it learns from "
+                "would be another distribution; leave it out",
+                names[0],
+                "unsupported_parameter",
+            )
         number = self._num_admitted
         self._num_admitted += 1
         return self._sampled(self.recorder.as_sampled(request), self._trajectory_id, number)

@@ -197,7 +197,7 @@ class Recorder:
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 finish_reason=choice.finish_reason,
-                is_masked=choice.is_masked,
+                is_masked=choice.is_masked or bool(sampling.reshaping),
                 asked=request.overridden or None,
                 state=request.state,
             )

@@ -118,7 +118,15 @@ async def test_a_stream_that_breaks_is_an_error_without_the_key(body: bytes, sta
     assert "sk-1234567" not in raised.value.message
 
 
-@pytest.mark.parametrize("fields", [{"response_format": {}}, {"sampling": {"n": 2}}, {"wants_logprobs": True}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {}},
+        {"sampling": {"n": 2}},
+        {"wants_logprobs": True},
+        {"sampling": {"logit_bias": ((1, 2.0),)}},
+    ],
+)
 async def test_what_the_protocol_has_no_place_for_is_refused_by_name(fields: Json) -> None:
     backend = AnthropicBackend("http://127.0.0.1:9", "key", "policy")
     with pytest.raises(ChatError, match="Messages"):

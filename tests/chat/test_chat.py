@@ -91,8 +91,18 @@ def test_what_the_client_gives_wins_over_the_defaults_and_is_remembered() -> Non
         ({"seed": 2**63}, "seed"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"frequency_penalty": 0.1}, "frequency_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty"),
+        ({"presence_penalty": -2.1}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {str(id): 1 for id in range(1025)}}, "logit_bias"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"stream": True, "stream_options": {"include_usage": True, "bogus": 1}}, "stream_options.bogus"),
         ({"temprature": 1}, "temprature"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
@@ -133,7 +143,38 @@ def test_parameters_that_change_nothing_are_accepted() -> None:
         "stop": None,
         "tools": None,
     }
-    assert parse(**harmless) == parse()
+    assert msgspec.structs.replace(parse(**harmless), user_set=frozenset()) == parse()
+
+
+def test_all_refused_parameters_are_named_in_one_message_in_one_sequence() -> None:
+    """Two that no endpoint has and two that this one cannot do, whatever their sequence in the body."""
+    bad = {"zeta": 1, "min_p": 0.5, "alpha": None, "best_of": 2}
+    for names in (list(bad), list(reversed(bad))):
+        with pytest.raises(ChatError) as caught:
+            parse(**{name: bad[name] for name in names})
+        said = "unknown parameters: 'alpha', 'zeta'; best_of, min_p: this endpoint does not support them"
+        assert (caught.value.message, caught.value.param, caught.value.code) == (said, "alpha", "unknown_parameter")
+
+
+def test_as_many_best_of_as_are_returned_changes_nothing() -> None:
+    assert parse("text", best_of=1) == parse("text") and parse("text", best_of=3, n=3) == parse("text", n=3)
+    for fields in ({"best_of": 2}, {"best_of": 2, "n": 3}, {"best_of": 1, "n": 2}):
+        with pytest.raises(ChatError, match="best_of"):
+            parse("text", **fields)
+
+
+async def test_usage_is_in_each_event_where_the_client_asks_for_it() -> None:
+    """vLLM's `continuous_usage_stats`: the prompt's 20 tokens, and those sampled so far; without it, at the end."""
+    for wants, running in ((True, [0, 1, 2, 3]), (False, [])):
+        async with openai_client(ScriptedBackend(lambda request: "yo")) as client:
+            options: Any = {"include_usage": True, "continuous_usage_stats": wants}
+            stream = await client.chat.completions.create(
+                model="policy", messages=[USER], stream=True, stream_options=options
+            )
+            chunks = [chunk async for chunk in stream]
+        told = [chunk.usage.completion_tokens for chunk in chunks[:-1] if chunk.usage]
+        assert sorted(set(told)) == running[1:] and {c.usage.prompt_tokens for c in chunks if c.usage} == {20}
+        assert chunks[-1].usage and chunks[-1].usage.completion_tokens == 3
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[1], [2]], ["a", "b"], [1, "a"], [-1], [2**31], [[]], 5, None])
@@ -511,7 +552,9 @@ async def test_a_request_through_arts_own_server_loses_nothing(answer: Any, kind
     """Every field of the reply, tokens, logprobs under both distributions and step included, plain and streamed."""
     scripted = ScriptedBackend(lambda request: answer)
     question: dict[str, Any] = {"messages": [USER]} if kind == "chat" else {"prompt": "hi"}
-    sampling = Sampling(temperature=0.5, top_p=0.9, top_k=5, max_tokens=200, stop=("#",), seed=4, n=2)
+    sampling = Sampling(temperature=0.5, top_p=0.9, top_k=5, max_tokens=200, stop=("#",), seed=4, n=2,
+                        presence_penalty=0.5, frequency_penalty=-1, repetition_penalty=1.5,
+                        logit_bias=((5, 2.0), (7, -100.0)), min_tokens=2, ignore_eos=True)  # fmt: skip
     request = Request(model="policy", sampling=sampling, wants_logprobs=True, top_logprobs=1, **question)
     async with serving(scripted) as url, http_backend(url) as backend:
         reply = await backend.reply(request)

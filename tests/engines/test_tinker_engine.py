@@ -99,6 +99,7 @@ async def test_a_stream_has_the_tokens_of_the_reply(engine: TinkerEngine) -> Non
         ({"response_format": {"type": "json_object"}}, "cannot enforce a format"),
         ({"tools": TOOLS, "tool_choice": "required"}, "cannot enforce a format"),
         ({"wants_logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+        ({"sampling": Sampling(min_tokens=2, ignore_eos=True)}, "min_tokens, ignore_eos"),
         ({"model": "other"}, "does not exist"),
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, "context"),
     ],

@@ -305,10 +305,10 @@ async def test_raw_logprobs_are_known_where_the_sampled_ones_tell_them(fake: Fak
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])
 async def test_logprobs_of_a_held_reply_are_marked_as_masked(fake: Fake, is_stream: bool) -> None:
-    """A mask that no learner knows is in them; they would stop the run as a gap."""
+    """A mask or a penalty that no learner knows is in them; they would stop the run as a gap."""
     held = msgspec.structs.replace(chat("hi"), response_format={"type": "json_object"})
     async with fake.running() as engine:
-        for request in (chat("hi"), held):
+        for request in (plain := chat("hi"), held, chat("hi", presence_penalty=1.0)):
             if is_stream:
                 builder = ReplyBuilder(request)
                 async for chunk in engine.stream(request):
@@ -316,7 +316,8 @@ async def test_logprobs_of_a_held_reply_are_marked_as_masked(fake: Fake, is_stre
                 reply = builder.reply()
             else:
                 reply = await engine.reply(request)
-            assert reply.choices[0].is_masked == (request is held)
+            assert reply.choices[0].is_masked == (request is not plain)
+            assert not reply.choices[0].is_masked or reply.choices[0].raw_logprobs is None
 
 
 async def test_a_stream_put_together_is_the_plain_reply(fake: Fake) -> None:

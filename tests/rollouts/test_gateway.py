@@ -47,6 +47,23 @@ async def ask(client: openai.AsyncOpenAI, *messages: dict[str, Any], **options: 
 # --- what is recorded -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "field", [{"presence_penalty": 1}, {"logit_bias": {"5": 1}}, {"extra_body": {"min_tokens": 2}}]
+)
+async def test_a_turn_under_a_penalty_is_no_sample_of_the_policy(field: dict[str, Any]) -> None:
+    """No learner can compute its logprobs, so that the turn is marked; where sampling is forced it is refused."""
+    gateway = make_gateway(ScriptedBackend())
+    key = gateway.open("t0")
+    async with calling(gateway, key) as client:
+        await ask(client)
+        await ask(client, **field)
+        gateway.is_forced = True
+        with pytest.raises(openai.BadRequestError, match="samples from the policy itself"):
+            await ask(client, **field)
+        await ask(client)
+    assert [turn.is_masked for turn in gateway.close(key).turns] == [False, True, False]
+
+
 @pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])
 async def test_a_game_of_turns_is_recorded_token_for_token(is_stream: bool) -> None:
     """Two turns, the first a tool call. Turn 1 keeps all of turn 0; prompt and sampled ids are those of the backend."""
@@ -461,7 +478,7 @@ async def test_the_npm_client_works_as_its_users_use_it() -> None:
     assert json.loads(output) == {
         "models": ["policy"],
         "contents": ["ok", "ok"],
-        "logprobs": [logprob(id) for id in encode("ok\n")],
+        "logprobs": [2 * logprob(id) for id in encode("ok\n")],
         "call": {"name": "add", "arguments": '{"a": 1}'},
         "finish": "tool_calls",
         "text": "ok",

@@ -52,11 +52,7 @@ HARMLESS = frozenset(
 )
 # Parameters accepted only with the value that changes nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "min_p": (0,),
-    "logit_bias": ({},),
     "suffix": ("",),
     "best_of": (1,),
     "modalities": (["text"],),
@@ -68,6 +64,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's parameter
+    include_obfuscation: bool | None = None  # harmless: it only pads OpenAI's events
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -80,6 +78,12 @@ class Body(msgspec.Struct, kw_only=True):
     max_tokens: Count | None = None
     stop: _Stop | Annotated[list[_Stop], Meta(max_length=16)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None  # vLLM's parameter
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=INT32)] | None = None  # vLLM's parameter
+    ignore_eos: bool | None = None  # vLLM's parameter
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -94,19 +98,34 @@ def parse_body(body: bytes, kind: type[AnyBody]) -> tuple[Json, AnyBody]:
     fields = decode_object(body)
     checked = convert(fields, kind)
     check_names(fields, kind, HARMLESS, NEUTRAL)
+    check_names(fields.get("stream_options") or {}, _StreamOptions, frozenset(), {}, where="stream_options.")
     return fields, checked
 
 
 def check_names(
-    fields: Json, kind: type[msgspec.Struct], harmless: frozenset[str], neutral: Mapping[str, tuple[Any, ...]]
+    fields: Json,
+    kind: type[msgspec.Struct],
+    harmless: frozenset[str],
+    neutral: Mapping[str, tuple[Any, ...]],
+    where: str = "",
 ) -> None:
-    """Raises ChatError 400 for a field that is none of `kind`'s, not harmless, and not neutral."""
-    for name in fields.keys() - set(kind.__struct_fields__) - harmless:
-        value = fields[name]
-        if name not in neutral:
-            raise invalid(f"unknown parameter: {name[:80]!r}", name[:80], "unknown_parameter")
-        if value is not None and (isinstance(value, bool) or value not in neutral[name]):
-            raise invalid(f"{name}: this endpoint does not support it", name, "unsupported_parameter")
+    """Raises ChatError 400 that names all fields that are none of `kind`'s, not harmless, and not neutral.
+
+    `where`: the path of the object that has the fields, with a dot.
+    """
+    others = sorted(fields.keys() - set(kind.__struct_fields__) - harmless)
+    unknown = [f"{where}{name[:80]}" for name in others if name not in neutral]
+    given = [name for name in others if name in neutral and fields[name] is not None]
+    unsupported = [name for name in given if isinstance(fields[name], bool) or fields[name] not in neutral[name]]
+    problems = []
+    if unknown:
+        problems.append(f"unknown parameter{'s' if len(unknown) > 1 else ''}: {', '.join(map(repr, unknown))}")
+    if unsupported:
+        pronoun = "them" if len(unsupported) > 1 else "it"
+        problems.append(f"{', '.join(unsupported)}: this endpoint does not support {pronoun}")
+    if problems:
+        code = "unknown_parameter" if unknown else "unsupported_parameter"
+        raise invalid("; ".join(problems), (unknown or unsupported)[0], code)
 
 
 def given_sampling(*, temperature: float | None, top_k: int | None, **others: Any) -> Json:
@@ -119,6 +138,8 @@ def given_sampling(*, temperature: float | None, top_k: int | None, **others: An
 
 def sampling_of(body: Body, max_tokens: int | None) -> Json:
     """The sampling parameters that the client gave, under the names of `Sampling`."""
+    if None not in (body.min_tokens, max_tokens) and (body.min_tokens or 0) > (max_tokens or 0):
+        raise invalid("min_tokens: more than max_tokens", "min_tokens")
     return given_sampling(
         temperature=body.temperature,
         top_p=body.top_p,
@@ -127,13 +148,32 @@ def sampling_of(body: Body, max_tokens: int | None) -> Json:
         stop=(body.stop,) if isinstance(body.stop, str) else None if body.stop is None else tuple(body.stop),
         seed=body.seed,
         n=body.n,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=None if body.logit_bias is None else tuple(map(_bias, body.logit_bias.items())),
+        min_tokens=body.min_tokens,
+        ignore_eos=body.ignore_eos,
     )
 
 
-def wants_usage(body: Body) -> bool:
-    if body.stream_options is not None and not body.stream:
+def _bias(pair: tuple[str, float]) -> tuple[int, float]:
+    """The token id and its bias. Raises ChatError 400: it is no token id."""
+    token = pair[0]
+    if not (token.isascii() and token.isdecimal() and int(token[:11]) <= INT32):
+        raise invalid(f"logit_bias: {token[:80]!r} is no token id", "logit_bias")
+    return int(token), pair[1]
+
+
+def wanted_usage(body: Body) -> Json:
+    """The fields of a Request by which a stream reports usage, at its end and in each event."""
+    options = body.stream_options
+    if options is None:
+        return {}
+    if not body.stream:
         raise invalid("stream_options needs stream: true", "stream_options")
-    return body.stream_options is not None and bool(body.stream_options.include_usage)
+    wants = bool(options.include_usage)
+    return {"wants_usage": wants, "wants_running_usage": wants and bool(options.continuous_usage_stats)}
 
 
 def template_kwargs(variables: Json) -> Json:
@@ -330,7 +370,10 @@ class OpenAIEvents:
         }
 
     def _event(self, chunk: Chunk, choice: Json, extra: Json | None = None) -> bytes:
-        return event(msgspec.json.encode({**self._head(chunk), "choices": [choice], **(extra or {})}))
+        more = extra or {}
+        if self._request.wants_running_usage:
+            more = {**more, "usage": usage(*(chunk.usage or (self._num_prompt, self._num_sampled)))}
+        return event(msgspec.json.encode({**self._head(chunk), "choices": [choice], **more}))
 
     def _head(self, chunk: Chunk) -> Json:
         step = {"step": chunk.step} if self._request.wants_token_ids else {}

@@ -22,7 +22,7 @@ from art_cli.chat.wires.openai import (
     template_kwargs,
     token_fields,
     token_logprobs,
-    wants_usage,
+    wanted_usage,
 )
 
 _Text = Annotated[str, Meta(min_length=1)]
@@ -117,7 +117,7 @@ class OpenAIChat(OpenAI):
             response_format=None if isinstance(chat.response_format, _PlainFormat) else fields.get("response_format"),
             template_kwargs=template_kwargs(chat.chat_template_kwargs or {}),
             is_stream=bool(chat.stream),
-            wants_usage=wants_usage(chat),
+            **wanted_usage(chat),
             wants_logprobs=bool(chat.logprobs),
             top_logprobs=chat.top_logprobs or 0,
             wants_token_ids=bool(chat.return_token_ids),

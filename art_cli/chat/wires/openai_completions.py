@@ -15,6 +15,7 @@ from art_cli.chat.wires.openai import (
     INT32,
     LOWEST_LOGPROB,
     Body,
+    Count,
     Json,
     OpenAI,
     OpenAIEvents,
@@ -23,7 +24,7 @@ from art_cli.chat.wires.openai import (
     sampling_of,
     token_fields,
     tokens_of,
-    wants_usage,
+    wanted_usage,
 )
 
 _TokenId = Annotated[int, Meta(ge=0, le=INT32)]
@@ -35,6 +36,7 @@ class CompletionBody(Body, kw_only=True):
     prompt: str | list[_TokenId | str | list[_TokenId]]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
+    best_of: Count | None = None
 
 
 class OpenAICompletions(OpenAI):
@@ -46,13 +48,15 @@ class OpenAICompletions(OpenAI):
         prompt = _prompt(text.prompt)
         if text.echo and (text.logprobs is not None or not isinstance(prompt, str)):
             raise invalid("echo goes with a text prompt and without logprobs", "echo")
+        if text.best_of not in (None, text.n or 1):
+            raise invalid("best_of: this endpoint returns all that it samples; only n itself", "best_of")
         sampling = sampling_of(text, text.max_tokens)
         return Request(
             model=text.model,
             sampling=msgspec.structs.replace(defaults, **sampling),
             prompt=prompt,
             is_stream=bool(text.stream),
-            wants_usage=wants_usage(text),
+            **wanted_usage(text),
             wants_logprobs=text.logprobs is not None,
             top_logprobs=text.logprobs or 0,
             wants_token_ids=bool(text.return_token_ids),

@@ -37,7 +37,7 @@ class SamplingConfig(Section):
     sets one, only a smaller one."""
     force: bool = False
     """true: these temperature, top_p and top_k, and art's own seeds, replace what a call sets. The turn records what
-    the call asked for."""
+    the call asked for. A call with a penalty, `logit_bias` or `min_tokens` is refused."""
 
 
 class ReplayConfig(Section):

@@ -41,6 +41,7 @@ class ChoiceWriter:
         self._parser = prompt.parser() if request.messages is not None else None
         self._texts: list[str] = []
         self._is_first = True
+        self._num_unwatched = request.sampling.min_tokens  # next tokens in whose text no stop string counts
 
     @property
     def text(self) -> str:
@@ -53,7 +54,12 @@ class ChoiceWriter:
     def write(self, piece: Piece) -> Choice:
         """The choice of a chunk: the new text, and the same as an OpenAI delta."""
         is_last = piece.finish_reason is not None
-        text = self._stops.push(self._detokenizer.push(piece.ids))
+        text, ids = "", piece.ids
+        if self._num_unwatched:
+            unwatched, ids = ids[: self._num_unwatched], ids[self._num_unwatched :]
+            self._num_unwatched -= len(unwatched)
+            text = self._detokenizer.push(unwatched)
+        text += self._stops.push(self._detokenizer.push(ids))
         if is_last:
             text += self._stops.push(self._detokenizer.flush()) + self._stops.flush()
         self._texts.append(text)
@@ -109,6 +115,9 @@ def reply_limit(request: Request, prompt: Prompt, most: int, vocabulary: int) ->
     for id in (min(prompt.ids), max(prompt.ids)):
         if not 0 <= id < vocabulary:
             raise invalid(f"prompt: the model has no token {id}", "prompt")
+    for id, _ in request.sampling.logit_bias:
+        if id >= vocabulary:
+            raise invalid(f"logit_bias: the model has no token {id}", "logit_bias")
     return most if asked is None else min(most, num_prompt + asked)
 
 

@@ -12,7 +12,7 @@ import secrets
 import time
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self, TypeVar
@@ -34,6 +34,7 @@ from art_cli.engines.embedded.engine_thread import EngineThread, Generation
 from art_cli.engines.embedded.grammars import GrammarError, Grammars
 from art_cli.engines.embedded.messages import Prompt
 from art_cli.engines.embedded.runner import ForwardRunner
+from art_cli.engines.embedded.sampling import Reshaping
 from art_cli.engines.embedded.scheduler import Scheduler, TokenSequence
 from art_cli.engines.embedded.text import Detokenizer, Vocabulary
 from art_cli.errors import EngineError
@@ -64,6 +65,7 @@ class EmbeddedEngine:
         self._weights, self._config, self._shares_weights = weights, config, shares_weights
         self._vocabulary = Vocabulary(weights.tokenizer)
         vocab, stop_ids = weights.model.config.vocab_size, _stop_ids(weights)
+        self._stop_ids = [id for id in stop_ids if id < vocab]
         self._grammars = Grammars(weights.tokenizer, vocab=vocab, stop_ids=stop_ids)
         self._reader = RequestReader()
         self._thread: EngineThread | None = None
@@ -203,8 +205,10 @@ class EmbeddedEngine:
         if request.model != self.endpoint.model:
             raise ChatError(404, f"the model {request.model!r} does not exist", param="model", code="model_not_found")
         prompt = await self._prompt(request)
+        if prompt.format is not None and (request.sampling.min_tokens or request.sampling.ignore_eos):
+            raise invalid("min_tokens, ignore_eos: not with a format or a forced call, whose end decides", "min_tokens")
         mailbox = self._mailboxes.setdefault(loop := asyncio.get_running_loop(), _Mailbox(loop))
-        job = _Job(request, prompt, self._weights, self._vocabulary, mailbox, is_stream)
+        job = _Job(request, prompt, self._weights, self._vocabulary, mailbox, is_stream, self._stop_ids)
         if prompt.format is not None:
             matcher = await self._grammars.compile(prompt.format)
             for generation in job.generations:
@@ -272,11 +276,12 @@ class _Job:
         vocabulary: Vocabulary,
         mailbox: _Mailbox,
         is_stream: bool,
+        ends: Sequence[int],
     ) -> None:
         limit = reply_limit(request, prompt, weights.max_length, weights.model.config.vocab_size)
         self.id = f"{'chatcmpl' if request.messages is not None else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self.request, self.prompt = request, prompt
+        self.request, self.prompt, self._ends = request, prompt, ends
         self.sampling = msgspec.structs.replace(request.sampling, max_tokens=limit - len(prompt.ids))
         self.num_open = request.sampling.n
         self._pieces: asyncio.Queue[Taken] = asyncio.Queue()
@@ -292,6 +297,9 @@ class _Job:
         self, ids: Any, limit: int, seed: int, vocabulary: Vocabulary, mailbox: _Mailbox, is_stream: bool
     ) -> Generation:
         knobs = self.request.sampling
+        reshaping = None
+        if knobs.reshaping:
+            reshaping = Reshaping(knobs, ids, np.array([*self._ends, *knobs.stop_ids], np.int64))
         generation = Generation(
             sequence=TokenSequence(ids, limit),
             temperature=knobs.temperature,
@@ -305,6 +313,9 @@ class _Job:
             top_temperature=knobs.temperature if self.request.is_processed else 0.0,
             stops=knobs.stop,
             stop_ids=frozenset(knobs.stop_ids),
+            min_tokens=knobs.min_tokens,
+            ignores_ends=knobs.ignore_eos,
+            reshaping=reshaping,
             text=Detokenizer(vocabulary, context_of(self.prompt)) if knobs.stop else None,
         )
         generation.sequence.payload = generation

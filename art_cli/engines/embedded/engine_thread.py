@@ -25,7 +25,7 @@ from art_cli.engines.embedded import sampling
 from art_cli.engines.embedded.choices import Piece, Top
 from art_cli.engines.embedded.grammars import GrammarError, Masks, reason
 from art_cli.engines.embedded.runner import ForwardRunner
-from art_cli.engines.embedded.sampling import Allowed, Drawn, Knobs
+from art_cli.engines.embedded.sampling import Allowed, Drawn, Knobs, Reshaping
 from art_cli.engines.embedded.scheduler import Scheduler, StepPlan, TokenSequence
 from art_cli.engines.embedded.text import Detokenizer
 from art_cli.errors import EngineError
@@ -53,6 +53,9 @@ class Generation:
     stops: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()  # tokens that end it besides the model's own
     text: Detokenizer | None = None  # the sampled text, in which stop strings are looked for; None: there are none
+    min_tokens: int = 0  # number of first tokens in whose text no stop string counts
+    ignores_ends: bool = False  # the model's own stop tokens do not end it
+    reshaping: Reshaping | None = None  # its penalties and biases
     matcher: "LLMatcher | None" = None  # the grammar that it must follow, advanced by every sampled token
     step: int | None = None  # step of the policy that sampled its first token
     num_delivered: int = 0
@@ -89,6 +92,8 @@ class EngineThread:
         self._is_held = np.zeros(size, np.bool_)  # whether the generation must follow a grammar
         self._masks: Masks | None = None  # None: no generation has followed a grammar yet
         self._has_stop_ids = np.zeros(size, np.bool_)
+        self._ignores_ends = np.zeros(size, np.bool_)
+        self._is_reshaped = np.zeros(size, np.bool_)
         self._is_watched = np.zeros(size, np.bool_)  # whether the generation streams or has stop strings
         self._thread = threading.Thread(target=self._run, name="art-embedded-engine", daemon=True)
 
@@ -186,7 +191,7 @@ class EngineThread:
             self._scheduler.commit(plan, plan.rows, none, none, plan.rows.astype(np.bool_))
             return
         allowed = self._allowed(plan)  # before the logits are read, because a GPU still computes them
-        drawn = sampling.draw(logits, self._knobs(plan), allowed)
+        drawn = sampling.draw(logits, self._knobs(plan), allowed, self._reshaped(plan, logits))
         self._collect_top(plan, logits)
         self._take_in(plan, drawn, step)
 
@@ -205,6 +210,8 @@ class EngineThread:
             self._num_top[slot] = generation.num_top
             self._is_held[slot] = generation.matcher is not None
             self._has_stop_ids[slot] = bool(generation.stop_ids)
+            self._ignores_ends[slot] = generation.ignores_ends
+            self._is_reshaped[slot] = generation.reshaping is not None
             self._is_watched[slot] = generation.is_stream or bool(generation.stops)
 
     def _knobs(self, plan: StepPlan) -> Knobs:
@@ -222,6 +229,19 @@ class EngineThread:
             self._masks = Masks(len(self._stop_table), torch.get_num_threads())
         running = self._scheduler.running
         return Allowed(rows, self._masks.allowed([running[int(slot)].payload.matcher for slot in plan.slots[rows]]))
+
+    def _reshaped(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor | None:
+        """A copy of the logits [R, V] after biases and penalties; None: no generation in the plan has any."""
+        rows = np.flatnonzero(self._is_reshaped[plan.slots])
+        if not rows.size:
+            return None
+        reshaped = logits.clone()
+        for row in rows:
+            generation: Generation = self._scheduler.running[int(plan.slots[row])].payload
+            assert generation.reshaping is not None
+            sampled, _, _ = self._scheduler.sampled_since(generation.sequence, 0)
+            generation.reshaping.apply(reshaped[row], sampled)
+        return reshaped
 
     def _take_in(self, plan: StepPlan, drawn: Drawn, step: int) -> None:
         """Records the drawn tokens, ends finished generations and hands out pieces."""
@@ -248,7 +268,7 @@ class EngineThread:
 
     def _stops(self, plan: StepPlan, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """[R] whether each drawn token ends its generation."""
-        stops: npt.NDArray[np.bool_] = self._stop_table[ids]
+        stops: npt.NDArray[np.bool_] = self._stop_table[ids] & ~self._ignores_ends[plan.slots]
         for row in np.flatnonzero(self._has_stop_ids[plan.slots]):
             stops[row] |= int(ids[row]) in self._scheduler.running[int(plan.slots[row])].payload.stop_ids
         return stops
@@ -256,10 +276,12 @@ class EngineThread:
     def _meets_stop(self, generation: Generation) -> bool:
         """Whether the newest token completes a stop string."""
         assert generation.text is not None
-        ids, _, _ = self._scheduler.sampled_since(
-            generation.sequence, self._scheduler.num_sampled(generation.sequence) - 1
-        )
-        generation.seen += generation.text.push(ids.tolist())
+        num_sampled = self._scheduler.num_sampled(generation.sequence)
+        ids, _, _ = self._scheduler.sampled_since(generation.sequence, num_sampled - 1)
+        text = generation.text.push(ids.tolist())
+        if num_sampled <= generation.min_tokens:
+            return False
+        generation.seen += text
         is_met = any(stop in generation.seen for stop in generation.stops)
         generation.seen = generation.seen[-max(map(len, generation.stops)) :]
         return is_met

@@ -5,7 +5,7 @@ number of sampled tokens, so a seeded request draws the same tokens in any batch
 of the logits, because matrix products round by their shape. A draw that falls within that rounding of a boundary
 between two tokens can differ.
 
-Order of the cuts, as in transformers and vLLM: the grammar, temperature, then top_k, then top_p of the rest,
+Order, as in transformers and vLLM: biases and penalties, the grammar, temperature, then top_k, then top_p of the rest,
 renormalised.
 """
 
@@ -15,8 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from art_cli.chat.requests import Sampling
+
 Tensor = torch.Tensor
 Seeds = npt.NDArray[np.uint64]
+Ints = npt.NDArray[np.int64]
 
 BLOCK = 256  # size of the blocks of the vocabulary whose probabilities are summed first
 TOP = 256  # number of candidates tried for top_p before the whole vocabulary is sorted
@@ -44,6 +47,33 @@ class Allowed(NamedTuple):
     tokens: npt.NDArray[np.bool_]  # [m, V]
 
 
+class Reshaping:
+    """Changes the logits of one sequence before anything is drawn, in vLLM's order: bias, barred ends, penalties."""
+
+    def __init__(self, settings: Sampling, prompt: Ints, ends: Ints) -> None:
+        """`ends`: the tokens that end the reply, which are barred before `min_tokens`."""
+        self._settings, self._ends, self._prompt = settings, ends, np.unique(prompt)
+        self._biased = np.array([token for token, _ in settings.logit_bias], np.int64)
+        self._biases = torch.tensor([bias for _, bias in settings.logit_bias], dtype=torch.float32)
+
+    def apply(self, logits: Tensor, sampled: Ints) -> None:
+        """Changes `logits` [V] in place; `sampled`: the tokens of the reply so far.
+
+        Presence and frequency count sampled tokens alone, the repetition penalty counts the prompt's as well.
+        """
+        settings = self._settings
+        logits[self._biased] += self._biases.to(logits.device)
+        if len(sampled) < settings.min_tokens:
+            logits[self._ends] = -torch.inf
+        seen, counts = np.unique(sampled, return_counts=True)
+        if settings.repetition_penalty != 1:
+            ids = np.union1d(self._prompt, seen)
+            old, penalty = logits[ids], settings.repetition_penalty
+            logits[ids] = torch.where(old > 0, old / penalty, old * penalty)
+        taken = settings.frequency_penalty * counts + settings.presence_penalty
+        logits[seen] -= torch.from_numpy(taken.astype(np.float32)).to(logits.device)
+
+
 class Drawn(NamedTuple):
     """What was drawn, for n sequences. logprobs in nats."""
 
@@ -52,8 +82,10 @@ class Drawn(NamedTuple):
     raw_logprobs: Tensor  # [n] under softmax(logits)
 
 
-def draw(logits: Tensor, knobs: Knobs, allowed: Allowed | None = None) -> Drawn:
+def draw(logits: Tensor, knobs: Knobs, allowed: Allowed | None = None, reshaped: Tensor | None = None) -> Drawn:
     """One token for each row of float32 `logits` [n, V]. Raises FloatingPointError: they are not finite.
+
+    It is drawn from `reshaped`, the logits after biases and penalties, if there are any.
 
     A grammar's cut comes first. The logprobs of tokens drawn under it are still those of the policy without the
     grammar, because the learner knows no grammar and computes and changes those.
@@ -61,13 +93,14 @@ def draw(logits: Tensor, knobs: Knobs, allowed: Allowed | None = None) -> Drawn:
     raw = logits.logsumexp(-1)
     if not raw.isfinite().all():
         raise FloatingPointError("the model's logits are not finite")
+    shaped, whole = (logits, raw) if reshaped is None else (reshaped, reshaped.logsumexp(-1))
     temperature = torch.from_numpy(knobs.temperature).to(logits.device)
     greedy = knobs.temperature == 0
     uniform = torch.from_numpy(uniforms(knobs.seeds, knobs.num_sampled)).to(logits.device)
     if (knobs.temperature == 1).all():
-        scaled, norm = logits, raw
+        scaled, norm = shaped, whole
     else:
-        scaled = logits / torch.where(temperature == 0, 1.0, temperature)[:, None]
+        scaled = shaped / torch.where(temperature == 0, 1.0, temperature)[:, None]
         norm = scaled.logsumexp(-1)
     ids, logprobs = _draw_whole(scaled, norm, uniform)
     is_cut = ((knobs.top_k > 0) | (knobs.top_p < 1)) & ~greedy
@@ -82,10 +115,10 @@ def draw(logits: Tensor, knobs: Knobs, allowed: Allowed | None = None) -> Drawn:
         )
     if greedy.any():
         rows = torch.from_numpy(np.flatnonzero(greedy)).to(logits.device)
-        ids[rows], logprobs[rows] = logits[rows].argmax(-1), 0.0
+        ids[rows], logprobs[rows] = shaped[rows].argmax(-1), 0.0
     if allowed is not None:
         rows = torch.from_numpy(allowed.rows).to(logits.device)
-        ids[rows] = held = _draw_held(logits, knobs, allowed)
+        ids[rows] = held = _draw_held(shaped, knobs, allowed)
         own = scaled[rows, held] - norm[rows]
         logprobs[rows] = torch.where(temperature[rows] == 0, torch.zeros_like(own), own)
     return Drawn(ids, logprobs, logits.gather(1, ids[:, None])[:, 0] - raw)

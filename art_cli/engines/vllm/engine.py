@@ -371,13 +371,13 @@ def _complete_logprobs(request: Request, choice: Choice) -> None:
     """Completes the two logprobs of our records from the one that vLLM reports, that of its processed logits.
 
     At temperature 0 vLLM reports the raw logprob, and the token was certain. At temperature 1 with nothing cut the two
-    are the same. Otherwise the raw ones stay unknown. With a format or a forced call the logits are masked, which no
-    learner can compute, so the learner uses its own logprobs.
+    are the same. Otherwise the raw ones stay unknown. With a format, a forced call, a penalty or a bias the logits are
+    changed, which no learner can compute, so the learner uses its own logprobs.
     """
     sampling = request.sampling
     if choice.raw_logprobs is not None:
         return
-    choice.is_masked = demands_format(request)
+    choice.is_masked = demands_format(request) or bool(sampling.reshaping)
     if choice.is_masked:
         return
     if sampling.temperature == 0:
