@@ -19,6 +19,7 @@ class BackendLimits:
     snapshots: int = 32  # unsaved copies of weights that are sampled from, of one model; the oldest goes first
     rank: int = 128
     pending: int = 512  # unanswered requests of one client
+    pending_bytes: int = 2**30  # numbers of these
     samples: int = 256  # samples of one request
     data: int = 4096  # data of one request
     body_bytes: int = 64 * 2**20

@@ -5,15 +5,14 @@ from datetime import UTC, datetime
 from email.utils import format_datetime
 from typing import Any
 
-from starlette.background import BackgroundTask
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, Response, StreamingResponse
 
-from art_cli.backend.downloads import pack
+from art_cli.backend.downloads import tar_length, tar_pieces
 from art_cli.backend.models import describe
-from art_cli.backend.passes import convert
+from art_cli.backend.ranges import convert
 from art_cli.backend.state import BackendState
-from art_cli.backend.store import Place, RunNotes, expiry, parse, place
+from art_cli.backend.store import Place, RunNotes, parse, place
 from art_cli.backend.wire import OfPath, Ttl, checkpoint_of, cursor, moment, page, reply
 from art_cli.chat.errors import invalid
 from art_cli.threads import call_in_thread
@@ -33,9 +32,13 @@ class CheckpointRoutes:
 
     async def list_runs(self, http: Request, owner: str) -> Response:
         offset, limit = page(http)
-        runs = self.state.store.runs(owner)
-        shown = [self._run(run) for run in runs[offset : offset + limit]]
-        return reply({"training_runs": shown, "cursor": cursor(offset, limit, len(runs))})
+
+        def shown() -> Json:
+            runs = self.state.store.runs(owner)
+            described = [self._run(run) for run in runs[offset : offset + limit]]
+            return {"training_runs": described, "cursor": cursor(offset, limit, len(runs))}
+
+        return reply(await call_in_thread(shown))
 
     async def get_run(self, http: Request, owner: str) -> Response:
         return reply(self._run(self.state.store.run(http.path_params["id"], owner)))
@@ -64,12 +67,13 @@ class CheckpointRoutes:
 
     async def list_all_checkpoints(self, http: Request, owner: str) -> Response:
         offset, limit = page(http)
-        kept = [
-            checkpoint_of(*each)
-            for run in self.state.store.runs(owner)
-            for each in self.state.store.checkpoints(run.id)
-        ]
-        return reply({"checkpoints": kept[offset : offset + limit], "cursor": cursor(offset, limit, len(kept))})
+        store = self.state.store
+
+        def shown() -> Json:
+            kept = [checkpoint_of(*each) for run in store.runs(owner) for each in store.checkpoints(run.id)]
+            return {"checkpoints": kept[offset : offset + limit], "cursor": cursor(offset, limit, len(kept))}
+
+        return reply(await call_in_thread(shown))
 
     async def delete_checkpoint(self, http: Request, owner: str) -> Response:
         at = place_of(http)
@@ -82,15 +86,15 @@ class CheckpointRoutes:
         at = place_of(http)
         notes = self.state.store.owned(at, owner)
         notes.is_public = http.method == "POST"
-        self.state.store.note(at, notes)
+        await call_in_thread(self.state.store.note, at, notes)
         return reply({})
 
     async def set_ttl(self, http: Request, owner: str) -> Response:
         at = place_of(http)
         asked = convert(await self.state.bodies.fields(http), Ttl)
         notes = self.state.store.owned(at, owner)
-        notes.expires = expiry(asked.ttl_seconds, time.time())
-        self.state.store.note(at, notes)
+        notes.expires = None if asked.ttl_seconds is None else time.time() + asked.ttl_seconds
+        await call_in_thread(self.state.store.note, at, notes)
         return reply({})
 
     async def archive(self, http: Request, owner: str) -> Response:
@@ -118,8 +122,11 @@ class CheckpointRoutes:
         path = self.state.downloads.take(http.path_params["token"])
         if path.is_file():
             return FileResponse(path, filename=path.name)
-        packed = await call_in_thread(pack, path)
-        return FileResponse(packed, filename=f"{path.name}.tar", background=BackgroundTask(packed.unlink))
+        headers = {
+            "content-length": str(tar_length(path)),
+            "content-disposition": f'attachment; filename="{path.name}.tar"',
+        }
+        return StreamingResponse(tar_pieces(path), headers=headers, media_type="application/x-tar")
 
 
 def place_of(http: Request) -> Place:

@@ -1,17 +1,20 @@
 """Downloads: checkpoints and their files that a client may fetch for a while, by an address that only it knows."""
 
+import contextlib
 import os
 import secrets
 import tarfile
-import tempfile
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 
 from art_cli.chat.errors import ChatError
 
 OFFER_S = 900.0  # how long an address works
 MAX_OFFERS = 10_000
+BLOCK = tarfile.BLOCKSIZE
+PIECE_BYTES = 2**20
 
 
 class Downloads:
@@ -38,15 +41,31 @@ class Downloads:
         return path
 
 
-def pack(directory: Path) -> Path:
-    """A temporary tar file of the directory's files. The caller removes it."""
-    handle, name = tempfile.mkstemp(suffix=".tar")
-    try:
-        with os.fdopen(handle, "wb") as file, tarfile.open(fileobj=file, mode="w") as archive:
-            for path in sorted(directory.rglob("*")):
-                if path.is_file():
-                    archive.add(path, arcname=str(path.relative_to(directory)))
-    except BaseException:
-        os.unlink(name)
-        raise
-    return Path(name)
+def tar_length(directory: Path) -> int:
+    """Bytes of the tar file of the directory's files."""
+    size = sum(BLOCK + _padded(path.stat().st_size, BLOCK) for path in _files(directory))
+    return _padded(size + 2 * BLOCK, tarfile.RECORDSIZE)
+
+
+def tar_pieces(directory: Path) -> Iterator[bytes]:
+    """The pieces of the tar file, made while it is sent. All files are opened first, so that none is replaced."""
+    with contextlib.ExitStack() as held:
+        files = [(path, held.enter_context(path.open("rb"))) for path in _files(directory)]
+        sent = 0
+        for path, file in files:
+            head = tarfile.TarInfo(str(path.relative_to(directory)))
+            head.size = os.fstat(file.fileno()).st_size
+            yield head.tobuf()
+            while piece := file.read(PIECE_BYTES):
+                yield piece
+            yield bytes(_padded(head.size, BLOCK) - head.size)
+            sent += BLOCK + _padded(head.size, BLOCK)
+        yield bytes(_padded(sent + 2 * BLOCK, tarfile.RECORDSIZE) - sent)
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def _padded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

@@ -1,12 +1,13 @@
 """Futures: the answers that clients ask for later, by the id of their request. Each request is run once.
 
 A client that got no answer sends its request again, and asks for the same answer again: both find what is there. An
-answer is kept until room is needed, first those that a client has fetched.
+answer is kept until room is needed. The client that holds most makes room, first with what it has fetched, so that
+nobody loses an answer by what others send.
 """
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
-MAX_KEPT = 20_000  # answers that are kept
+MAX_KEPT = 20_000  # answers that are kept, of all clients together
 MAX_KEPT_BYTES = 512 * 2**20
 SMALL = 512  # bytes that an answer without tokens counts
 
@@ -48,7 +49,7 @@ class Future:
     state: str = "queued"  # queued, running, done
     waits_for: str = ""  # the reason for waiting that a client is told
     result: FutureAnswer | Failure | None = None
-    is_fetched: bool = False
+    num_bytes: int = 0  # of what was asked, until it is answered
     done: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -58,15 +59,34 @@ class Future:
             self.done.set()
 
 
+@dataclass(eq=False)
+class _Account:
+    """What is held for one client. The oldest answers come first."""
+
+    num_open: int = 0  # unanswered requests
+    open_bytes: int = 0  # of these
+    num_bytes: int = 0  # of the answers
+    fetched: OrderedDict[str, Future] = field(default_factory=OrderedDict)
+    unfetched: OrderedDict[str, Future] = field(default_factory=OrderedDict)
+
+    @property
+    def num_kept(self) -> int:
+        return len(self.fetched) + len(self.unfetched)
+
+
 class Futures:
-    def __init__(self, *, pending: int) -> None:
-        self._pending = pending
-        self._futures: OrderedDict[str, Future] = OrderedDict()
-        self._open: dict[str, int] = {}  # unanswered requests by owner
-        self._num_bytes = 0
+    """`pending` and `pending_bytes` bound the unanswered requests of one client, and what they hold."""
+
+    def __init__(self, *, pending: int, pending_bytes: int) -> None:
+        self._pending, self._pending_bytes = pending, pending_bytes
+        self._futures: dict[str, Future] = {}
+        self._accounts: defaultdict[str, _Account] = defaultdict(_Account)
+        self._num_kept = self._num_bytes = 0
         self._is_closing = False
 
-    def add(self, id: str, owner: str, digest: bytes, *, is_owed: bool = False) -> tuple[Future, bool]:
+    def add(
+        self, id: str, owner: str, digest: bytes, *, is_owed: bool = False, num_bytes: int = 0
+    ) -> tuple[Future, bool]:
         """The future of the request, and whether it is new. Raises ChatError: another request had that id (400), or
         too many of this client's are unanswered (429), or the server is stopping (503).
 
@@ -79,10 +99,15 @@ class Futures:
             return known, False
         if self._is_closing:
             raise ChatError(503, "the server is stopping", retry_after="5")
-        if not is_owed and self._open.get(owner, 0) >= self._pending:
+        account = self._accounts[owner]
+        if not is_owed and account.num_open >= self._pending:
             raise ChatError(429, f"{self._pending} requests of this client are unanswered", retry_after="1")
-        future = self._futures[id] = Future(id, owner, digest)
-        self._open[owner] = self._open.get(owner, 0) + 1
+        if not is_owed and account.num_open and account.open_bytes + num_bytes > self._pending_bytes:
+            size = f"{self._pending_bytes / 2**20:g} MiB"
+            raise ChatError(429, f"unanswered requests of this client hold {size}", retry_after="1")
+        future = self._futures[id] = Future(id, owner, digest, num_bytes=num_bytes)
+        account.num_open += 1
+        account.open_bytes += num_bytes
         return future, True
 
     def get(self, id: str, owner: str) -> Future:
@@ -122,17 +147,32 @@ class Futures:
         if future.result is not None:
             return
         future.finish(result)
-        self._open[future.owner] -= 1
-        self._num_bytes += _size(future)
-        self._futures.move_to_end(future.id)
-        while self._num_bytes > MAX_KEPT_BYTES or len(self._futures) > MAX_KEPT:
-            old = next((each for each in self._futures.values() if each.is_fetched), None) or next(
-                (each for each in self._futures.values() if each.result is not None and each is not future), None
-            )
-            if old is None:
+        account = self._accounts[future.owner]
+        account.num_open -= 1
+        account.open_bytes -= future.num_bytes
+        account.unfetched[future.id] = future
+        self._count(account, future, 1)
+        while self._num_bytes > MAX_KEPT_BYTES or self._num_kept > MAX_KEPT:
+            is_large = self._num_bytes > MAX_KEPT_BYTES
+            richest = max(self._accounts.values(), key=lambda each: each.num_bytes if is_large else each.num_kept)
+            held = richest.fetched or richest.unfetched
+            old = next(iter(held.values()))
+            if old is future:  # one answer is kept, however large it is
                 return
-            self._num_bytes -= _size(old)
-            del self._futures[old.id]
+            del held[old.id], self._futures[old.id]
+            self._count(richest, old, -1)
+
+    def _count(self, account: _Account, future: Future, sign: int) -> None:
+        size = sign * _size(future)
+        account.num_bytes += size
+        self._num_bytes += size
+        self._num_kept += sign
+
+    def mark_fetched(self, future: Future) -> None:
+        """From now on it is among the first of its client that make room."""
+        account = self._accounts[future.owner]
+        if account.unfetched.pop(future.id, None) is not None:
+            account.fetched[future.id] = future
 
     async def wait(self, future: Future, timeout_s: float) -> bool:
         """Whether the result is there, at the latest when the time is up."""
@@ -161,4 +201,6 @@ class Futures:
 
 
 def _size(future: Future) -> int:
-    return future.result.num_bytes if isinstance(future.result, FutureAnswer) else SMALL
+    """Bytes of its result."""
+    result = future.result
+    return SMALL + len(result.message) if isinstance(result, Failure) else result.num_bytes if result else 0

@@ -25,6 +25,7 @@ from art_cli.engines import Engine, make_engine
 from art_cli.engines.proof import Proof, make_probe
 from art_cli.engines.vllm import arguments
 from art_cli.engines.vllm.policies import VllmPolicies
+from art_cli.manifest import verify_checkpoint
 from art_cli.model import Weights
 from art_cli.policy_spec import PolicySpec, spec_of
 from art_cli.private import make_directory
@@ -96,7 +97,7 @@ class EmbeddedHost:
         pass
 
     async def open(self, policy: SampledPolicy) -> OpenPolicy:
-        weights = policy.weights or await call_in_thread(self._base.policy, policy.adapter)
+        weights = policy.weights or await call_in_thread(_load, self._base, policy.adapter)
         engine = make_engine(self._config, weights, name="policy", logs=self._logs, shares_weights=False)
         await engine.start()
         try:
@@ -158,7 +159,7 @@ class VllmHost:
 
     def _prove(self, adapter: Path | None) -> Proof:
         """What the base in this process says to the probe, with a saved adapter or without."""
-        probe, weights = make_probe(self._base.vocabulary), self._base.policy(adapter)
+        probe, weights = make_probe(self._base.vocabulary), _load(self._base, adapter)
         return Proof(probe, model.token_logprobs(weights, probe), weights.dtype_name)
 
     def copy(self, key: str, learner: ClientLearner) -> SampledPolicy:
@@ -172,6 +173,13 @@ class VllmHost:
 
     async def close(self) -> None:
         await self._server.close()
+
+
+def _load(base: Base, adapter: Path | None) -> Weights:
+    """The base with a saved adapter, or without one. Raises CheckpointError: its files are damaged."""
+    if adapter is not None:
+        verify_checkpoint(adapter)
+    return base.policy(adapter)
 
 
 def _proof(base: Base, learner: ClientLearner) -> Proof:

@@ -10,7 +10,7 @@ from art_cli.backend import passes
 from art_cli.backend.base import Parts
 from art_cli.backend.bodies import PROTO, content_type, digest_of
 from art_cli.backend.models import AdamParams, NewModel, SaveTo, new_place
-from art_cli.backend.passes import convert
+from art_cli.backend.ranges import convert
 from art_cli.backend.state import BackendState
 from art_cli.backend.store import make_notes, parse
 from art_cli.backend.wire import CreateModel, Load, OfModel, OptimStep, Save, done, reply

@@ -12,7 +12,7 @@ import msgspec
 from art_cli import threads
 from art_cli.backend import BackendLimits, passes
 from art_cli.backend.base import Base, ClientLearner, Parts, lora_of, parts_of
-from art_cli.backend.futures import Future, FutureAnswer, Futures
+from art_cli.backend.futures import SMALL, Future, FutureAnswer, Futures
 from art_cli.backend.samplers import Samplers
 from art_cli.backend.store import Notes, Place, RunNotes, Store, check_metadata, place
 from art_cli.backend.turns import Turns
@@ -20,8 +20,6 @@ from art_cli.chat.errors import ChatError, invalid
 from art_cli.errors import LearnerError
 from art_cli.learners.adapter_learner import Passed
 from art_cli.learners.optimizer import Adam
-
-MAX_SETTING = 1e6  # largest value of a setting of AdamW
 
 
 class AdamParams(msgspec.Struct, forbid_unknown_fields=True):
@@ -31,13 +29,6 @@ class AdamParams(msgspec.Struct, forbid_unknown_fields=True):
     eps: float = 1e-12
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
-
-    def check(self) -> None:
-        """Raises ChatError 400: a value that AdamW cannot have."""
-        for name, value in msgspec.structs.asdict(self).items():
-            top = 1.0 if name.startswith("beta") else MAX_SETTING
-            if not (0 <= value < top or (name == "grad_clip_norm" and value < 0)):
-                raise invalid(f"adam_params.{name}: {value!r} is not at least 0 and less than {top:g}")
 
 
 class NewModel(NamedTuple):
@@ -102,7 +93,7 @@ class Models:
             raise invalid(f"lora_config.rank {new.rank}: between 1 and {self.limits.rank}")
         check_metadata(new.user_metadata)
         if new.source is not None:
-            self.store.find(new.source, owner)
+            self.store.readable(new.source, owner)
         future, is_new = self.futures.add(f"{new.id}:0", owner, digest)
         if is_new:
             future.waits_for = f"the server trains {self.limits.models} models at once" if self._room.locked() else ""
@@ -132,7 +123,7 @@ class Models:
                 created=time.time(),
                 user_metadata=new.user_metadata,
             )
-            self.store.add_run(run)
+            await threads.call_in_thread(self.store.add_run, run)
         except BaseException:
             self._room.release()
             raise
@@ -180,20 +171,19 @@ class Models:
             except BaseException:
                 model.has_failed = model.has_failed or asked.backward
                 raise
-            size = 4 * sum(datum.targets.size for datum in checked.data)
+            size = SMALL + sum(each.nbytes for each in passed.logprobs)
             return FutureAnswer(
                 partial(passes.as_json, passed, checked.is_flat),
                 partial(passes.as_proto, passed, checked.is_flat),
                 size,
             )
 
-        return model.turns.submit(asked.seq_id, owner, digest, work).id
+        return model.turns.submit(asked.seq_id, owner, digest, work, asked.num_bytes).id
 
     def update(self, id: str, seq_id: int | None, adam: AdamParams, owner: str, digest: bytes) -> str:
         model = self.get(id, owner)
 
         def update() -> FutureAnswer:
-            adam.check()
             if model.has_failed:
                 model.has_failed = False
                 model.learner.clear()

@@ -25,6 +25,7 @@ from art_cli.backend.protobuf import (
     text,
     varint_field,
 )
+from art_cli.backend.ranges import convert
 from art_cli.backend.tensors import FLOAT32, Array, TensorData
 from art_cli.chat.errors import ChatError, invalid
 from art_cli.chat.reading import decode_object
@@ -74,6 +75,11 @@ class Pass(NamedTuple):
     loss: str
     settings: dict[str, float]
     backward: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its numbers."""
+        return sum(array.nbytes for datum in self.raw for array in (datum.tokens, *datum.arrays.values()))
 
 
 class Checked(NamedTuple):
@@ -144,14 +150,6 @@ def _of_json(fields: dict[str, Any], backward: bool, budget: _Budget) -> Pass:
     return Pass(request.model_id, request.seq_id, data, given.loss_fn, _numbers(settings), backward)
 
 
-def convert(fields: dict[str, Any], kind: Any) -> Any:
-    """The fields as a struct. Raises ChatError 400 that names the first one that does not fit."""
-    try:
-        return msgspec.convert(fields, kind, strict=True)
-    except msgspec.ValidationError as error:
-        raise invalid(str(error)) from None
-
-
 def token_ids(given: ModelInput) -> list[int]:
     """The tokens of a model input. Raises ChatError 400: a part of it is no text."""
     for chunk in given.chunks:
@@ -170,7 +168,7 @@ def of_proto(body: bytes) -> Pass:
         return reading.read(body)
     except ChatError as error:
         raise BadPass(error, reading.model_id, reading.seq_id) from None
-    except (ValueError, AssertionError) as error:
+    except (ValueError, ArithmeticError, AssertionError) as error:
         raise BadPass(invalid(f"the body: {error}"), reading.model_id, reading.seq_id) from None
 
 
@@ -249,7 +247,7 @@ class _naming:
         pass
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, ValueError | AssertionError):
+        if isinstance(error, ValueError | ArithmeticError | AssertionError):
             raise invalid(f"data[{self._number}]: {error}") from None
         if isinstance(error, ChatError):
             raise invalid(f"data[{self._number}]: {error.message}") from None

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from art_cli.backend import passes
 from art_cli.backend.bodies import PROTO, digest_of
 from art_cli.backend.futures import Failure
-from art_cli.backend.passes import convert
+from art_cli.backend.ranges import convert
 from art_cli.backend.sampling import SampleRequest
 from art_cli.backend.state import BackendState
 from art_cli.backend.store import parse
@@ -70,7 +70,7 @@ class Routes:
         if asked.base_model is None and asked.model_path is None:
             raise invalid("base_model or model_path: one of them says what to sample from")
         id = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
-        self.state.samplers.add(id, owner, None if asked.model_path is None else parse(asked.model_path))
+        await self.state.samplers.add(id, owner, None if asked.model_path is None else parse(asked.model_path))
         return reply({"type": "create_sampling_session", "sampling_session_id": id})
 
     async def get_sampler(self, http: Request, owner: str) -> Response:
@@ -109,7 +109,7 @@ class Routes:
             return reply(try_again(future))
         result = future.result
         assert result is not None
-        future.is_fetched = True
+        self.state.futures.mark_fetched(future)
         if isinstance(result, Failure):
             return reply({"error": result.message, "category": "user" if result.is_users else "server"})
         if result.as_proto is not None and PROTO in http.headers.get("accept", ""):

@@ -19,6 +19,7 @@ from art_cli.backend.store import Place, Store, parse
 from art_cli.chat.errors import ChatError, invalid
 from art_cli.chat.requests import Request
 
+MAX_SAMPLERS = 1000  # sampling sessions of one client
 SAMPLE_DEADLINE_S = 3600.0  # longest time that one request is sampled
 
 
@@ -46,16 +47,21 @@ class Samplers:
             raise ChatError(404, f"no sampling session {id[:200]!r}; it ended, or newer ones of its model replaced it")
         return found
 
-    def add(self, id: str, owner: str, at: Place | None) -> None:
-        """Makes a sampling session of a checkpoint, or of the base. Raises ChatError 404: no such checkpoint."""
+    async def add(self, id: str, owner: str, at: Place | None) -> None:
+        """Makes a sampling session of a checkpoint, or of the base. The client's oldest one makes room.
+
+        Raises ChatError 404: no such checkpoint.
+        """
         if (known := self.samplers.get(id)) is not None:
             if known.owner != owner or known.model_path != (at.uri if at else None):
                 raise invalid(f"{id}: another sampling session was made under this number")
             return
         self.samplers[id] = SamplingSession(id, owner, self._policy_of(at, owner), at.uri if at else None)
+        for old in [sampler for sampler in self.samplers.values() if sampler.owner == owner][:-MAX_SAMPLERS]:
+            await self._end(old)
 
     def _policy_of(self, at: Place | None, owner: str) -> SampledPolicy:
-        path = None if at is None else self._store.find(at, owner)
+        path = None if at is None else self._store.readable(at, owner)  # verified when it is opened
         key = "base" if at is None else f"{at.uri}@{self._written(at)}"  # a checkpoint may be overwritten
         return self.policies.get(key, lambda: SampledPolicy(key, path))
 
@@ -125,14 +131,14 @@ class Samplers:
             scores = await _prompt_scores(opened, request.prompt, last_n) if wants_prompt else None
             async with asyncio.timeout(SAMPLE_DEADLINE_S):
                 reply = await opened.reply(request)
-        return sample_answer(reply, scores, request.prompt)
+        return sample_answer(reply, scores)
 
 
 async def _prompt_scores(opened: OpenPolicy, prompt: list[int], last_n: int | None) -> list[float]:
     """[L] logprobs of the prompt's tokens. The first one's, and those before the last `last_n`, are NaN."""
     scores = [float("nan"), *await opened.score(prompt)]
-    hidden = 0 if last_n is None else len(scores) - last_n
-    scores[:hidden] = [float("nan")] * max(0, hidden)
+    hidden = 0 if last_n is None else max(0, len(scores) - last_n)
+    scores[:hidden] = [float("nan")] * hidden
     return scores
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from art_cli.backend import passes
 from art_cli.backend.base import Base
-from art_cli.backend.futures import FutureAnswer
+from art_cli.backend.futures import SMALL, FutureAnswer
 from art_cli.backend.passes import ModelInput
 from art_cli.backend.protobuf import bytes_field, varint_field
 from art_cli.chat.errors import invalid
@@ -16,6 +16,7 @@ from art_cli.chat.requests import Request, Sampling
 
 REFUSED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
 MAX_STOPS = 64
+TOKEN_BYTES = 100  # of a sampled token: its id and two logprobs as Python numbers, and its text
 
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
@@ -53,17 +54,13 @@ def sampling_request(request: SampleRequest, base: Base, *, max_samples: int) ->
     if request.record_stability_info:
         raise invalid("record_stability_info: not served here, because stable_reinforce is not")
     asked, ids = request.sampling_params, passes.token_ids(request.prompt)
-    if not 1 <= request.num_samples <= max_samples:
+    if request.num_samples > max_samples:
         raise invalid(f"num_samples {request.num_samples}: between 1 and {max_samples}")
     if not ids or min(ids) < 0 or max(ids) >= base.vocabulary:
         raise invalid("prompt: it is empty, or holds a token that the model does not have")
     room = base.max_length - len(ids)
     if room < 1 or (asked.max_tokens is not None and asked.max_tokens > room):
         raise invalid(f"prompt: {len(ids)} tokens and max_tokens {asked.max_tokens}; the context is {base.max_length}")
-    if asked.max_tokens is not None and asked.max_tokens < 1:
-        raise invalid("sampling_params.max_tokens: at least 1")
-    if not (0 <= asked.temperature <= 100 and 0 < asked.top_p <= 1 and -1 <= asked.top_k <= 2**31):
-        raise invalid("sampling_params: temperature from 0 to 100, top_p above 0 and up to 1, top_k from -1")
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     if len(stop) > MAX_STOPS or any(isinstance(each, str) and not 0 < len(each) <= 1000 for each in stop):
         raise invalid(f"sampling_params.stop: at most {MAX_STOPS}, none of them empty or over 1000 characters")
@@ -80,9 +77,9 @@ def sampling_request(request: SampleRequest, base: Base, *, max_samples: int) ->
     return Request(model="policy", prompt=ids, sampling=sampling, caps_tokens=True)
 
 
-def sample_answer(reply: Reply, scores: list[float] | None, prompt: list[int]) -> FutureAnswer:
+def sample_answer(reply: Reply, scores: list[float] | None) -> FutureAnswer:
     """`scores`: the prompt's logprobs, where they are asked for."""
-    size = 8 * sum(len(choice.token_ids) for choice in reply.choices) + 4 * len(prompt)
+    size = SMALL + TOKEN_BYTES * (sum(len(choice.token_ids) for choice in reply.choices) + len(scores or ()))
     return FutureAnswer(lambda: _as_json(reply, scores), lambda: _as_proto(reply, scores), size)
 
 

@@ -38,7 +38,7 @@ class BackendService:
     ) -> None:
         weights = base.weights
         self.base, self.limits, self._logs = base, limits, logs
-        self.futures = Futures(pending=limits.pending)
+        self.futures = Futures(pending=limits.pending, pending_bytes=limits.pending_bytes)
         store = Store(root, base=weights.base, dtype=weights.dtype_name, quota=limits.quota_bytes)
         self.host = make_host(base, engine, limits, logs)
         self.samplers = Samplers(base, store, self.host, limits)

@@ -5,10 +5,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from art_cli.backend.passes import convert
+from art_cli.backend.ranges import convert
 from art_cli.backend.sessions import ClientSession
 from art_cli.backend.state import BackendState
-from art_cli.backend.wire import NewSession, OfSession, Search, moment, page, reply
+from art_cli.backend.store import RunNotes
+from art_cli.backend.wire import MAX_PAGE, NewSession, OfSession, Search, moment, page, reply
+from art_cli.threads import call_in_thread
 
 Json = dict[str, Any]
 
@@ -21,7 +23,7 @@ class SessionRoutes:
 
     async def create_session(self, http: Request, owner: str) -> Response:
         asked = convert(await self.state.bodies.fields(http), NewSession)
-        session = self.state.sessions.add(owner, asked.user_metadata, asked.display_name, asked.tags)
+        session = self.state.sessions.add(owner, asked.user_metadata, asked.display_name)
         return reply({"type": "create_session", "session_id": session.id})
 
     async def heartbeat(self, http: Request, owner: str) -> Response:
@@ -54,10 +56,15 @@ class SessionRoutes:
             and wanted <= (session.user_metadata or {}).items()
             and all(word in (session.display_name or "").lower() for word in words)
         ]
-        return reply({"sessions": [self._summary(each) for each in found[: asked.limit]], "next_cursor": None})
+        shown = found[: min(asked.limit, MAX_PAGE)]
 
-    def _summary(self, session: ClientSession) -> Json:
-        runs = [run for run in self.state.store.runs(session.owner) if run.id.startswith(f"{session.id}:")]
+        def summaries() -> list[Json]:
+            runs = self.state.store.runs(owner)
+            return [self._summary(each, [run for run in runs if run.id.startswith(f"{each.id}:")]) for each in shown]
+
+        return reply({"sessions": await call_in_thread(summaries), "next_cursor": None})
+
+    def _summary(self, session: ClientSession, runs: list[RunNotes]) -> Json:
         kept = [notes for run in runs for _, notes in self.state.store.checkpoints(run.id)]
         return {
             "session_id": session.id,

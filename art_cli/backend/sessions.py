@@ -7,6 +7,9 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from art_cli.backend.store import encode_notes
 from art_cli.chat.errors import ChatError, invalid
 
 MAX_SESSIONS = 1000  # number of sessions that one client may have
@@ -18,12 +21,20 @@ SALT = b"art backend: the owner of a checkpoint"
 class ClientSession:
     id: str
     owner: str
-    user_metadata: dict[str, Any] | None
-    display_name: str | None
-    tags: list[str]
+    notes: bytes  # JSON of what the client calls it, which takes less room than its objects
     created: float = field(default_factory=time.time)
     heard: float = field(default_factory=time.monotonic)  # when its last heartbeat came
     ended: str | None = None  # how its client said that it ended
+
+    @property
+    def user_metadata(self) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = msgspec.json.decode(self.notes)["user_metadata"]
+        return found
+
+    @property
+    def display_name(self) -> str | None:
+        found: str | None = msgspec.json.decode(self.notes)["display_name"]
+        return found
 
 
 class Sessions:
@@ -31,10 +42,12 @@ class Sessions:
         self._timeout_s = timeout_s
         self._sessions: dict[str, ClientSession] = {}
 
-    def add(self, owner: str, user_metadata: dict[str, Any] | None, name: str | None, tags: list[str]) -> ClientSession:
+    def add(self, owner: str, user_metadata: dict[str, Any] | None, name: str | None) -> ClientSession:
+        """Raises ChatError: notes out of bounds (400), or too many sessions (429)."""
+        notes = encode_notes(user_metadata=user_metadata, display_name=name)
         if sum(session.owner == owner for session in self._sessions.values()) >= MAX_SESSIONS:
             raise ChatError(429, f"this client has {MAX_SESSIONS} sessions", retry_after="60")
-        session = ClientSession(uuid.uuid4().hex, owner, user_metadata, name, tags)
+        session = ClientSession(uuid.uuid4().hex, owner, notes)
         self._sessions[session.id] = session
         return session
 

@@ -13,6 +13,7 @@ import contextlib
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,16 +21,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from art_cli.chat.errors import ChatError, invalid
-from art_cli.durable import write_file
+from art_cli.durable import remove, write_file
 from art_cli.manifest import STEP_NAME, Manifest, new_checkpoint, verify_checkpoint
 from art_cli.private import make_directory
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 RUN_ID = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}", re.ASCII)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
-MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86400
 MAX_METADATA = 64  # entries of a client's own notes
 MAX_METADATA_BYTES = 16_384
+UNFINISHED_S = 3600.0  # time without a change after which nobody writes a file any more; servers may share a root
 
 
 class RunNotes(msgspec.Struct, kw_only=True):
@@ -126,16 +127,21 @@ class Store:
     def path(self, at: Place) -> Path:
         return self.root / at.run / at.kind / at.name
 
-    def find(self, at: Place, owner: str) -> Path:
-        """The checkpoint's directory, verified. Raises ChatError 404: none that this client may read.
-
-        Raises CheckpointError: its files are damaged.
-        """
+    def readable(self, at: Place, owner: str) -> Path:
+        """The checkpoint's directory. Raises ChatError 404: none that this client may read."""
         notes, run = self.notes(at), self._read_run(at.run)
         if notes is None or run is None or (run.owner != owner and not notes.is_public):
             raise ChatError(404, f"no checkpoint {at.uri}")
-        verify_checkpoint(self.path(at))
         return self.path(at)
+
+    def find(self, at: Place, owner: str) -> Path:
+        """As `readable`, verified. Call it in a thread, because it reads all files.
+
+        Raises CheckpointError: its files are damaged.
+        """
+        path = self.readable(at, owner)
+        verify_checkpoint(path)
+        return path
 
     def notes(self, at: Place) -> Notes | None:
         """None: there is no such checkpoint, or it has expired."""
@@ -163,15 +169,19 @@ class Store:
         manifest = Manifest(step=step, base=self._base, config_hash="", dtype=self._dtype)
         with new_checkpoint(self.path(at), manifest) as directory:
             fill(directory)
-        notes.num_bytes = sum(path.stat().st_size for path in self.path(at).rglob("*") if path.is_file())
-        self.note(at, notes)
+            notes.num_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+            self.note(at, notes)  # before the directory has its name: one without notes would stay for ever
 
     def note(self, at: Place, notes: Notes) -> None:
         write_file(self._notes_path(at), msgspec.json.encode(notes))
 
     def delete(self, at: Place) -> None:
+        """Removes the checkpoint. What a kill leaves of it is swept later."""
+        doomed = self.path(at).with_name(f".{at.name}.{uuid.uuid4().hex[:8]}.tmp")
+        with contextlib.suppress(FileNotFoundError):
+            self.path(at).rename(doomed)
         self._notes_path(at).unlink(missing_ok=True)
-        shutil.rmtree(self.path(at), ignore_errors=True)
+        shutil.rmtree(doomed, ignore_errors=True)
 
     def checkpoints(self, run: str) -> list[tuple[Place, Notes]]:
         """Those of a training run, the oldest first."""
@@ -187,7 +197,11 @@ class Store:
         return sum(notes.num_bytes for run in self.runs(owner) for _, notes in self.checkpoints(run.id))
 
     def sweep(self) -> None:
-        """Deletes what has expired."""
+        """Deletes what has expired, and what killed servers left half written."""
+        for pattern in ("*/.*.tmp", "*/*/.*.tmp", "*/notes/*/.*.tmp"):
+            for path in list(self.root.glob(pattern)):
+                if time.time() - _last_written(path) > UNFINISHED_S:
+                    remove(path)
         for path in list(self.root.iterdir()):
             for at in self._places(path.name) if RUN_ID.fullmatch(path.name) else ():
                 if self._notes_path(at).is_file() and self.notes(at) is None:
@@ -203,19 +217,32 @@ class Store:
         return self.root / at.run / "notes" / at.kind / f"{at.name}.json"
 
 
+def _last_written(path: Path) -> float:
+    """When the file, or anything in the directory, was last changed; now, if it is gone meanwhile."""
+    try:
+        return max(each.stat().st_mtime for each in (path, *path.rglob("*")))
+    except FileNotFoundError:
+        return time.time()
+
+
 def make_notes(ttl_s: int | None, user_metadata: dict[str, str] | None) -> Notes:
-    """Raises ChatError 400: a time to live or metadata out of bounds."""
+    """Raises ChatError 400: metadata out of bounds."""
     now = time.time()
-    return Notes(created=now, expires=expiry(ttl_s, now), user_metadata=check_metadata(user_metadata))
-
-
-def expiry(ttl_s: int | None, now: float) -> float | None:
-    if ttl_s is not None and not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
-        raise invalid(f"ttl_seconds {ttl_s}: between {MIN_TTL_S} (an hour) and {MAX_TTL_S} (ten years)")
-    return None if ttl_s is None else now + ttl_s
+    expires = None if ttl_s is None else now + ttl_s
+    return Notes(created=now, expires=expires, user_metadata=check_metadata(user_metadata))
 
 
 def check_metadata(found: dict[str, Any] | None) -> Any:
-    if found is not None and (len(found) > MAX_METADATA or len(msgspec.json.encode(found)) > MAX_METADATA_BYTES):
-        raise invalid(f"user_metadata: at most {MAX_METADATA} entries and {MAX_METADATA_BYTES} bytes")
+    """The client's own notes. Raises ChatError 400: they are too large."""
+    encode_notes(user_metadata=found)
+    if len(found or ()) > MAX_METADATA:
+        raise invalid(f"user_metadata: {len(found or ())} entries; at most {MAX_METADATA}")
     return found
+
+
+def encode_notes(**notes: Any) -> bytes:
+    """JSON of what a client may name. Raises ChatError 400: it is too large."""
+    encoded = msgspec.json.encode(notes)
+    if len(encoded) > MAX_METADATA_BYTES:
+        raise invalid(f"{' and '.join(notes)}: {len(encoded)} bytes; at most {MAX_METADATA_BYTES}")
+    return encoded

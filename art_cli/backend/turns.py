@@ -28,8 +28,8 @@ class Turns:
         self._task = asyncio.create_task(self._run())
         self._is_closed = False
 
-    def submit(self, number: int | None, owner: str, digest: bytes, work: Work) -> Future:
-        """The future of the request with that number; None: it comes after all others so far.
+    def submit(self, number: int | None, owner: str, digest: bytes, work: Work, num_bytes: int = 0) -> Future:
+        """The future of the request with that number, or with the one after all so far if it is None.
 
         Raises ChatError: its number was used for another request, or is too far ahead.
         """
@@ -39,7 +39,7 @@ class Turns:
         if not 1 <= number < self._next + MAX_AHEAD:
             raise invalid(f"seq_id {number}: the next request of this model is number {self._next}")
         id = f"{self.name}:{number}"
-        future, is_new = self._futures.add(id, owner, digest, is_owed=number == self._next)
+        future, is_new = self._futures.add(id, owner, digest, is_owed=number == self._next, num_bytes=num_bytes)
         if not is_new:
             return future
         if number < self._next:  # it was run, and its answer is no longer kept

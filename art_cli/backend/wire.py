@@ -9,15 +9,14 @@ from starlette.responses import Response
 
 from art_cli.backend.futures import Future, FutureAnswer
 from art_cli.backend.models import AdamParams
+from art_cli.backend.ranges import convert
 from art_cli.backend.store import KINDS, Notes, Place
-from art_cli.chat.errors import invalid
 
 Json = dict[str, Any]
 MAX_PAGE = 1000
 
 
 class NewSession(msgspec.Struct):
-    tags: list[str] = []
     user_metadata: Json | None = None
     display_name: str | None = None
 
@@ -106,6 +105,11 @@ class NewSampler(msgspec.Struct, forbid_unknown_fields=True):
     type: str = ""
 
 
+class Page(msgspec.Struct):
+    offset: int = 0
+    limit: int = 20
+
+
 class Retrieve(msgspec.Struct):
     request_id: str
     allow_metadata_only: bool = False
@@ -152,7 +156,5 @@ def moment(seconds: float) -> str:
 
 def page(http: Request) -> tuple[int, int]:
     """Offset and limit of a listing. Raises ChatError 400: they are no counts."""
-    offset, limit = (http.query_params.get(name, default) for name, default in (("offset", "0"), ("limit", "20")))
-    if not (offset.isdecimal() and limit.isdecimal() and len(offset) < 10 and len(limit) < 10):
-        raise invalid("offset and limit are counts")
-    return int(offset), min(int(limit), MAX_PAGE)
+    asked = convert(dict(http.query_params), Page, strict=False)
+    return asked.offset, min(asked.limit, MAX_PAGE)
