@@ -14,7 +14,7 @@ import msgspec
 from art_cli.durable import read_object
 from art_cli.errors import ArtError, printable
 from art_cli.trajectory import ScoredTrajectory
-from art_cli.viewer.drawing import drawing_page, drawing_path
+from art_cli.viewer.drawing import DrawingKind, drawing_kind, drawing_page
 from art_cli.viewer.groups import MAX_ATTEMPTS, Histogram, Page, Query, find_groups, histogram, words_of
 from art_cli.viewer.index import IndexedStep, Split
 from art_cli.viewer.learned import LearnedNumbers
@@ -55,6 +55,7 @@ class Answers:
         self._is_closed = False
         self._known_state: object = None
         self._num_changes = 0  # the revision
+        self.shows_found = True  # whether a drawing that was found beside a run is offered
         self.left_out = 0  # trajectories that a page in one file leaves out
 
     # --- the index in the background ----------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ class Answers:
             "is_running": source.is_running,
             "indexing": {"done_bytes": done, "bytes": total} if done < total else None,
             "num_trajectories": sum(step["num_trajectories"] for step in steps),
-            "drawing": self.has_drawing(source),
+            "drawing": self.drawing_kind(source),
             "steps": steps,
         }
 
@@ -143,12 +144,12 @@ class Answers:
     def source(self, name: str) -> Json:
         source = self._find_source(name)
         if source.run is None:
-            return {**file_numbers(source.index), "drawing": self.has_drawing(source), "judge": self._judged(source)}
+            return {**file_numbers(source.index), "drawing": self.drawing_kind(source), "judge": self._judged(source)}
         stamp = (_size(source.run.metrics_path), _size(source.run.config_path), len(source.run.checkpoint_steps()))
         known = self._numbers.get(name)
         if known is None or known[0] != stamp:
             known = self._numbers[name] = (stamp, run_numbers(source.run))
-        return {**known[1], "drawing": self.has_drawing(source), "judge": self._judged(source)}
+        return {**known[1], "drawing": self.drawing_kind(source), "judge": self._judged(source)}
 
     def _judged(self, source: ViewSource) -> Json | None:
         """The steps that have a judge's report: trajectories of ours that were scored."""
@@ -171,8 +172,9 @@ class Answers:
         plain = {**msgspec.to_builtins(report), "path": printable(report.path)}
         return {"step": number, "report": plain, "values": report.values(), "lines": lines}
 
-    def has_drawing(self, source: ViewSource) -> bool:
-        return drawing_path(source, self._drawing) is not None
+    def drawing_kind(self, source: ViewSource) -> DrawingKind | None:
+        kind = drawing_kind(source, self._drawing)
+        return kind if kind == "given" or self.shows_found else None
 
     def drawing(self, name: str) -> str:
         page = drawing_page(self._find_source(name), self._drawing)

@@ -1,23 +1,27 @@
-"""A recipe's own drawing of a state: the file view.js, inside a page that can reach nothing.
+"""A recipe's own drawing of a state: the file view.js, a program, inside a page of its own.
 
 The page is shown in a frame with `sandbox="allow-scripts"`, so that its origin is its own, and its policy lets it load
-nothing and send nothing. It gets {"trajectory", "conversation", "message_index"} by postMessage, and draws.
+nothing. No policy that browsers have keeps it from sending what it is shown: WebRTC and the names of hosts in
+addresses are not covered. So a drawing that was found beside a run is shown only after the viewer has agreed. It gets
+{"trajectory", "conversation", "message_index"} by postMessage, and draws.
 """
 
 import base64
 import hashlib
 import re
 from pathlib import Path
+from typing import Literal
 
+from art_cli.run_file import is_inside, read_file
 from art_cli.viewer.sources import ViewSource
 
 MAX_BYTES = 256 * 2**10
+DrawingKind = Literal["given", "found"]
 
 
 def drawing_page(source: ViewSource, given: Path | None) -> str | None:
-    """The page of the frame; None: the run has no view.js, and none was given."""
-    path = drawing_path(source, given)
-    script = _script(path) if path is not None else None
+    """Returns the page of the frame, or None if no drawing was given and the run has none that can be read."""
+    script = _script(source, given)
     if script is None:
         return None
     policy = f"default-src 'none'; script-src '{hash_of(script)}'; style-src 'unsafe-inline'; img-src data:"
@@ -29,21 +33,26 @@ def drawing_page(source: ViewSource, given: Path | None) -> str | None:
     )
 
 
-def drawing_path(source: ViewSource, given: Path | None) -> Path | None:
-    """The file of the drawing; None: there is none."""
-    path = given if given is not None else source.run.drawing_path if source.run is not None else None
-    return path if path is not None and path.is_file() else None
+def drawing_kind(source: ViewSource, given: Path | None) -> DrawingKind | None:
+    """Returns "given" for the file of --drawing, "found" for the run's own, or None if there is neither."""
+    if given is not None:
+        return "given" if given.is_file() else None
+    run = source.run
+    return "found" if run is not None and is_inside(run.drawing_path, run.root) else None
 
 
-def _script(path: Path) -> str | None:
-    """The text of the file, so that it cannot end its own element. None: no such file, or too large."""
+def _script(source: ViewSource, given: Path | None) -> str | None:
+    """Returns the text of the drawing, written so that it cannot end its own element, or None if there is none."""
     try:
-        if not path.is_file() or path.stat().st_size > MAX_BYTES:
+        if given is not None:
+            data = read_file(given, max_bytes=MAX_BYTES)
+        elif source.run is not None:
+            data = read_file(source.run.drawing_path, max_bytes=MAX_BYTES, within=source.run.root)
+        else:
             return None
-        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    return inline_script(text)
+    return inline_script(data.decode(errors="replace"))
 
 
 def inline_script(text: str) -> str:

@@ -42,6 +42,7 @@ URL_SHARE = 0.25  # bytes that a URL takes in the table of parts, for each of it
 def write_page(answers: Answers, path: Path, *, max_bytes: int) -> str:
     """Writes the file. Returns a line that says what it has. Raises UsageError: even the least does not fit."""
     html, style, script = _app()
+    answers.shows_found = False  # whoever opens the file was not asked
     answers.read_all()
     room = max_bytes - len(html) - len(style) - len(script) - len(json_of(answers.sources())) - RESERVED
     parts = _Parts(room)
@@ -133,7 +134,7 @@ def _numbers(answers: Answers) -> _Made:
     for source in answers.all():
         url = f"/api/source/{source.id}"
         yield url, partial(answers.source, source.id)
-        if answers.has_drawing(source):
+        if answers.drawing_kind(source) is not None:
             yield f"{url}/drawing", partial(answers.drawing, source.id)
     yield "/api/revision", lambda: {"revision": 0}
 

@@ -25,9 +25,11 @@ from tests.support.attempts import scored, write_attempts
 from tests.viewer.serving import asking
 
 
-def written(paths: list[Path], html: Path, *, max_bytes: int = 10**8) -> tuple[str, dict[str, Any]]:
+def written(
+    paths: list[Path], html: Path, *, max_bytes: int = 10**8, drawing: Path | None = None
+) -> tuple[str, dict[str, Any]]:
     """The page, and the answers in it."""
-    write_page(Answers(Sources(paths)), html, max_bytes=max_bytes)
+    write_page(Answers(Sources(paths), drawing=drawing), html, max_bytes=max_bytes)
     page = html.read_text()
     [data] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.DOTALL)
     assert "<" not in data
@@ -92,8 +94,8 @@ def test_a_file_that_would_be_too_large_keeps_the_best_and_the_worst(tmp_path: P
 
 def test_the_policy_allows_the_scripts_of_the_file_alone(tmp_path: Path) -> None:
     run = write_attempts(tmp_path / "mail")
-    RunDir(run.root).drawing_path.write_text("draw() // </script>")
-    page, answers = written([run.root], tmp_path / "page.html")
+    (tmp_path / "draw.js").write_text("draw() // </script>")
+    page, answers = written([run.root], tmp_path / "page.html", drawing=tmp_path / "draw.js")
     [policy] = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
     assert "default-src 'none'" in policy and "unsafe" not in policy
     scripts = re.findall(r"<script>(.*?)</script>", page, flags=re.DOTALL)
@@ -104,6 +106,14 @@ def test_the_policy_allows_the_scripts_of_the_file_alone(tmp_path: Path) -> None
         assert f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" in policy
     assert not re.findall(r'<script[^>]*src=|<link[^>]*href="(?!data:)|https?://[^"]*"\s*>', page)
     assert page.index('id="data"') < page.rindex("<script>")  # the script finds the data when it runs
+
+
+def test_a_drawing_that_lies_beside_the_run_is_left_out(tmp_path: Path) -> None:
+    run = write_attempts(tmp_path / "mail")
+    RunDir(run.root).drawing_path.write_text("draw()")
+    page, answers = written([run.root], tmp_path / "page.html")
+    assert "/api/source/0/drawing" not in answers and answers["/api/source/0"]["drawing"] is None
+    assert page.count("'sha256-") == 2  # the page's own style and script
 
 
 def test_the_command_writes_it_and_says_so(tmp_path: Path, art: Any) -> None:

@@ -296,11 +296,11 @@ async def test_an_endpoint_that_does_not_answer_is_one_sentence(tmp_path: Path) 
     await relay.close()
 
 
-async def test_a_drawing_can_reach_nothing(tmp_path: Path) -> None:
+async def test_the_page_of_a_drawing_can_load_nothing(tmp_path: Path) -> None:
     run = write_attempts(tmp_path / "mail")
     RunDir(run.root).drawing_path.write_text("draw('</script><script>alert(1)</script>') // <!-- ")
     async with asking([run.root]) as ask:
-        assert (await ask.get("sources"))["sources"][0]["drawing"]
+        assert (await ask.get("sources"))["sources"][0]["drawing"] == "found"
         response = await ask.client.get("/api/source/0/drawing")
         policy = response.headers["content-security-policy"]
         assert policy.startswith("default-src 'none'; script-src 'sha256-") and "sandbox allow-scripts" in policy

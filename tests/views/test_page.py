@@ -311,7 +311,7 @@ addEventListener("message", async (event) => {
 
 
 @pytest.mark.parametrize("is_file", [False, True])
-def test_a_drawing_follows_the_message_and_reaches_nothing(
+def test_a_drawing_follows_the_message_and_reaches_neither_page_nor_storage_nor_network(
     browser: Browser, run: RunDir, tmp_path: Path, art: Callable[..., tuple[int, str, str]], is_file: bool
 ) -> None:
     script = tmp_path / "view.js"
@@ -388,6 +388,7 @@ def test_curves_grow_while_the_demo_trains(open_page: Open, demo: RunDir) -> Non
         page.locator("nav[aria-label=Views] >> text=Groups").click()
         page.locator("[data-row='0'] a").first.click()
         page.locator(".attempt a").first.click()
+        page.get_by_role("button", name="Run view.js").click()
         expect(page.frame_locator("iframe").locator("body")).to_contain_text("X")  # the recipe's drawing of the board
 
 

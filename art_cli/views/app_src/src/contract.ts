@@ -54,7 +54,7 @@ export interface SourceDetails {
   evaluations: Evaluated[];
   findings: Finding[];
   judge: { steps: number[] } | null;
-  drawing?: boolean;
+  drawing?: "given" | "found" | null; // found: beside the run, so that the viewer is asked first
   problems?: string[];
   checkpoints: number[];
   best_step: number | null;

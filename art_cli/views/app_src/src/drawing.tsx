@@ -1,6 +1,7 @@
-// A recipe's own drawing of a state, in a frame that can reach nothing: opaque origin, no network, plain data in.
+// A recipe's own drawing of a state, in a frame with an opaque origin, no network, plain data in. It is a program that
+// can still send what it is shown, by WebRTC or as the name of a host: one that lies beside a run waits for a click.
 
-import { useEffect, useRef } from "preact/hooks";
+import { useEffect, useReducer, useRef } from "preact/hooks";
 import type { SourceDetails, TrajectoryRecord } from "./contract";
 import { provider, useAnswer } from "./data";
 
@@ -10,9 +11,24 @@ interface DrawingProps {
   message: number | null; // place of the message whose state is drawn; null: the last
 }
 
+const allowed = new Set<string>(); // sources whose drawing the viewer has allowed, until the page is loaded again
+
 export function Drawing({ source, trajectory, message }: DrawingProps) {
-  const hasDrawing = useAnswer<SourceDetails>(`/api/source/${encodeURIComponent(source)}`).value?.drawing === true;
-  return hasDrawing ? <Frame source={source} trajectory={trajectory} message={message} /> : null;
+  const kind = useAnswer<SourceDetails>(`/api/source/${encodeURIComponent(source)}`).value?.drawing;
+  const [, redraw] = useReducer((count: number) => count + 1, 0);
+  if (!kind) return null;
+  if (kind === "given" || allowed.has(source)) return <Frame source={source} trajectory={trajectory} message={message} />;
+  const allow = () => {
+    allowed.add(source);
+    redraw(undefined);
+  };
+  return (
+    <section class="drawing">
+      <h2>Drawing</h2>
+      <p>This run brings a program that draws its states, view.js. It can send the conversations that it is shown to others. Run it only if you trust whoever wrote it.</p>
+      <button type="button" onClick={allow}>Run view.js</button>
+    </section>
+  );
 }
 
 function Frame({ source, trajectory, message }: DrawingProps) {
