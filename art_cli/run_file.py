@@ -24,17 +24,17 @@ def open_file(path: Path, *, within: Path | None = None, max_bytes: int | None =
         raise OSError(errno.EPERM, f"a link that leads out of {within}", str(path))
     if not stat.S_ISREG(os.stat(place).st_mode):  # opening a device can have an effect
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    file = open(os.open(place, _FLAGS), "rb")
-    status = os.fstat(file.fileno())
-    reason = None
-    if not stat.S_ISREG(status.st_mode):
-        reason = "not a regular file"
-    elif max_bytes is not None and status.st_size > max_bytes:
-        reason = f"{status.st_size} bytes; at most {max_bytes} are read"
-    if reason is not None:
-        file.close()
-        raise OSError(errno.EINVAL, reason, str(path))
-    return file
+    handle = os.open(place, _FLAGS)
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if max_bytes is not None and status.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"{status.st_size} bytes; at most {max_bytes} are read", str(path))
+    except BaseException:
+        os.close(handle)
+        raise
+    return os.fdopen(handle, "rb")
 
 
 def read_file(path: Path, *, max_bytes: int, within: Path | None = None) -> bytes:
