@@ -249,18 +249,24 @@ def _mask(text: str, spans: Sequence[Span]) -> str:
 
 
 def find_secrets(
-    environment: Mapping[str, str], *, names: Iterable[str] = (), urls: Iterable[str] = (), params: Iterable[Any] = ()
+    environment: Mapping[str, str],
+    *,
+    values: Iterable[str] = (),
+    names: Iterable[str] = (),
+    urls: Iterable[str] = (),
+    params: Iterable[Any] = (),
+    max_escapes: int = MAX_ESCAPES,
 ) -> Secrets:
-    """The secrets of a process: values of variables that are named like secrets or in `names`, passwords and queries
+    """The secrets of a process: `values`, variables that are named like secrets or in `names`, passwords and queries
     in `urls`, and from `params` the headers and the values under a name like a secret's.
     """
     named = set(names)
-    values = [value for name, value in environment.items() if name in named or _SECRET_NAME.search(name)]
+    found = [*values, *(value for name, value in environment.items() if name in named or _SECRET_NAME.search(name))]
     for url in urls:
-        values += _secrets_of_url(url)
+        found += _secrets_of_url(url)
     for each in params:
-        values += _secrets_of_params(each, is_secret=False)
-    return Secrets(values)
+        found += _secrets_of_params(each, is_secret=False)
+    return Secrets(found, max_escapes=max_escapes)
 
 
 def _secrets_of_url(url: str) -> list[str]:

@@ -22,7 +22,7 @@ from art_cli.chat.answers import MAX_ANSWER, MAX_ERROR, AnswerTooLarge, open_ses
 from art_cli.chat.errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import RESHAPING, Request, Sampling
-from art_cli.secrets import Secrets
+from art_cli.secrets import find_secrets
 
 Json = dict[str, Any]
 
@@ -38,7 +38,7 @@ class HttpBackend:
         self.step = step  # step to record when the endpoint does not report one; the caller updates it after a load
         self._url = str(URL(base_url.rstrip("/")).with_user(None))  # has no password, because messages show it
         self._api_key = api_key
-        self._secrets = Secrets([api_key])
+        self._secrets = find_secrets({}, values=[api_key], urls=[base_url])
         self._timeout_s = timeout_s
         self._dialect = _Dialect()
         self._session: aiohttp.ClientSession | None = None

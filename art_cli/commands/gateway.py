@@ -16,9 +16,12 @@ from art_cli.commands.serve import KEY_VARIABLE, is_on_line
 from art_cli.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from art_cli.checkpoints import Which
     from art_cli.config.compose import LoadedGateway
-    from art_cli.engines import Engine
+    from art_cli.engines import Endpoint, Engine
+    from art_cli.secrets import Secrets
     from art_cli.serving.capture.journal import Journal
     from art_cli.serving.capture.service import Totals
 
@@ -72,7 +75,6 @@ def run(
     from art_cli.chat.keys import check_exposure, read_key_texts
     from art_cli.config.compose import load_gateway
     from art_cli.engines import engine_traits
-    from art_cli.secrets import Secrets
     from art_cli.serving.capture.clients import Clients
     from art_cli.serving.capture.service import GatewayService
 
@@ -93,7 +95,7 @@ def run(
 
         async def serve() -> "Totals":
             async with _started(*made) as engine:
-                known = Secrets([*keys, engine.endpoint.api_key], max_escapes=MAX_ESCAPES)
+                known = _known_secrets(keys, engine.endpoint)
                 traits = engine_traits(loaded.engine, loaded.directory)
                 service = GatewayService(
                     engine,
@@ -201,3 +203,11 @@ def _said(loaded: "LoadedGateway", totals: "Totals") -> str:
 def _write(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def _known_secrets(keys: "Sequence[str]", endpoint: "Endpoint") -> "Secrets":
+    """The keys of the clients and of the endpoint, and the password in the endpoint's address."""
+    from art_cli.secrets import find_secrets
+
+    values, urls = [*keys, endpoint.api_key], [endpoint.base_url or ""]
+    return find_secrets({}, values=values, urls=urls, max_escapes=MAX_ESCAPES)

@@ -20,7 +20,7 @@ from typing import Any
 
 from art_cli.errors import RemoteError, describe, printable
 from art_cli.remote.server import RemoteServer
-from art_cli.secrets import Secrets
+from art_cli.secrets import find_secrets
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class RemoteSession:
         self.server, self._timeout_s = server, timeout_s
         self._sdk = load_sdk()
         self.types = self._sdk.types
-        self._secrets = Secrets([server.key])
+        self._secrets = find_secrets({}, values=[server.key], urls=[server.url])
         server.capabilities()  # the SDK would try a wrong address for minutes
         self._service: Any = self._sdk.ServiceClient(base_url=server.url, api_key=server.key)
         self.session = str(self.call("a session", lambda: self._service.holder.get_session_id()))

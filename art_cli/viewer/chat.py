@@ -16,7 +16,7 @@ from art_cli.chat.errors import ChatError
 from art_cli.chat.requests import Sampling
 from art_cli.chat.wires.openai_chat import OpenAIChat
 from art_cli.errors import UsageError, describe
-from art_cli.secrets import Secrets
+from art_cli.secrets import find_secrets
 
 Json = dict[str, Any]
 
@@ -41,7 +41,7 @@ async def find_model(url: str, key: str) -> str:
             async with session.get(address, timeout=timeout, allow_redirects=False) as response:
                 listed = msgspec.json.decode(await read_answer(response, MAX_BODY), type=_Models)
     except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
-        shown = Secrets([key]).redact(describe(error))
+        shown = find_secrets({}, values=[key], urls=[url]).redact(describe(error))
         raise UsageError(f"--endpoint {url}: cannot list its models ({shown}); give --model") from None
     if not listed.data:
         raise UsageError(f"--endpoint {url}: it lists no model; give --model")

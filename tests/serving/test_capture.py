@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import httpx
 import pytest
 
+from art_cli.commands.gateway import _known_secrets
 from art_cli.config.compose import load_gateway
 from art_cli.config.schema import GatewayConfig, RedactConfig
 from art_cli.durable import LineWriter, read_lines
@@ -388,6 +389,29 @@ def test_values_of_named_keys_go_also_in_json_that_a_text_quotes() -> None:
     assert all(redactor.text(text) == text for text in cases.values())
     message = {"role": "user", "content": "nothing"}
     assert redactor.value(message) is message and redactor.messages([message, message])[1] is message
+
+
+def test_keys_and_rules_reach_the_values_of_type_and_role() -> None:
+    """The protocol's own words stay where it has them; in a tool's schema, or as a key, nothing is exempt."""
+    redactor = Redactor(RedactConfig(patterns=["user|string-\\d"]), Secrets([ANN]))
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "f", "parameters": {"type": ANN, "properties": {"x": {"role": ANN}}}},
+        },
+        {"type": "function", "function": {"name": "g", "parameters": {"type": "string-1", "role": "user"}}},
+    ]
+    first, second = redactor.value(tools)
+    assert first["type"] == "function" and ANN not in str(first)
+    assert second["function"]["parameters"] == {"type": "[redacted]", "role": "[redacted]"}
+    message = {"role": "user", "content": [{"type": ANN, "text": "x"}]}
+    assert redactor.value(message) == {"role": "user", "content": [{"type": "***", "text": "x"}]}
+
+
+def test_the_password_of_the_endpoints_address_is_masked_alone() -> None:
+    endpoint = Endpoint(base_url="https://me:pass%2Dword@host/v1?key=query-key", api_key=UPSTREAM, model="m", step=0)
+    known = _known_secrets([ANN], endpoint)
+    assert known.redact(f"{ANN} {UPSTREAM} pass-word query-key") == "*** *** *** ***"
 
 
 async def test_a_reply_without_token_ids_is_text_only_and_can_be_judged(tmp_path: Path) -> None:

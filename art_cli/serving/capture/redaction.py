@@ -9,6 +9,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,7 +26,8 @@ MAX_REMEMBERED = 1024  # number of messages whose outcome is remembered, because
 MAX_REMEMBERED_BYTES = 64 * 2**10  # bytes of a redacted message that is remembered
 MAX_NESTED = 8  # levels of JSON in strings of JSON that are read
 MAX_DEPTH = 64  # levels of lists and objects in such JSON; deeper ones are replaced as a whole
-STRUCTURE = ("role", "type")  # names whose values are the protocol's words, in which no rule looks
+STRUCTURE = ("role", "type")  # names whose values are the protocol's words, in which only keys are looked for
+DATA = ("parameters", "input_schema", "schema", "arguments", "input", "metadata")  # names below which it has no words
 
 
 class Redactor:
@@ -80,12 +82,16 @@ class Redactor:
                     self._remembered.popitem(last=False)
         return redacted
 
-    def _walk(self, value: Any, *, is_document: bool, nested: int) -> Any:
-        """`is_document`: the value was read from a string, so that its keys are data and not the protocol's."""
+    def _walk(self, value: Any, *, is_document: bool, nested: int, is_data: bool = False) -> Any:
+        """`is_document`: the value was read from a string, so that its keys are data and not the protocol's.
+
+        `is_data`: it is below one of DATA, so that `role` and `type` are no words of the protocol.
+        """
         if isinstance(value, str):
             return self._text(value, nested=nested)
+        walk = partial(self._walk, is_document=is_document, nested=nested)
         if isinstance(value, list):
-            items = [self._walk(item, is_document=is_document, nested=nested) for item in value]
+            items = [walk(item, is_data=is_data) for item in value]
             return value if all(map(_is_same, items, value)) else items
         if not isinstance(value, dict):
             return self._number(value) if is_document else value
@@ -93,10 +99,11 @@ class Redactor:
         for name, inner in value.items():
             if is_document and name.lower() in self._names:
                 walked: Any = inner if inner == REDACTED else REDACTED
-            elif not is_document and name in STRUCTURE and isinstance(inner, str):
-                walked = inner
+            elif not (is_document or is_data) and name in STRUCTURE and isinstance(inner, str):
+                masked = self._masked(inner)
+                walked = inner if masked == inner else masked
             else:
-                walked = self._walk(inner, is_document=is_document, nested=nested)
+                walked = walk(inner, is_data=is_data or name in DATA)
             found[self._masked(name)] = walked
         is_same = len(found) == len(value) and all(name in found and found[name] is value[name] for name in value)
         return value if is_same else found
