@@ -47,6 +47,7 @@ BackendFor = Callable[[str | None], Backend | None]  # the backend for a client'
 READ_HERE_BYTES = 64 * 2**10  # length up to which a body is parsed on the event loop, which takes 2 ms at most
 CONVERSATION_HEADER = "X-Art-Conversation"  # percent-encoded like X-Art-State, and as long
 SCENARIO_HEADER = "X-Art-Scenario"
+HEALTH = "/health"  # the only path that needs no key
 RETRIES = "x-stainless-retry-count"  # header of many SDKs: how often they have sent this request before
 
 
@@ -70,13 +71,13 @@ def build_app(
     routes = _Routes(
         backend_for, wires, refuse_key or wrong_key, defaults or Sampling(), body_limit, body_timeout_s, is_processed
     )
-    refusals = _Refusals(wires)
+    refusals = _Refusals(routes)
     app = _Application(
         routes=[
             *(Route(wire.path, partial(routes.answer, wire), methods=["POST"]) for wire in wires),
             Route("/v1/models", routes.models, methods=["GET"]),
             Route("/v1/models/{name:path}", routes.model, methods=["GET"]),
-            Route("/health", _health, methods=["GET"]),
+            Route(HEALTH, _health, methods=["GET"]),
             *more,
         ],
         exception_handlers={
@@ -154,7 +155,7 @@ class _Routes:
 
     async def answer(self, wire: Wire, http: HttpRequest) -> Response:
         """The reply to a request of this wire."""
-        key, backend = self._authenticate(http)
+        key, backend = self.authenticate(http)
         body = await read_body(http, self.body_limit(), self.body_timeout_s)
         request = _with_headers(await self._parse(body, wire), http.headers)
         if self.is_processed:
@@ -169,13 +170,13 @@ class _Routes:
         return _json(wire.render(request, reply))
 
     async def models(self, http: HttpRequest) -> Response:
-        cards = [_model_card(name) for name in self._authenticate(http)[1].models()]
+        cards = [_model_card(name) for name in self.authenticate(http)[1].models()]
         pages = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {}
         return _json(msgspec.json.encode({"object": "list", "data": cards, **pages}))
 
     async def model(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]
-        _check_model(self._authenticate(http)[1], name)
+        _check_model(self.authenticate(http)[1], name)
         return _json(msgspec.json.encode(_model_card(name)))
 
     async def _parse(self, body: bytes, wire: Wire) -> Request:
@@ -183,7 +184,8 @@ class _Routes:
             return _parse(wire, body, self.defaults)
         return await self.reader.read(_parse, wire, body, self.defaults)
 
-    def _authenticate(self, http: HttpRequest) -> tuple[str | None, Backend]:
+    def authenticate(self, http: HttpRequest) -> tuple[str | None, Backend]:
+        """The client's key and its backend. Raises ChatError if the key has none."""
         key = self.wires.key(http.scope["path"], http.headers)
         backend = self.backend_for(key)
         if backend is None:
@@ -342,16 +344,22 @@ def error_response(error: ChatError, wire: Wire) -> Response:
 class _Refusals:
     """The answers to requests that end in an exception, in the protocol of their path."""
 
-    def __init__(self, wires: Wires) -> None:
-        self._wires = wires
+    def __init__(self, routes: _Routes) -> None:
+        self._wires = routes.wires
+        self._authenticate = routes.authenticate
 
     async def refuse(self, http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, ChatError), error
         return error_response(error, self._wires.at(http.scope["path"]))
 
     async def refuse_route(self, http: HttpRequest, error: Exception) -> Response:
-        """No such path, or not with this method."""
+        """No such path, or not with this method. A client without a valid key is refused as everywhere."""
         assert isinstance(error, HTTPException), error
+        if http.scope["path"] != HEALTH:
+            try:
+                self._authenticate(http)
+            except ChatError as refusal:
+                return await self.refuse(http, refusal)
         message = f"{http.method} {http.scope['path']}: {error.detail.lower()}"
         response = await self.refuse(http, ChatError(error.status_code, message))
         response.headers.update(error.headers or {})

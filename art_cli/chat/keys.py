@@ -6,6 +6,8 @@ import ipaddress
 from collections.abc import Iterable
 from pathlib import Path
 
+from starlette.datastructures import Headers
+
 from art_cli.errors import UsageError
 
 
@@ -27,6 +29,21 @@ class Keys:
             return True
         sent = _hash(key or "")
         return bool(sum(hmac.compare_digest(sent, known) for known in self._hashes)) and key is not None
+
+
+def bearer(headers: Headers) -> str | None:
+    """The key of `Authorization: Bearer KEY`, or None if there is none."""
+    scheme, _, key = single(headers, "authorization").partition(" ")
+    return (key.strip() or None) if scheme.lower() == "bearer" else None
+
+
+def single(headers: Headers, name: str) -> str:
+    """The header's value; "" if it is missing, or sent several times with values that differ.
+
+    A proxy and this server could otherwise each check another one of them.
+    """
+    values = set(headers.getlist(name))
+    return values.pop() if len(values) == 1 else ""
 
 
 def read_keys(key: str | None, file: Path | None) -> Keys:

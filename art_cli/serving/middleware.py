@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from art_cli.chat.app import error_response, wrong_key
+from art_cli.chat.app import HEALTH, error_response, wrong_key
 from art_cli.chat.errors import ChatError
 from art_cli.chat.keys import Keys
 from art_cli.chat.pages import check_sender
@@ -24,8 +24,7 @@ from art_cli.serving.meter import Meter
 
 log = logging.getLogger(__name__)
 
-OPEN = "/health"
-WATCHED = ("/ready", "/metrics", "/health")  # machines ask these every few seconds, so they are logged at debug level
+WATCHED = ("/ready", "/metrics", HEALTH)  # machines ask these every few seconds, so they are logged at debug level
 KNOWN = (*(wire.path for wire in WIRES), *WATCHED, "/v1/models")
 WORD = re.compile(r"v\d|[a-z_]{1,24}")  # a part of a path such as /v1/embeddings; keys have digits, capitals, or more
 MAX_WORDS = 8
@@ -70,7 +69,7 @@ class Middleware:
         headers = Headers(scope=scope)
         if not self._keys:
             check_sender(scope["method"], headers)
-        elif scope["path"] != OPEN and not self._keys.admits(key := WIRES.key(scope["path"], headers)):
+        elif scope["path"] != HEALTH and not self._keys.admits(key := WIRES.key(scope["path"], headers)):
             raise wrong_key(key)
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:

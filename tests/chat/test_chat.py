@@ -414,7 +414,8 @@ async def test_a_failure_in_the_middle_of_a_stream_reaches_the_client() -> None:
 )
 async def test_unknown_routes_get_an_openai_error(method: str, path: str, status: int) -> None:
     async with serving(ScriptedBackend()) as url, httpx.AsyncClient() as client:
-        reply = await client.request(method, url.removesuffix("/v1") + path)
+        headers = {"Authorization": f"Bearer {KEY}"}
+        reply = await client.request(method, url.removesuffix("/v1") + path, headers=headers)
     assert reply.status_code == status
     assert reply.json()["error"]["type"] == "invalid_request_error"
 

@@ -23,6 +23,7 @@ from msgspec import Meta
 from starlette.datastructures import Headers
 
 from art_cli.chat.errors import ChatError, invalid
+from art_cli.chat.keys import bearer, single
 from art_cli.chat.reading import convert, decode_object
 from art_cli.chat.replies import Reply
 from art_cli.chat.requests import Request, Sampling
@@ -133,9 +134,7 @@ class Anthropic:
 
     def key(self, headers: Headers) -> str | None:
         """The key of `x-api-key: KEY`, else of `Authorization: Bearer KEY`."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        bearer = key.strip() if scheme.lower() == "bearer" else ""
-        return headers.get("x-api-key", "").strip() or bearer or None
+        return single(headers, "x-api-key").strip() or bearer(headers)
 
     def error(self, error: ChatError) -> bytes:
         """`{"type": "error", "error": {"type": ..., "message": ...}}`

@@ -15,6 +15,7 @@ from msgspec import Meta
 from starlette.datastructures import Headers
 
 from art_cli.chat.errors import ChatError, invalid
+from art_cli.chat.keys import bearer
 from art_cli.chat.reading import convert, decode_object
 from art_cli.chat.replies import Choice, Chunk, Reply, token_bytes, token_text
 from art_cli.chat.requests import RENDERERS_OWN, Request
@@ -268,8 +269,7 @@ class OpenAI:
 
     def key(self, headers: Headers) -> str | None:
         """The key of `Authorization: Bearer KEY`."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        return (key.strip() or None) if scheme.lower() == "bearer" else None
+        return bearer(headers)
 
     def error(self, error: ChatError) -> bytes:
         """`{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}`"""
