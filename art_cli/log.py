@@ -38,6 +38,11 @@ def set_up(*, verbose: bool = False) -> None:
     logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
 
 
+def is_verbose() -> bool:
+    """Whether the user asked for details, with --verbose."""
+    return logging.getLogger("art_cli").isEnabledFor(logging.DEBUG)
+
+
 class _Redacted(logging.Formatter):
     """Lines with the time in front and every secret replaced."""
 

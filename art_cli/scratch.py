@@ -103,6 +103,6 @@ def _remove_if_abandoned(directory: Path) -> None:
             return
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(directory, ignore_errors=True)
-        log.info("removed %s: the process that made it was killed", directory)
+        log.debug("removed %s: the process that made it was killed", directory)
     finally:
         os.close(owner)

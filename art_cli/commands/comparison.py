@@ -21,10 +21,11 @@ from art_cli.failures import count_failures, find_fault
 from art_cli.judges import make_judge
 from art_cli.judges.costs import Price, find_price
 from art_cli.judges.trial import require_keys
+from art_cli.log import is_verbose
 from art_cli.loop.auto import resolve_auto
 from art_cli.loop.contest import is_judged, judge_contest
 from art_cli.loop.evaluate import Estimate, estimate, paired_difference, play_evaluation
-from art_cli.loop.gates import SPENT, Gate, NameWatch
+from art_cli.loop.gates import COUNTS, SPENT, Gate, NameWatch
 from art_cli.loop.policy import PolicySource, find_policy, open_policy
 from art_cli.loop.sampler import open_sampler
 from art_cli.run_dir import RunDir
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 Values = dict[str, dict[str, float]]  # metric -> scenario id -> value
 FIRST = ("reward", "failed")  # the metrics that are listed before all others
+DETAILS = frozenset((*COUNTS, "num_prompt", "num_completion"))  # metrics that --verbose shows
 SUMMARY_FROM = 3  # number of policies from which a summary, one line for each, comes before the details
 NAME_WIDTH = 40  # characters of a policy's name; of a longer name the end is shown
 
@@ -206,10 +208,15 @@ def _place(metric: str) -> tuple[int, str]:
     return len(FIRST) + (metric in SPENT), metric
 
 
-def as_text(rows: Sequence[Row]) -> str:
-    """A line per metric of each policy; a summary comes first if there are many policies, the best one on top."""
+def as_text(rows: Sequence[Row], *, gates: Sequence[Gate] = ()) -> str:
+    """A line per metric of each policy; a summary comes first if there are many policies, the best one on top.
+
+    Counts of every rollout are left out, except those of `gates` and with --verbose.
+    """
     is_many = len({row.policy for row in rows}) >= SUMMARY_FROM
-    return (_as_summary(rows) + "\n" if is_many else "") + _as_table(rows)
+    hidden = set() if is_verbose() else DETAILS - {gate.metric for gate in gates}
+    table = _as_table([row for row in rows if row.metric not in hidden])
+    return (_as_summary(rows) + "\n" if is_many else "") + table
 
 
 def _as_summary(rows: Sequence[Row]) -> str:

@@ -72,7 +72,11 @@ def run(
     }
     comparison.judge(loaded, played, results)
     rows = comparison.compare(results)
-    text = json.dumps([row.as_json() for row in rows]) + "\n" if as_json else printable_lines(comparison.as_text(rows))
+    text = (
+        json.dumps([row.as_json() for row in rows]) + "\n"
+        if as_json
+        else printable_lines(comparison.as_text(rows, gates=parsed))
+    )
     sys.stdout.write(text)
     comparison.report_failures(played)
     for gate in parsed:

@@ -59,7 +59,7 @@ class PackingCheck:
         gap = compare_batch(self.runner, batch)
         self._decide(gap, f"packs do not hold against plain rows: {gap}")
         if self.runner.can_pack:
-            log.info("packs hold against plain rows: %s", gap)
+            log.debug("packs hold against plain rows: %s", gap)
 
     def _decide(self, gap: "PackingGap", reason: str) -> None:
         self.runner.decide(all(self.runner.ranks.gather(gap.is_small, bool)), reason)

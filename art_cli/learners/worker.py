@@ -34,7 +34,7 @@ def main() -> None:
     address, logs = sys.argv[1:]
     rank = int(os.environ["RANK"])
     _write_to(Path(logs) / f"learner_{rank}.log")
-    log.set_up()
+    log.set_up(verbose=True)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
     run_and_exit(serve(connection, ServedLearner(rank), heartbeat_s=HEARTBEAT_S), status_of=_status_of)

@@ -190,10 +190,13 @@ def unsloth_obstacle(config: RunConfig, directory: Path, engine: str) -> str:
 # --- a configuration --------------------------------------------------------------------------------------------------
 
 
-def resolve_auto(loaded: LoadedConfig, *groups: str, machine: Machine | None = None) -> LoadedConfig:
-    """The configuration with a name in place of each `auto` of the groups; the reasons are kept beside it and logged.
+def resolve_auto(
+    loaded: LoadedConfig, *groups: str, machine: Machine | None = None, is_logged: bool = True
+) -> LoadedConfig:
+    """The configuration with a name in place of each `auto` of the groups; the reasons are kept beside it.
 
-    A group that has a name keeps it. Example: resolve_auto(load_config("config.yaml"), "engine", "learner").
+    They are logged unless the caller does so itself. A group that has a name keeps it.
+    Example: resolve_auto(load_config("config.yaml"), "engine", "learner").
     """
     config, machine = loaded.config, machine or Machine()
     choices: dict[str, AutoChoice] = {}
@@ -216,7 +219,8 @@ def resolve_auto(loaded: LoadedConfig, *groups: str, machine: Machine | None = N
         config=config.model_copy(update=sections),
         auto={**loaded.auto} | {group: choice.reason for group, choice in choices.items()},
     )
-    log.info("%s", describe(resolved, *groups))
+    if is_logged:
+        log.info("%s", describe(resolved, *groups))
     return resolved
 
 

@@ -22,17 +22,9 @@ log = logging.getLogger(__name__)
 
 BASELINE = "baseline"  # the first policy
 SPENT = ("seconds", "tokens_in", "tokens_out", "cost_usd")
-KNOWN = (
-    "reward",
-    "failed",
-    *SPENT,
-    "num_turns",
-    "num_branches",
-    "num_sampled",
-    "num_cancelled",
-    "num_abandoned",
-    "num_retries",
-)
+# What is counted in every rollout, whatever it returns.
+COUNTS = ("num_turns", "num_branches", "num_sampled", "num_cancelled", "num_abandoned", "num_retries")
+KNOWN = ("reward", "failed", *SPENT, *COUNTS)
 NUM_EARLY = 4  # number of finished attempts after which the names of metrics are checked
 CLOSE = 0.8  # difflib ratio from which a name counts as a misspelling: "rewrad" has 0.83, "win" and "won" 0.67
 

@@ -48,7 +48,7 @@ async def train(loaded: LoadedConfig, *, is_fresh: bool = False, startup: Startu
     startup.reached("python and configuration")
     check_ready(loaded, is_training=True)
     _read_data(loaded)
-    loaded = resolve_auto(loaded, "engine", "learner")
+    loaded = resolve_auto(loaded, "engine", "learner", is_logged=False)  # below, in the run's log too
     _check_engine(loaded)
     for judge in (loaded.config.judge, *(shadow.judge for shadow in loaded.config.shadow.values())):
         await asyncio.to_thread(require_keys, judge, loaded.directory)

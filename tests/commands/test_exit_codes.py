@@ -1,13 +1,13 @@
 """Commands that did nothing useful end with exit code 1 and one sentence that names the cause.
 
-pytest tests/commands/test_exit_codes.py -s      prints each case with its exit code and sentence
+pytest tests/commands/test_exit_codes.py -s | grep ': exit'      prints each command, its exit code and its sentence
 """
 
 import asyncio
 import json
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +68,16 @@ CASES = {
 }
 
 
+SEEN: list[str] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table() -> Iterator[None]:
+    """Prints what every command ended with."""
+    yield
+    print("\n" + "\n".join(dict.fromkeys(SEEN)))
+
+
 @pytest.fixture(params=CASES, scope="module")
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
@@ -84,7 +94,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def expect(code: int, err: str, sentence: str, command: str) -> None:
     last = err.splitlines()[-1] if err else ""
-    print(f"\n{command}: exit {code}: {last}")
+    SEEN.append(f"{command}: exit {code}: {last}")
     assert (code, last.startswith("error: "), sentence in last) == (1, True, True), err
 
 
@@ -132,7 +142,7 @@ def test_a_resumed_run_is_judged_as_a_whole(art: Art, project: Path) -> None:
     assert (code, json.loads(out)["fault"]) == (0, None)
 
 
-def test_a_critic_or_a_teacher_needs_no_differing_rewards(art: Art, project: Path) -> None:
+def test_a_critic_needs_no_differing_rewards(art: Art, project: Path) -> None:
     """PPO learns from groups of one. What counts is that the learner changed weights."""
     (project / "rollout.py").write_text(EQUAL)
     ppo = ["loss=ppo", "rollout.group_size=1", "rollout.groups_per_step=2", "train.steps=1", "eval=null"]
@@ -150,10 +160,15 @@ def test_a_run_whose_last_evaluation_failed_throughout_is_red(art: Art, project:
     expect(code, err, "evaluation at step 1: every attempt failed: 1 of 1 failed with KeyError: 'ask' (", "art train")
 
 
-def test_numbers_that_an_older_version_did_not_write_count_as_good(art: Art, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [{}, {"num_updates": 1.0, "turns": 4.0}], ids=["older-version", "teacher"])
+def test_a_run_is_green_unless_its_numbers_say_that_it_learned_nothing(
+    art: Art, tmp_path: Path, more: dict[str, float]
+) -> None:
+    """An older version did not count updates and calls. A teacher's step changes weights without any rewards."""
     run = RunDir(tmp_path / "old")
     run.root.mkdir()
-    run.append_metrics(0, "train", {"reward_mean": 0.5, "num_trajectories": 4.0, "num_failed": 0.0, "num_groups": 2.0})
+    counts = {"num_trajectories": 4.0, "num_failed": 0.0, "num_groups": 2.0, "no_signal_share": 1.0}
+    run.append_metrics(0, "train", counts | more)
     code, out, _ = art("report", run.root)
     assert (code, "nothing went wrong that the numbers show" in out) == (0, True)
 
@@ -205,7 +220,7 @@ def test_judge_without_a_key_is_red_before_any_call(art: Art, project: Path, mon
     path = write_scored(project / "s.jsonl", [0.0, 1.0])
     code, _, err = art("judge", path, "-o", "out.jsonl", "--model", "openai/o3")
     last = err.splitlines()[-1]
-    print(f"\nart judge: exit {code}: {last}")
+    SEEN.append(f"art judge: exit {code}: {last}")
     assert (code, last) == (
         2,
         "error: judge: OPENAI_API_KEY is not set, and openai/o3 needs it; set it in the environment or in .env",

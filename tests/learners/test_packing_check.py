@@ -131,7 +131,7 @@ def test_the_first_batch_falls_back_to_rows_and_says_so_with_the_numbers(
 def test_where_packs_hold_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     weights = tiny_weights()
     trained = learner(weights)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG, logger="art_cli"):
         for _ in range(2):
             metrics = trained.step([two_answers(weights)])
     assert len([record for record in caplog.records if "packs hold against plain rows" in record.message]) == 1

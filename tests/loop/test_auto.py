@@ -236,9 +236,10 @@ def art(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_run_says_what_it_is_first_and_in_its_configuration_and_resumes(art: Art, tmp_path: Path) -> None:
     settings = [CONFIG, f"runs={tmp_path}", "rollout.groups_per_step=1", "eval=null"]
-    line = "engine embedded (auto: no GPU here), learner torch (auto: no GPU here)"
+    line = f"art train {CONFIG}: engine embedded (auto: no GPU here), learner torch (auto: no GPU here)"
     done = art("train", *settings, "train.steps=1")
-    assert (done.code, done.err[0]) == (0, line)
+    assert (done.code, done.err[0], sum("(auto: no GPU" in each for each in done.err)) == (0, line, 1)
+    assert not [said for said in done.err if "packs hold" in said or "is not used" in said]  # --verbose has them
     config = tmp_path / "letters" / "config.json"
     found = json.loads(config.read_text())
     assert {group: found["auto"][group] for group in ("engine", "learner")} == dict.fromkeys(

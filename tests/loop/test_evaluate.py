@@ -1,11 +1,13 @@
 """Estimates, differences and gates against closed forms."""
 
+import logging
 import math
 import random
 import statistics
 
 import pytest
 
+from art_cli.commands.comparison import DETAILS, as_text, compare
 from art_cli.errors import UsageError
 from art_cli.loop.evaluate import estimate, paired_difference, values_by_scenario
 from art_cli.loop.gates import Gate, parse_gate
@@ -80,3 +82,18 @@ def test_gates_are_read(text: str, gate: Gate) -> None:
 def test_a_gate_that_is_none_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match="expected METRIC>=NUMBER"):
         parse_gate(text)
+
+
+def test_counts_of_every_rollout_are_shown_to_those_who_ask(caplog: pytest.LogCaptureFixture) -> None:
+    """The reward, the agent's own metrics and the costs stand there without counters, unless a gate names one."""
+    values = {name: {"a": 1.0} for name in ("reward", "failed", "win", "num_moves", "seconds", *DETAILS)}
+    rows = compare({"mine": values})
+
+    def shown(text: str) -> list[str]:
+        return [line.split()[1] for line in text.splitlines()[1:]]
+
+    assert shown(as_text(rows)) == ["reward", "failed", "num_moves", "win", "seconds"]
+    assert shown(as_text(rows, gates=[Gate("num_turns", "<=", 4.0)])) == [
+        "reward", "failed", "num_moves", "num_turns", "win", "seconds"]  # fmt: skip
+    with caplog.at_level(logging.DEBUG, logger="art_cli"):
+        assert len(shown(as_text(rows))) == len(rows)

@@ -137,7 +137,7 @@ class ForwardRunner:
                 found = kind(self._model).logits(self._whole(tokens), rows).float().log_softmax(-1)
                 own = self._model_logits(self._whole(tokens), rows).log_softmax(-1)
         except (Unknown, RuntimeError) as error:  # RuntimeError: torch has no such product on this processor
-            log.info("%s is not used: %s", kind.__name__, error)
+            log.debug("%s is not used: %s", kind.__name__, error)
             return False
         gap = matrix_gap(found, own)
         bound = bound_of(self.weights.dtype, gap, lambda: self._rounding(tokens, rows, own))
