@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from art_cli import commands, log
+from art_cli.config.packaged import packaged, with_documents
 from art_cli.errors import (
     ArtError,
     ConfigError,
@@ -47,7 +48,10 @@ class LazyCommands(Mapping[str, Any]):
             raise KeyError(name)
         single, module = typer.Typer(**PLAIN), import_module(f"art_cli.commands.{commands.MODULES.get(name, name)}")
         single.command(name, cls=getattr(module, "Command", None))(module.run)
-        return get_command(single)
+        command = get_command(single)
+        if any("docs/" in (getattr(told, "help", None) or "") for told in (command, *command.params)):
+            command.epilog = f"\b\ndocs/ is {packaged('docs')}"
+        return command
 
     def __iter__(self) -> Iterator[str]:
         return iter(commands.NAMES)
@@ -117,7 +121,7 @@ def run(arguments: Sequence[str]) -> int:
 def report(error: Exception) -> tuple[list[str], int]:
     """The lines that report a failure, and the exit code. Text of a file, a model or a provider cannot break a line."""
     lines, code = _lines(error)
-    return [printable(line, limit=MAX_ERROR) for line in lines], code
+    return [printable(with_documents(line), limit=MAX_ERROR) for line in lines], code
 
 
 def _lines(error: Exception) -> tuple[list[str], int]:

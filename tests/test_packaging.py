@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -35,6 +36,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_recipe_and_no_tests(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"art_cli/{file}" for file in git_files("recipes")} <= names
+    documents = {f"art_cli/{file}" for file in git_files("docs") if file.endswith(".md")}
+    assert documents and documents == {name for name in names if name.startswith("art_cli/docs/")}
     sources = {file for file in git_files("art_cli") if file.startswith("art_cli/views/app_src/")}
     assert sources and not sources & names, "the page of art view is there as it was built"
     assert set(git_files("art_cli")) - sources <= names, "texts beside the code, and py.typed, belong to the package"
@@ -79,6 +82,24 @@ def test_an_installed_wheel_has_its_command_line(installed: Path, tmp_path: Path
     (tmp_path / "config.yaml").write_text("model: {base: m}\nrollout: {entry: 'r.py:r', scenario: s}\n")
     assert python(installed, tmp_path, "-m", "art_cli", "--help").startswith("Usage: art ")
     assert (installed / "bin/art").is_file()
+
+
+def test_a_document_that_help_or_an_error_names_is_in_the_wheel(installed: Path, tmp_path: Path) -> None:
+    """Help ends with the place of docs/, and an error has the whole path."""
+    for command, document in (("view", "view.md"), ("gateway", "gateway.md"), ("backend", "machines.md")):
+        text = python(installed, tmp_path, "-m", "art_cli", command, "--help")
+        assert f"docs/{document}" in text and text.endswith(f"docs/ is {installed / 'art_cli/docs'}\n")
+        assert (installed / "art_cli/docs" / document).is_file()
+    program = "from art_cli.cli import report; from art_cli.errors import UsageError\n"
+    program += "print(report(UsageError('docs/view.md has it; docs/view.md:3: mine')))"
+    path = installed / "art_cli/docs/view.md"
+    assert python(installed, tmp_path, "-c", program) == f"(['error: {path} has it; docs/view.md:3: mine'], 2)\n"
+
+
+def test_every_document_that_the_code_names_is_there() -> None:
+    for file in (ROOT / "art_cli").rglob("*.py"):
+        for name in re.findall(r"(?<![\w/.])docs/([\w-]+\.md)", file.read_text()):
+            assert (ROOT / "docs" / name).is_file(), f"{file}: docs/{name}"
 
 
 def python(installed: Path, cwd: Path, *arguments: str) -> str:

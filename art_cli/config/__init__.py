@@ -13,5 +13,5 @@ interpolation.py resolves `${...}` within bounds
 checks.py        sections that do not fit together; what cannot be trained
 references.py    the files, functions and hosts that a configuration names, looked up before anything runs
 identity.py      which training a configuration describes: its hash, and how two differ
-packaged.py      finds recipes/ in a wheel or a checkout
+packaged.py      finds recipes/ and docs/ in a wheel or a checkout
 """

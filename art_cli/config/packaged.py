@@ -1,15 +1,27 @@
-"""Finds what ships with the package: `recipes/`."""
+"""Finds what ships with the package: `recipes/` and `docs/`."""
 
+import re
 from pathlib import Path
 
+_DOCUMENT = re.compile(r"(?<![\w/.])docs/([\w-]+\.md)(?!:)")  # NAME.md:3 is a place in a file of the user
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def packaged(name: str) -> Path:
-    """The directory "recipes": inside the package in a wheel, beside it in a checkout."""
+    """The directory "recipes" or "docs": inside the package in a wheel, beside it in a checkout."""
     inside, beside = _PACKAGE / name, _PACKAGE.parent / name
     if inside.is_dir():
         return inside
     is_checkout = (_PACKAGE.parent / "pyproject.toml").is_file()
     assert is_checkout and beside.is_dir(), f"{name}/ is neither in {_PACKAGE} nor beside it: a broken installation"
     return beside
+
+
+def with_documents(text: str) -> str:
+    """The text, with the path of each document that it names as "docs/view.md"."""
+
+    def locate(match: re.Match[str]) -> str:
+        path = packaged("docs") / match[1]
+        return str(path) if path.is_file() else match[0]
+
+    return _DOCUMENT.sub(locate, text)
