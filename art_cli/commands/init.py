@@ -1,6 +1,7 @@
 """`art init`: copies a packaged recipe, or writes the configuration of an environment, and says what to do there."""
 
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -11,8 +12,10 @@ from typing import Annotated
 
 import typer
 
+from art_cli.config.packaged import packaged, with_documents
 from art_cli.errors import UsageError
 
+MAX_OWN = 80  # characters of a run's name that is taken from its directory
 DEFAULT_RECIPE = "tictactoe"
 CONFIG = """\
 # art train config.yaml
@@ -40,7 +43,7 @@ def run(
         typer.Option(
             "--recipe",
             metavar="NAME",
-            help="Which one: tictactoe, 2048, codenames, email-search, temporal-clue, mcp-tools.",
+            help="Which one: blank, tictactoe, 2048, codenames, email-search, temporal-clue, mcp-tools.",
         ),
     ] = None,
     environment: Annotated[
@@ -49,16 +52,14 @@ def run(
 ) -> None:
     """Begin a project in a new directory.
 
-    A recipe holds config.yaml, the rollout and the files that the rollout needs. An environment needs no code, and has
-    a config.yaml alone, with the environment's settings and their defaults.
+    A recipe holds config.yaml, the rollout and the files that the rollout needs; its run gets the directory's name. An
+    environment needs no code, and has a config.yaml alone, with the environment's settings and their defaults.
 
     \b
-    art init mine
-    art init mine --recipe tictactoe
+    art init mine                     the demo, which plays tic-tac-toe
+    art init mine --recipe blank      an agent of four lines and three scenarios, to be replaced by yours
     art init mine --environment reasoning_gym/countdown
     """
-    from art_cli.config.packaged import packaged
-
     if environment is not None and recipe is not None:
         raise UsageError("--recipe and --environment: one at a time")
     if environment is not None:
@@ -84,6 +85,16 @@ def copy_recipe(recipes: Path, name: str, directory: Path) -> None:
         raise UsageError(f"no recipe {name!r}; {hint}{', '.join(there_are)}")
     _refuse_content(directory)
     shutil.copytree(recipes / name, directory, ignore=NOT_COPIED, dirs_exist_ok=True)
+    for file in [*directory.glob("*.yaml"), *directory.glob("*.md")]:
+        file.write_text(_as_own(file.read_text(encoding="utf-8"), name, directory), encoding="utf-8")
+
+
+def _as_own(text: str, recipe: str, directory: Path) -> str:
+    """The text of a recipe's file with runs that are named after the directory, and without links out of it."""
+    own = re.sub(r"[^\w.-]", "-", directory.resolve().name, flags=re.ASCII).lstrip("._-")[:MAX_OWN] or recipe
+    text = re.sub(rf'^name: "?{recipe}(-[\w-]+)?"?$', lambda found: f'name: "{own}{found[1] or ""}"', text, flags=re.M)
+    text = text.replace(f"runs/{recipe}", f"runs/{own}")
+    return re.sub(r"\[[^\]]+\]\(\.\./\.\./([^)]+)\)", lambda found: with_documents(found[1]), text)
 
 
 def _refuse_content(directory: Path) -> None:

@@ -19,6 +19,7 @@ from art_cli.commands.init import copy_recipe
 from art_cli.config.compose import load_config
 from art_cli.config.packaged import packaged
 from art_cli.errors import ArtError, ConfigError, Interrupted, Problem, UsageError
+from tests.support.paths import ROOT
 
 COMMANDS = list(NAMES)
 HEAVY = ["torch", "openai", "litellm", "hydra", "transformers", "omegaconf", "pydantic", "rich", "httpx", "numpy"]
@@ -336,6 +337,25 @@ def test_init_copies_a_recipe_and_not_what_using_it_left(tmp_path: Path) -> None
         (tmp_path / "recipes/toy" / name).write_text(name)
     copy_recipe(tmp_path / "recipes", "toy", tmp_path / "mine/new")
     assert sorted(file.name for file in (tmp_path / "mine/new").rglob("*")) == ["config.yaml", "rollout.py"]
+
+
+def test_a_new_project_is_named_after_its_directory(art: Art) -> None:
+    for place, own in (("mine", "mine"), ("my task", "my-task"), ("2048", "2048"), ("...", "tictactoe")):
+        assert art("init", place, "--recipe", "tictactoe").code == 0
+        assert load_config(Path(place, "config.yaml")).config.name == own
+        assert load_config(Path(place, "config-groups.yaml")).config.name == f"{own}-groups"
+        text = Path(place, "README.md").read_text()
+        assert f"--checkpoint runs/{own}\n" in text and "](../" not in text
+
+
+def test_a_blank_project_is_three_files_that_pass_the_check(art: Art) -> None:
+    assert art("init", "mine", "--recipe", "blank").code == 0
+    assert sorted(path.name for path in Path("mine").iterdir()) == ["config.yaml", "rollout.py", "scenarios.jsonl"]
+    agent = ROOT.joinpath("README.md").read_text().split("# rollout.py\n")[1].split("```")[0]
+    said = [line.strip() for line in agent.splitlines()[1:-1] if line.strip()]
+    assert all(line in Path("mine/rollout.py").read_text() for line in said)
+    done = art("check", "mine/config.yaml", "rollout.processes=0")
+    assert done.code == 0, done.out
 
 
 def test_init_writes_over_nothing(tmp_path: Path) -> None:
