@@ -1,17 +1,21 @@
 """The ASGI application: which route is where, who asks, and what a client is told that asks for something else.
 
+The key comes before the route, so that a stranger cannot tell what is served from what is not.
 Whatever a client sends, it is answered with what is wrong with it. What this server does not do is refused by its name.
 """
 
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from art_cli.backend.bodies import PROTO
 from art_cli.backend.checkpoint_routes import CheckpointRoutes
@@ -31,6 +35,7 @@ log = logging.getLogger(__name__)
 ROOT = "/api/v1"
 ANY = ("GET", "POST", "PUT", "DELETE")
 CHECKPOINT = "/training_runs/{id}/checkpoints/{kind}/{name}"
+OPEN = re.compile(rf"/health|{ROOT}/downloads/[0-9a-f]+")  # a download's address is secret itself
 KINDS_OF_BODY = ("application/json", PROTO)
 NO_ACCOUNTS = "audit logs, billing and storage usage belong to a hosted service; there are no accounts here"
 NO_PROJECTS = "there are no projects here; any of the client's checkpoints is loaded by its path"
@@ -91,12 +96,13 @@ def build_app(state: BackendState, keys: Keys) -> Starlette:
         ("POST", "/retrieve_future", routes.retrieve),
         ("POST", "/cancel_future", routes.cancel),
     ]
-    answered = [Route(ROOT + path, partial(_answer, keys, work), methods=[method]) for method, path, work in table]
-    refused = [Route(ROOT + path, partial(_answer, keys, _refusal(why)), methods=ANY) for path, why in REFUSED.items()]
-    health = Route("/health", partial(_guarded, partial(_health, keys)), methods=["GET"])
+    answered = [Route(ROOT + path, partial(_answer, work), methods=[method]) for method, path, work in table]
+    refused = [Route(ROOT + path, partial(_answer, _refusal(why)), methods=ANY) for path, why in REFUSED.items()]
+    health = Route("/health", _health, methods=["GET"])
     download = Route(f"{ROOT}/downloads/{{token}}", partial(_guarded, checkpoints.download), methods=["GET"])
     app = Starlette(
         routes=[*answered, *refused, download, health],
+        middleware=[Middleware(_Doorkeeper, keys=keys)],
         exception_handlers={HTTPException: _no_route, ClientDisconnect: _gone, Exception: _bug},
     )
     app.router.redirect_slashes = False
@@ -110,9 +116,43 @@ def _refusal(why: str) -> Answerer:
     return refuse
 
 
-async def _answer(keys: Keys, work: Answerer, http: Request) -> Response:
+class _Doorkeeper:
+    """Refuses a request without a valid key, whatever its path and method; OPEN needs none.
+
+    A server without keys refuses web pages and other machines instead.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        http = Request(scope, receive)
+        try:
+            http.state.owner = self._owner(http)
+        except ChatError as error:
+            await reply({"detail": error.message}, error.status)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _owner(self, http: Request) -> str:
+        """Who asks. Raises ChatError: a wrong key, or several (401), or a web page without one (403)."""
+        if not self._keys:
+            check_sender(http.method, http.headers, KINDS_OF_BODY)
+            return ANYONE
+        if OPEN.fullmatch(http.scope["path"]) and http.method in ("GET", "HEAD"):
+            return ANYONE
+        sent = http.headers.getlist("x-api-key")
+        for value in http.headers.getlist("authorization"):
+            scheme, _, bearer = value.partition(" ")
+            sent += [bearer] if scheme.lower() == "bearer" else []
+        if len(set(sent)) != 1 or not self._keys.admits(sent[0]):
+            raise ChatError(401, "this server needs a key of its own in X-API-Key: TINKER_API_KEY of the client")
+        return owner_of(sent[0])
+
+
+async def _answer(work: Answerer, http: Request) -> Response:
     async def answer(http: Request) -> Response:
-        return await work(http, _owner(keys, http))
+        return await work(http, http.state.owner)
 
     return await _guarded(answer, http)
 
@@ -128,22 +168,8 @@ async def _guarded(work: Callable[[Request], Awaitable[Response]], http: Request
         return reply({"detail": one_line(error)}, 400)
 
 
-def _owner(keys: Keys, http: Request) -> str:
-    """Who asks. Raises ChatError: a wrong key (401), or a web page without one (403)."""
-    if not keys:
-        check_sender(http.method, http.headers, KINDS_OF_BODY)
-        return ANYONE
-    scheme, _, bearer = http.headers.get("authorization", "").partition(" ")
-    key = http.headers.get("x-api-key") or (bearer if scheme.lower() == "bearer" else None)
-    if not keys.admits(key):
-        raise ChatError(401, "this server needs a key of its own in X-API-Key: TINKER_API_KEY of the client")
-    return owner_of(key)
-
-
-async def _health(keys: Keys, http: Request) -> Response:
-    """Answers whoever watches the machine, without a key. A server without keys answers its own machine only."""
-    if not keys:
-        check_sender(http.method, http.headers, KINDS_OF_BODY)
+async def _health(http: Request) -> Response:
+    """Answers whoever watches the machine."""
     return reply({"status": "ok"})
 
 
