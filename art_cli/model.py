@@ -276,13 +276,28 @@ def context_of(config: Any) -> int:
     return length or DEFAULT_LENGTH
 
 
-def pick_device(device: str) -> str:
-    """The device that a configuration means. Example: "cuda" for "auto" where torch sees a GPU, else "cpu"."""
+def pick_device(device: str, named: str = "learner.device") -> str:
+    """The device that a configuration means. Example: "cuda" for "auto" where torch sees a GPU, else "cpu".
+
+    Raises UsageError: this machine, or this torch, does not have it.
+    """
     import torch
 
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = device.partition(":")
+    try:
+        if kind == "cuda":
+            is_there = int(index or 0) < torch.cuda.device_count()  # which does not take memory of the GPU
+        else:
+            is_there = torch.empty(0, device=device) is not None
+    except (RuntimeError, AssertionError, ImportError):
+        is_there = False
+    if not is_there:
+        raise UsageError(
+            f"{named}: torch {torch.__version__} finds no {device} on this machine; set it to auto, or cpu"
+        )
+    return device
 
 
 def _load_model(config: ModelConfig, base: str, device: torch.device, dtype: torch.dtype, seed: int) -> Any:

@@ -200,3 +200,12 @@ def test_a_manifest_is_held_against_its_own_hash_with_every_field(tmp_path: Path
     other = {**msgspec.json.decode(data), "later": 1}
     assert len({manifest_digest(data), manifest_digest(msgspec.json.encode(other))}) == 2
     assert manifest_digest(b'{"later": 1e999}') == manifest_digest(b'{"later": ') == ""
+
+
+@pytest.mark.parametrize("device", ["gpu9", "gpu", "cuda:99", "cuda:", "cuda:-1", "CPU", "meta", "cpu:x", "0", ""])
+def test_a_device_that_is_not_there_is_one_line(device: str, art: Any, tmp_path: Path) -> None:
+    """One that torch does not have by the schema, and one that this machine does not have when the model is loaded."""
+    base = save_tiny_base(tmp_path, hidden=32)
+    code, out, errors = art("backend", "--base", str(base), "learner=torch", f"learner.device='{device}'")
+    last = errors.strip().splitlines()[-1]
+    assert code == 2 and out == "" and "learner.device: " in last and "bug" not in errors, errors

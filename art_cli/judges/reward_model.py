@@ -16,6 +16,7 @@ from art_cli.errors import JudgeError, JudgeStopped, describe
 from art_cli.judges import Judge, Verdict, make_key
 from art_cli.judges.text import clean
 from art_cli.manifest import hash_files
+from art_cli.model import pick_device
 from art_cli.trajectory import Json, Score, Trajectory
 
 
@@ -101,7 +102,6 @@ class RewardModelJudge(Judge):
         """Loads the model at the first call. Raises JudgeStopped when it cannot be."""
         if self._loaded is not None:
             return self._loaded
-        import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         beside = self._directory / self.config.model
@@ -115,9 +115,7 @@ class RewardModelJudge(Judge):
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         model.config.pad_token_id = tokenizer.pad_token_id  # the model finds each row's last token by this id
-        wanted = self.config.device
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
-        self._loaded = (model.to(device).eval(), tokenizer)
+        self._loaded = (model.to(pick_device(self.config.device, "judge.device")).eval(), tokenizer)
         return self._loaded
 
     async def close(self) -> None:

@@ -1,8 +1,9 @@
 """What every section is built from: the base class, and numbers with bounds."""
 
+import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 
@@ -13,12 +14,20 @@ def _not_true_or_false(value: Any) -> Any:
     return value
 
 
+def _is_device(value: str) -> str:
+    """The value. Raises an error if torch has no such device, whatever the machine."""
+    if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu|hpu|npu)(:[0-9]{1,3})?", value, re.ASCII):
+        raise PydanticCustomError("device", "auto, cpu, cuda, or cuda:1 for the second GPU")
+    return value
+
+
 MAX_COUNT = 2**31 - 1
 YEAR_S = 31_536_000.0  # longest timeout; event loops refuse timers of 1e308 s
 MAX_PROCESSES = 1024
 MAX_NAME = 200  # characters of a run's name; a file name has 255, and files beside a run add to it
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MAX_NAME)]
+Device = Annotated[str, AfterValidator(_is_device)]
 Int = Annotated[int, BeforeValidator(_not_true_or_false)]
 Float = Annotated[float, BeforeValidator(_not_true_or_false)]
 Seed = Annotated[Int, Field(ge=-(2**63), lt=2**63)]

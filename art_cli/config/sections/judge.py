@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from art_cli.config.sections.base import (
     Count,
+    Device,
     Float,
     Int,
     NonNegative,
@@ -210,7 +211,7 @@ class RewardModelJudgeConfig(ScoringJudgeConfig):
     max_length: PositiveInt | None = None
     """The largest number of tokens of a conversation; only the end of a longer one counts. null: the model's own
     context length."""
-    device: str = "auto"
+    device: Device = "auto"
     """The torch device. auto: the GPU if there is one."""
 
 

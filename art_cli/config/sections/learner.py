@@ -4,13 +4,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from art_cli.config.sections.base import MAX_PROCESSES, PositiveInt, Seconds, Section
+from art_cli.config.sections.base import MAX_PROCESSES, Device, PositiveInt, Seconds, Section
 
 MAX_NODES = 256
 
 
 class BaseLearnerConfig(Section):
-    device: str = "auto"
+    device: Device = "auto"
     """The torch device. auto: the GPU if there is one."""
     micro_batch_tokens: PositiveInt | None = None
     """The number of tokens in one forward pass. More takes more memory; the gradient is the same. null: 8192 on a GPU;
