@@ -23,6 +23,7 @@ from art_cli.durable import new_directory, read_object, remove, write_lines
 from art_cli.errors import CheckpointError, DataError, RunError, UsageError, one_line
 from art_cli.manifest import Manifest, is_built, new_checkpoint, verify_checkpoint
 from art_cli.run_dir import RunDir
+from art_cli.run_file import is_inside
 
 ADAPTER_CONFIG, ADAPTER_FILE, TEMPLATE_FILE = "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"
 Which = Literal["offered", "best", "newest"]  # the checkpoint of a run that is meant
@@ -222,7 +223,7 @@ def run_config(run: RunDir | None) -> dict[str, Any]:
     """
     if run is None or not os.path.lexists(run.config_path):
         return {}
-    config = read_object(run.config_path)
+    config = read_object(run.config_path, within=run.root)
     try:
         msgspec.convert(config, _Settings)
     except (msgspec.ValidationError, OverflowError) as error:
@@ -330,7 +331,8 @@ def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
         shutil.copytree(found.path, new.checkpoint_path(found.step))
         if run.base.is_dir():
             shutil.copytree(run.base, new.base)
-        if (first := run.first_eval_path()) is not None:  # so that a judge keeps comparing with the same attempts
+        first = run.first_eval_path()
+        if first is not None and is_inside(first, run.root):  # so that a judge keeps comparing with the same attempts
             (directory / first.parent.name).mkdir()
             shutil.copy(first, directory / first.parent.name / first.name)
         write_lines(new.metrics_path, lines)

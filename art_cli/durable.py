@@ -23,6 +23,7 @@ from art_cli import json_lines
 from art_cli.errors import DataError, RunError, one_line
 from art_cli.private import make_directory, owner_only
 from art_cli.processes.plain_json import is_deep
+from art_cli.run_file import read_file
 from art_cli.trajectory import SCHEMA_VERSION
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,10 @@ MAX_OBJECT_BYTES, MAX_OBJECT_DEPTH = 16 * 2**20, 64  # a configuration has a few
 # --- JSON lines -------------------------------------------------------------------------------------------------------
 
 
-def read_lines(path: Path, kind: type[Record]) -> Iterator[Record]:
+def read_lines(path: Path, kind: type[Record], *, within: Path | None = None) -> Iterator[Record]:
     """The records of a JSON-lines file, one at a time; none if there is no such file.
+
+    `within`: the run's directory, out of which a link may not lead.
 
     A last line without a newline is torn, because its writer was killed, and is left out. Raises DataError with the
     line: it is not a `kind`, or its `schema_version` is newer than this program's.
@@ -45,7 +48,7 @@ def read_lines(path: Path, kind: type[Record]) -> Iterator[Record]:
     if not path.exists():
         return
     decoder = msgspec.json.Decoder(kind)
-    for number, _, line in json_lines.lines(path):
+    for number, _, line in json_lines.lines(path, within=within):
         if json_lines.is_torn(line):
             log.warning("%s:%d: the last line is torn; left out", path, number)
             return
@@ -196,9 +199,11 @@ def _mend_tail(handle: int, path: Path) -> None:
 def lock_directory(directory: Path, path: Path) -> Iterator[None]:
     """Locks `directory` for this process by the file `path`. The system releases the lock when the process dies.
 
-    Raises RunError: another process holds the lock.
+    Raises RunError: another process holds the lock, or something else is in the place of its file.
     """
     make_directory(path.parent)
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):  # a link's target would be overwritten
+        raise RunError(f"{path}: not a regular file; remove it")
     with open(path, "a+", errors="replace", opener=owner_only) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -218,14 +223,15 @@ def lock_directory(directory: Path, path: Path) -> Iterator[None]:
 # --- whole files ------------------------------------------------------------------------------------------------------
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises DataError: no such file, too large, not JSON, too deep, or no object."""
+def read_object(path: Path, *, within: Path | None = None) -> dict[str, Any]:
+    """The JSON object in a file. Raises DataError: no such file, too large, not JSON, too deep, or no object.
+
+    `within`: the run's directory, out of which a link may not lead.
+    """
     try:
-        if not path.is_file():  # opening a pipe would block until it has a writer
-            raise DataError("not a file" if os.path.lexists(path) else "no such file", path)
-        if path.stat().st_size > MAX_OBJECT_BYTES:
-            raise DataError(f"{path.stat().st_size} bytes; at most {MAX_OBJECT_BYTES} are read", path)
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_file(path, max_bytes=MAX_OBJECT_BYTES, within=within))
+    except FileNotFoundError:
+        raise DataError("not a file" if os.path.lexists(path) else "no such file", path) from None
     except RecursionError:
         raise DataError("nested too deeply", path) from None
     except OSError as error:

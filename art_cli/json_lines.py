@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from art_cli.errors import DataError, printable
+from art_cli.run_file import open_file
 
 Record = TypeVar("Record")
 
@@ -32,10 +33,18 @@ class Line(NamedTuple):
     data: bytes  # the line, newline included; only the last line of a file may lack one
 
 
-def lines(path: Path) -> Iterator[Line]:
-    """The lines that are not blank. Raises DataError: the file is UTF-16 or UTF-32, or a line exceeds the limit."""
+def lines(path: Path, *, within: Path | None = None) -> Iterator[Line]:
+    """The lines that are not blank.
+
+    Raises DataError: the file is UTF-16 or UTF-32, a line exceeds the limit, it is no regular file, or a link leads
+    out of the directory `within`.
+    """
     offset = number = 0
-    with path.open("rb") as file:
+    try:
+        opened = open_file(path, within=within)
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror or error}", path) from error
+    with opened as file:
         while data := file.readline(MAX_LINE_BYTES + 1):
             number += 1
             if number == 1 and (encoding := foreign_encoding(data)):

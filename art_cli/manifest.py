@@ -4,11 +4,12 @@ The learner fills a checkpoint; this module knows nothing of torch.
 """
 
 import contextlib
+import errno
 import hashlib
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -17,11 +18,13 @@ import msgspec
 
 from art_cli.durable import new_directory, newer_schema
 from art_cli.errors import CheckpointError, one_line, printable
+from art_cli.run_file import open_file, read_file
 from art_cli.trajectory import SCHEMA_VERSION
 
 MANIFEST, HASHES = "manifest.json", "hashes.json"
 DTYPES = ("", "float32", "bfloat16")
 STEP_NAME = re.compile(r"step_([0-9]{4,18})", re.ASCII)  # the directory of a step's checkpoint
+MAX_PROOF_BYTES = 16 * 2**20  # a manifest of a thousand files has 150 kB
 HASHING_THREADS = 4  # sha256 takes 1.7 GB/s in each thread, so a base model of 4 GB takes 0.6 s
 
 
@@ -38,6 +41,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     dtype: str = ""  # dtype of the base weights that it was trained on; "" in imported and older checkpoints
     metrics: dict[str, float] = {}  # metrics of the step that made it; after a kill they complete metrics.jsonl
     files: dict[str, str] = {}  # path inside the checkpoint -> sha256
+    sizes: dict[str, int] = {}  # path inside the checkpoint -> bytes; empty in checkpoints of versions that had none
     digest: str = ""  # sha256 of this manifest without its digest; "" in checkpoints of versions that had none
 
     def __post_init__(self) -> None:
@@ -53,6 +57,7 @@ class Hashes(msgspec.Struct, kw_only=True):
 
     schema_version: int = SCHEMA_VERSION
     files: dict[str, str]  # path inside the directory -> sha256
+    sizes: dict[str, int] = {}  # path inside the directory -> bytes; empty in those of versions that had none
 
 
 @contextlib.contextmanager
@@ -61,6 +66,7 @@ def new_checkpoint(path: Path, manifest: Manifest) -> Iterator[Path]:
     with new_directory(path) as directory:
         yield directory
         manifest.files = hash_files(directory)
+        manifest.sizes = _sizes(directory, manifest.files)
         finite = {name: float(value) for name, value in manifest.metrics.items() if math.isfinite(value)}
         manifest.metrics = finite  # JSON has no other numbers
         manifest.digest = manifest_digest(msgspec.json.encode(manifest))
@@ -69,7 +75,8 @@ def new_checkpoint(path: Path, manifest: Manifest) -> Iterator[Path]:
 
 def write_hashes(directory: Path) -> None:
     """Adds `hashes.json` with the hash of every file in the directory."""
-    hashes = Hashes(files=hash_files(directory))
+    files = hash_files(directory)
+    hashes = Hashes(files=files, sizes=_sizes(directory, files))
     (directory / HASHES).write_bytes(msgspec.json.format(msgspec.json.encode(hashes)))
 
 
@@ -86,9 +93,16 @@ def hash_files(directory: Path) -> dict[str, str]:
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of the file in hexadecimal digits. Raises OSError."""
-    with path.open("rb") as file:
+    """sha256 of the file in hexadecimal digits. Raises OSError, also if it is larger than its file system: holes."""
+    with open_file(path) as file:
+        disk, size = os.fstatvfs(file.fileno()), os.fstat(file.fileno()).st_size
+        if 0 < disk.f_blocks * disk.f_frsize < size:
+            raise OSError(errno.EFBIG, f"{size} bytes, which is more than its disk has", str(path))
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sizes(directory: Path, names: Iterable[str]) -> dict[str, int]:
+    return {name: (directory / name).stat().st_size for name in names}
 
 
 def manifest_digest(data: bytes) -> str:
@@ -105,12 +119,14 @@ def manifest_digest(data: bytes) -> str:
 def verify_checkpoint(directory: Path) -> Manifest:
     """The manifest of a checkpoint, after every file was hashed. Raises CheckpointError: the first thing wrong."""
     manifest = _read_hashes(directory, MANIFEST, Manifest)
-    if manifest.digest and manifest.digest != manifest_digest((directory / MANIFEST).read_bytes()):
+    if manifest.digest and manifest.digest != manifest_digest(
+        read_file(directory / MANIFEST, max_bytes=MAX_PROOF_BYTES)
+    ):
         raise CheckpointError(f"{directory}: {MANIFEST} does not match its own hash")
     named = STEP_NAME.fullmatch(directory.name)
     if named and int(named[1]) != manifest.step:
         raise CheckpointError(f"{directory}: {MANIFEST} is that of step {manifest.step}")
-    _verify_files(directory, manifest.files)
+    _verify_files(directory, manifest)
     return manifest
 
 
@@ -120,7 +136,7 @@ def verify_built(directory: Path) -> None:
     Raises CheckpointError: the first thing wrong.
     """
     if os.path.lexists(directory / HASHES):
-        _verify_files(directory, _read_hashes(directory, HASHES, Hashes).files)
+        _verify_files(directory, _read_hashes(directory, HASHES, Hashes))
 
 
 Proof = TypeVar("Proof", Manifest, Hashes)
@@ -128,9 +144,7 @@ Proof = TypeVar("Proof", Manifest, Hashes)
 
 def _read_hashes(directory: Path, name: str, kind: type[Proof]) -> Proof:
     try:
-        if os.path.lexists(directory / name) and not (directory / name).is_file():
-            raise CheckpointError(f"{directory}: {name} is not a file")
-        proof = msgspec.json.decode((directory / name).read_bytes(), type=kind)
+        proof = msgspec.json.decode(read_file(directory / name, max_bytes=MAX_PROOF_BYTES), type=kind)
     except FileNotFoundError:
         raise CheckpointError(f"{directory}: no {name}") from None
     except OSError as error:
@@ -142,23 +156,32 @@ def _read_hashes(directory: Path, name: str, kind: type[Proof]) -> Proof:
     return proof
 
 
-def _verify_files(directory: Path, expected: Mapping[str, str]) -> None:
-    """Raises CheckpointError: a file is missing, changed, or was added.
+def _verify_files(directory: Path, proof: Manifest | Hashes) -> None:
+    """Raises CheckpointError: a file is missing, changed, or was added. Sizes are compared before anything is hashed.
 
     An added file is as dangerous as a changed one, because a library could load it. Hidden files and notes (.md) are
     allowed, because nothing reads them.
     """
     try:
+        there = {str(path.relative_to(directory)) for path in directory.rglob("*") if not _is_plain_directory(path)}
+        for name in proof.files.keys() & there:
+            size = (directory / name).stat().st_size
+            if proof.sizes.get(name, size) != size:
+                raise CheckpointError(f"{directory}: {name} has {size} bytes instead of {proof.sizes[name]}")
         found = hash_files(directory)
     except OSError as error:
         raise CheckpointError(f"{error.filename or directory}: cannot be read: {error.strerror or error}") from error
-    if not expected:
+    if not proof.files:
         raise CheckpointError(f"{directory}: no file is listed")
-    for name, digest in expected.items():
+    for name, digest in proof.files.items():
         if name not in found:
             raise CheckpointError(f"{directory}: {printable(name)} is missing")
         if found[name] != digest:
             raise CheckpointError(f"{directory}: {name} does not match its hash")
-    for name in found:
-        if name not in expected and not name.startswith(".") and not name.endswith(".md"):
+    for name in sorted(there - proof.files.keys() - {MANIFEST, HASHES}):
+        if not name.startswith(".") and not name.endswith(".md"):
             raise CheckpointError(f"{directory}: {printable(name)} was put there by hand; remove it")
+
+
+def _is_plain_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()

@@ -22,6 +22,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -40,6 +41,7 @@ from art_cli.manifest import STEP_NAME, Manifest, verify_checkpoint
 from art_cli.trajectory import SCHEMA_VERSION, GroupRewards, LearnedTrajectory, ScoredTrajectory, Trajectory
 
 log = logging.getLogger(__name__)
+Record = TypeVar("Record")
 
 
 class MetricsLine(msgspec.Struct, kw_only=True):
@@ -105,18 +107,22 @@ class RunDir:
     def checkpoint_path(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:04d}"
 
+    def lines(self, path: Path, kind: type[Record]) -> Iterator[Record]:
+        """The records of one of the run's files, as `read_lines` yields them; a link that leads out is refused."""
+        return read_lines(path, kind, within=self.root)
+
     def trajectories(self, step: int) -> list[Trajectory]:
-        return list(read_lines(self.trajectories_path(step), Trajectory))
+        return list(self.lines(self.trajectories_path(step), Trajectory))
 
     def scored(self, step: int) -> list[ScoredTrajectory]:
-        return list(read_lines(self.scored_path(step), ScoredTrajectory))
+        return list(self.lines(self.scored_path(step), ScoredTrajectory))
 
     def learned(self, step: int) -> list[LearnedTrajectory]:
         """In the order in which the step trained on them; empty: it has no such file."""
-        return list(read_lines(self.learned_path(step), LearnedTrajectory))
+        return list(self.lines(self.learned_path(step), LearnedTrajectory))
 
     def group_rewards(self, step: int) -> list[GroupRewards]:
-        return list(read_lines(self.group_rewards_path(step), GroupRewards))
+        return list(self.lines(self.group_rewards_path(step), GroupRewards))
 
     def write_group_rewards(self, step: int, groups: Iterable[GroupRewards]) -> None:
         write_lines(self.group_rewards_path(step), groups)
@@ -141,7 +147,7 @@ class RunDir:
 
     def metrics(self) -> list[MetricsLine]:
         """The last line of each (step, split), in the order of their first lines."""
-        newest = {(line.step, line.split): line for line in read_lines(self.metrics_path, MetricsLine)}
+        newest = {(line.step, line.split): line for line in self.lines(self.metrics_path, MetricsLine)}
         return list(newest.values())
 
     def evaluations(self) -> dict[int, dict[str, float]]:
@@ -150,7 +156,7 @@ class RunDir:
 
     def pauses(self) -> dict[str, tuple[int, float]]:
         """Stop rule -> the number of updates after which it last paused the run, and its value then."""
-        lines = [line for line in read_lines(self.metrics_path, MetricsLine) if line.split == PAUSE]
+        lines = [line for line in self.lines(self.metrics_path, MetricsLine) if line.split == PAUSE]
         return {rule: (line.step, value) for line in lines for rule, value in line.metrics.items()}
 
     def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
@@ -162,7 +168,7 @@ class RunDir:
         if not os.path.lexists(path):
             return None
         try:
-            found = msgspec.convert(read_object(path), Evaluation)
+            found = msgspec.convert(read_object(path, within=self.root), Evaluation)
         except (ValueError, OverflowError) as error:  # msgspec's errors are ValueErrors
             raise DataError(f"not an evaluation: {one_line(error)}", path) from error
         if found.schema_version > SCHEMA_VERSION:

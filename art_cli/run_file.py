@@ -7,13 +7,14 @@ end, and a link could lead to any file of this machine.
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import IO
 
+BUFFER = 2**18  # bytes read at a time; lines of trajectories have kilobytes
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
 
 
-def open_file(path: Path, *, within: Path | None = None, max_bytes: int | None = None) -> IO[bytes]:
+def open_file(path: Path, *, within: Path | None = None, max_bytes: int | None = None) -> BufferedReader:
     """Opens a regular file to read.
 
     Raises OSError, with the reason as its `strerror`, if there is no such file, it is a directory, a pipe or a device,
@@ -34,7 +35,7 @@ def open_file(path: Path, *, within: Path | None = None, max_bytes: int | None =
     except BaseException:
         os.close(handle)
         raise
-    return os.fdopen(handle, "rb")
+    return os.fdopen(handle, "rb", buffering=BUFFER)
 
 
 def read_file(path: Path, *, max_bytes: int, within: Path | None = None) -> bytes:
@@ -43,6 +44,8 @@ def read_file(path: Path, *, max_bytes: int, within: Path | None = None) -> byte
         return file.read(max_bytes)
 
 
-def is_inside(path: Path, within: Path) -> bool:
-    """Whether the path, its links followed, is a regular file inside of the directory `within`."""
-    return path.is_file() and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(within))
+def is_inside(path: Path, within: Path | None) -> bool:
+    """Whether the path, its links followed, is a regular file, inside of the directory `within` if that is given."""
+    if not path.is_file():
+        return False
+    return within is None or Path(os.path.realpath(path)).is_relative_to(os.path.realpath(within))

@@ -8,26 +8,33 @@ import functools
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from art_cli import checkpoints, cli
+from art_cli import checkpoints, cli, json_lines
 from art_cli.base_files import check_base
 from art_cli.config.compose import LoadedConfig, load_config
-from art_cli.errors import ArtError
+from art_cli.errors import ArtError, CheckpointError, RunError
 from art_cli.loop.record import claim_config
 from art_cli.loop.report import read_report
 from art_cli.loop.train import train
-from art_cli.manifest import hash_files
+from art_cli.manifest import hash_files, verify_checkpoint
 from art_cli.model import load_weights, on_base
 from art_cli.policy_spec import read_spec
 from art_cli.run_dir import RunDir
 from art_cli.serving.export import saved_prompts
 from art_cli.serving.loader import engine_config
 from art_cli.serving.source import base_config, find_source
+from art_cli.traces.saved import saved_attempts
+from art_cli.viewer import index
+from art_cli.viewer.answers import Answers
+from art_cli.viewer.drawing import drawing_page
+from art_cli.viewer.page_file import write_page
+from art_cli.viewer.sources import Sources, ViewSource
 from art_cli.views.report_page import report_page
 from art_cli.views.report_text import report_text
 from tests.support.hostile import NUM_MUTATIONS, MemoryBound, assert_in_words, mutations
@@ -106,7 +113,18 @@ def report(run: RunDir) -> None:
     report_page(plain)
 
 
-READERS = (resume, list_and_prune, serve, export, report)
+def view(run: RunDir) -> None:
+    """What `art view` answers, all of it, in one page."""
+    write_page(Answers(Sources([run.root])), run.root.parent / "page.html", max_bytes=10**8)
+
+
+def log(run: RunDir) -> None:
+    """What `art log` sends."""
+    for part in saved_attempts(run.root).parts:
+        list(part.attempts())
+
+
+READERS = (resume, list_and_prune, serve, export, report, view, log)
 
 
 def goes_on_or_says_why(reader: Callable[[RunDir], None], run: RunDir) -> None:
@@ -170,11 +188,14 @@ def restore(good: Path, root: Path, file: Path) -> None:
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
-@pytest.mark.parametrize("kind", ["zero", "directory", "nowhere", "loop", "file above"])
+@pytest.mark.parametrize("kind", ["zero", "directory", "nowhere", "loop", "file above", "pipe", "zeros", "hole"])
+@pytest.mark.timeout(60)
 def test_things_in_the_place_of_files_go_on_or_stop_in_words(
-    run: RunDir, reader: Callable[[RunDir], None], kind: str
+    run: RunDir, reader: Callable[[RunDir], None], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each file in turn empty, a directory, a link to nowhere, a link to itself, a link below a device."""
+    """Each file in turn empty, a directory, a link to nowhere, to itself, below a device, a pipe, /dev/zero, a hole."""
+    for module in (json_lines, index):
+        monkeypatch.setattr(module, "MAX_LINE_BYTES", 2**20)
     for file in sorted(path for path in run.root.rglob("*") if path.is_file()):
         if not file.is_file():
             continue  # its checkpoint was pruned
@@ -194,8 +215,101 @@ def spoil(file: Path, kind: str) -> None:
         file.symlink_to("/nowhere/at/all")
     elif kind == "loop":
         file.symlink_to(file.name)
+    elif kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "zeros":
+        file.symlink_to("/dev/zero")
+    elif kind == "hole":
+        file.touch()
+        os.truncate(file, 2**41)
     else:
         file.symlink_to("/dev/null/below")
+
+
+class Opened:
+    """The files below a directory that this process opens in a `with` block."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._is_on = f"{directory}/", False
+        self.paths: list[str] = []
+        sys.addaudithook(self._see)  # which cannot be removed
+
+    def _see(self, event: str, arguments: tuple[object, ...]) -> None:
+        if self._is_on and event == "open" and str(arguments[0]).startswith(self._directory):
+            self.paths.append(str(arguments[0]))
+
+    def __enter__(self) -> None:
+        self._is_on = True
+
+    def __exit__(self, *exc: object) -> None:
+        self._is_on = False
+
+
+def test_no_reader_follows_a_link_out_of_a_run(run: RunDir, tmp_path: Path) -> None:
+    """Each file that no hash proves lies outside in turn, whole and readable."""
+    run.drawing_path.write_text("draw()")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    opened = Opened(outside)
+    files = [path for pattern in ("*.json*", "view.js", "step_*/*", "logs/lock") for path in run.root.glob(pattern)]
+    assert len(files) > 8
+    for file in files:
+        data = file.read_bytes()
+        file.rename(outside / file.name)
+        file.symlink_to(outside / file.name)
+        with opened:
+            for reader in READERS:
+                goes_on_or_says_why(reader, run)
+            assert drawing_page(ViewSource(0, run.root, "run"), None) is None or file.name != "view.js"
+        assert opened.paths == [], file
+        mend(file, data)
+
+
+def test_a_run_reached_by_a_link_and_links_within_it_are_read_as_before(run: RunDir, tmp_path: Path) -> None:
+    wanted = read_report(run), [*run.metrics()], run.scored(1), run.newest_checkpoint()
+    for file in [run.metrics_path, run.scored_path(1), run.checkpoint_path(2) / "adapter_model.safetensors"]:
+        kept = run.root / "logs" / f"kept-{file.name}"
+        file.rename(kept)
+        file.symlink_to(kept)
+    moved = RunDir(tmp_path / "link")
+    moved.root.symlink_to(run.root)
+    found = read_report(moved), [*moved.metrics()], moved.scored(1), moved.newest_checkpoint()
+    assert str(found[0]).replace(str(moved.root), str(run.root)) == str(wanted[0])
+    assert wanted[3] is not None
+    assert found[1:3] == wanted[1:3] and found[3] == (moved.checkpoint_path(2), wanted[3][1])
+    READERS[-2](moved)  # art view
+
+
+def test_a_manifest_without_sizes_verifies_and_one_with_them_is_compared_before_anything_is_hashed(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = run.checkpoint_path(2)
+    manifest = verify_checkpoint(checkpoint)
+    assert manifest.sizes == {name: (checkpoint / name).stat().st_size for name in manifest.files}
+    older = msgspec.structs.replace(manifest, sizes={}, digest="")
+    (checkpoint / "manifest.json").write_bytes(msgspec.json.encode(older))
+    assert verify_checkpoint(checkpoint) == older
+    (checkpoint / "manifest.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(manifest, digest="")))
+    os.truncate(checkpoint / "adapter_model.safetensors", 2**41)
+    monkeypatch.setattr("art_cli.manifest.hash_file", None)
+    with pytest.raises(CheckpointError, match="adapter_model.safetensors has 2199023255552 bytes instead of"):
+        verify_checkpoint(checkpoint)
+
+
+def test_a_pipe_that_was_added_to_a_checkpoint_makes_it_invalid(run: RunDir) -> None:
+    """A library that loads it could wait for it for ever."""
+    os.mkfifo(run.checkpoint_path(2) / "generation_config.json")
+    with pytest.raises(CheckpointError, match="generation_config.json was put there by hand"):
+        verify_checkpoint(run.checkpoint_path(2))
+
+
+def test_the_lock_of_a_run_does_not_overwrite_what_a_link_leads_to(run: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (run.logs / "lock").unlink()
+    (run.logs / "lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(RunError, match="not a regular file; remove it"), run.lock():
+        pass
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def mend(file: Path, data: bytes) -> None:

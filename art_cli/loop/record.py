@@ -88,7 +88,7 @@ def _read_record(run: RunDir) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     A key that the record lacks, because an older version wrote it, has its default.
     """
     try:
-        record = read_object(run.config_path)
+        record = read_object(run.config_path, within=run.root)
         changes = record.pop("changes", [])
         if not isinstance(changes, list):
             raise DataError("'changes' is not a list", run.config_path)

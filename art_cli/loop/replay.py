@@ -23,7 +23,6 @@ from art_cli import threads
 from art_cli.checkpoints import run_config
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import BlendJudgeConfig, FunctionJudgeConfig, RolloutJudgeConfig, RulerJudgeConfig, RunConfig
-from art_cli.durable import read_lines
 from art_cli.errors import CheckpointError, DataError, JudgeError, RunError, UsageError
 from art_cli.judges import make_judge
 from art_cli.loop.compared import (
@@ -158,7 +157,7 @@ class _Replayer:
     def _played(self, scored: ScoredTrajectory) -> Iterator[Compared]:
         """Whether scored.jsonl has the trajectory as trajectories.jsonl has it."""
         path = self.run.trajectories_path(scored.step)
-        played = next((each for each in read_lines(path, Trajectory) if each.id == scored.id), None)
+        played = next((each for each in self.run.lines(path, Trajectory) if each.id == scored.id), None)
         if played is None:
             yield Compared("trajectory", "not computed", why=f"{path} has no such line")
             return

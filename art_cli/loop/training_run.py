@@ -25,7 +25,7 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.identity import config_hash
 from art_cli.config.references import missing_targets
 from art_cli.config.schema import RunConfig, TinkerEngineConfig, TinkerLearnerConfig
-from art_cli.durable import read_lines, write_file
+from art_cli.durable import write_file
 from art_cli.engines import Replicated, engine_traits, proof
 from art_cli.errors import ConfigError, Paused, Problem, first_of_group
 from art_cli.failures import count_failures, find_fault
@@ -377,7 +377,7 @@ class TrainingRun:
     def _references(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         """The attempts of this run's first evaluation, possibly the one just played."""
         path = self.run.first_eval_path()
-        return trajectories if path is None else list(read_lines(path, Trajectory))
+        return trajectories if path is None else list(self.run.lines(path, Trajectory))
 
     # --- what stays ---------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from art_cli import model
 from art_cli.chat.requests import Sampling
-from art_cli.durable import new_directory, read_lines
+from art_cli.durable import new_directory
 from art_cli.errors import DriftError, RunError, UsageError
 from art_cli.model import Weights
 from art_cli.run_dir import RunDir
@@ -72,7 +72,7 @@ def saved_prompts(run: RunDir | None) -> list[list[int]]:
     if run is None:
         return []
     for path in sorted(run.root.glob("step_*/trajectories.jsonl"), reverse=True):
-        played = (trajectory.turns for trajectory in read_lines(path, Trajectory) if trajectory.turns)
+        played = (trajectory.turns for trajectory in run.lines(path, Trajectory) if trajectory.turns)
         sequences = (sequence(turns, len(turns) - 1)[:MAX_TOKENS] for turns in played)
         if found := list(islice((ids for ids in sequences if len(ids) > 1), MAX_PROMPTS)):
             return found

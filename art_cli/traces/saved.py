@@ -24,12 +24,13 @@ class SavedPart(NamedTuple):
     step: int
     split: str  # train or eval
     paths: tuple[Path, ...]  # an attempt in an earlier file is not taken from a later one
+    within: Path | None = None  # the run's directory, out of which no link may lead
 
     def attempts(self) -> Iterator[Trajectory]:
         """Raises DataError: a line is no trajectory."""
         seen: set[str] = set()
         for path in self.paths:
-            for record in read_lines(path, ScoredTrajectory):
+            for record in read_lines(path, ScoredTrajectory, within=self.within):
                 if record.id not in seen:
                     seen.add(record.id)
                     yield record if _is_scored(record) else _unscored(record)
@@ -54,7 +55,7 @@ def saved_attempts(path: Path, *, step: int | None = None) -> Saved:
     run = RunDir(path)
     if not run.config_path.exists() and not any(path.glob(STEPS)):
         raise UsageError(f"{path} is no run: it has neither config.json nor a step")
-    config = read_object(run.config_path) if run.config_path.exists() else {}
+    config = read_object(run.config_path, within=run.root) if run.config_path.exists() else {}
     parts = [part for part in _parts(run) if step is None or part.step == step]
     if not parts:
         which = "" if step is None else f" of step {step}"
@@ -79,9 +80,9 @@ def _parts(run: RunDir) -> Iterator[SavedPart]:
     for step in sorted(numbers):
         train = tuple(path for path in (run.scored_path(step), run.trajectories_path(step)) if path.exists())
         if train:
-            yield SavedPart(step, "train", train)
+            yield SavedPart(step, "train", train, run.root)
         if run.eval_path(step).exists():
-            yield SavedPart(step, "eval", (run.eval_path(step),))
+            yield SavedPart(step, "eval", (run.eval_path(step),), run.root)
 
 
 def _is_scored(record: ScoredTrajectory) -> bool:

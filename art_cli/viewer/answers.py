@@ -13,6 +13,7 @@ import msgspec
 
 from art_cli.durable import read_object
 from art_cli.errors import ArtError, printable
+from art_cli.run_file import is_inside
 from art_cli.trajectory import ScoredTrajectory
 from art_cli.viewer.drawing import DrawingKind, drawing_kind, drawing_page
 from art_cli.viewer.groups import MAX_ATTEMPTS, Histogram, Page, Query, find_groups, histogram, words_of
@@ -213,12 +214,12 @@ class Answers:
     def trajectory(self, name: str, trajectory: str) -> Json:
         source = self._find_source(name)
         step, row = self._find_row(source, trajectory)
-        record = read_record(step.path_of(row), row)
+        record = read_record(step, row)
         group = step.group(row.group)
         ids = [each.id for each in group.rows] if group is not None else [row.id]
         place = ids.index(row.id) if row.id in ids else 0
         texts = self._texts(source) if record.turns else None
-        learned = self._learned.of(step.path_of(row).with_name("learned.jsonl"), row.id)
+        learned = self._learned.of(step.path_of(row).with_name("learned.jsonl"), row.id, within=step.root)
         return {
             "trajectory": {field: getattr(record, field) for field in _WITHOUT_TURNS},
             "step": step.step,
@@ -244,7 +245,7 @@ class Answers:
         return {"attempts": [self._reply(step, row) for step, row in found[::every]], "num_attempts": len(found)}
 
     def _reply(self, step: IndexedStep, row: IndexRow) -> Json:
-        record = read_record(step.path_of(row), row)
+        record = read_record(step, row)
         conversations = [*record.branches, record.messages]
         words = [f"{message.get('role')}: {words_of(message)}" for each in conversations for message in each]
         return {
@@ -308,7 +309,7 @@ def _attempt(row: IndexRow, record: ScoredTrajectory) -> Json:
 def _scored(step: IndexedStep) -> Path | None:
     """The scored file of a step; None: nothing in it was scored."""
     for path in reversed(step.paths):
-        if path.name != "trajectories.jsonl" and path.is_file():
+        if path.name != "trajectories.jsonl" and is_inside(path, step.root):
             return path
     return None
 
@@ -337,6 +338,6 @@ def _config(source: ViewSource) -> Json:
     if source.run is None or not source.run.config_path.exists():
         return {}
     try:
-        return read_object(source.run.config_path)
+        return read_object(source.run.config_path, within=source.run.root)
     except ArtError:
         return {}

@@ -213,7 +213,7 @@ def search(step: IndexedStep, text: str) -> set[str]:
             path = step.path_of(row)
             with contextlib.suppress(OSError):
                 if path not in files:
-                    files[path] = stack.enter_context(path.open("rb"))
+                    files[path] = stack.enter_context(step.open(path))
                 if _has_text(files[path], row, wanted, is_plain=is_plain):
                     found.add(row.id)
     while len(step.searches) >= MAX_SEARCHES:

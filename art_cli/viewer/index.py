@@ -22,11 +22,11 @@ from typing import IO, NamedTuple
 
 from art_cli.errors import printable
 from art_cli.json_lines import MAX_LINE_BYTES, foreign_encoding
+from art_cli.run_file import is_inside, open_file
 from art_cli.viewer.rows import MAX_SHOWN, IndexRow, Labels, read_rows
 
 SLICE_S = 0.02  # longest time that one slice holds the lock of its step
 MAX_PROBLEMS = 20  # lines that cannot be read, of which a step keeps the reasons
-BUFFER = 2**20
 STEP_DIRECTORY = re.compile(r"step_(\d{1,9})")
 Split = str  # "train" or "eval"
 
@@ -75,6 +75,7 @@ class IndexedStep:
     step: int
     split: Split
     paths: list[Path]
+    root: Path | None = None  # the run's directory, out of which no link may lead
     revision: int = 0  # grows with each change
     problems: list[str] = field(default_factory=list)
     has_scores: bool = False  # whether a judge gave any of the rewards
@@ -98,9 +99,13 @@ class IndexedStep:
     def look(self) -> bool:
         """Compares the files with what was read of them. Returns whether there is something to read."""
         with self._lock:
-            found = {path: stat for path in self.paths if (stat := _stat(path)) is not None}
+            found = {path: stat for path in self.paths if (stat := _stat(path, self.root)) is not None}
             if any(self._is_replaced(path, stat) for path, stat in found.items()) or self._files.keys() - found.keys():
                 self._forget()
+            for path in self.paths:
+                problem = f"{path.name}: left out, because it is no regular file or a link that leads out of the run"
+                if path not in found and os.path.lexists(path) and problem not in self.problems:
+                    self._add_problem(problem)
             for path, stat in found.items():
                 file = self._files.setdefault(path, _File(path))
                 file.identity, file.size = (stat.st_dev, stat.st_ino), stat.st_size
@@ -122,7 +127,7 @@ class IndexedStep:
             file.num_bytes = max(file.num_bytes, file.size)
             return True
         try:
-            with file.path.open("rb", buffering=BUFFER) as handle:
+            with self.open(file.path) as handle:
                 return self._read(place, file, handle, until)
         except OSError as error:
             self._add_problem(f"{file.path}: {error.strerror}")
@@ -143,7 +148,11 @@ class IndexedStep:
                 file.size = file.num_bytes
                 break
             is_whole = line.endswith(b"\n")
-            if is_whole or len(line) == MAX_LINE_BYTES:
+            if not is_whole and len(line) == MAX_LINE_BYTES:  # the rest of the file may be a hole of any size
+                self._add_line(place, file, line)
+                file.num_bytes = file.size
+                break
+            if is_whole:
                 self._add_line(place, file, line)
             elif not self._try_line(place, file, line):
                 file.size = file.num_bytes  # torn: the rest of it will come, and then the file is larger
@@ -203,6 +212,10 @@ class IndexedStep:
         self.revision += 1
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(printable(problem, limit=300))
+
+    def open(self, path: Path) -> IO[bytes]:
+        """One of the step's files. Raises OSError: it is not there, no regular file, or a link that leads out."""
+        return open_file(path, within=self.root)
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
@@ -271,7 +284,7 @@ class Index:
             for place in self._steps.keys() - found.keys():
                 del self._steps[place]
             for place, paths in found.items():
-                self._steps.setdefault(place, IndexedStep(*place, paths))
+                self._steps.setdefault(place, IndexedStep(*place, paths, self.root if self.root.is_dir() else None))
             steps = list(self._steps.values())
         return any([step.look() for step in steps])
 
@@ -331,10 +344,10 @@ class Index:
         return max((step.modified for step in self.steps()), default=0.0)
 
 
-def _stat(path: Path) -> os.stat_result | None:
-    """What the system says of a regular file; None: there is none."""
+def _stat(path: Path, root: Path | None) -> os.stat_result | None:
+    """The status of a regular file, or None if there is none, or a link leads out of `root`."""
     try:
         stat = path.stat()
     except OSError:
         return None
-    return stat if path.is_file() else None
+    return stat if is_inside(path, root) else None

@@ -8,6 +8,7 @@ import msgspec
 
 from art_cli.errors import DataError
 from art_cli.json_lines import decode, lines
+from art_cli.run_file import open_file
 
 Json = dict[str, Any]
 _ANY = msgspec.json.Decoder()
@@ -28,20 +29,20 @@ class LearnedNumbers:
         self._places: dict[Path, tuple[int, dict[str, tuple[int, int]]]] = {}  # file -> (size, id -> (offset, length))
         self._lock = threading.Lock()
 
-    def of(self, path: Path, trajectory: str) -> Json:
+    def of(self, path: Path, trajectory: str, *, within: Path | None) -> Json:
         """The line of a trajectory; empty where the run has none."""
         try:
-            place = self._find(path).get(trajectory)
+            place = self._find(path, within).get(trajectory)
             if place is None:
                 return {}
-            with path.open("rb") as file:
+            with open_file(path, within=within) as file:
                 file.seek(place[0])
                 found = decode(file.read(place[1]), _ANY)
         except (OSError, ValueError, DataError):
             return {}
         return found if isinstance(found, dict) else {}
 
-    def _find(self, path: Path) -> dict[str, tuple[int, int]]:
+    def _find(self, path: Path, within: Path | None) -> dict[str, tuple[int, int]]:
         with self._lock:
             if not path.is_file():
                 return {}
@@ -50,13 +51,13 @@ class LearnedNumbers:
             if known is None or known[0] != size:
                 if len(self._places) >= MAX_FILES:
                     self._places.clear()
-                known = self._places[path] = (size, _places(path))
+                known = self._places[path] = (size, _places(path, within))
             return known[1]
 
 
-def _places(path: Path) -> dict[str, tuple[int, int]]:
+def _places(path: Path, within: Path | None) -> dict[str, tuple[int, int]]:
     found = {}
-    for line in lines(path):
+    for line in lines(path, within=within):
         try:
             found[decode(line.data, _NAMED).id] = (line.offset, len(line.data))
         except ValueError:  # half-written, or no line of ours

@@ -28,7 +28,7 @@ def run_numbers(run: RunDir) -> Json:
     found: Json = {"config": None, "metrics": {}, "intervals": {}, "evaluations": [], "findings": [], "checkpoints": [],
                    "best_step": None, "stages": {}, "problems": []}  # fmt: skip
     try:
-        found["config"] = read_object(run.config_path) if run.config_path.exists() else None
+        found["config"] = read_object(run.config_path, within=run.root) if run.config_path.exists() else None
     except ArtError as error:
         found["problems"].append(str(error))
     try:

@@ -167,7 +167,7 @@ def _text(step: IndexedStep, group: IndexedGroup, length: int) -> str:
         if room <= 0:
             break
         try:
-            text = said(read_bytes(step.path_of(row), row), row)[:room]
+            text = said(read_bytes(step, row), row)[:room]
         except (OSError, ValueError):
             continue
         texts.append(text)

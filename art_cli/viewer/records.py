@@ -1,7 +1,6 @@
 """Whole trajectories, read at the places that the index knows. A line that cannot be read becomes one that says so."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -19,12 +18,12 @@ _SCORED = msgspec.json.Decoder(ScoredTrajectory)
 
 def read_records(step: IndexedStep, rows: Sequence[IndexRow]) -> list[ScoredTrajectory]:
     """The trajectories of these rows, each with the id, group and place that the index gave it."""
-    return [read_record(step.path_of(row), row) for row in rows]
+    return [read_record(step, row) for row in rows]
 
 
-def read_record(path: Path, row: IndexRow) -> ScoredTrajectory:
+def read_record(step: IndexedStep, row: IndexRow) -> ScoredTrajectory:
     try:
-        record = _read(path, row)
+        record = _read(step, row)
     except OSError as error:
         record = _unread(row, error.strerror or str(error))
     except (ValueError, RecursionError) as error:
@@ -32,11 +31,11 @@ def read_record(path: Path, row: IndexRow) -> ScoredTrajectory:
     return msgspec.structs.replace(record, id=row.id, group_id=row.group, index=row.index)
 
 
-def read_bytes(path: Path, row: IndexRow) -> bytes:
+def read_bytes(step: IndexedStep, row: IndexRow) -> bytes:
     """The line of a row. Raises ValueError: it is too long, or not there any more."""
     if row.length > MAX_SHOWN:
         raise ValueError(f"its line has {row.length >> 20} MiB; up to {MAX_SHOWN >> 20} MiB are shown")
-    with path.open("rb") as file:
+    with step.open(step.path_of(row)) as file:
         file.seek(row.offset)
         line = file.read(row.length)
     if len(line) < row.length:
@@ -44,8 +43,8 @@ def read_bytes(path: Path, row: IndexRow) -> bytes:
     return line
 
 
-def _read(path: Path, row: IndexRow) -> ScoredTrajectory:
-    line = read_bytes(path, row)
+def _read(step: IndexedStep, row: IndexRow) -> ScoredTrajectory:
+    line = read_bytes(step, row)
     num_brackets = line.count(b"{") + line.count(b"[")
     if num_brackets > MAX_NODES:
         raise ValueError(f"its line has {num_brackets:,} brackets; up to {MAX_NODES:,} are shown")

@@ -8,6 +8,7 @@ from typing import Literal
 
 from art_cli.errors import UsageError
 from art_cli.run_dir import RunDir
+from art_cli.run_file import open_file, read_file
 from art_cli.viewer.index import STEP_DIRECTORY, Index
 
 MAX_SOURCES = 200  # runs and files of one page
@@ -90,7 +91,7 @@ def is_run(path: Path) -> bool:
 
 def _may_have_records(path: Path) -> bool:
     """Whether a line near the start of the file begins as a record does, or the file is empty as yet."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         start = file.read(START_BYTES)
     lines = [line for line in start.removeprefix(b"\xef\xbb\xbf").splitlines() if line.strip()]
     return not lines or any(line.lstrip().startswith(b"{") for line in lines)
@@ -117,8 +118,7 @@ def _modified(path: Path) -> float:
 def _has_owner(run: RunDir) -> bool:
     """Whether the process named in the run's lock lives. The lock itself is left alone: a training may want it now."""
     try:
-        with (run.logs / "lock").open("rb") as file:
-            owner = file.read(32).strip()
+        owner = read_file(run.logs / "lock", max_bytes=32, within=run.root).strip()
         if not owner.isdigit():
             return False
         os.kill(int(owner), 0)

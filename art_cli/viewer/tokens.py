@@ -72,7 +72,7 @@ def _places(run: RunDir) -> Iterator[Path]:
 def _base(run: RunDir) -> str:
     """What config.json names as the base; "" where it names none."""
     try:
-        section = read_object(run.config_path).get("model")
+        section = read_object(run.config_path, within=run.root).get("model")
     except ArtError:
         return ""
     base = section.get("base") if isinstance(section, Mapping) else None
