@@ -4,8 +4,10 @@ Only the package tensorboard is needed. Each call is flushed, so that the file o
 goes on begins a further file, and TensorBoard joins them.
 """
 
+import os
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from art_cli.config.sections.tracker import TensorBoardTrackerConfig
 from art_cli.run_dir import MetricsLine
@@ -22,11 +24,17 @@ class TensorBoardTracker:
         from tensorboard.plugins.histogram.summary_v2 import histogram_pb
         from tensorboard.plugins.scalar.summary_v2 import scalar_pb
         from tensorboard.plugins.text.summary_v2 import text_pb
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         self._scalar, self._histogram, self._text = scalar_pb, histogram_pb, text_pb
-        self._writer = EventFileWriter(str(run.root / "tensorboard"))
+        directory = run.root / "tensorboard"
+        directory.mkdir(exist_ok=True)
+        # TensorBoard's own writer puts the machine's name into the file's.
+        name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.art.{os.getpid()}.{time.time_ns()}"
+        self._file = (directory / name).open("xb")
+        self._records = RecordWriter(self._file)
+        self._add(self._event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def log(self, line: MetricsLine) -> None:
         summaries = [self._scalar(f"{line.split}/{name}", value) for name, value in line.metrics.items()]
@@ -48,11 +56,14 @@ class TensorBoardTracker:
         merged = self._summary()
         for summary in summaries:
             merged.MergeFrom(summary)
-        self._writer.add_event(self._event(step=step, wall_time=wall_time, summary=merged))
-        self._writer.flush()
+        self._add(self._event(step=step, wall_time=wall_time, summary=merged))
+
+    def _add(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+        self._file.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 def _as_text(step: int, groups: Groups) -> str:

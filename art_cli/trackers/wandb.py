@@ -1,6 +1,6 @@
 """Sends metrics, samples, rewards and checkpoints to Weights & Biases. Resumes the W&B run of the same directory.
 
-Nothing of the terminal, the system or the code is sent along. In offline mode, and where the server cannot be reached
+Nothing of the terminal, the machine or the code is sent along. In offline mode, and where the server cannot be reached
 at the start, everything is in `logs/wandb` of the run, where `wandb sync` finds it.
 """
 
@@ -48,6 +48,10 @@ class WandbTracker:
             disable_code=True,
             disable_git=True,
             x_disable_stats=True,
+            x_disable_machine_info=True,
+            x_disable_meta=True,
+            x_save_requirements=False,
+            host="",  # the name of the machine, which the settings before do not turn off
             x_transaction_log_flush_interval=1.0,  # a killed run loses what was logged in as many seconds, not 15
         )
         return self._wandb.init(

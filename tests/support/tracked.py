@@ -9,7 +9,9 @@ It logs two steps, an evaluation and a checkpoint, closes the tracker, and print
 import contextlib
 import json
 import os
+import platform
 import signal
+import socket
 import struct
 import sys
 import time
@@ -25,12 +27,15 @@ from art_cli.trackers import TrackedRun, make_tracker
 from tests.support.attempts import attempt, scored
 
 CONFIG: dict[str, Any] = {"name": "mail", "train": {"steps": 2}, "model": {"base": "builtin:tiny"}, "note": None}
+HOST, USER = "machine-of-a-user", "user-of-a-machine"  # what packages find where they ask for these
 
 
 def write(name: str, root: Path, section: str, first: str, ends: str = "") -> None:
     """Logs two steps from `first` on, then an evaluation, a checkpoint, and before it one that is gone."""
     config = TypeAdapter(TrackerConfig).validate_python({"name": name, **json.loads(section)})
     begin = int(first)
+    socket.gethostname = platform.node = lambda: HOST
+    os.environ.update(USER=USER, LOGNAME=USER, USERNAME=USER)
     (root / "logs").mkdir(parents=True, exist_ok=True)
     checkpoint = root / f"checkpoints/step_{begin + 2:04d}"
     checkpoint.mkdir(parents=True)
@@ -124,6 +129,8 @@ def read_wandb(root: Path) -> dict[str, Any]:
         json.loads(path.read_text()) for path in root.glob("logs/wandb/offline-run-*/files/media/table/**/*.json")
     ]
     return {"ids": [record.run.run_id for record in records if record.HasField("run")], "configs": configs,
+            "hosts": [record.run.host for record in records if record.HasField("run")],
+            "environments": sum(record.HasField("environment") for record in records),
             "rows": rows, "artifacts": artifacts, "tables": tables, "num_files": len(files)}  # fmt: skip
 
 

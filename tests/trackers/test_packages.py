@@ -4,13 +4,16 @@ Steps 0 and 1 are those of the process that was killed, 2 and 3 those of the one
 """
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.real_readers import MARKS, answer, run
+from tests.support.paths import ROOT
+from tests.support.real_readers import MARKS, PYTHON, answer, run
+from tests.support.tracked import HOST, USER
 
 pytestmark = MARKS
 
@@ -25,8 +28,8 @@ EACH_STEP = [0, 1, 2, 3]
 
 
 @pytest.fixture(scope="module", params=SECTIONS)
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    """(tracker, what its package sees in the end)"""
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
+    """(tracker, what its package sees in the end, the directory of everything that it wrote)"""
     name, home = request.param, tmp_path_factory.mktemp(request.param)
     root, section = home / "runs/mail", json.dumps(SECTIONS[request.param])
     child = ("-m", "tests.support.tracked", name, str(root))
@@ -35,11 +38,24 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ended = run(*child, json.dumps({**SECTIONS[name], **ONLINE.get(name, {})}), "2", home=home)
     assert ("No API key" in ended.stderr and "wandb sync sends it" in ended.stderr) == (name in ONLINE), ended.stderr
     assert ended.returncode == 0 and ended.stdout.count("\n") == 1, (ended.stdout, ended.stderr[-2000:])
-    return name, json.loads(ended.stdout)
+    return name, json.loads(ended.stdout), home
 
 
-def test_the_package_reads_both_halves_as_one_run(seen: tuple[str, Any]) -> None:
-    name, found = seen
+def test_no_package_is_told_of_the_machine_the_code_or_the_user(seen: tuple[str, Any, Path]) -> None:
+    """In names and bytes of all files but W&B's logs, which stay. Paths are there only where files have to be found."""
+    name, found, home = seen
+    secret = [HOST, USER, str(ROOT), str(PYTHON.parent), "tests.support.tracked", "opentelemetry-proto", str(home)]
+    stays = re.compile(re.escape(str(home).encode()) + rb"/(artifacts/staging|runs/mlflow|mlruns)")
+    files = [path for path in home.rglob("*") if path.is_file() and not path.name.startswith("debug")]
+    assert files
+    for path in files:
+        held = str(path.relative_to(home)).encode() + stays.sub(b"", path.read_bytes())
+        assert [word for word in secret if word.encode() in held] == [], path
+    assert name != "wandb" or (found["hosts"], found["environments"]) == (["", ""], 0)
+
+
+def test_the_package_reads_both_halves_as_one_run(seen: tuple[str, Any, Path]) -> None:
+    name, found, _ = seen
     {"tensorboard": _tensorboard, "trackio": _trackio, "mlflow": _mlflow, "wandb": _wandb}[name](found)
 
 
