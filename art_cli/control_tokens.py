@@ -119,6 +119,7 @@ class ControlTokens:
         whole = guard.restored(text)
         if not guard.letters or (not self._folds and self._marks(whole) == self._marks(text)):
             return plain(whole)
+        guard.is_needed = True
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         written = [
             (id, start, end)
@@ -183,6 +184,7 @@ class Guard:
         """`values`: everything that will be guarded. Its characters are no stand-ins."""
         self._controls, self._values = controls, values
         self.letters: dict[str, str] = {}
+        self.is_needed = False  # whether a text of these values would have become a control token
         self._stand_ins: dict[str, str] = {}
         self._free: Iterator[str] | None = None
 

@@ -237,7 +237,9 @@ def _asked_for(request: Request) -> frozenset[str]:
 
 def _question(request: Request) -> Json:
     if request.messages is None:
-        return {"prompt": request.prompt}
+        return {"prompt": request.prompt} | (
+            {} if request.response_format is None else {"response_format": request.response_format}
+        )
     question: Json = {"messages": request.messages}
     if request.tools:
         question |= {"tools": request.tools, "tool_choice": request.tool_choice}

@@ -48,6 +48,7 @@ class Prompt:
     format: Format | None = None  # the grammar of the reply; None: it is free
     syntax: CallSyntax = HERMES  # the way this model writes calls
     schemas: Schemas = field(default_factory=dict)
+    is_guarded: bool = False  # whether the tokenizer alone would have made control tokens of a text
 
     def parser(self) -> "MessageParser":
         return MessageParser(
@@ -82,7 +83,7 @@ def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGT
     ids = _encode(vocabulary, text + opening, max_length, request, guard)
     format = reply_format(vocabulary, request, tools, thoughts)
     begun = THINK if thoughts == "begun" else guard.restored(opening)
-    return Prompt(ids, begun, bool(tools), has_thinking, format, syntax, schemas_of(tools))
+    return Prompt(ids, begun, bool(tools), has_thinking, format, syntax, schemas_of(tools), guard.is_needed)
 
 
 def is_short(request: Request) -> bool:
@@ -157,7 +158,7 @@ def _apply_template(vocabulary: Vocabulary, request: Request, tools: list[Json],
     assert request.messages is not None, "a request has messages or a prompt"
     template = vocabulary.tokenizer.chat_template or ""
     keeps_text = "arguments is string" in template or "arguments is not string" in template  # Qwen3; Mistral
-    messages = [_for_template(message, keeps_text) for message in request.messages]
+    messages = [for_template(message, keeps_text) for message in request.messages]
     stand_ins = StandIns(request.messages if _writes_anew(template) and not keeps_text else ())
     most = max_length * vocabulary.longest
     wishes = {} if request.thinks is None else {"enable_thinking": request.thinks}
@@ -215,7 +216,7 @@ class StandIns:
         return None if self._name in text else text
 
 
-def _for_template(message: Json, keeps_text: bool) -> Json:
+def for_template(message: Json, keeps_text: bool) -> Json:
     """The message as templates expect it: content as a string, arguments of calls as an object (or as they were)."""
     role = "system" if message["role"] == "developer" else message["role"]
     message = {**message, "role": role, "content": text_of(message.get("content"))}

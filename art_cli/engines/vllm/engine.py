@@ -27,6 +27,7 @@ from art_cli.chat.requests import Request, demands_format
 from art_cli.config.sections.engine import VllmEngineConfig
 from art_cli.engines import Endpoint
 from art_cli.engines.vllm.adapters import Adapters
+from art_cli.engines.vllm.chats import Chats
 from art_cli.engines.vllm.control import Refused, Scored, Unreachable
 from art_cli.engines.vllm.ready import Ready
 from art_cli.engines.vllm.server import OwnServer, RunningServer
@@ -62,9 +63,12 @@ class VllmEngine:
         step: int = 0,
         logs: Path,
         number: int | None = None,
+        chats: Chats | None = None,
     ) -> None:
-        """`number` is for one of several replicas, and begins at 1. Raises EngineError: no such Python, or a setting
-        that this machine cannot have."""
+        """`number` is for one of several replicas, and begins at 1; `chats` is what they share.
+
+        Raises EngineError: no such Python, or a setting that this machine cannot have.
+        """
         self.endpoint = Endpoint(base_url=None, api_key="", model=name, step=step)
         self._config, self._dtype = config, model.dtype
         self._server: OwnServer | RunningServer
@@ -73,6 +77,7 @@ class VllmEngine:
             self._server = OwnServer(config, model, name=name, log=logs / log_name)
         else:
             self._server = RunningServer(config, is_watched=number is not None)
+        self._chats = chats or Chats(model)
         self._traffic = Traffic()
         self._scores_alone = isinstance(self._server, OwnServer) and not self._server.has_gpu
         self._name = name
@@ -115,6 +120,7 @@ class VllmEngine:
         self._awake.set()
         self._may_restart.set()
         try:
+            await self._chats.start()
             await self._bring_up()
         except BaseException:
             await self._server.stop()
@@ -208,16 +214,19 @@ class VllmEngine:
         return [self.endpoint.model]
 
     async def reply(self, request: Request) -> Reply:
-        asked = self._server.verbatim.put_into(request)
+        chat = await self._chats.rendered(request)
+        asked = self._server.verbatim.put_into(request) if chat is None else chat.request
         async with self._admitted(request) as (adapters, backend), self._failures(adapters):
             reply = await backend.reply(asked)
+        reply = reply if chat is None else chat.reply(reply)
         for choice in reply.choices:
             _complete_logprobs(request, choice)
             restore_arguments(choice)
         return reply
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        asked = self._server.verbatim.put_into(request)
+        chat = await self._chats.rendered(request)
+        asked = self._server.verbatim.put_into(request) if chat is None else chat.request
         async with (
             self._admitted(request) as (adapters, backend),
             self._failures(adapters),
@@ -225,7 +234,7 @@ class VllmEngine:
         ):
             async for chunk in chunks:
                 _complete_logprobs(request, chunk.choice)
-                yield chunk
+                yield chunk if chat is None else chat.chunk(chunk)
 
     @contextlib.asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncIterator[tuple[Adapters, HttpBackend]]:

@@ -25,6 +25,7 @@ from art_cli.chat.requests import Request
 from art_cli.config.sections.engine import VllmEngineConfig
 from art_cli.engines import Endpoint, EngineSetup, proof
 from art_cli.engines.vllm.arguments import divide
+from art_cli.engines.vllm.chats import Chats
 from art_cli.engines.vllm.engine import VllmEngine
 from art_cli.engines.vllm.ready import Ready
 from art_cli.engines.vllm.routing import Router
@@ -71,8 +72,9 @@ class VllmReplicas:
     def __init__(self, config: VllmEngineConfig, model: PolicySpec, *, name: str, step: int = 0, logs: Path) -> None:
         """Raises EngineError: fewer GPUs than the replicas need, or what VllmEngine refuses."""
         self.endpoint = Endpoint(base_url=None, api_key="", model=name, step=step)
+        chats = Chats(model)
         self.replicas = [
-            Replica(number, VllmEngine(part, model, name=name, step=step, logs=logs, number=number))
+            Replica(number, VllmEngine(part, model, name=name, step=step, logs=logs, number=number, chats=chats))
             for number, part in enumerate(divide(config), 1)
         ]
         self.router = Router(len(self.replicas))

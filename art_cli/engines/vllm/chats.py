@@ -1,0 +1,165 @@
+"""Chats: sends a conversation to vLLM as tokens, where the server's own rendering would make control tokens of a text.
+
+    a text holds a marker -> our template and tokens -> /v1/completions -> the sampled tokens -> our parser -> a message
+
+vLLM renders messages itself, and tokenizes a marker in a text as the control token. Conversations without one stay as
+they are. A forced call is held to the tools' schemas as vLLM's own chat does it: the reply is the JSON of the arguments
+(a named tool) or of a list of calls (`required`).
+"""
+
+import json
+import logging
+from typing import Any
+
+import msgspec
+
+from art_cli.chat.errors import ChatError
+from art_cli.chat.reading import RequestReader
+from art_cli.chat.replies import Choice, Chunk, Reply
+from art_cli.chat.requests import Request
+from art_cli.control_tokens import Guard
+from art_cli.engines.embedded import messages
+from art_cli.engines.embedded.call_syntax import call_of, schemas_of
+from art_cli.engines.embedded.choices import ChoiceWriter, Piece, reply_limit
+from art_cli.engines.embedded.messages import Prompt
+from art_cli.engines.embedded.text import Vocabulary
+from art_cli.errors import one_line
+from art_cli.model import load_tokenizer
+from art_cli.policy_spec import PolicySpec
+from art_cli.threads import call_in_thread
+
+log = logging.getLogger(__name__)
+Json = dict[str, Any]
+
+
+class Chats:
+    """Renders for the servers of one policy. Before `start` every conversation stays as it is."""
+
+    def __init__(self, model: PolicySpec) -> None:
+        self._model = model
+        self._vocabulary: Vocabulary | None = None
+        self._reader = RequestReader()
+
+    async def start(self) -> None:
+        """Reads the tokenizer, once. A policy has one wherever its learner or its configuration was read."""
+        if self._vocabulary is not None:
+            return
+        try:
+            tokenizer = await call_in_thread(load_tokenizer, self._model.base)
+        except ValueError as error:
+            log.warning("vllm: the server renders every text itself, markers in it too: %s", one_line(error))
+            return
+        if self._model.chat_template is not None:
+            tokenizer.chat_template = self._model.chat_template
+        self._vocabulary = Vocabulary(tokenizer)
+
+    async def rendered(self, request: Request) -> "RenderedChat | None":
+        """The conversation as tokens, or None if the server renders the same ones. Raises ChatError as `render`."""
+        vocabulary, talk = self._vocabulary, request.messages
+        if vocabulary is None or talk is None:
+            return None
+        talk = [messages.for_template(message, keeps_text=False) for message in talk]
+        guard = Guard(vocabulary.controls, talk, request.tools, request.template_kwargs)
+        guard.messages(talk)
+        guard.value([request.tools, request.template_kwargs])
+        if not guard.letters:
+            return None
+        free = msgspec.structs.replace(request, response_format=None)
+        if request.tool_choice != "none":
+            free = msgspec.structs.replace(free, tool_choice="auto")
+        prompt = await self._reader.read(messages.render, vocabulary, free, self._model.max_length)
+        if not prompt.is_guarded:
+            return None
+        limit = reply_limit(request, prompt, self._model.max_length, self._model.vocabulary)
+        return RenderedChat(vocabulary, request, prompt, limit - len(prompt.ids))
+
+
+class RenderedChat:
+    """One conversation as a prompt of tokens, and the way from what was sampled back to messages."""
+
+    def __init__(self, vocabulary: Vocabulary, request: Request, prompt: Prompt, max_tokens: int) -> None:
+        """`max_tokens`: of the reply, because completions have another default than chats."""
+        self.request = msgspec.structs.replace(
+            request,
+            messages=None,
+            tools=[],
+            prompt=prompt.ids,
+            response_format=_held_to(request),
+            sampling=msgspec.structs.replace(request.sampling, max_tokens=max_tokens),
+        )
+        self._writers = [ChoiceWriter(vocabulary, request, prompt, index) for index in range(request.sampling.n)]
+        self._choice = request.tool_choice if request.tools else "auto"
+
+    def reply(self, reply: Reply) -> Reply:
+        for choice in reply.choices:
+            self._write(choice, is_last=True)
+            choice.message = self._message(choice) or self._writers[choice.index].message
+        return msgspec.structs.replace(reply, id=_chat_id(reply.id))
+
+    def chunk(self, chunk: Chunk) -> Chunk:
+        if chunk.choice.token_ids or chunk.is_last:
+            delta = self._write(chunk.choice, is_last=chunk.is_last)
+            if self._choice not in ("auto", "none"):  # what the calls are is known at the end
+                delta = (self._message(chunk.choice) or {}) if chunk.is_last else {}
+                for index, call in enumerate(delta.get("tool_calls", ())):
+                    call["index"] = index
+            chunk.choice.message = delta
+        return msgspec.structs.replace(chunk, id=_chat_id(chunk.id))
+
+    def _write(self, choice: Choice, *, is_last: bool) -> Json | None:
+        """Gives the choice its text and its reason to end. Returns what is new as a delta."""
+        raw = choice.raw_logprobs or choice.logprobs
+        reason = choice.finish_reason if is_last else None
+        written = self._writers[choice.index].write(Piece(choice.token_ids, choice.logprobs, raw, None, 0, reason))
+        choice.text, choice.finish_reason = written.text, written.finish_reason
+        choice.stop_string = choice.stop_string or written.stop_string
+        return written.message
+
+    def _message(self, choice: Choice) -> Json | None:
+        """The message of a forced call, or None if the choice was free or the reply is no call."""
+        if self._choice in ("auto", "none"):
+            return None
+        text = self._writers[choice.index].text
+        calls = _calls(text, self._choice)
+        if not calls:
+            return {"role": "assistant", "content": text}
+        choice.finish_reason = "tool_calls" if choice.finish_reason == "stop" else choice.finish_reason
+        return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def _calls(text: str, choice: str | Json) -> list[Json]:
+    """The forced calls in a reply. One that was cut has as much of its arguments as there is, a list none."""
+    if isinstance(choice, dict):
+        return [call_of(choice["function"]["name"], text)]
+    try:
+        return [call_of(call["name"], json.dumps(call["parameters"], ensure_ascii=False)) for call in json.loads(text)]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        return []
+
+
+def _held_to(request: Request) -> Json | None:
+    """The response_format of a forced call, or the request's own."""
+    schemas = schemas_of(request.tools)
+    if not schemas or request.tool_choice in ("auto", "none"):
+        return request.response_format
+    if isinstance(request.tool_choice, dict):
+        name = request.tool_choice["function"]["name"]
+        if name not in schemas:
+            raise ChatError(400, f"tool_choice: there is no tool {name!r}", param="tool_choice")
+        schema: Json = {"type": "object", **schemas[name]}
+    else:
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": {"type": "object", **parameters}},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+            for name, parameters in schemas.items()
+        ]
+        schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    return {"type": "json_schema", "json_schema": {"name": "calls", "schema": schema}}
+
+
+def _chat_id(id: str) -> str:
+    return f"chat{id}" if id.startswith("cmpl-") else id
