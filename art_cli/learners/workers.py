@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from art_cli.errors import LearnerError, PeersLost, ProcessDied
 from art_cli.learners import Progress
 from art_cli.learners.nodes.node_end import NodeEnd
-from art_cli.learners.nodes.place import NodePlace, interface_of, reserved_port
+from art_cli.learners.nodes.place import NodePlace, interface_of, listening_on, reserved_port
 from art_cli.learners.nodes.rendezvous import Rendezvous
 from art_cli.learners.nodes.secret import VARIABLE
 from art_cli.learners.watchdog import POLL_S, Watchdog
@@ -118,13 +118,21 @@ class Workers:
             try:
                 await asyncio.wait({connected, ended}, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
                 if connected.done():
-                    return connected.result()
+                    connected.result()
+                    self._log_store()
+                    return
                 if ended.done():
                     raise LearnerError(f"the learner's processes did not start{self._last_lines(self._log())}")
                 raise LearnerError(f"the learner's processes did not start within {START_DEADLINE_S:.0f} s")
             finally:
                 connected.cancel()
                 ended.cancel()
+
+    def _log_store(self) -> None:
+        """Logs where torch's store listens, which asks nobody for a key."""
+        if self._place.node == 0:
+            where = ", ".join(listening_on(self._place.port)) or f"port {self._place.port} of every address"
+            log.info("learner: torch's store listens on %s without a key: keep others from it (docs/safety.md)", where)
 
     async def _launch(self, address: Path) -> ChildProcess:
         threads, place = max(1, (os.cpu_count() or 1) // self._here), self._place

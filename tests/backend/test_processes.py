@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,6 +148,7 @@ def test_the_server_trains_and_samples_and_ends_when_a_process_dies(tmp_path: Pa
             _, errors = server.communicate(timeout=90)
         assert server.returncode == 1
         assert "process 1 of the learner's 2 died" in errors and "Traceback" not in errors
+        assert re.search(r"torch's store listens on (\S+:\d+(, )?)+ without a key", errors)
     finally:
         server.kill()
         server.communicate()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 SIOCGIFADDR = 0x8915  # the request for an interface's IPv4 address, linux/sockios.h
+LISTENS = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 
 class NodePlace(NamedTuple):
@@ -52,6 +53,23 @@ def reserved_port() -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("", 0))
         yield holder.getsockname()[1]
+
+
+def listening_on(port: int) -> list[str]:
+    """The addresses of this machine at which a program listens on the port, as far as the system shows them.
+
+    Example: ["0.0.0.0:41233", "[::]:41233"]
+    """
+    found = []
+    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        with contextlib.suppress(OSError), open(f"/proc/net/{name}") as lines:
+            for fields in map(str.split, lines.readlines()[1:]):
+                address, _, its_port = fields[1].partition(":")
+                if fields[3] == LISTENS and int(its_port, 16) == port:
+                    words = [int(address[start : start + 8], 16) for start in range(0, len(address), 8)]
+                    shown = socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))
+                    found.append(f"[{shown}]:{port}" if family == socket.AF_INET6 else f"{shown}:{port}")
+    return found
 
 
 def interface_of(host: str) -> str:
