@@ -7,7 +7,7 @@ end, and a link could lead to any file of this machine.
 import errno
 import os
 import stat
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from pathlib import Path
 
 BUFFER = 2**18  # bytes read at a time; lines of trajectories have kilobytes
@@ -35,7 +35,7 @@ def open_file(path: Path, *, within: Path | None = None, max_bytes: int | None =
     except BaseException:
         os.close(handle)
         raise
-    return os.fdopen(handle, "rb", buffering=BUFFER)
+    return BufferedReader(FileIO(handle), BUFFER)
 
 
 def read_file(path: Path, *, max_bytes: int, within: Path | None = None) -> bytes:
