@@ -30,7 +30,7 @@ rollout:
   groups_per_step: 4
   max_turns: {turns}
   sampling: {{max_tokens: 64}}
-train: {{steps: 10, learning_rate: 1.0e-5}}
+train: {{steps: 10}}
 eval: {{held_out: 0.02, every: 5}}  # a share of the scenarios that is never trained on
 """
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "runs", "*.pyc")  # files that the use of a recipe leaves in it

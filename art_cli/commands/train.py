@@ -29,8 +29,8 @@ def run(
 
     \b
     art train config.yaml
-    art train config.yaml train.learning_rate=1e-5 judge=rollout
-    art train config.yaml -m train.learning_rate=1e-5,1e-4 loss=grpo,dapo
+    art train config.yaml train.learning_rate=1e-4 judge=rollout
+    art train config.yaml -m train.learning_rate=1e-4,5e-4 loss=grpo,dapo
     """
     from art_cli import threads
     from art_cli.config.compose import load_config, load_sweep

@@ -7,7 +7,7 @@ imported from here; a file that implements one variant imports its section from 
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import model_validator
 
@@ -90,7 +90,7 @@ from art_cli.config.sections.tracker import (
     TrackioTrackerConfig,
     WandbTrackerConfig,
 )
-from art_cli.config.sections.train import EvalConfig, SftConfig, TrainConfig
+from art_cli.config.sections.train import ADAPTER_RATE, EvalConfig, SftConfig, TrainConfig
 from art_cli.store_address import Directory, StoreAddress, is_address, problem_of
 
 __all__ = [
@@ -226,6 +226,15 @@ class RunConfig(Section):
         else:
             is_silent = isinstance(loss, DistillConfig) and not loss.needs_rewards
         return {**data, "judge": {"name": "none"}} if is_silent else data
+
+    @model_validator(mode="after")
+    def _rate_of_an_adapter(self) -> Self:
+        """Puts an adapter's default in place of the one for whole weights. It does not count as set."""
+        if self.model.lora is not None and "learning_rate" not in self.train.model_fields_set:
+            train = self.train.model_copy(update={"learning_rate": ADAPTER_RATE})
+            train.model_fields_set.discard("learning_rate")
+            self.__dict__["train"] = train
+        return self
 
     @property
     def learns_by(self) -> LossConfig | AlgorithmConfig:

@@ -8,7 +8,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.identity import Change, config_changes
-from art_cli.config.schema import RunConfig
+from art_cli.config.schema import RunConfig, TrainConfig
 from art_cli.durable import read_object, write_file
 from art_cli.errors import DataError, RunError
 from art_cli.run_dir import RunDir
@@ -25,6 +26,27 @@ log = logging.getLogger(__name__)
 
 MAX_DRAWING = 256 * 2**10  # bytes of a drawing
 MEND_RECORD = "restore it, or remove it to go on with the configuration as it is now"
+
+
+def follow_rate(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
+    """The configuration with the learning rate of a run that older versions began, if it gives no other.
+
+    Their default was the same with an adapter as without one.
+    """
+    train, older = loaded.config.train, TrainConfig().learning_rate
+    if "learning_rate" in train.model_fields_set or not run.checkpoint_steps():
+        return loaded
+    with contextlib.suppress(DataError):  # claim_config refuses the damaged file
+        if _rate(read_object(run.config_path)) == older:
+            train = train.model_copy(update={"learning_rate": older})
+            return replace(loaded, config=loaded.config.model_copy(update={"train": train}))
+    return loaded
+
+
+def _rate(record: Mapping[str, Any]) -> Any:
+    """The learning rate in a record, which is the older default where a record has none."""
+    train = record.get("train")
+    return (train if isinstance(train, Mapping) else {}).get("learning_rate", TrainConfig().learning_rate)
 
 
 def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
@@ -95,6 +117,8 @@ def _read_record(run: RunDir) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     except DataError as error:
         raise RunError(f"{error}; {MEND_RECORD}") from error
     record.pop("auto", None)
+    if isinstance(train := record.get("train", {}), dict):
+        record["train"] = train | {"learning_rate": _rate(record)}
     with contextlib.suppress(ValidationError):  # a value that does not fit the schema shows as a difference
         record = RunConfig.model_validate(record).model_dump(mode="json")
     return record, changes

@@ -24,7 +24,7 @@ from art_cli.judges.trial import require_keys
 from art_cli.learners.examples import load_examples
 from art_cli.loop.auto import describe, resolve_auto
 from art_cli.loop.dtype import follow_record
-from art_cli.loop.record import claim_config
+from art_cli.loop.record import claim_config, follow_rate
 from art_cli.loop.startup import Startup
 from art_cli.loop.training_run import TrainingRun, TrainResult
 from art_cli.rollouts.runner import begin_rollout
@@ -58,7 +58,7 @@ async def train(loaded: LoadedConfig, *, is_fresh: bool = False, startup: Startu
         log.info("art train %s: %s", loaded.path, describe(loaded, "engine", "learner"))
         keep, keeps_best = loaded.config.train.keep_checkpoints, loaded.config.train.keep_best
         async with mirrored(run, loaded.config.store, keep=keep, keeps_best=keeps_best) as mirror:
-            loaded = follow_record(loaded, run)
+            loaded = follow_rate(follow_record(loaded, run), run)
             claim_config(run, loaded)
             run.clean()
             if (step := _finished_step(run, loaded)) is not None:

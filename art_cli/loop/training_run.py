@@ -181,7 +181,7 @@ class TrainingRun:
             names = f"engine {engine.name}, learner {learner} at {engine.url}"
         elif has_own_weights(self.config):
             names += f" in {describe_processes(self.config)}"
-        return f"{self.config.name}: {what}; {names}"
+        return f"{self.config.name}: {what}; {names}; learning rate {self.config.train.learning_rate:g}"
 
     # --- where to begin -----------------------------------------------------------------------------------------------
 

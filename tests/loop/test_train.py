@@ -187,6 +187,29 @@ def test_a_run_goes_on_with_another_learning_rate_and_records_from_which_step(tm
     assert record["train"]["learning_rate"] == 0.005
 
 
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_run_of_an_older_version_keeps_the_learning_rate_that_was_the_default(
+    tmp_path: Path, is_recorded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new run with an adapter begins at 2e-4. One whose record has 1e-5, or none, goes on with 1e-5 unchanged."""
+    project = tmp_path / "project"
+    shutil.copytree(LETTERS, project)
+    text = (project / "config.yaml").read_text()
+    (project / "config.yaml").write_text(text.replace("learning_rate: 1.0e-2, ", ""))
+    small = ["eval=null", "rollout.group_size=2", "rollout.groups_per_step=1", "sft=null"]
+    with caplog.at_level("INFO"):
+        files = RunDir(run(tmp_path, *small, "train.steps=1", project=project).root)
+    assert "; learning rate 0.0002" in caplog.text
+    record = json.loads(files.config_path.read_text())
+    assert record["train"].pop("learning_rate") == 2e-4
+    if is_recorded:
+        record["train"]["learning_rate"] = 1e-5
+    files.config_path.write_text(json.dumps(record))
+    run(tmp_path, *small, "train.steps=2", project=project)
+    record = json.loads(files.config_path.read_text())
+    assert (record["train"]["learning_rate"], record["changes"]) == (1e-5, [])
+
+
 def test_the_newest_the_best_and_the_first_checkpoint_stay(tmp_path: Path) -> None:
     files = RunDir(run(tmp_path, "train.keep_checkpoints=2", "train.steps=6").root)
     rewards = {line.step: line.metrics["reward"] for line in files.metrics() if line.split == "eval"}

@@ -19,6 +19,10 @@ from art_cli.config.sections.scenarios import Scenarios
 
 Beta = Annotated[Float, Field(ge=0, lt=1)]
 
+# SmolLM2-135M-Instruct with an adapter of rank 16, picking one of two numbers: 1e-5 learns nothing in 4 steps, 2e-4
+# goes from 0.28 to 0.86, and 1e-4 to 1e-3 all end at 0.97 to 1.0.
+ADAPTER_RATE = 2e-4
+
 
 class TrainConfig(Section):
     """How the policy is updated, and what is kept."""
@@ -26,7 +30,8 @@ class TrainConfig(Section):
     steps: PositiveInt = 50
     """The number of steps of the whole run."""
     learning_rate: PositiveFloat = 1e-5
-    """AdamW's learning rate after the warm-up and before any decay."""
+    """AdamW's learning rate after the warm-up and before any decay. Without this key an adapter (`model.lora`) is
+    trained with 2e-4, because at the rate that is right for whole weights it hardly moves."""
     warmup_steps: Count = 0
     """The number of steps over which the learning rate grows from 0."""
     decay: Literal["none", "linear", "cosine"] = "none"
