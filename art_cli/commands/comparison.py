@@ -166,6 +166,7 @@ def judge(loaded: LoadedConfig, played: dict[str, list[Trajectory]], results: di
                 results[name]["reward"] = await judge_contest(judge, played[name], played[first])
         finally:
             await judge.close()
+        log.info("reward: the share of comparisons won against %s, by judge=%s", first, loaded.config.judge.name)
         if (usage := judge.usage).calls:
             cost = "price unknown" if usage.cost_usd is None else f"${usage.cost_usd:.4f}"
             log.info("judge: %d calls, %s tokens, %s", usage.calls, f"{usage.tokens:,}", cost)

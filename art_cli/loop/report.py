@@ -16,7 +16,7 @@ import msgspec
 
 from art_cli.checkpoints import explain, run_config, wanted_steps
 from art_cli.durable import read_lines
-from art_cli.errors import RunError, printable
+from art_cli.errors import DataError, RunError, printable
 from art_cli.failures import Failures, Fault, count_failures, find_fault
 from art_cli.history import Evaluated, History, UpdateNumbers, is_comparable, read_history
 from art_cli.loop.findings import RunFinding, find, mean_interval
@@ -130,6 +130,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     warm_up: dict[str, float] | None
     evaluations: list[ReportedEvaluation]
     training_reward: list[Point]  # smoothed
+    reward_names: dict[str, str]  # what the rewards of steps ("train") and of evaluations ("eval") are
     series: dict[str, list[tuple[int, float]]]
     rollouts: Rollouts
     seconds: Seconds
@@ -163,6 +164,7 @@ def read_report(run: RunDir) -> RunReport:
         warm_up=history.warm_up,
         evaluations=[_evaluation(each) for each in history.evaluations],
         training_reward=smoothed,
+        reward_names=reward_names(config, _reward_is(run, rewarded)),
         series={name: _series(history.updates, of) for name, of in (SERIES | _shadow_getters(history)).items()},
         rollouts=_rollouts(history.updates),
         seconds=_seconds(history),
@@ -239,6 +241,26 @@ def _whole(value: Any) -> int | None:
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
+
+
+def reward_names(config: Mapping[str, Any], reward_is: str) -> dict[str, str]:
+    """What the rewards of steps and of evaluations are; "reward" where both are what the rollouts return.
+
+    `reward_is` as in evaluation.json. Example: {"train": "ruler score", "eval": "share of wins"}
+    """
+    judge = _inner(config, "judge", "name")
+    if not isinstance(judge, str) or judge in ("rollout", "none"):
+        return {"train": "reward", "eval": "reward"}
+    names = {"wins": "share of wins", "own": "rollout's reward"}
+    return {"train": f"{printable(judge, limit=MAX_WORD)} score", "eval": names.get(reward_is, "reward")}
+
+
+def _reward_is(run: RunDir, rewarded: Sequence[Evaluated]) -> str:
+    try:
+        last = run.evaluation(rewarded[-1].step) if rewarded else None
+    except DataError:  # its interval is left out for the same reason, with a warning
+        return ""
+    return "" if last is None else last.reward_is
 
 
 def _evaluation(each: Evaluated) -> ReportedEvaluation:

@@ -44,6 +44,7 @@ from art_cli.loop.findings import RunWatch
 from art_cli.loop.generate import group
 from art_cli.loop.interrupts import Interrupts
 from art_cli.loop.record import claim_config
+from art_cli.loop.report import read_report, reward_names
 from art_cli.loop.run_meter import RunMeter
 from art_cli.loop.sampler import Sampler, open_sampler
 from art_cli.loop.startup import Startup, import_libraries
@@ -167,7 +168,8 @@ class TrainingRun:
         names = {name for line in lines if line.split == "eval" for name in line.metrics}
         own = sorted(name for name in names if name not in ("reward", "failed") and not name.startswith("num_"))
         shares = [n for n in own if all(0 <= line.metrics.get(n, 0) <= 1 for line in lines if line.split == "eval")]
-        picture = curve(self.config.name, run_series(lines, metrics=["reward", *shares][:4]))
+        rewards = read_report(self.run).reward_names
+        picture = curve(self.config.name, run_series(lines, metrics=["reward", *shares][:4], rewards=rewards))
         write_file(self.run.curve_path, picture.encode())
 
     def _describe(self) -> str:
@@ -365,13 +367,15 @@ class TrainingRun:
         )
         self.trackers.log_evaluation(step, [*group(trajectories).values()])
         values = values_by_scenario(trajectories)
-        if is_judged(self.config, trajectories):
+        if has_contest := is_judged(self.config, trajectories):
             values["reward"] = await judge_contest(self.judge, trajectories, self._references(trajectories))
         means = {name: sum(v.values()) / len(v) for name, v in values.items() if v}
-        self.run.write_evaluation(step, Evaluation(seconds=time.perf_counter() - begin, values=values))
+        seconds, reward_is = time.perf_counter() - begin, "wins" if has_contest else "own"
+        self.run.write_evaluation(step, Evaluation(seconds=seconds, values=values, reward_is=reward_is))
         self._record(step, "eval", means)
         shown = sorted(name for name in means if not name.startswith("num_"))
-        log.info("eval at step %d: %s", step, "  ".join(f"{name} {means[name]:.3f}" for name in shown))
+        own = {"reward": reward_names(self.config.model_dump(mode="json"), reward_is)["eval"]}
+        log.info("eval at step %d: %s", step, "  ".join(f"{own.get(name, name)} {means[name]:.3f}" for name in shown))
         self._note(Evaluated(step, means, values.get("reward", {})))
 
     def _references(self, trajectories: list[Trajectory]) -> list[Trajectory]:

@@ -44,6 +44,7 @@ def run_numbers(run: RunDir) -> Json:
         "best_step": report.best.step if report.best is not None else None,
         "evaluations": _evaluations(run, report),
         "pauses": [{"step": line.step, "rules": sound(line.metrics)} for line in lines if line.split == PAUSE],
+        "reward_names": report.reward_names,
         "report": msgspec.to_builtins(report),
     }
     found["intervals"] = _intervals(report, found["evaluations"])

@@ -41,7 +41,7 @@ def evaluation_table(report: Report) -> list[str]:
         if each is not None:
             chosen.setdefault(each["step"], []).append(name)
     metrics = [name for name in done[-1]["metrics"] if not name.startswith("num_")][:MAX_METRICS]
-    rows = [["evaluation", "step", "reward", "95 % interval", *metrics]]
+    rows = [["evaluation", "step", report["reward_names"]["eval"], "95 % interval", *metrics]]
     by_step = {each["step"]: each for each in done}
     for step in sorted(chosen):
         found = [by_step[step]["metrics"].get(name) for name in metrics]

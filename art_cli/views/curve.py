@@ -4,7 +4,7 @@ Takes plain data; returns text. `art train` writes the learning curve when it en
 picture for each of its numbers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -27,14 +27,20 @@ class Series(NamedTuple):
     band: Sequence[tuple[float, float, float]] = ()  # (x, low, high): the interval around the line
 
 
-def run_series(lines: Sequence[MetricsLine], *, metrics: Sequence[str]) -> list[Series]:
-    """The training reward, and each of the named evaluation metrics; a series without points is left out."""
+def run_series(lines: Sequence[MetricsLine], *, metrics: Sequence[str], rewards: Mapping[str, str]) -> list[Series]:
+    """The training reward, and each of the named evaluation metrics; a series without points is left out.
+
+    `rewards` has the names of the rewards that `reward_names` gives.
+    """
     name = "reward_mean"  # missing for a step in which every attempt failed
     train = [(float(s.step), s.metrics[name]) for s in lines if s.split == "train" and name in s.metrics]
-    series = [Series("training reward", train, has_dots=False)]
+    said = rewards["train"]
+    series = [Series("training reward" if said == "reward" else f"training: {said}", train, has_dots=False)]
     for name in metrics:
         points = [(float(s.step), s.metrics[name]) for s in lines if s.split == "eval" and name in s.metrics]
-        series.append(Series(f"evaluation: {name}", points, has_dots=True))
+        said = rewards["eval"] if name == "reward" else name
+        title = f"evaluation: {said}" if said == name else f"eval: {said}"  # short, as the legend is narrow
+        series.append(Series(title, points, has_dots=True))
     return [one for one in series if one.points]
 
 

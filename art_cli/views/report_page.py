@@ -62,15 +62,17 @@ def _evaluations(report: Report) -> str:
         f"<tr><td>{step}</td><td>{_text(reward)}</td><td>{_text(note)}</td></tr>"
         for step, reward, note in evaluation_rows(report, limit=1000)
     )
-    head = "<tr><th>step</th><th>reward, 95 % interval</th><th></th></tr>"
+    name = _text(report["reward_names"]["eval"])
+    head = f"<tr><th>step</th><th>{name}, 95 % interval</th><th></th></tr>"
     return f"<h2>Evaluations</h2><table>{head}{rows}</table>" if rows else ""
 
 
 def _rewards(report: Report) -> str:
     measured = [each["reward"] for each in report["evaluations"] if each["reward"] is not None]
+    names = {split: "" if name == "reward" else f": {name}" for split, name in report["reward_names"].items()}
     series = [
-        _line("training, smoothed", report["training_reward"], has_dots=False),
-        _line("evaluation", measured, has_dots=True),
+        _line(f"training, smoothed{names['train']}", report["training_reward"], has_dots=False),
+        _line(f"evaluation{names['eval']}", measured, has_dots=True),
     ]
     shown = [one for one in series if one.points]
     keys = "".join(f'<span class="key colour{i}"></span>{_text(one.name)}' for i, one in enumerate(shown))

@@ -48,10 +48,10 @@ def _lines(report: Report) -> list[str]:
     lines = [f"{report['run']}: {state(report)}"]
     lines += [_row(name, value) for name, value in facts(report)]
     if rows := evaluation_rows(report):
-        lines += ["", "evaluations: reward with its 95 % interval over scenarios"]
+        lines += ["", f"evaluations: {report['reward_names']['eval']} with its 95 % interval over scenarios"]
         lines += [f"  step {step:>5s}  {reward}  {note}".rstrip() for step, reward, note in rows]
     plots = [
-        (NAMES.get(name, name), points)
+        (report["reward_names"]["train"] if name == "reward" else NAMES.get(name, name), points)
         for name, points in report["series"].items()
         if points and _is_of_use(name, points)
     ]
@@ -100,20 +100,21 @@ def facts(report: Report) -> list[tuple[str, str]]:
     if report["warm_up"]:
         shown = list(report["warm_up"].items())[:6]
         lines.append(("warm-up", ", ".join(f"{name} {value:.4g}" for name, value in shown)))
-    lines += [("best", _kept(report["best"])), ("last", _kept(report["last"]))]
+    names = report["reward_names"]
+    lines += [("best", _kept(report["best"], names)), ("last", _kept(report["last"], names))]
     lines += [
         ("offers", report["offered"]),
-        ("gained", _gain(report["gain"])),
+        ("gained", _gain(report["gain"], names)),
         ("rollouts", _rollouts(report["rollouts"])),
     ]
     lines += [("time", _time(report["seconds"])), ("judge", _judge(report["judge"]))]
     return [(name, value) for name, value in lines if value]
 
 
-def _kept(kept: Mapping[str, Any] | None) -> str:
+def _kept(kept: Mapping[str, Any] | None, names: Mapping[str, str]) -> str:
     if kept is None:
         return ""
-    reward = "not evaluated" if kept["reward"] is None else f"reward {kept['reward']:.3f}"
+    reward = "not evaluated" if kept["reward"] is None else f"{names['eval']} {kept['reward']:.3f}"
     return f"step {kept['step']}, {reward}, {kept['checkpoint'] or 'checkpoint not kept'}"
 
 
@@ -141,7 +142,7 @@ def _judge(judge: Mapping[str, Any] | None) -> str:
     return f"{judge['calls']:,} calls, {judge['tokens']:,} tokens, {cost}"
 
 
-def _gain(gain: Mapping[str, Any] | None) -> str:
+def _gain(gain: Mapping[str, Any] | None, names: Mapping[str, str]) -> str:
     """Example: "+0.447 evaluation reward from step 0 to step 18 in 2 min, 4,608 rollouts: 0.20 a minute, ..."."""
     if gain is None:
         return ""
@@ -153,7 +154,8 @@ def _gain(gain: Mapping[str, Any] | None) -> str:
         "a dollar": gain["per_usd"],
     }
     shown = ", ".join(f"{rate:.3g} {name}" for name, rate in rates.items() if rate is not None)
-    text = f"{gain['points']:+.3f} {gain['of']} reward from step {first} to {best} in {spent}"
+    name = names["eval" if gain["of"] == "evaluation" else "train"]
+    text = f"{gain['points']:+.3f} {gain['of']} {name} from step {first} to {best} in {spent}"
     return f"{text}: {shown}" if shown else text
 
 

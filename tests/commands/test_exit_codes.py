@@ -244,3 +244,17 @@ def test_a_judge_that_compares_is_not_paid_for_single_attempts(art: Art, project
         code, _, err = art("judge", "alone.jsonl", *judge)
         expect(code, err, "no group has two attempts to compare, of 2; play several at each scenario", "art judge")
         assert server.num_answered == 1
+
+
+def test_a_judged_evaluation_names_its_reward_by_what_it_is(art: Art, project: Path) -> None:
+    """The rollouts return none: the first evaluation is half of the wins against itself, the steps have scores."""
+    (project / "rollout.py").write_text(VARIED.replace("return 0.5 if", "return None if"))
+    Path("equal").touch()
+    with serving(Conduct(rule=lambda talks: float(len(str(talks)) % 7))) as server:
+        judge = ["judge=ruler", f"judge.api_base={server.api_base}", "judge.model=rule", "judge.cache=null"]
+        code, out, err = art("train", "config.yaml", *SMALL[:1], *judge, "train.steps=1", "eval.every=1")
+    assert code == 0, err
+    assert "share of wins" in out.splitlines()[1] and "eval at step 0: failed 0.000  share of wins 0.500" in err
+    run = RunDir(project / "runs/letters")
+    assert [json.loads(run.evaluation_path(step).read_bytes())["reward_is"] for step in (0, 1)] == ["wins", "wins"]
+    assert [line.metrics["reward"] for line in run.metrics() if line.split == "eval"][0] == 0.5  # under its old name

@@ -5,6 +5,7 @@ import math
 import random
 import re
 from collections.abc import Callable
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from art_cli.loop import findings, reasons
 from art_cli.loop.findings import RunFinding, find, mean_interval, student
 from art_cli.loop.report import SERIES, read_report
 from art_cli.run_dir import Evaluation
+from art_cli.viewer.numbers import run_numbers
+from art_cli.views.closing import evaluation_table
+from art_cli.views.curve import run_series
 from art_cli.views.report_text import KINDS, NAMES
 from tests.support.runs import GAMES, write_run
 
@@ -215,7 +219,7 @@ def test_the_json_has_one_shape(art: Art, tmp_path: Path) -> None:
 
 
 KEYS = ["schema_version", "run", "made_with", "num_steps", "wanted_steps", "updated", "warm_up", "evaluations",
-        "training_reward", "series", "rollouts", "seconds", "judge", "gain", "best", "last", "offered",
+        "training_reward", "reward_names", "series", "rollouts", "seconds", "judge", "gain", "best", "last", "offered",
         "fault", "findings"]  # fmt: skip
 
 
@@ -353,3 +357,37 @@ def test_a_thousand_steps_are_a_page_of_text(art: Art, tmp_path: Path) -> None:
     assert code == 0 and len(rows) <= 12 and sum("best" in row for row in rows) == 1
     assert rows[0].split()[1] == "0" and rows[-1].split()[1] == "1000"
     assert "nothing went wrong" in out
+
+
+@pytest.mark.parametrize(
+    ("judge", "reward_is", "names"),
+    [
+        ("rollout", "own", ("reward", "reward")),
+        ("ruler", "wins", ("ruler score", "share of wins")),
+        ("ruler", "own", ("ruler score", "rollout's reward")),
+        ("ruler", "", ("ruler score", "reward")),  # an older version wrote the run
+    ],
+)
+def test_rewards_on_two_scales_have_two_names(
+    art: Art, tmp_path: Path, judge: str, reward_is: str, names: tuple[str, str]
+) -> None:
+    """In the table at the end, the report, its page, the curve and the view."""
+    run, html = write_run(tmp_path / "mine"), tmp_path / "report.html"
+    run.config_path.write_text(json.dumps({**json.loads(run.config_path.read_text()), "judge": {"name": judge}}))
+    for step in run.evaluations():
+        found = run.evaluation(step)
+        assert found is not None
+        run.write_evaluation(step, msgspec.structs.replace(found, reward_is=reward_is))
+    train, evaluated = names
+    code, out, _ = art("report", run.root, "--html", html)
+    assert code == 0 and f"evaluations: {evaluated} with its" in out and f"\n  {train:22s} " in out
+    assert f"evaluation {evaluated} from step" in out and f"last         step 24, {evaluated} " in out
+    assert evaluation_table(msgspec.to_builtins(read_report(run)))[0].split("  ")[2] == evaluated
+    says = "" if judge == "rollout" else f": {train}"
+    assert f"training, smoothed{escape(says)}<" in html.read_text()
+    assert f"<th>{escape(evaluated)}, 95 % interval" in html.read_text()
+    rewards = {"train": train, "eval": evaluated}
+    series = [one.name for one in run_series(run.metrics(), metrics=["reward"], rewards=rewards)]
+    assert series[0] == ("training reward" if train == "reward" else f"training: {train}")
+    assert series[1] == ("evaluation: reward" if evaluated == "reward" else f"eval: {evaluated}")
+    assert run_numbers(run)["reward_names"] == rewards

@@ -59,6 +59,7 @@ export interface SourceDetails {
   checkpoints: number[];
   best_step: number | null;
   stages: Record<string, Point[]>;
+  reward_names?: Record<string, string>; // split -> what its reward is, such as "share of wins"; absent without a run
 }
 
 export interface GroupRow {

@@ -138,6 +138,8 @@ function Swatch({ tone, dash, isFaint }: { tone: string; dash?: number[] | undef
 const KINDS: Record<string, string> = {
   evaluation_fell: "the evaluation fell",
   training_fell: "the training reward fell",
+  all_failed: "every attempt failed",
+  no_calls: "no model call",
   no_signal: "groups without signal",
   failures: "attempts fail",
   shadow_gap: "the reward moved away from a shadow judge",
@@ -207,7 +209,7 @@ function rewardLines({ source, details, tone, dash }: Shown, _: number, all: Sho
     if (!points?.length || (looks.isFaint && !isAlone)) continue;
     lines.push({
       ...looks,
-      name: isAlone ? says : `${source.name}, ${says}`,
+      name: `${isAlone ? "" : `${source.name}, `}${says}${details.reward_names && details.reward_names[split] !== "reward" ? `: ${details.reward_names[split]}` : ""}`,
       points,
       tone: isAlone ? looks.tone : tone,
       ...(dash && { dash }),
@@ -261,7 +263,7 @@ function Evaluations({ runs }: { runs: Shown[] }) {
           <tr>
             {runs.length > 1 && <th scope="col">run</th>}
             <th scope="col" class="num">step</th>
-            <th scope="col" class="num">reward</th>
+            <th scope="col" class="num">{[...new Set(rows.map(({ run }) => run.details.reward_names?.eval ?? "reward"))].join(" or ")}</th>
             <th scope="col" class="num">95 % interval</th>
             <th scope="col" class="num">scenarios</th>
           </tr>
