@@ -1,5 +1,6 @@
 """TextEncoder gives the tokenizer's own tokens, whatever it has seen before."""
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -107,11 +108,27 @@ def test_a_text_is_not_cut_by_a_tokenizer_that_treats_a_beginning_otherwise() ->
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "MAX_KEPT", 100)
+    monkeypatch.setattr(encoding, "MAX_KEPT", 10_000)
     encoder = TextEncoder(merging(*CHAT))
     for number in range(50):
         encoder.encode(f"<|im_start|>number {number}<|im_end|>", adds_special=False)
-    assert sum(map(len, encoder._known)) == encoder._num_kept <= 100
+    sizes = [encoding.PART_BYTES + len(part) + 4 * len(ids) for part, ids in encoder._known.items()]
+    assert sum(sizes) == encoder._num_bytes <= 10_000 and len(sizes) > 10
+
+
+@pytest.mark.parametrize("letters", [8, 2000])
+def test_what_is_remembered_takes_the_memory_that_it_is_counted_with(letters: int) -> None:
+    """Many short parts, as prompts of a load test are, and few long ones, of ids that Python makes anew each time."""
+    encoder = TextEncoder(merging(*CHAT))
+    encoder._whole = lambda part: [300 + ord(letter) for letter in part]  # type: ignore[method-assign]
+    tracemalloc.start()
+    try:
+        for number in range(100_000_000 // (letters + 500) // 40):
+            encoder.encode(f"<|im_start|>{number:0{letters}}", adds_special=False)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 0.5 * encoder._num_bytes < taken < 1.2 * encoder._num_bytes
 
 
 def asking(content: str = "hi", **fields: Any) -> Request:

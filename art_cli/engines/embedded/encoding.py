@@ -10,10 +10,13 @@ used on whole texts, and so is every tokenizer where the caller wants its extra 
 import json
 import re
 import threading
+from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
-MAX_KEPT = 2**21  # characters of all parts that are remembered
+MAX_KEPT = 16 * 2**20  # bytes of all parts that are remembered
+PART_BYTES = 400  # memory that a part takes beside its characters and tokens: 340 measured
 MAX_NEW = 64  # new parts of a text that are tokenized one by one; a text with more is tokenized as a whole
 MAX_PART = 2**16  # characters of the longest part that is remembered
 # Steps that treat every part by itself. Metaspace and others may treat a text's beginning in a way of its own.
@@ -27,8 +30,8 @@ class TextEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._marks = _marks(tokenizer)
-        self._known: OrderedDict[str, list[int]] = OrderedDict()  # part -> its tokens, the latest used last
-        self._num_kept = 0
+        self._known: OrderedDict[str, array[int]] = OrderedDict()  # part -> its tokens, the latest used last
+        self._num_bytes = 0
         self._lock = threading.Lock()
 
     def encode(self, text: str, *, adds_special: bool) -> list[int]:
@@ -48,7 +51,7 @@ class TextEncoder:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def _of_part(self, part: str) -> list[int]:
+    def _of_part(self, part: str) -> Iterable[int]:
         with self._lock:
             if (known := self._known.get(part)) is not None:
                 self._known.move_to_end(part)
@@ -61,10 +64,14 @@ class TextEncoder:
     def _keep(self, part: str, ids: list[int]) -> None:
         with self._lock:
             if part not in self._known:
-                self._known[part] = ids
-                self._num_kept += len(part)
-            while self._num_kept > MAX_KEPT:
-                self._num_kept -= len(self._known.popitem(last=False)[0])
+                self._known[part] = array("i", ids)
+                self._num_bytes += _size(part, self._known[part])
+            while self._num_bytes > MAX_KEPT:
+                self._num_bytes -= _size(*self._known.popitem(last=False))
+
+
+def _size(part: str, ids: "array[int]") -> int:
+    return PART_BYTES + len(part) + ids.itemsize * len(ids)
 
 
 def _marks(tokenizer: Any) -> "re.Pattern[str] | None":
