@@ -200,6 +200,12 @@ def one_line(error: BaseException, *, limit: int = 200) -> str:
     return printable(lines[0] if lines else type(error).__name__, limit=limit)
 
 
+def first_sentence(text: str) -> str:
+    """The first sentence of a description on one line; of a title without an end, the whole paragraph."""
+    paragraph = " ".join(text.strip().partition("\n\n")[0].split())
+    return re.split(r"(?<=[.!?])(?<! al\.)\s+(?=[^a-z])", paragraph, maxsplit=1)[0]
+
+
 def is_full_disk(error: BaseException) -> bool:
     """Whether the disk had no room left. Rust's libraries, safetensors among them, say so in their message alone."""
     return getattr(error, "errno", None) == errno.ENOSPC or f"(os error {errno.ENOSPC})" in str(error)

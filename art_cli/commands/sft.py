@@ -100,9 +100,9 @@ def _files(demos: Path, words: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def _own_section(config: Path, files: Sequence[Path], settings: Sequence[str]) -> list[str]:
-    """The setting that sft needs besides, if there are any of `sft` but not which examples it learns from.
+    """Returns the setting of `sft.demos` that the command line's files stand for, unless it is given besides.
 
-    So they can be given with a configuration that has no such section. Raises ConfigError: they name other examples.
+    So the section `sft` of a configuration may leave it out. Raises ConfigError if the setting names other examples.
     """
     values = {key.lstrip("+"): value for key, _, value in (setting.partition("=") for setting in settings)}
     from art_cli.config.places import COMMAND_LINE
@@ -111,7 +111,7 @@ def _own_section(config: Path, files: Sequence[Path], settings: Sequence[str]) -
     if said is not None and [(config.parent / said.strip("'\"")).resolve()] != [file.resolve() for file in files]:
         message = f"the transcripts are {' '.join(map(str, files))}, not {said}; leave one out"
         raise ConfigError([Problem("sft.demos", COMMAND_LINE, message)])
-    if said is not None or not any(key.startswith("sft.") for key in values):
+    if said is not None:
         return []
     quoted = str(files[0].resolve()).replace("\\", "\\\\").replace("'", "\\'")
     return [f"sft.demos='{quoted}'"]
@@ -120,13 +120,12 @@ def _own_section(config: Path, files: Sequence[Path], settings: Sequence[str]) -
 def _with_options(
     loaded: "LoadedConfig", files: Sequence[Path], *, best_of: int | None, min_reward: float | None
 ) -> "LoadedConfig":
-    """The configuration with the command's options in its `sft` section, which is made if there is none.
+    """The configuration with the command's options in its `sft` section.
 
     Raises UsageError: a directory, or a lowest reward, without --best-of.
     """
-    from art_cli.config.schema import SftConfig
-
-    section = loaded.config.sft or SftConfig(demos=str(files[0]))
+    section = loaded.config.sft
+    assert section is not None, "the command names its transcripts"
     given = {"best_of": best_of, "min_reward": min_reward}
     section = section.model_copy(update={name: value for name, value in given.items() if value is not None})
     if section.best_of is None:

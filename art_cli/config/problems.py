@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from art_cli.config.documents import MAX_DEPTH, MAX_DIGITS
 from art_cli.config.knobs import Schema, all_keys, section_at, variant_name, variants
 from art_cli.config.places import Places, join
-from art_cli.errors import Problem, no_such_option
+from art_cli.errors import Problem, first_sentence, no_such_option
 
 EXPECTED = {  # the beginning of pydantic's error type -> the value that it expects
     "int_": "a whole number",
@@ -183,8 +183,8 @@ def _message(key: str, details: Sequence[ErrorDetails], data: dict[str, Any], sc
     match first["type"]:
         case "missing":
             field = (section_at(schema, section, data) or schema).model_fields[name]
-            about = (field.description or "").splitlines()[:1]
-            return "missing" + "".join(f": {line.strip().rstrip('.')}" for line in about)
+            about = first_sentence(field.description or "")
+            return f"missing: {about.rstrip('.')}" if about else "missing"
         case "extra_forbidden":
             return no_such_key(key, data, schema)
         case "union_tag_invalid":

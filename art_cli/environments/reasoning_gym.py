@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from art_cli.crew import Crew, Crowded, Overran
 from art_cli.environments import EnvironmentFault, Json, Listing, Settings, check_args, refused, seed_of, unknown
 from art_cli.environments.expressions import is_harmless_expression, is_harmless_literal
-from art_cli.errors import describe
+from art_cli.errors import describe, first_sentence
 from art_cli.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ class ReasoningGym:
 
     def listed(self) -> Iterator[Listing]:
         for name, (dataset, _) in sorted(_generators().items()):
-            lines = (vars(dataset).get("__doc__") or "").strip().splitlines() or [name.replace("_", " ")]
-            yield Listing(name, lines[0].strip())
+            yield Listing(name, first_sentence(vars(dataset).get("__doc__") or "") or name.replace("_", " "))
 
     def defaults(self, name: str) -> Json:
         if name not in _generators():

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from art_cli.crew import Crew, Crowded, Overran
 from art_cli.environments import EnvironmentFault, Json, Listing, Settings, check_args, refused, seed_of, unknown
-from art_cli.errors import UsageError, describe, one_line
+from art_cli.errors import UsageError, describe, first_sentence, one_line
 from art_cli.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ def _listed(names: list[str]) -> Listing:
 
 def _about(spec: Any) -> str:
     """What the class says of itself, where that is more than a placeholder."""
-    lines = (vars(_game_class(spec)).get("__doc__") or "").strip().splitlines()
-    return f", {lines[0].strip().rstrip('.')}" if lines else ""
+    about = first_sentence(vars(_game_class(spec)).get("__doc__") or "")
+    return f", {about.rstrip('.')}" if about else ""
 
 
 def _registry() -> dict[str, Any]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from art_cli.environments import EnvironmentFault, Json, Listing, Settings, refused, seed_of
-from art_cli.errors import UsageError, describe, one_line
+from art_cli.errors import UsageError, describe, first_sentence, one_line
 from art_cli.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ def _listed(name: str, about: str) -> Listing:
         taskset = taskset_class(name)
     except Exception as error:  # the boundary to the taskset's package
         return Listing(name, about, one_line(error))
-    said = (taskset.__doc__ or "").strip().splitlines()
-    return Listing(name, said[0] if said and about.startswith(("comes", "a taskset")) else about)
+    said = first_sentence(taskset.__doc__ or "")
+    return Listing(name, said if said and about.startswith(("comes", "a taskset")) else about)
 
 
 def _config(name: str, args: Json) -> Any:

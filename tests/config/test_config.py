@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from art_cli.config.identity import NOT_TRAINING, config_changes, config_hash
 from art_cli.config.knobs import all_keys, groups, variants
 from art_cli.config.overrides import MAX_SUFFIX, expand, suffixes
 from art_cli.config.schema import RunConfig
-from art_cli.errors import ConfigError
+from art_cli.config.sections.base import Section
+from art_cli.errors import ConfigError, first_sentence
 
 PLAIN = 'model: {base: m}\nrollout: {entry: "rollout.py:rollout", scenarios: scenarios.jsonl}\n'
 
@@ -356,6 +358,27 @@ def test_a_mistake_in_an_inherited_file_or_group_names_that_file() -> None:
 def test_what_a_group_chosen_on_the_command_line_lacks_is_the_command_lines_mistake() -> None:
     problem = 'command line: judge.entry: missing: The function as "file.py:function"'
     assert mistakes(JUDGED, "judge=function") == [problem]
+
+
+def test_every_key_is_told_of_in_whole_sentences() -> None:
+    """What is printed of a key that is missing, for each key of each section that there is."""
+
+    def below(section: type[Section]) -> Iterator[type[Section]]:
+        yield section
+        for one in section.__subclasses__():
+            yield from below(one)
+
+    said = {
+        f"{section.__name__}.{name}": first_sentence(field.description)
+        for section in below(Section)
+        for name, field in section.model_fields.items()
+        if field.description
+    }
+    assert len(said) > 200
+    assert [key for key, sentence in said.items() if not sentence.endswith(".")] == []
+    assert [key for key, text in said.items() for a, b in ("()", "[]", "{}") if text.count(a) != text.count(b)] == []
+    (line,) = mistakes(PLAIN + "sft: {epochs: 60}\n")
+    assert line.endswith('"file.py:function" that returns such objects')
 
 
 def test_a_file_that_is_not_there_is_told_with_the_nearest_that_is(here: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,6 +106,22 @@ def test_sft_writes_a_checkpoint_that_says_what_it_was_shown(art: Art, tmp_path:
     assert art("sft", CONFIG, demos, *settings, "-o", out)[0] == 0
     code, _, _ = art("eval", CONFIG, "--checkpoint", out, "--gate", "reward>=0.5")
     assert code == 0
+
+
+def test_the_transcripts_of_the_command_line_are_those_of_the_section_sft(art: Art, tmp_path: Path) -> None:
+    """Without a section, with one that names none, and with settings of it: the checkpoint has the same weights."""
+    project = shutil.copytree(LETTERS, tmp_path / "letters")
+    config, demos = project / "config.yaml", project / "demos.jsonl"
+    talk = {"messages": [{"role": "user", "content": "say 1 letters"}, {"role": "assistant", "content": "aaaa"}]}
+    demos.write_text((json.dumps(talk) + "\n") * 4)
+    plain, written = config.read_text(), set()
+    for section in ("", "sft: {epochs: 2}\n", "sft: {epochs: 2, demos: demos.jsonl}\n"):
+        config.write_text(plain + section)
+        settings = [f"runs={tmp_path}", *(["sft.epochs=2"] if not section else [])]
+        code, _, err = art("sft", config, demos, *settings, "-o", tmp_path / f"out{len(section)}")
+        assert code == 0, err
+        written.add((tmp_path / f"out{len(section)}/adapter_model.safetensors").read_bytes())
+    assert len(written) == 1
 
 
 def test_sft_learns_from_the_best_attempts_of_a_run(art: Art, trained: Path, tmp_path: Path) -> None:
