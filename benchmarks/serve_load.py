@@ -2,6 +2,7 @@
 
     python benchmarks/serve_load.py                 # 200 clients for 3 minutes, then SIGTERM in the middle of it
     python benchmarks/serve_load.py --seconds 20    # a quick look
+    python benchmarks/serve_load.py --clients 100 --seconds 300 --inside    # what the server's memory is made of
 
 The model is random and answers greedily, so that a reply depends on its prompt alone. What it should say to each of the
 prompts is worked out before by transformers; prompts are left out where a rival token is ever nearer than MARGIN in
@@ -27,7 +28,7 @@ import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -84,20 +85,11 @@ def expected_replies(weights: Weights) -> dict[str, list[int]]:
 
 
 @contextlib.asynccontextmanager
-async def art_serve(model: Path, log: BinaryIO, *options: str) -> AsyncIterator[tuple[Process, int]]:
-    """The command as a process, and its port."""
-    command = [
-        sys.executable,
-        "-m",
-        "art_cli",
-        "serve",
-        f"tiny={model}",
-        "--engine",
-        "embedded",
-        "--port",
-        "0",
-        "--json",
-    ]
+async def art_serve(
+    model: Path, log: BinaryIO, *options: str, art: Sequence[str] = ("-m", "art_cli")
+) -> AsyncIterator[tuple[Process, int]]:
+    """The command as a process, and its port. `art` are the arguments by which Python runs it."""
+    command = [sys.executable, *art, "serve", f"tiny={model}", "--engine", "embedded", "--port", "0", "--json"]
     command += ["--concurrency", str(PLACES), "--queue", str(QUEUE), "--drain", str(DRAIN_S), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=log, env=environment)
@@ -355,6 +347,7 @@ async def under_load(load: Load, process: Process, num_clients: int, seconds: fl
             "seconds to an answer": f"median {statistics.median(took):.2f}, 99 % {took[int(0.99 * len(took))]:.2f}",
             "server's memory, MiB": f"{uses[0].memory_mib:.0f} at first, {warm[0].memory_mib:.0f} warm, "
             f"{warm[-1].memory_mib:.0f} at the end, {slope:+.1f} a minute since warm",
+            "of each tenth": " ".join(f"{mib:.0f}" for mib in tenths(uses)),
             "server's processor": f"{busy:.2f} of a core under load, {behind:.3f} after it",
             "left behind": f"{numbers['art_requests_inside']:.0f} requests inside, "
             f"{numbers['art_requests_answering']:.0f} places taken",
@@ -362,6 +355,12 @@ async def under_load(load: Load, process: Process, num_clients: int, seconds: fl
     )
     is_clean = not numbers["art_requests_inside"] and not numbers["art_requests_answering"] and behind < 0.1
     return is_clean and growth <= MAX_GROWTH and _is_whole(load)
+
+
+def tenths(uses: Sequence[Use]) -> list[float]:
+    """The median memory in each tenth of the time, in MiB."""
+    parts = [uses[len(uses) * part // 10 : len(uses) * (part + 1) // 10] for part in range(10)]
+    return [statistics.median(use.memory_mib for use in part) for part in parts if part]
 
 
 async def until_stopped(load: Load, process: Process, num_clients: int) -> bool:
@@ -397,16 +396,23 @@ def table(counts: Counter[str], facts: dict[str, str]) -> None:
         print(f"  {name:32s} {fact}")
 
 
-async def measure(seconds: float, num_clients: int) -> bool:
+async def measure(seconds: float, num_clients: int, *, is_inside: bool) -> bool:
     weights = tiny_weights(lora_rank=None)
     replies = expected_replies(weights)
     num_different = len({tuple(reply) for reply in replies.values()})
     print(f"{len(replies)} prompts of {NUM_PROMPTS} with clear margins, {num_different} different replies to them")
     with tempfile.TemporaryDirectory() as directory, open(Path(directory) / "log", "wb") as log:
         save_weights(weights, Path(directory) / "model")
-        async with art_serve(Path(directory) / "model", log) as (process, port):
+        notes = Path(directory) / "notes"
+        inside = (str(ROOT / "benchmarks" / "memory_inside.py"), str(notes), str(seconds / 11))
+        async with art_serve(Path(directory) / "model", log, art=inside if is_inside else ("-m", "art_cli")) as (
+            process,
+            port,
+        ):
             print(f"{num_clients} clients, half of the requests streamed; {PLACES} places and {QUEUE} to wait:")
             is_well = await under_load(Load(port, replies), process, num_clients, seconds)
+            if is_inside:
+                print(notes.read_text())
             print(f"again, and SIGTERM after {SIGTERM_AFTER_S:g} s:")
             has_ended = await until_stopped(Load(port, replies), process, num_clients)
         if not (is_well and has_ended):
@@ -418,8 +424,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--inside", action="store_true", help="the server notes what its memory is made of")
     arguments = parser.parse_args()
-    sys.exit(not asyncio.run(measure(arguments.seconds, arguments.clients)))
+    sys.exit(not asyncio.run(measure(arguments.seconds, arguments.clients, is_inside=arguments.inside)))
 
 
 if __name__ == "__main__":
