@@ -90,13 +90,17 @@ def test_a_kill_amid_a_save_or_a_deletion_leaves_nothing_that_is_never_swept(tmp
         root, kills = tmp_path / str(kills), kills + 1
         pid = os.fork()
         if not pid:
-            sys.addaudithook(killer(kills))
-            store = Store(root, base="tiny", dtype="float32", quota=None)
-            store.add_run(RunNotes(id=run, owner="me", base_model="tiny", rank=4, created=0.0))
-            store.save(at, "me", 1, Notes(created=0.0), fill, over=False)
-            store.delete(at)
-            os._exit(0)
+            try:
+                sys.addaudithook(killer(kills))
+                store = Store(root, base="tiny", dtype="float32", quota=None)
+                store.add_run(RunNotes(id=run, owner="me", base_model="tiny", rank=4, created=0.0))
+                store.save(at, "me", 1, Notes(created=0.0), fill, over=False)
+                store.delete(at)
+                os._exit(0)
+            finally:
+                os._exit(1)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert status in (0, 9)
         for path in root.rglob("*"):
             os.utime(path, (1.0, 1.0))
         store = Store(root, base="tiny", dtype="float32", quota=None)
