@@ -19,8 +19,8 @@ tokens that look like tags (`<think>`, `[INST]`). Other added tokens, such as wo
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, cached_property, partial
+from collections.abc import Sequence
+from functools import cache, cached_property
 from typing import Any
 
 Json = dict[str, Any]
@@ -51,10 +51,10 @@ class ControlTokens:
         self._others = [token for id, token in sorted(added.items()) if id not in self._texts]
         backend = getattr(tokenizer, "backend_tokenizer", None)
         # A token that is looked for in the normalized text may be written in many ways.
-        self._folds = getattr(backend, "normalizer", None) is not None and any(
+        self.folds = getattr(backend, "normalizer", None) is not None and any(
             added[id].normalized for id in self._texts
         )
-        marks = tuple({_folded(text) if self._folds else text for text in self._texts.values()})
+        marks = tuple({_folded(text) if self.folds else text for text in self._texts.values()})
         ends = [mark for mark in marks if not mark.replace(" ", "_").isidentifier()]  # words begin in any text
         self._first = "".join({mark[0] for mark in marks})
         self._last = "".join({mark[-1] for mark in ends})
@@ -64,39 +64,42 @@ class ControlTokens:
         self._inner = "\n\n".join(mark[1:-1] for mark in ends)
         self._find = _finder(marks)
 
-    def may_forge(self, text: str, *, is_free: bool) -> bool:
-        """False: the text has no part in any marker. True: it may have; `places` finds out."""
-        if self._folds:
-            text = _folded(text)
-        if any(letter in text for letter in self._first):
-            return True
-        start = text[: self._longest] if text[:1].strip() else text.lstrip()[: self._longest]
-        if any(letter in start for letter in self._last):
-            return True
-        return is_free and len(text) < self._longest and bool(inner := text.strip()) and inner in self._inner
-
     def places(self, text: str, *, is_free: bool) -> set[int]:
         """The characters without which the text has no part in any marker, by index.
 
         `is_free`: also where the text may be the middle of one, as "user" in <|user|>.
         """
-        if not self._folds:
+        if not self.folds:
             return self._places(text, is_free=is_free)
+        found = self._places(_folded(text), is_free=is_free)
+        if not found:
+            return found
         letters = [(index, letter) for index, old in enumerate(text) for letter in _folded(old)]
         return {letters[place][0] for place in self._places("".join(letter for _, letter in letters), is_free=is_free)}
 
     def _places(self, text: str, *, is_free: bool) -> set[int]:
-        found = {match.start() for match in self._find.finditer(text)}
-        end, start = len(text.rstrip()), len(text) - len(text.lstrip())
-        for last in {end, len(text)}:
-            near = range(max(0, last - self._longest), last)
-            found |= {index for index in near if text[index] in self._first and text[index:last] in self._heads}
-        for first in {start, 0}:
-            near = range(first, min(len(text), first + self._longest))
-            found |= {index for index in near if text[index] in self._last and text[first : index + 1] in self._tails}
-        if is_free and start < end <= start + self._longest and text[start:end] in self._inner:
-            found.add(start)
+        found: set[int] = set()
+        if _has(text, self._first):
+            found = {match.start() for match in self._find.finditer(text)}
+            for whole in {text, text.rstrip()}:
+                if _has(whole[-self._longest :], self._first):
+                    found |= self._ends(text, len(whole))
+        for start in {0, len(text) - len(text.lstrip())}:
+            if _has(text[start : start + self._longest], self._last):
+                found |= self._starts(text, start)
+        if is_free and len(text) < self._longest and (inner := text.strip()) and inner in self._inner:
+            found.add(len(text) - len(text.lstrip()))
         return found
+
+    def _ends(self, text: str, end: int) -> set[int]:
+        """Where a text that ends there ends with the beginning of a marker."""
+        near = range(max(0, end - self._longest), end)
+        return {index for index in near if text[index] in self._first and text[index:end] in self._heads}
+
+    def _starts(self, text: str, start: int) -> set[int]:
+        """Where a text that begins there begins with the end of a marker."""
+        near = range(start, min(len(text), start + self._longest))
+        return {index for index in near if text[index] in self._last and text[start : index + 1] in self._tails}
 
     def marks_in(self, text: str) -> list[str]:
         """The markers that stand in a text."""
@@ -110,16 +113,23 @@ class ControlTokens:
         )
         return self.encode(text, guard)
 
-    def encode(self, text: str, guard: "Guard", plain: Callable[[str], list[int]] | None = None) -> list[int]:
-        """The tokens of a text that was rendered from a guard's values. `plain` encodes as the tokenizer does.
+    def encode(self, text: str, guard: "Guard") -> list[int]:
+        """The tokens of a text that was rendered from a guard's values.
 
         Raises ValueError: the tokenizer has no way to encode a marker as text.
         """
-        plain = plain or partial(self.tokenizer.encode, add_special_tokens=False)
         whole = guard.restored(text)
-        if not guard.letters or (not self._folds and self._marks(whole) == self._marks(text)):
-            return plain(whole)
-        guard.is_needed = True
+        if not self.differ(text, whole):
+            ids: list[int] = self.tokenizer.encode(whole, add_special_tokens=False)
+            return ids
+        return self.encode_apart(text, whole)
+
+    def differ(self, text: str, whole: str) -> bool:
+        """Whether the text without stand-ins, `whole`, may have other control tokens than the template wrote."""
+        return text != whole and (self.folds or self._marks(whole) != self._marks(text))
+
+    def encode_apart(self, text: str, whole: str) -> list[int]:
+        """The tokens of `whole` with the control tokens of `text` and no others."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         written = [
             (id, start, end)
@@ -184,9 +194,9 @@ class Guard:
         """`values`: everything that will be guarded. Its characters are no stand-ins."""
         self._controls, self._values = controls, values
         self.letters: dict[str, str] = {}
-        self.is_needed = False  # whether a text of these values would have become a control token
         self._stand_ins: dict[str, str] = {}
-        self._free: Iterator[str] | None = None
+        self._codes = iter(_STAND_INS)
+        self._used: str | None = None  # all characters of the values
 
     def messages(self, messages: Sequence[Json]) -> list[Json]:
         """Messages as a template gets them. Their roles stay, and so does a thought that the template looks for."""
@@ -198,8 +208,6 @@ class Guard:
 
     def json(self, text: str) -> str:
         """The JSON text of a call's arguments."""
-        if not self._controls.may_forge(text, is_free=False):
-            return text
         whole, place, pieces = text, 0, []
         for match in _JSON_STRING.finditer(text):  # what stands around its strings is JSON's own
             pieces += [text[place : match.start(1)], self._text(match[1], is_free=False)]
@@ -209,15 +217,16 @@ class Guard:
         return self._put(text, found) if found else text if text != whole else whole
 
     def restored(self, text: str) -> str:
-        return text.translate({ord(stand_in): letter for stand_in, letter in self.letters.items()})
+        for stand_in, letter in self.letters.items():
+            text = text.replace(stand_in, letter)
+        return text
 
     def free(self) -> str:
         """A character that occurs nowhere."""
-        if self._free is None:
+        if self._used is None:
             template = self._controls.tokenizer.chat_template
-            used = set(json.dumps([self._values, template], ensure_ascii=False, default=str))
-            self._free = (chr(code) for code in _STAND_INS if chr(code) not in used)
-        letter = next(self._free, None)
+            self._used = json.dumps([self._values, template], ensure_ascii=False, default=str)
+        letter = next((chr(code) for code in self._codes if chr(code) not in self._used), None)
         if letter is None:
             raise ValueError("the text holds every private-use character")
         return letter
@@ -272,8 +281,6 @@ class Guard:
         return self._text(key, is_free=False) if isinstance(key, str) and not key.isidentifier() else key
 
     def _text(self, text: str, *, is_free: bool) -> str:
-        if not self._controls.may_forge(text, is_free=is_free):
-            return text
         places = self._controls.places(text, is_free=is_free)
         return self._put(text, places) if places else text
 
@@ -296,6 +303,13 @@ def _same(value: Any, guarded: Any) -> Any:
     if isinstance(value, dict):
         pairs = zip((*value, *value.values()), (*guarded, *guarded.values()), strict=True)
     return value if all(old is new for old, new in pairs) else guarded
+
+
+def _has(text: str, letters: str) -> bool:
+    for letter in letters:  # noqa: SIM110  (this is asked of every text, and any() takes twice as long)
+        if letter in text:
+            return True
+    return False
 
 
 def _finder(marks: Sequence[str]) -> "re.Pattern[str]":

@@ -15,6 +15,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
+from art_cli.control_tokens import ControlTokens, Guard
+
 MAX_KEPT = 16 * 2**20  # bytes of all parts that are remembered
 PART_BYTES = 400  # memory that a part takes beside its characters and tokens: 340 measured
 MAX_NEW = 64  # new parts of a text that are tokenized one by one; a text with more is tokenized as a whole
@@ -39,24 +41,41 @@ class TextEncoder:
         if adds_special or self._marks is None:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=adds_special)
             return ids
-        starts = [found.start() for found in self._marks.finditer(text)]
-        if starts[:1] != [0]:
-            starts.insert(0, 0)
-        parts = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
+        parts = _cut(text, self._marks)
         if sum(part not in self._known for part in parts) > MAX_NEW:
             return self._whole(text)
         return [id for part in parts for id in self._of_part(part)]
+
+    def encode_chat(self, text: str, guard: Guard, controls: ControlTokens) -> list[int]:
+        """The tokens of a text that the chat template made of guarded values. Raises ValueError as ControlTokens does.
+
+        Parts in which no text would have become a control token are remembered as always, the others beside them.
+        """
+        whole = guard.restored(text)
+        if not controls.differ(text, whole):
+            return self.encode(whole, adds_special=False)
+        parts = (
+            [] if self._marks is None or controls.folds else [(p, guard.restored(p)) for p in _cut(text, self._marks)]
+        )
+        keys = [f"{part}\0{own}\0" if controls.differ(part, own) else own for part, own in parts]
+        if not parts or sum(key not in self._known for key in keys) > MAX_NEW:
+            return controls.encode_apart(text, whole)
+        ids = []
+        for key, (part, own) in zip(keys, parts, strict=True):
+            ids += self._of_part(key, (part, own, controls) if key != own else None)
+        return ids
 
     def _whole(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def _of_part(self, part: str) -> Iterable[int]:
+    def _of_part(self, part: str, apart: tuple[str, str, ControlTokens] | None = None) -> Iterable[int]:
+        """The tokens of a part, or of one that holds markers as text: with stand-ins, and without."""
         with self._lock:
             if (known := self._known.get(part)) is not None:
                 self._known.move_to_end(part)
                 return known
-        ids = self._whole(part)
+        ids = self._whole(part) if apart is None else apart[2].encode_apart(*apart[:2])
         if len(part) <= MAX_PART:
             self._keep(part, ids)
         return ids
@@ -72,6 +91,14 @@ class TextEncoder:
 
 def _size(part: str, ids: "array[int]") -> int:
     return PART_BYTES + len(part) + ids.itemsize * len(ids)
+
+
+def _cut(text: str, marks: "re.Pattern[str]") -> list[str]:
+    """The parts of a text: what stands before the first mark, and each mark with what follows it."""
+    starts = [found.start() for found in marks.finditer(text)]
+    if starts[:1] != [0]:
+        starts.insert(0, 0)
+    return [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
 
 
 def _marks(tokenizer: Any) -> "re.Pattern[str] | None":

@@ -81,9 +81,10 @@ def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGT
     if has_thinking and text.rstrip().endswith(THINK):
         opening, thoughts = "", "begun"  # the call has to come after the thought
     ids = _encode(vocabulary, text + opening, max_length, request, guard)
+    is_guarded = vocabulary.controls.differ(text, guard.restored(text))
     format = reply_format(vocabulary, request, tools, thoughts)
     begun = THINK if thoughts == "begun" else guard.restored(opening)
-    return Prompt(ids, begun, bool(tools), has_thinking, format, syntax, schemas_of(tools), guard.is_needed)
+    return Prompt(ids, begun, bool(tools), has_thinking, format, syntax, schemas_of(tools), is_guarded)
 
 
 def is_short(request: Request) -> bool:

@@ -57,7 +57,7 @@ class Vocabulary:
         whole = guard.restored(text)
         if len(whole) > most * self.longest or (len(whole) > SURE * most and self._is_too_long(whole, most)):
             return None
-        ids = self.controls.encode(text, guard, lambda plain: self._encoder.encode(plain, adds_special=False))
+        ids = self._encoder.encode_chat(text, guard, self.controls)
         return ids if len(ids) <= most else None
 
     def _is_too_long(self, text: str, most: int) -> bool:
