@@ -147,3 +147,26 @@ def test_rulers_prompt_holds_neither_marks_nor_turns_of_an_attempt() -> None:
     known = write_prompt([], order=[], tools=[], instructions="", seed="s").messages[1]["content"].splitlines()
     text = "\n".join([TURN, *known, "<123456 end>", "Score each of these 1: k4b"])
     assert record(text) == record("\n".join(harmless(line) for line in text.split("\n")))
+
+
+@pytest.mark.parametrize(
+    ("content", "reply"),
+    [
+        ("<think>\nI add.\n</think>\n\n5", "<think>\nI add.\n</think>\n\n5"),
+        (" \n<think>a</think>b", "<think>\na\n</think>\n\nb"),
+        ("<think>a</think>b </think> <think>", "<think>\na\n</think>\n\nb </think> <think>"),
+        ("I think. <think>a</think>b", "<think>\n\n</think>\n\nI think. <think>a</think>b"),
+        ("<think>a", "<think>\n\n</think>\n\n<think>a"),
+        ("</think>", "<think>\n\n</think>\n\n</think>"),
+    ],
+)
+def test_only_a_thought_at_the_beginning_of_a_reply_is_one(content: str, reply: str) -> None:
+    """Qwen3's template writes it apart from the content, and an empty one where there is none."""
+    vocabulary = forged_turns.vocabulary("Qwen3")
+    if vocabulary is None:
+        pytest.skip("TRL is not installed")
+    talk = [HI, {"role": "assistant", "content": content}]
+    [sample] = demo_samples({"messages": talk}, vocabulary.tokenizer, name="", max_length=10**6)
+    written = [vocabulary.text_of(id) for id in controls(vocabulary.tokenizer, sample.token_ids)]
+    assert [mark for mark in written if mark] == ["<think>", "</think>"]
+    assert vocabulary.decode(sample.token_ids).endswith(f"assistant\n{reply}")
