@@ -6,6 +6,7 @@
     wires/         one file per client protocol: JSON to Request, Reply and Chunks to JSON and events
     app.py         the ASGI application over any Backend
     client.py      HttpBackend: any OpenAI-compatible endpoint as a Backend
+    prompt_lists.py  PromptList: a request with several prompts as requests with one
     server.py      runs the application on a port of this machine, with a deadline for start and stop
     connection.py  one client's connection, with deadlines for a slow one
 

@@ -30,6 +30,7 @@ from art_cli.chat import Backend
 from art_cli.chat.bodies import BODY_TIMEOUT_S, BodyLimit, read_body
 from art_cli.chat.disconnects import unless_disconnected
 from art_cli.chat.errors import ChatError
+from art_cli.chat.prompt_lists import PromptList
 from art_cli.chat.reading import RequestReader
 from art_cli.chat.replies import Chunk, Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling
@@ -163,6 +164,8 @@ class _Routes:
         _check_model(backend, request.model)
         memory = self.memories.setdefault(backend, Memory())
         request = memory.recall(request, key)
+        if request.more_prompts:
+            backend = PromptList(backend)
         if request.is_stream:
             return _EventStream(backend, request, wire, partial(memory.keep, request, key))
         reply = await unless_disconnected(http.receive, _guard(backend.reply(request)))

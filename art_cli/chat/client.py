@@ -20,8 +20,8 @@ from yarl import URL
 
 from art_cli.chat.answers import MAX_ANSWER, MAX_ERROR, AnswerTooLarge, open_session, read_answer, read_error
 from art_cli.chat.errors import ChatError
-from art_cli.chat.replies import Choice, Chunk, Reply
-from art_cli.chat.requests import RESHAPING, Request, Sampling
+from art_cli.chat.replies import Choice, Chunk, Echo, Reply
+from art_cli.chat.requests import RESHAPING, Request, Sampling, needs_echo
 from art_cli.secrets import find_secrets
 
 Json = dict[str, Any]
@@ -57,7 +57,7 @@ class HttpBackend:
             id=parsed.id or "",
             created=int(parsed.created or 0),
             model=request.model,
-            choices=[_choice(choice) for choice in parsed.choices],
+            choices=[_choice(request, choice) for choice in parsed.choices],
             prompt_ids=_prompt_ids(parsed) or [],
             step=self.step if parsed.step is None else parsed.step,
             sampling=request.sampling,
@@ -168,7 +168,7 @@ class HttpBackend:
                 id=parsed.id or "",
                 created=int(parsed.created or 0),
                 model=request.model,
-                choice=_choice(choice),
+                choice=_choice(request, choice),
                 is_last=choice.finish_reason is not None,
                 prompt_ids=prompt_ids,
                 step=self.step if parsed.step is None else parsed.step,
@@ -200,6 +200,8 @@ class _Dialect:
             body["logprobs"] = request.top_logprobs
         elif request.top_logprobs:
             body["top_logprobs"] = request.top_logprobs
+        if needs_echo(request):
+            body["echo"] = True
         if is_stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         if "max_tokens" in self._refused and "max_tokens" in body:
@@ -292,6 +294,7 @@ class _LogprobsJson(msgspec.Struct):
     tokens: list[str] | None = None
     token_logprobs: list[float | None] | None = None
     top_logprobs: list[dict[str, float] | None] | None = None
+    text_offset: list[int] | None = None
 
 
 class _ChoiceJson(msgspec.Struct):
@@ -325,7 +328,7 @@ class _ReplyJson(msgspec.Struct):
     error: Any = None
 
 
-def _choice(parsed: _ChoiceJson) -> Choice:
+def _choice(request: Request, parsed: _ChoiceJson) -> Choice:
     message = parsed.message if parsed.message is not None else parsed.delta
     if message is not None:
         message = {name: value for name, value in message.items() if name == "content" or value not in (None, [], "")}
@@ -341,11 +344,36 @@ def _choice(parsed: _ChoiceJson) -> Choice:
         finish_reason=parsed.finish_reason or "stop",
         stop_string=parsed.stop_reason if isinstance(parsed.stop_reason, str) else None,
     )
-    if parsed.logprobs is not None:
+    if parsed.logprobs is not None and parsed.logprobs.tokens and needs_echo(request):
+        _split_echo(request, choice, parsed.logprobs)
+    elif parsed.logprobs is not None:
         _add_logprobs(choice, parsed.logprobs)
     if parsed.sampled_logprobs is not None:
         choice.logprobs = parsed.sampled_logprobs
     return choice
+
+
+def _split_echo(request: Request, choice: Choice, parsed: _LogprobsJson) -> None:
+    """Takes the prompt's part out of a choice's text and lists, in which it comes before the sampled tokens."""
+    if request.sampling.max_tokens == 0:
+        choice.token_ids = []  # vLLM samples one and does not show it
+    tokens, logprobs, tops = parsed.tokens or [], parsed.token_logprobs or [], parsed.top_logprobs or []
+    num = len(tokens) - len(choice.token_ids)
+    if num > 0:
+        offsets = parsed.text_offset or []
+        size = offsets[num] - offsets[0] if num < len(offsets) else len(choice.text)
+        likeliest = [None if top is None else list(top.items()) for top in tops[:num]]
+        choice.echo = Echo(
+            text=choice.text[:size],
+            tokens=tokens[:num],
+            offsets=offsets[:num],
+            logprobs=logprobs[:num],
+            top_logprobs=likeliest if request.top_logprobs and likeliest else None,
+        )
+        choice.text = choice.text[size:]
+    if choice.token_ids:
+        rest = _LogprobsJson(tokens=tokens[num:], token_logprobs=logprobs[num:], top_logprobs=tops[num:] or None)
+        _add_logprobs(choice, rest)
 
 
 def _add_logprobs(choice: Choice, parsed: _LogprobsJson) -> None:

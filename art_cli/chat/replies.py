@@ -13,6 +13,19 @@ from art_cli.chat.requests import Request
 Json = dict[str, Any]
 
 
+class Echo(msgspec.Struct, kw_only=True):
+    """The prompt of a plain completion, P tokens, as the answer repeats it; the lists only if logprobs are asked for.
+
+    Example: Echo(text="2 + 2", tokens=["2", " +", " 2"], offsets=[0, 1, 3], logprobs=[None, -4.1, -1.2])
+    """
+
+    text: str
+    tokens: list[str] = []  # [P] each token as text; see `token_bytes`
+    offsets: list[int] = []  # [P] number of characters of the text before each token
+    logprobs: list[float | None] = []  # [P] under softmax(logits); None for the first token
+    top_logprobs: list[list[tuple[str, float]] | None] | None = None  # [P][k]; None for the first token
+
+
 class Choice(msgspec.Struct, kw_only=True):
     """One sampled answer of L tokens.
 
@@ -30,6 +43,8 @@ class Choice(msgspec.Struct, kw_only=True):
     tokens: list[str] = []  # [L] each token as text, if the client asked for logprobs; see `token_bytes`
     top_logprobs: list[list[tuple[str, float]]] | None = None  # [L][k]
     finish_reason: str = "stop"  # stop, length, tool_calls
+    echo: Echo | None = None  # of a request that `needs_echo`
+    prompt_ids: list[int] | None = None  # of an answer to one of several prompts; None: the reply's
     stop_string: str | None = None  # the stop string that ended it; None: none did, or the endpoint does not say which
 
 
@@ -160,6 +175,7 @@ def _extend(whole: Choice, piece: Choice) -> None:
     """Adds a piece's text and tokens in place."""
     whole.text += piece.text
     whole.is_masked |= piece.is_masked
+    whole.echo = whole.echo or piece.echo
     whole.stop_string = piece.stop_string or whole.stop_string
     for name in ("token_ids", "logprobs", "raw_logprobs", "tokens", "top_logprobs"):
         getattr(whole, name).extend(getattr(piece, name) or ())

@@ -55,6 +55,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     id: str = ""  # a name for the reply; "": the wire takes the reply's own
     messages: list[Json] | None = None  # messages in OpenAI's chat form, whatever the client's protocol
     prompt: str | list[int] | None = None
+    more_prompts: list[str | list[int]] = []  # the prompts after the first; the application asks for each by itself
     tools: list[Json] = []
     tool_choice: str | Json = "auto"  # "auto", "none", "required", or a named function
     response_format: Json | None = None  # OpenAI's json_object or json_schema; None: text
@@ -70,7 +71,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     )
     top_logprobs: int = 0
     wants_token_ids: bool = False  # vLLM's return_token_ids
-    echo: bool = False  # the wire puts the prompt before the text; backends ignore it
+    echo: bool = False  # the wire puts the prompt before the text
     instructions: str | None = None  # the beginning of the system message that holds for this call only
     previous: str | None = None  # id of an earlier reply that the messages go on from (responses_memory.py)
     is_kept: bool = False  # whether later requests may refer to the reply by `id`
@@ -84,6 +85,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     scenario: str | None = None  # X-Art-Scenario, by which `art gateway` knows attempts at the same task
     user_set: frozenset[str] = frozenset()  # names of the sampling fields that the client gave
     overridden: Json = {}  # sampling fields that the gateway replaced, with the values that the client gave
+
+
+def needs_echo(request: Request) -> bool:
+    """Whether the backend has to fill in `Choice.echo`, because the wire knows no more of the prompt than its text."""
+    return request.echo and (request.wants_logprobs or not isinstance(request.prompt, str))
 
 
 def demands_format(request: Request) -> bool:

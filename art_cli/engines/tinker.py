@@ -21,7 +21,7 @@ from art_cli.chat import Backend
 from art_cli.chat.errors import ChatError, invalid
 from art_cli.chat.reading import RequestReader
 from art_cli.chat.replies import Choice, Chunk, Reply
-from art_cli.chat.requests import Request, Sampling, demands_format
+from art_cli.chat.requests import Request, Sampling, demands_format, needs_echo
 from art_cli.config.schema import TinkerEngineConfig
 from art_cli.engines import Endpoint, EngineSetup
 from art_cli.engines.embedded import messages
@@ -252,6 +252,8 @@ def _refuse(request: Request) -> None:
     given = [*request.sampling.reshaping, *(["ignore_eos"] if request.sampling.ignore_eos else [])]
     if given:
         raise invalid(f"{', '.join(given)}: engine 'tinker' cannot do it; the protocol has no such thing", given[0])
+    if needs_echo(request) or request.sampling.max_tokens == 0:
+        raise invalid("echo, max_tokens: engine 'tinker' only samples; the protocol repeats no prompt", "echo")
     if request.wants_logprobs and request.top_logprobs:
         raise invalid("top_logprobs: engine 'tinker' reports the sampled tokens' own only", "top_logprobs")
 

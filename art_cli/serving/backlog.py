@@ -102,6 +102,8 @@ def _joined(run: list[Chunk]) -> Chunk:
         raw_logprobs=_concat(choice.raw_logprobs for choice in choices),
         tokens=_concat(choice.tokens for choice in choices) or [],
         top_logprobs=_concat(choice.top_logprobs for choice in choices),
+        echo=next((choice.echo for choice in choices if choice.echo is not None), None),
+        prompt_ids=next((choice.prompt_ids for choice in choices if choice.prompt_ids is not None), None),
         is_masked=any(choice.is_masked for choice in choices),
     )
     prompt_ids = next((chunk.prompt_ids for chunk in run if chunk.prompt_ids is not None), None)

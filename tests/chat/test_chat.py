@@ -177,12 +177,17 @@ async def test_usage_is_in_each_event_where_the_client_asks_for_it() -> None:
         assert chunks[-1].usage and chunks[-1].usage.completion_tokens == 3
 
 
-@pytest.mark.parametrize("prompt", ["", [], [[1], [2]], ["a", "b"], [1, "a"], [-1], [2**31], [[]], 5, None])
-def test_a_prompt_is_one_text_or_one_list_of_ids(prompt: Any) -> None:
+@pytest.mark.parametrize(
+    "prompt",
+    ["", [], [1, "a"], ["a", 1], [[1], 2], ["a", ""], [[1], ["a"]], [-1], [2**31], [[]], [[[1]]], ["a"] * 129, 5, None],
+)
+def test_a_prompt_is_text_or_ids_or_a_list_of_these(prompt: Any) -> None:
     with pytest.raises(ChatError, match="prompt"):
         parse("text", prompt=prompt)
     assert parse("text", prompt=["a"]).prompt == "a"
     assert parse("text", prompt=[[1, 2]]).prompt == [1, 2]
+    many = parse("text", prompt=["a", [1, 2], "b"])
+    assert [many.prompt, *many.more_prompts] == ["a", [1, 2], "b"]
 
 
 HOSTILE = [

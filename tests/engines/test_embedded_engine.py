@@ -189,7 +189,7 @@ async def test_weights_of_its_own_are_read_from_the_checkpoint(tmp_path: Path) -
 async def test_the_probe_is_scored_as_by_a_full_forward() -> None:
     weights = tiny_weights()
     async with running(weights) as engine:
-        for probe in (list(range(200)), [5, 6], [7]):
+        for probe in (list(range(200)), list(range(200)) * 6, list(range(171)) * 3, [5, 6], [7]):
             assert await engine.score(probe) == pytest.approx(full_logprobs(weights, probe[:1], probe[1:]), abs=1e-5)
 
 

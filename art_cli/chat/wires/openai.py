@@ -1,10 +1,11 @@
 """What OpenAI's protocols share: where the key stands, the error body, sampling parameters, usage.
 
 A parameter is honoured, or it is harmless to ignore, or it is an error. Beside OpenAI's parameters, clients may send
-vLLM's `top_k`, `return_token_ids` and `chat_template_kwargs`. A reply to a request with `return_token_ids` carries
-vLLM's fields `prompt_token_ids` and `choices[].token_ids` and three of our own: `step`, the policy's step,
-`choices[].raw_logprobs`, each token's logprob under the unmodified softmax(logits), and `choices[].sampled_logprobs`,
-that under the distribution sampled from. `logprobs` has the former, as in vLLM (`reported_logprobs`).
+vLLM's `top_k`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `return_token_ids` and `chat_template_kwargs`. A reply
+to a request with `return_token_ids` carries vLLM's fields `prompt_token_ids` (in each choice of a plain completion) and
+`choices[].token_ids` and three of our own: `step`, the policy's step, `choices[].raw_logprobs`, each token's logprob
+under the unmodified softmax(logits), and `choices[].sampled_logprobs`, that under the distribution sampled from.
+`logprobs` has the former, as in vLLM (`reported_logprobs`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -279,7 +280,7 @@ class OpenAI:
     def status(self, error: ChatError) -> int:
         return error.status
 
-    def _body(self, kind: str, request: Request, reply: Reply, choices: list[Json]) -> bytes:
+    def _body(self, kind: str, request: Request, reply: Reply, choices: list[Json], **more: Any) -> bytes:
         counts = reply.num_tokens
         body: Json = {
             "id": reply.id,
@@ -290,8 +291,8 @@ class OpenAI:
             "usage": usage(*counts),
         }
         if request.wants_token_ids:
-            body |= {"prompt_token_ids": reply.prompt_ids, "step": reply.step}
-        return msgspec.json.encode(body)
+            body["step"] = reply.step
+        return msgspec.json.encode(body | more)
 
 
 class OpenAIEvents:
@@ -338,9 +339,13 @@ class OpenAIEvents:
         """The error; no [DONE] follows."""
         return event(self._wire.error(error))
 
-    def first_content(self) -> Json:
+    def first_content(self, choice: Choice) -> Json:
         """The content of a choice's first event; empty when the choice needs none."""
         raise NotImplementedError
+
+    def with_prompt(self, event: Json, prompt_ids: list[int]) -> Json:
+        """A choice's first event with the prompt's token ids where the protocol has them."""
+        return {**event, "prompt_token_ids": prompt_ids}
 
     def content(self, choice: Choice) -> Json:
         """The new text of a choice, under the field's name in this protocol."""
@@ -351,13 +356,13 @@ class OpenAIEvents:
 
     def _begin(self, chunk: Chunk) -> bytes:
         """A choice's first event; the prompt's token ids go with it."""
-        has_ids = self._request.wants_token_ids and chunk.prompt_ids is not None
-        extra = {"prompt_token_ids": chunk.prompt_ids} if has_ids else {}
-        if not (content := self.first_content()) and not extra:
+        prompt_ids = chunk.prompt_ids if self._request.wants_token_ids else None
+        if not (content := self.first_content(chunk.choice)) and prompt_ids is None:
             return b""
         content = content or self.content(Choice(index=chunk.choice.index))
-        choice = {"index": chunk.choice.index, **content, "logprobs": None, "finish_reason": None}
-        return self._event(chunk, choice, extra)
+        choice = {"index": chunk.choice.index, "logprobs": None, **content, "finish_reason": None}
+        body = self._event_body(chunk, choice)
+        return event(msgspec.json.encode(body if prompt_ids is None else self.with_prompt(body, prompt_ids)))
 
     def _piece(self, chunk: Chunk, content: Json) -> Json:
         has_logprobs = self._request.wants_logprobs and chunk.choice.logprobs
@@ -369,11 +374,14 @@ class OpenAIEvents:
             **token_fields(self._request, chunk.choice),
         }
 
-    def _event(self, chunk: Chunk, choice: Json, extra: Json | None = None) -> bytes:
-        more = extra or {}
+    def _event(self, chunk: Chunk, choice: Json) -> bytes:
+        return event(msgspec.json.encode(self._event_body(chunk, choice)))
+
+    def _event_body(self, chunk: Chunk, choice: Json) -> Json:
+        body = {**self._head(chunk), "choices": [choice]}
         if self._request.wants_running_usage:
-            more = {**more, "usage": usage(*(chunk.usage or (self._num_prompt, self._num_sampled)))}
-        return event(msgspec.json.encode({**self._head(chunk), "choices": [choice], **more}))
+            body["usage"] = usage(*(chunk.usage or (self._num_prompt, self._num_sampled)))
+        return body
 
     def _head(self, chunk: Chunk) -> Json:
         step = {"step": chunk.step} if self._request.wants_token_ids else {}

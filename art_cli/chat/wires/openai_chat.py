@@ -136,7 +136,8 @@ class OpenAIChat(OpenAI):
             }
             for choice in reply.choices
         ]
-        return self._body("chat.completion", request, reply, choices)
+        ids = {"prompt_token_ids": reply.prompt_ids} if request.wants_token_ids else {}
+        return self._body("chat.completion", request, reply, choices, **ids)
 
     def stream(self, request: Request) -> "_ChatEvents":
         return _ChatEvents(self, request)
@@ -168,7 +169,7 @@ def _logprobs(request: Request, choice: Choice) -> Json:
 class _ChatEvents(OpenAIEvents):
     kind = "chat.completion.chunk"
 
-    def first_content(self) -> Json:
+    def first_content(self, choice: Choice) -> Json:
         return {"delta": {"role": "assistant", "content": ""}}
 
     def content(self, choice: Choice) -> Json:

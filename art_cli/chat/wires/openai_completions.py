@@ -1,4 +1,4 @@
-"""OpenAICompletions: OpenAI's plain completions as a wire. A request has one prompt, as text or as token ids.
+"""OpenAICompletions: OpenAI's plain completions as a wire. A prompt is text or token ids; a request may have several.
 
 https://platform.openai.com/docs/api-reference/completions
 """
@@ -27,6 +27,7 @@ from art_cli.chat.wires.openai import (
     wanted_usage,
 )
 
+MAX_PROMPTS = 128  # number of prompts of a request
 _TokenId = Annotated[int, Meta(ge=0, le=INT32)]
 
 
@@ -34,6 +35,7 @@ class CompletionBody(Body, kw_only=True):
     """The JSON body of a request for a plain completion."""
 
     prompt: str | list[_TokenId | str | list[_TokenId]]
+    max_tokens: Annotated[int, Meta(ge=0, le=INT32)] | None = None  # 0: with `echo`, the prompt's logprobs alone
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Count | None = None
@@ -45,16 +47,15 @@ class OpenAICompletions(OpenAI):
     def parse(self, body: bytes, defaults: Sampling) -> Request:
         """The request in a JSON body. Raises ChatError 400."""
         _, text = parse_body(body, CompletionBody)
-        prompt = _prompt(text.prompt)
-        if text.echo and (text.logprobs is not None or not isinstance(prompt, str)):
-            raise invalid("echo goes with a text prompt and without logprobs", "echo")
+        first, *others = _prompts(text.prompt)
         if text.best_of not in (None, text.n or 1):
             raise invalid("best_of: this endpoint returns all that it samples; only n itself", "best_of")
         sampling = sampling_of(text, text.max_tokens)
         return Request(
             model=text.model,
             sampling=msgspec.structs.replace(defaults, **sampling),
-            prompt=prompt,
+            prompt=first,
+            more_prompts=others,
             is_stream=bool(text.stream),
             **wanted_usage(text),
             wants_logprobs=text.logprobs is not None,
@@ -69,10 +70,11 @@ class OpenAICompletions(OpenAI):
         choices = [
             {
                 "index": choice.index,
-                "text": f"{request.prompt}{choice.text}" if request.echo else choice.text,
-                "logprobs": _logprobs(request, choice, 0) if request.wants_logprobs else None,
+                "text": _echo_text(request, choice) + choice.text,
+                "logprobs": _whole_logprobs(request, choice) if request.wants_logprobs else None,
                 "finish_reason": choice.finish_reason,
                 **token_fields(request, choice),
+                **_prompt_ids(request, choice, reply),
             }
             for choice in reply.choices
         ]
@@ -82,20 +84,62 @@ class OpenAICompletions(OpenAI):
         return _TextEvents(self, request)
 
 
-def _prompt(value: str | list[int | str | list[int]]) -> str | list[int]:
-    """The one prompt of a plain completion: text or token ids, alone or as the only item of a list."""
-    if isinstance(value, list) and value and not isinstance(value[0], int):
-        if len(value) > 1:
-            raise invalid("prompt: one prompt per request; send the others as requests of their own", "prompt")
-        value = cast("str | list[int | str | list[int]]", value[0])
-    if not value:
-        raise invalid("prompt: empty", "prompt")
-    if isinstance(value, list) and not all(isinstance(token, int) for token in value):
-        raise invalid("prompt: text, or a list of token ids", "prompt")
-    return cast("str | list[int]", value)
+def _prompts(value: str | list[int | str | list[int]]) -> list[str | list[int]]:
+    """The prompts of a request, each text or token ids: one, or those of a list. Raises ChatError 400."""
+    is_list = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
+    prompts = cast("list[int | str | list[int | str | list[int]]]", value if is_list else [value])
+    if len(prompts) > MAX_PROMPTS:
+        raise invalid(f"prompt: {len(prompts)} prompts; at most {MAX_PROMPTS}", "prompt")
+    for prompt in prompts:
+        if prompt in ("", []):
+            raise invalid("prompt: empty", "prompt")
+        if isinstance(prompt, int) or (isinstance(prompt, list) and not all(isinstance(id, int) for id in prompt)):
+            raise invalid("prompt: text, a list of token ids, or a list of these", "prompt")
+    return cast("list[str | list[int]]", prompts)
 
 
 # --- the reply --------------------------------------------------------------------------------------------------------
+
+
+def _echo_text(request: Request, choice: Choice) -> str:
+    """The prompt that stands before the choice's text. Raises ChatError 400: the backend repeats no token ids."""
+    if not request.echo:
+        return ""
+    if choice.echo is None and not isinstance(request.prompt, str):
+        raise invalid("echo: the endpoint behind repeats no token ids", "echo")
+    return choice.echo.text if choice.echo is not None else str(request.prompt)
+
+
+def _prompt_ids(request: Request, choice: Choice, reply: Reply) -> Json:
+    ids = reply.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
+    return {"prompt_token_ids": ids} if request.wants_token_ids else {}
+
+
+def _whole_logprobs(request: Request, choice: Choice) -> Json:
+    """The logprobs of the prompt, if it is repeated, and of the choice."""
+    sampled = _logprobs(request, choice, len(_echo_text(request, choice)))
+    if not request.echo:
+        return sampled
+    echo = _echo_logprobs(choice)
+    return {name: echo[name] + sampled[name] if sampled[name] is not None else echo[name] for name in sampled}
+
+
+def _echo_logprobs(choice: Choice) -> Json:
+    """The prompt's lists, whose first logprob is null. Raises ChatError 400: the backend reports none."""
+    echo = choice.echo
+    if echo is None or not echo.tokens:
+        raise invalid("echo: the endpoint behind reports no logprobs of a prompt", "echo")
+    tokens = [token_text(token) for token in echo.tokens]
+    tops = None
+    if echo.top_logprobs is not None:
+        pairs = zip(tokens, echo.logprobs, echo.top_logprobs, strict=True)
+        tops = [None if top is None else _top_texts(token, logprob or 0.0, top) for token, logprob, top in pairs]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [None if each is None else max(each, LOWEST_LOGPROB) for each in echo.logprobs],
+        "top_logprobs": tops,
+        "text_offset": echo.offsets,
+    }
 
 
 def _logprobs(request: Request, choice: Choice, offset: int) -> Json:
@@ -104,20 +148,23 @@ def _logprobs(request: Request, choice: Choice, offset: int) -> Json:
     for token in tokens:
         offsets.append(offset)
         offset += len(token)
-    tops = choice.top_logprobs
+    tops, logprobs = choice.top_logprobs, reported_logprobs(request, choice)
     return {
         "tokens": tokens,
-        "token_logprobs": [max(logprob, LOWEST_LOGPROB) for logprob in reported_logprobs(request, choice)],
-        "top_logprobs": [_top_texts(top) for top in tops] if tops else None,
+        "token_logprobs": [max(logprob, LOWEST_LOGPROB) for logprob in logprobs],
+        "top_logprobs": [_top_texts(*each) for each in zip(tokens, logprobs, tops, strict=True)] if tops else None,
         "text_offset": offsets,
     }
 
 
-def _top_texts(top: list[tuple[str, float]]) -> dict[str, float]:
-    """Logprobs by text. When several tokens have the same text, the likeliest, which is the first, is kept."""
+def _top_texts(token: str, logprob: float, top: list[tuple[str, float]]) -> dict[str, float]:
+    """Logprobs of the likeliest tokens by text, and that of the token in their place, which OpenAI always adds.
+
+    When several tokens have the same text, the likeliest, which is the first, is kept.
+    """
     texts: dict[str, float] = {}
-    for token, logprob in top:
-        texts.setdefault(token_text(token), max(logprob, LOWEST_LOGPROB))
+    for text, value in [*((token_text(each), value) for each, value in top), (token, logprob)]:
+        texts.setdefault(text, max(value, LOWEST_LOGPROB))
     return texts
 
 
@@ -128,8 +175,15 @@ class _TextEvents(OpenAIEvents):
         super().__init__(wire, request)
         self._offsets: dict[int, int] = {}  # choice index -> number of characters of tokens sent
 
-    def first_content(self) -> Json:
-        return {"text": self._request.prompt} if self._request.echo else {}
+    def first_content(self, choice: Choice) -> Json:
+        if not self._request.echo:
+            return {}
+        text = _echo_text(self._request, choice)
+        self._offsets[choice.index] = len(text)
+        return {"text": text, **({"logprobs": _echo_logprobs(choice)} if self._request.wants_logprobs else {})}
+
+    def with_prompt(self, event: Json, prompt_ids: list[int]) -> Json:
+        return {**event, "choices": [{**choice, "prompt_token_ids": prompt_ids} for choice in event["choices"]]}
 
     def content(self, choice: Choice) -> Json:
         return {"text": choice.text}

@@ -6,7 +6,7 @@ The embedded engine samples here, and the engine of a server elsewhere gets its 
 from typing import Any, NamedTuple
 
 from art_cli.chat.errors import invalid
-from art_cli.chat.replies import Choice, join_deltas
+from art_cli.chat.replies import Choice, Echo, join_deltas
 from art_cli.chat.requests import Request
 from art_cli.engines.embedded import messages
 from art_cli.engines.embedded.messages import Prompt
@@ -34,13 +34,16 @@ class Piece(NamedTuple):
 class ChoiceWriter:
     """Turns the pieces of one choice into text and message deltas."""
 
-    def __init__(self, vocabulary: Vocabulary, request: Request, prompt: Prompt, index: int) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, request: Request, prompt: Prompt, index: int, echo: Echo | None = None
+    ) -> None:
         self._vocabulary, self._request, self._index = vocabulary, request, index
         self._detokenizer = Detokenizer(vocabulary, context_of(prompt))
         self._stops = StopWatch(request.sampling.stop)
         self._parser = prompt.parser() if request.messages is not None else None
         self._texts: list[str] = []
         self._is_first = True
+        self._echo = echo  # goes with the first piece
         self._num_unwatched = request.sampling.min_tokens  # next tokens in whose text no stop string counts
 
     @property
@@ -64,6 +67,7 @@ class ChoiceWriter:
             text += self._stops.push(self._detokenizer.flush()) + self._stops.flush()
         self._texts.append(text)
         names = self._request.wants_logprobs
+        echo, self._echo = self._echo, None
         return Choice(
             index=self._index,
             message=self._delta(text, is_last),
@@ -74,6 +78,7 @@ class ChoiceWriter:
             tokens=[self._vocabulary.text_of(id) for id in piece.ids] if names else [],
             top_logprobs=self._top(piece),
             finish_reason=self._finish_reason(piece),
+            echo=echo,
             stop_string=self._stops.found if is_last else None,
         )
 
@@ -94,6 +99,29 @@ class ChoiceWriter:
     def _finish_reason(self, piece: Piece) -> str:
         reason = piece.finish_reason or "stop"
         return "tool_calls" if reason == "stop" and self._parser is not None and self._parser.calls else reason
+
+
+def echo_of(vocabulary: Vocabulary, request: Request, ids: list[int], logprobs: list[float], top: Top) -> Echo:
+    """The prompt as the answer repeats it. The lists begin with its second token; empty: no logprobs are asked for.
+
+    A token that is a part of a character begins where the character does.
+    """
+    detokenizer, texts, offsets, length = Detokenizer(vocabulary), [], [], 0
+    for id in ids:
+        offsets.append(length)
+        texts.append(detokenizer.push([id]))
+        length += len(texts[-1])
+    text = "".join([*texts, detokenizer.flush()]) if isinstance(request.prompt, list) else request.prompt or ""
+    if not request.wants_logprobs:
+        return Echo(text=text)
+    named = [[(vocabulary.text_of(id), value) for id, value in likeliest] for likeliest in top]
+    return Echo(
+        text=text,
+        tokens=[vocabulary.text_of(id) for id in ids],
+        offsets=offsets,
+        logprobs=[None, *logprobs],
+        top_logprobs=[None, *named] if request.top_logprobs else None,
+    )
 
 
 def context_of(prompt: Prompt) -> list[int]:

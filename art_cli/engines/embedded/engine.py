@@ -24,16 +24,16 @@ from art_cli import model, openmp, threads
 from art_cli.chat import Backend
 from art_cli.chat.errors import ChatError, invalid
 from art_cli.chat.reading import RequestReader
-from art_cli.chat.replies import Choice, Chunk, Reply
-from art_cli.chat.requests import Request
+from art_cli.chat.replies import Choice, Chunk, Echo, Reply
+from art_cli.chat.requests import Request, needs_echo
 from art_cli.config.sections.engine import EmbeddedEngineConfig
 from art_cli.engines import Endpoint, EngineSetup
 from art_cli.engines.embedded import messages, sampling
-from art_cli.engines.embedded.choices import ChoiceWriter, Piece, context_of, reply_limit, stop_ids
+from art_cli.engines.embedded.choices import ChoiceWriter, Piece, context_of, echo_of, reply_limit, stop_ids
 from art_cli.engines.embedded.engine_thread import EngineThread, Generation
 from art_cli.engines.embedded.grammars import GrammarError, Grammars
 from art_cli.engines.embedded.messages import Prompt
-from art_cli.engines.embedded.runner import ForwardRunner
+from art_cli.engines.embedded.runner import ForwardRunner, ScoredPart
 from art_cli.engines.embedded.sampling import Reshaping
 from art_cli.engines.embedded.scheduler import Scheduler, TokenSequence
 from art_cli.engines.embedded.text import Detokenizer, Vocabulary
@@ -166,7 +166,7 @@ class EmbeddedEngine:
         job = await self._job(request)
         with self._submitted(job):
             async with _deadline():
-                pieces = [await job.next() for _ in job.generations]
+                pieces = [await job.next() for _ in range(request.sampling.n)]
         pieces.sort(key=lambda taken: taken.choice)
         return Reply(
             id=job.id,
@@ -181,7 +181,8 @@ class EmbeddedEngine:
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
         job = await self._job(request, is_stream=True)
         writers = [
-            ChoiceWriter(self._vocabulary, job.request, job.prompt, index) for index in range(len(job.generations))
+            ChoiceWriter(self._vocabulary, job.request, job.prompt, index, job.echo)
+            for index in range(request.sampling.n)
         ]
         open_choices, is_first = len(writers), True
         with self._submitted(job):
@@ -209,11 +210,41 @@ class EmbeddedEngine:
             raise invalid("min_tokens, ignore_eos: not with a format or a forced call, whose end decides", "min_tokens")
         mailbox = self._mailboxes.setdefault(loop := asyncio.get_running_loop(), _Mailbox(loop))
         job = _Job(request, prompt, self._weights, self._vocabulary, mailbox, is_stream, self._stop_ids)
+        if not job.generations:
+            job.end_unsampled(self.endpoint.step)
+        if needs_echo(request):
+            job.echo = await self._echo(request, prompt.ids)
         if prompt.format is not None:
             matcher = await self._grammars.compile(prompt.format)
             for generation in job.generations:
                 generation.matcher = matcher.deep_copy()
         return job
+
+    async def _echo(self, request: Request, ids: list[int]) -> Echo:
+        """The prompt with its logprobs, if they are asked for. A part at a time holds the weights, so that others are
+        sampled meanwhile; if the weights change between two parts, it begins again."""
+        version: object = None
+        found: list[ScoredPart] = []
+        thread, runner = self._running_thread(), self._runner
+        assert runner is not None
+        num_top = min(request.top_logprobs, self._weights.model.config.vocab_size)
+
+        def next_part() -> tuple[object, ScoredPart | None]:
+            return (self._weights.version, thread.step), next(parts, None)
+
+        parts: Iterator[ScoredPart] = iter(())
+        is_whole = not request.wants_logprobs
+        while not is_whole:
+            now, part = await self._with_weights(next_part)
+            if now != version:
+                version, found, parts = now, [], runner.score_parts(ids, num_top)
+            elif part is not None:
+                found.append(part)
+            else:
+                is_whole = True
+        logprobs = [logprob for part in found for logprob in part.logprobs]
+        top = [likeliest for part in found for likeliest in part.top]
+        return await threads.call_in_thread(echo_of, self._vocabulary, request, ids, logprobs, top)
 
     async def _prompt(self, request: Request) -> Prompt:
         """Rendered on the event loop where that is sooner done than handed to a thread."""
@@ -236,7 +267,7 @@ class EmbeddedEngine:
                 thread.cancel(job.generations)
 
     def _whole_choice(self, job: "_Job", index: int, piece: Piece) -> Choice:
-        writer = ChoiceWriter(self._vocabulary, job.request, job.prompt, index)
+        writer = ChoiceWriter(self._vocabulary, job.request, job.prompt, index, job.echo)
         choice = writer.write(piece)
         choice.text = writer.text
         choice.message = writer.message
@@ -284,12 +315,13 @@ class _Job:
         self.request, self.prompt, self._ends = request, prompt, ends
         self.sampling = msgspec.structs.replace(request.sampling, max_tokens=limit - len(prompt.ids))
         self.num_open = request.sampling.n
+        self.echo: Echo | None = None
         self._pieces: asyncio.Queue[Taken] = asyncio.Queue()
         ids = np.array(prompt.ids, np.int64)
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64)
         self.generations = [
             self._generation(ids, limit, sampling.seed_of(seed, index), vocabulary, mailbox, is_stream)
-            for index in range(request.sampling.n)
+            for index in range(request.sampling.n if limit > len(ids) else 0)
         ]
         self._index = {id(generation): index for index, generation in enumerate(self.generations)}
 
@@ -320,6 +352,11 @@ class _Job:
         )
         generation.sequence.payload = generation
         return generation
+
+    def end_unsampled(self, step: int) -> None:
+        """Ends every choice of a request that samples nothing."""
+        for index in range(self.num_open):
+            self._pieces.put_nowait(Taken(index, Piece([], [], [], None, step, "length")))
 
     def put(self, generation: Generation, piece: Piece) -> None:
         self._pieces.put_nowait(Taken(self._index[id(generation)], piece))

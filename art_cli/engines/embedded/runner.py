@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,13 @@ MEMORY_SHARE = 0.25  # share of the memory free at the engine's start that keys 
 SMALL = 8_000_000  # parameters; a second core makes 64 tokens 1.1 times faster with 1M of them, 1.5 times with 24M
 SCORE_ROWS = 512  # number of rows of logits turned into logprobs at a time
 PROBE = 12  # number of tokens on which a decoder is compared with the model's own layers
+
+
+class ScoredPart(NamedTuple):
+    """Successive tokens of a given sequence."""
+
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]]  # the likeliest tokens in place of each: ids and logprobs
 
 
 class ForwardRunner:
@@ -65,19 +72,23 @@ class ForwardRunner:
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """[L - 1] logprobs of each token after the first, computed as in sampling, in slots of its own."""
-        with torch.no_grad():
-            layout = self._whole(np.array(token_ids, np.int64))
-            rows = torch.arange(len(token_ids) - 1, device=self.weights.device)
-            if not len(rows):
-                return []
-            logits, targets = self._logits(layout, rows), layout.tokens_T[1:]
-            parts = [  # a part at a time, to avoid a second whole matrix of the vocabulary's width
-                logits[start : start + SCORE_ROWS]
-                .log_softmax(-1)
-                .gather(1, targets[start : start + SCORE_ROWS, None])[:, 0]
-                for start in range(0, len(logits), SCORE_ROWS)
-            ]
-            return torch.cat(parts).tolist()
+        return [logprob for part in self.score_parts(token_ids) for logprob in part.logprobs]
+
+    def score_parts(self, token_ids: Sequence[int], num_top: int = 0) -> Iterator[ScoredPart]:
+        """The same with the `num_top` likeliest tokens, SCORE_ROWS tokens at a time, so that a long prompt needs no
+        matrix of the vocabulary's width for all of them. The caller holds the weights during each part."""
+        tokens, cache = np.array(token_ids, np.int64), SlotCache()
+        for start in range(0, len(tokens) - 1, SCORE_ROWS):
+            stop = min(start + SCORE_ROWS, len(tokens) - 1)
+            with torch.no_grad():
+                layout = self._layout(tokens, start, stop, cache)
+                rows = torch.arange(stop - start, device=self.weights.device)
+                logprobs = self._logits(layout, rows).log_softmax(-1)
+                targets = torch.from_numpy(tokens[start + 1 : stop + 1]).to(logprobs.device)
+                values, ids = logprobs.topk(num_top, dim=-1)
+                top = [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+                part = ScoredPart(logprobs.gather(1, targets[:, None])[:, 0].tolist(), top)
+            yield part  # outside of no_grad, which holds for a thread
 
     def refresh(self) -> None:
         """Drops what was made of the weights, which may have changed under the same version. The caller holds them."""
@@ -153,14 +164,18 @@ class ForwardRunner:
 
     def _whole(self, tokens: Any) -> Layout:
         """A layout for one whole sequence, in a cache of its own."""
-        none, places = np.empty(0, np.int64), np.arange(len(tokens))
+        return self._layout(tokens, 0, len(tokens), SlotCache())
+
+    def _layout(self, tokens: Any, start: int, stop: int, cache: SlotCache) -> Layout:
+        """A layout for some tokens of one sequence, whose earlier tokens are in `cache`."""
+        none, places = np.empty(0, np.int64), np.arange(start, stop)
         plan = StepPlan(
             shape=Shape(1, len(tokens)),
             copies=[],
             decodes=none,
             shared=none,
-            chunks=[PromptChunk(0, 0, len(tokens), True)],
-            tokens_T=tokens,
+            chunks=[PromptChunk(0, start, stop - start, True)],
+            tokens_T=tokens[start:stop],
             slots_T=np.zeros_like(places),
             positions_T=places,
             rows=none,
@@ -168,7 +183,6 @@ class ForwardRunner:
             num_sampled=none,
             placed=[],
         )
-        cache = SlotCache()
         cache.resize(plan.shape)
         return Layout(plan, [], cache, self.weights.device)
 

@@ -69,7 +69,7 @@ def call_of(
     prompt = array("I", reply.prompt_ids).tobytes()
     prompt_kept = common_prefix(prompt, sequence)
     kept = 0 if request.messages is None else _count_equal(request.messages, last)
-    choices = [msgspec.structs.replace(choice, tokens=[], top_logprobs=None) for choice in reply.choices]
+    choices = [msgspec.structs.replace(choice, tokens=[], top_logprobs=None, echo=None) for choice in reply.choices]
     return CapturedCall(
         kept=kept,
         messages=None if request.messages is None else request.messages[kept:],
