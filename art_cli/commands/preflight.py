@@ -241,7 +241,8 @@ class Preflight:
             return Finding("judge", False, f"{name} is not set, and {model} needs it", cure)
         if config.rollout.command:
             program = config.rollout.command[0]
-            return Finding("entries", True, f"rollout.command {program}, judge {config.judge.name}")
+            gets = f"it gets {', '.join(config.rollout.env) or 'none'} of your variables and keys (rollout.env)"
+            return Finding("entries", True, f"rollout.command {program}, judge {config.judge.name}; {gets}")
         entry, environment, python = config.rollout.entry, config.rollout.environment, config.rollout.python
         where = ""
         if config.rollout.cluster is not None:

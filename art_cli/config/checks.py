@@ -85,6 +85,8 @@ def _rollout_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     rollout = config.rollout
     if rollout.command is not None and rollout.cluster is None and "processes" in rollout.model_fields_set:
         yield "rollout.processes", "each attempt of rollout.command is a process of its own; leave it out"
+    if rollout.env and rollout.command is None:
+        yield "rollout.env", "only the program of rollout.command takes it; a function has art's own environment"
     if rollout.python is not None and rollout.command is not None:
         yield "rollout.python", "rollout.command begins with its own program; leave it out"
     if rollout.environment is not None and rollout.scenarios is not None:

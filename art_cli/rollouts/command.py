@@ -1,8 +1,9 @@
 """CommandRollout: an external program in any language as a rollout.
 
 It gets the scenario as one JSON line on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY and
-OPENAI_MODEL, and for Anthropic's clients ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ANTHROPIC_MODEL. The last line that
-it writes to standard output is its outcome: a number, null, or `{"reward": 1.0, "metrics": {...}, "metadata": {...}}`.
+OPENAI_MODEL, and for Anthropic's clients ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ANTHROPIC_MODEL. Of art's own
+variables, keys among them, it gets those of USUAL and those that the configuration names. The last line that it writes
+to standard output is its outcome: a number, null, or `{"reward": 1.0, "metrics": {...}, "metadata": {...}}`.
 It runs in a session of its own under a process that kills all that descends from it when the rollout is over, however
 it ends (processes/supervisor.py). Standard library only, because nodes of a cluster may have nothing else.
 """
@@ -10,8 +11,9 @@ it ends (processes/supervisor.py). Standard library only, because nodes of a clu
 import json
 import math
 import os
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,11 +26,26 @@ from art_cli.rollouts.attempt import MAX_ERROR_LENGTH, AttemptError, describe_ex
 from art_cli.rollouts.peers import Peers
 from art_cli.rollouts.policy import Json, Policy, read_outcome
 
+# What a program needs to start and to talk; none of these holds a key.
+USUAL = frozenset(
+    ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP",
+     "SYSTEMROOT", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "NODE_PATH", "LD_LIBRARY_PATH",
+     "DYLD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS",
+     "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
+)  # fmt: skip
+MAX_NAMED = 5  # withheld variables that an error names
+
 
 class CommandRollout:
-    """Runs one command line in `directory`. Raises RolloutError at once when there is no such program."""
+    """Runs one command line in `directory`. Raises RolloutError at once if there is no such program or variable."""
 
-    def __init__(self, command: Sequence[str], *, directory: Path, peers: Peers | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], *, directory: Path, env: Sequence[str] = (), peers: Peers | None = None
+    ) -> None:
+        """`env`: the names of the variables that it gets besides those of USUAL."""
+        if missing := [name for name in env if name not in os.environ]:
+            raise RolloutError(f"rollout.env: {missing[0]} is not set; set it in the environment, or in a file .env")
+        self._env = frozenset(env)
         self._peers = peers if peers is not None else Peers()
         self._command = list(command)
         self._directory = directory
@@ -40,8 +57,9 @@ class CommandRollout:
 
     async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
         """Raises AttemptError: the program failed or gave no outcome; RolloutError: an outcome of a wrong type."""
+        passed, withheld = _split(self._env)
         environment = {
-            **os.environ,
+            **passed,
             "OPENAI_BASE_URL": policy.base_url,
             "OPENAI_API_KEY": policy.api_key,
             "OPENAI_MODEL": policy.model,
@@ -50,6 +68,7 @@ class CommandRollout:
             "ANTHROPIC_MODEL": policy.model,
         }
         environment.pop("ANTHROPIC_AUTH_TOKEN", None)  # clients prefer it to the key
+        withheld = [name for name in withheld if name not in environment]
         try:
             ended = await run_program(
                 self._command,
@@ -63,7 +82,7 @@ class CommandRollout:
         finally:
             self._peers.remove(policy.api_key)
         if ended.status != 0:
-            raise AttemptError("exit", _describe(ended))
+            raise AttemptError("exit", _describe(ended, withheld))
         return self._read(ended.stdout)
 
     async def explain_timeout(self) -> str:
@@ -103,7 +122,23 @@ def _finite(digits: str) -> float:
     return value
 
 
-def _describe(ended: Finished) -> str:
-    """Example: "status 1: " and the end of what the program wrote to standard error."""
+def _split(env: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """The variables that a program gets, and the names of those that it does not."""
+    passed = {name: value for name, value in os.environ.items() if is_passed(name, env)}
+    return passed, sorted(os.environ.keys() - passed.keys())
+
+
+def is_passed(name: str, env: Collection[str]) -> bool:
+    return name in env or name in USUAL or name.startswith("LC_")
+
+
+def _describe(ended: Finished, withheld: Sequence[str]) -> str:
+    """Example: "status 1: " and the end of what the program wrote to standard error, and how it gets a variable."""
     tail = ended.stderr[-MAX_ERROR_LENGTH // 2 :].decode(errors="replace").strip()
-    return f"{describe_exit(ended.status)}: {tail}" if tail else describe_exit(ended.status)
+    status = f"{describe_exit(ended.status)}: {tail}" if tail else describe_exit(ended.status)
+    if not withheld or ended.status < 0:  # a signal has another cause
+        return status
+    named = [name for name in withheld if re.search(rf"\b{re.escape(name)}\b", tail)][:MAX_NAMED]
+    if named:
+        return f"{status}\nwithheld from the program; to pass it on: rollout.env=[{','.join(named)}]"
+    return f"{status}\n(it has not got {len(withheld)} of art's variables; rollout.env=[NAME] passes one on)"

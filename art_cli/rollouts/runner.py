@@ -89,7 +89,7 @@ async def open_rollout(
         await cluster.ready()
         return cluster
     if config.command is not None:
-        return CommandRollout(config.command, directory=directory, peers=peers)
+        return CommandRollout(config.command, directory=directory, env=config.env, peers=peers)
     if config.processes == 0:
         entry, environment = what_to_load(config)
         return load_function(entry, directory, environment)

@@ -460,6 +460,11 @@ def test_echo_needs_a_second_turn() -> None:
     assert "loss.echo: what the environment answers is in a later prompt, and rollout.max_turns is 1" in line
 
 
+def test_variables_are_named_for_a_command_alone() -> None:
+    assert mistakes(PLAIN, "rollout.env=[HF_TOKEN]")[0].startswith("command line: rollout.env: only the program of")
+    assert mistakes(PLAIN, "rollout.env=['A=b']")[0].startswith("command line: rollout.env: 'A=b' is no name of a")
+
+
 def test_entry_and_command_exclude_each_other() -> None:
     text = "model: {base: m}\nrollout: {entry: 'r.py:r', command: [x], scenarios: s}\n"
     assert mistakes(text)[0].startswith("config.yaml:2: rollout: set exactly one of 'entry'")

@@ -6,6 +6,7 @@ import hashlib
 import io
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from art_cli.chat.errors import ChatError
 from art_cli.chat.requests import Request
 from art_cli.errors import RolloutError, UsageError
 from art_cli.rollouts import function, progress
+from art_cli.rollouts.command import is_passed
 from art_cli.rollouts.progress import Progress
 from art_cli.rollouts.runner import RolloutPlan
 from art_cli.trajectory import Trajectory, prompt
@@ -604,6 +606,39 @@ async def test_a_program_that_is_not_there_is_said_before_anything_runs(stage: S
     for program in ("no-such-program", "./no-such-file"):
         with pytest.raises(RolloutError, match="no such program"):
             await stage.play(entry=None, command=[program])
+
+
+async def test_a_program_gets_no_variable_but_the_usual_ones_and_those_that_the_configuration_names(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "ANTHROPIC_AUTH_TOKEN", "OPENAI_ORG_ID", "ART_MINE", "LC_TIME"):
+        monkeypatch.setenv(name, f"of {name}")
+    source = "import json, os\nprint(json.dumps({'metadata': dict(os.environ)}))"
+    found = (await play_program(stage, source, env=["ART_MINE"])).metadata
+    ours = {f"{wire}_{what}" for wire in ("OPENAI", "ANTHROPIC") for what in ("BASE_URL", "API_KEY", "MODEL")}
+    assert ours <= found.keys() and found["ART_MINE"] == "of ART_MINE" and found["PATH"] == os.environ["PATH"]
+    assert {name for name in found if not is_passed(name, ["ART_MINE"])} - {"PWD", "SHLVL", "_"} == ours
+    assert not any("of HF" in str(value) or "of AWS" in str(value) for value in found.values())
+
+
+@pytest.mark.parametrize(
+    ("source", "end"),
+    [
+        ("import os\nos.environ['ART_MINE']", r"withheld from the program; to pass it on: rollout\.env=\[ART_MINE\]"),
+        ("import sys\nsys.exit('it broke')", r"\(it has not got \d+ of art's variables; rollout\.env=\[NAME\] .*\)"),
+    ],
+)
+async def test_a_program_that_fails_without_a_variable_is_told_how_to_get_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, source: str, end: str
+) -> None:
+    monkeypatch.setenv("ART_MINE", "x" * 20)
+    failed = await play_program(stage, source)
+    assert re.search(rf"\n{end}$", failed.error or ""), failed.error
+
+
+async def test_a_variable_that_is_named_and_not_set_stops_the_run(stage: Stage) -> None:
+    with pytest.raises(RolloutError, match=r"rollout\.env: ART_NOT_SET is not set"):
+        await play_program(stage, "", env=["ART_NOT_SET"])
 
 
 FAMILY = "tail -f /dev/null & echo $$ $! > pids; "  # a child that never ends, the two process ids

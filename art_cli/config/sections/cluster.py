@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import AfterValidator, Field, JsonValue, field_validator
 
 from art_cli.config.sections.base import PositiveFloat, Seconds, Section
 
@@ -17,6 +17,16 @@ OWN_RUNTIME_ENV = {
     "env_vars": "it is shown on the cluster's pages; name the variables in rollout.cluster.env",
 }
 OWN_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
+
+
+def _are_names(names: list[str]) -> list[str]:
+    for name in names:
+        if not (name.isidentifier() and name.isascii()):
+            raise ValueError(f"{name!r} is no name of a variable; the value is taken from this machine's environment")
+    return names
+
+
+VariableNames = Annotated[list[str], AfterValidator(_are_names)]
 
 
 class RayClusterConfig(Section):
@@ -33,7 +43,7 @@ class RayClusterConfig(Section):
     them."""
     runtime_env: dict[str, JsonValue] = {}
     """More of Ray's runtime_env, such as {pip: [httpx, numpy]}: what the nodes' Python needs for the function."""
-    env: list[str] = []
+    env: VariableNames = []
     """Names of environment variables of this machine that the function has on the nodes too. They get no others."""
     exclude: list[str] = []
     """Patterns of files and directories that are not sent to the nodes, such as ["data", "*.csv"]."""
@@ -81,16 +91,6 @@ class RayClusterConfig(Section):
         if url is not None and not url.startswith(("http://", "https://")):
             raise ValueError(f"{url!r}: expected http://HOST:PORT")
         return None if url is None else url.rstrip("/").removesuffix("/v1")
-
-    @field_validator("env")
-    @classmethod
-    def _are_names(cls, names: list[str]) -> list[str]:
-        for name in names:
-            if not (name.isidentifier() and name.isascii()):
-                raise ValueError(
-                    f"{name!r} is no name of a variable; the value is taken from this machine's environment"
-                )
-        return names
 
     @field_validator("exclude")
     @classmethod

@@ -17,7 +17,7 @@ from art_cli.config.sections.base import (
     Seconds,
     Section,
 )
-from art_cli.config.sections.cluster import RayClusterConfig
+from art_cli.config.sections.cluster import RayClusterConfig, VariableNames
 from art_cli.config.sections.scenarios import Scenarios
 
 MAX_REFILL = 100.0  # further groups per group of the plan
@@ -76,6 +76,9 @@ class RolloutConfig(Section):
     command: Annotated[list[str], Field(min_length=1)] | None = None
     """An external program instead of `entry`. It reads the scenario from standard input and writes one JSON line.
     OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL are set in its environment, and the same three for ANTHROPIC."""
+    env: VariableNames = []
+    """Names of environment variables that `command` gets besides these and the usual ones of a program (PATH, HOME,
+    LANG, ...). Keys and all others are withheld."""
     environment: EnvironmentConfig | None = None
     """A ready-made environment instead of `entry` and `scenarios` (docs/environments.md). A name alone stands for
     {name: ...}."""

@@ -60,7 +60,7 @@ class ServedNode(ServedRollout):
         await asyncio.to_thread(_reach, gateway)
         os.environ.update(variables)
         if command is not None:
-            self._rollout = CommandRollout(command, directory=Path.cwd())
+            self._rollout = CommandRollout(command, directory=Path.cwd(), env=list(variables))
             return sys.version.split()[0]
         assert entry is not None, "a rollout without a command has an entry"
         here = Path.cwd()

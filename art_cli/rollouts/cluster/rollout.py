@@ -48,10 +48,12 @@ class ClusterRollout:
         assert config.cluster is not None
         self._config = config.cluster
         project = {"directory": str(directory.resolve()), "runs": str(runs.resolve())}
+        variables = _variables("rollout.cluster.env", self._config.env, directory)
+        variables |= _variables("rollout.env", config.env, directory)
         what = {
             "cluster": self._config.model_dump(mode="json"),
             "project": project,
-            "played": {**played, "variables": _variables(self._config.env, directory)},
+            "played": {**played, "variables": variables},
             "processes": config.processes if "processes" in config.model_fields_set else None,
             "concurrency": config.concurrency,
         }
@@ -162,13 +164,13 @@ def cluster_rollout(config: RunConfig, directory: Path) -> ClusterRollout:
     return ClusterRollout(chosen, played, directory=directory, runs=config.runs)
 
 
-def _variables(names: list[str], directory: Path) -> dict[str, str]:
+def _variables(key: str, names: list[str], directory: Path) -> dict[str, str]:
     """The variables of this environment that the nodes get. Raises UsageError: one is not set."""
     if names:
         load_environment(directory)
     for name in names:
         if name not in os.environ:
-            raise UsageError(f"rollout.cluster.env: {name} is not set; set it in the environment, or in a file .env")
+            raise UsageError(f"{key}: {name} is not set; set it in the environment, or in a file .env")
     return {name: os.environ[name] for name in names}
 
 
