@@ -78,6 +78,11 @@ def build(
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config)
         torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.3)  # tied to the head: wide enough to tell apart
+    save(directory, model, tokenizer)
+
+
+def save(directory: Path, model: Any, tokenizer: Any) -> None:
+    """Writes a model and its tokenizer."""
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

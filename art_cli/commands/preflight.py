@@ -8,6 +8,7 @@ its line says what that cost.
 
 import json
 import logging
+import math
 import shutil
 import socket
 import time
@@ -58,6 +59,7 @@ log = logging.getLogger(__name__)
 
 MAX_SHOWN = 200  # characters of the scenario that is shown
 CONNECT_TIMEOUT_S = 10.0  # longest wait for a connection to the vLLM server at engine.url
+SURE, UNLIKELY = 0.5, 1e-3  # probabilities of equal attempts: the model is sure of them; another cause made them equal
 LONG_ROW_S = 60.0  # an estimate above this comes with its cure
 FIRST_STEP = 10  # time of the first step in forward passes: its own 3, and the check of packs in both directions
 
@@ -531,13 +533,32 @@ def _vllm_problem(engine: VllmEngineConfig) -> str:
 
 
 def _sampling_note(played: Sequence[Trajectory]) -> str:
-    """What makes attempts equal in the way they are sampled; "" if nothing does."""
+    """Returns what makes attempts equal in the way they are sampled, or "" if nothing does.
+
+    Equal attempts have a cause that their probability shows: the model is sure of them, or only top_p and top_k are, or
+    they are so unlikely that something fixed the draw.
+    """
     turns = [turn for trajectory in played for turn in trajectory.turns]
     if any(turn.temperature == 0.0 for turn in turns):
         return "some calls set temperature 0: what they say is the same in every attempt; rollout.sampling.force=true"
-    said = [[turn.sampled_ids for turn in trajectory.turns] for trajectory in played]
-    if len(said) > 1 and all(other == said[0] for other in said):
-        return "both attempts sampled the same tokens: does the agent set a `seed`? rollout.sampling.force=true"
+    first, *others = ([turn.sampled_ids for turn in trajectory.turns] for trajectory in played)
+    if not others or any(other != first for other in others):
+        return ""
+    whole = played[0].turns
+    likelihood = math.exp(sum(sum(turn.logprobs) for turn in whole))
+    raw = math.exp(sum(sum(turn.logprobs if turn.raw_logprobs is None else turn.raw_logprobs) for turn in whole))
+    if likelihood > SURE and raw <= SURE and any(turn.top_p < 1 or turn.top_k for turn in whole):
+        return "both attempts sampled the same tokens: top_p or top_k leaves no others; rollout.sampling.force=true"
+    if likelihood > SURE:
+        return (
+            f"both attempts sampled the same tokens, which the model does with probability {likelihood:.2f}: it is too "
+            "sure to learn from; raise rollout.sampling.temperature, or choose another scenario or model"
+        )
+    if likelihood < UNLIKELY:
+        return (
+            "both attempts sampled the same tokens, which is no chance: does the agent set a `seed`, or a format that "
+            "leaves one answer? rollout.sampling.force=true"
+        )
     return ""
 
 

@@ -3,12 +3,14 @@
 import json
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from art_cli.commands.preflight import Preflight
+from art_cli.commands.preflight import Preflight, _sampling_note
 from art_cli.learners.trial_update import Cost, estimate, second_length
-from tests.support.paths import LETTERS
+from art_cli.trajectory import Trajectory, Turn
+from tests.support.paths import LETTERS, TICTACTOE
 
 Art = Callable[..., tuple[int, str, str]]
 CONFIG = LETTERS / "config.yaml"
@@ -82,3 +84,36 @@ def test_an_estimate_is_never_below_what_was_measured() -> None:
     found = estimate(Cost(60, 2.0, 1.5), Cost(256, 1.0, 1.4), 8192, knee=4000.0)
     assert (found.seconds, found.gigabytes) == (1.0, 1.4)
     assert estimate(Cost(60, 1.0, None), Cost(256, 2.0, None), 8192, knee=4000.0).gigabytes is None
+
+
+def played(num_attempts: int, ids: list[int], logprob: float, **knobs: Any) -> list[Trajectory]:
+    """Equal attempts of one turn, in which each token had that logprob under the model."""
+    values = {"logprobs": [logprob] * len(ids), "raw_logprobs": [logprob] * len(ids), "temperature": 1.0} | knobs
+    turn = Turn(parent=None, kept=0, prompt_ids=[1], sampled_ids=ids, step=0, **values)
+    return [
+        Trajectory(id=str(i), group_id="g", group_size=num_attempts, index=i, turns=[turn]) for i in range(num_attempts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("logprob", "knobs", "cause"),
+    [
+        (-0.001, {}, "too sure"),  # probability 0.99 of the 10 tokens
+        (-2.0, {}, "`seed`"),  # 2e-9
+        (-0.3, {}, ""),  # 0.05: chance
+        (-2.0, {"temperature": 0.0}, "temperature 0"),
+        (-0.001, {"temperature": 0.0}, "temperature 0"),
+        (-2.0, {"top_k": 1, "logprobs": [0.0] * 10}, "top_k"),
+    ],
+)
+def test_equal_attempts_are_blamed_on_their_cause(logprob: float, knobs: dict[str, Any], cause: str) -> None:
+    causes = ("too sure", "`seed`", "temperature 0", "top_k")
+    note = _sampling_note(played(2, list(range(10)), logprob, **knobs))
+    assert [each for each in causes if each in note] == ([cause] if cause else []), note
+    assert _sampling_note(played(1, [1], 0.0)) == ""
+
+
+def test_the_shipped_demo_is_not_blamed_for_a_seed(art: Art) -> None:
+    code, out, _ = art("check", TICTACTOE / "config.yaml", "--json")
+    findings = {finding["name"]: finding for finding in json.loads(out)}
+    assert code == 0 and "seed" not in findings["rollout"]["cure"], findings["rollout"]

@@ -26,7 +26,7 @@ class ModelConfig(Section):
     base: str
     """A hub id, a directory, or "file.py:function", which writes a model and its tokenizer into a directory.
 
-    "builtin:tiny" is a model of a million random parameters that needs no hub.
+    "builtin:tiny" needs no hub: a model of a million parameters that writes random words and now and then calls a tool.
     """
     lora: LoraConfig | None = LoraConfig()
     """The adapter that is trained. null: all weights are trained."""
