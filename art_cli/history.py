@@ -72,6 +72,9 @@ def _evaluated(run: RunDir, line: MetricsLine) -> Evaluated:
     try:
         if (found := run.evaluation(line.step)) is not None:
             rewards, seconds = sound(found.values.get("reward", {})), found.seconds
+            if lost := run.num_lost(line.step, found):
+                path, all_ = run.eval_path(line.step), found.attempts
+                log.warning("%s has %d of %d attempts; the numbers are those of all", path, all_ - lost, all_)
     except DataError as error:
         log.warning("%s; its interval is left out", error)
     seconds = seconds if seconds is not None and 0 <= seconds < MAX_NUMBER else None

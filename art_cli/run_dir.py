@@ -26,6 +26,7 @@ from typing import TypeVar
 
 import msgspec
 
+from art_cli import json_lines
 from art_cli.durable import (
     LineWriter,
     lock_directory,
@@ -69,6 +70,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
     # "wins": the reward is the share of comparisons won against the first evaluation, by the judge; "own": the rollouts
     # returned it; "": an older version wrote the file
     reward_is: str = ""
+    attempts: int = 0  # number of attempts that it has in eval.jsonl; 0 in evaluations of versions that had none
 
 
 class RunDir:
@@ -177,6 +179,14 @@ class RunDir:
         if found.schema_version > SCHEMA_VERSION:
             raise DataError(newer_schema(found.schema_version), path)
         return found
+
+    def num_lost(self, step: int, evaluation: Evaluation) -> int:
+        """The number of attempts of a finished evaluation that its eval.jsonl, if there is one, has no more."""
+        path = self.eval_path(step)
+        if not evaluation.attempts or not path.exists():
+            return 0
+        lines = json_lines.lines(path, within=self.root)
+        return max(0, evaluation.attempts - sum(not json_lines.is_torn(line.data) for line in lines))
 
     def append_metrics(self, step: int, split: str, metrics: dict[str, float]) -> None:
         with LineWriter(self.metrics_path) as writer:

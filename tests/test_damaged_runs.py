@@ -189,7 +189,7 @@ def restore(good: Path, root: Path, file: Path) -> None:
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
 @pytest.mark.parametrize("kind", ["zero", "directory", "nowhere", "loop", "file above", "pipe", "zeros", "hole"])
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, func_only=True)
 def test_things_in_the_place_of_files_go_on_or_stop_in_words(
     run: RunDir, reader: Callable[[RunDir], None], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +358,16 @@ CONFIGS = {
     "wrong dtype": b'{"model": {"dtype": "__import__"}}',
     "infinity": b'{"rollout": {"sampling": {"temperature": -Infinity}}}',
 }
+
+
+def test_a_finished_evaluation_that_lost_attempts_is_named(run: RunDir, art: Art) -> None:
+    path = run.eval_path(2)
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert "attempts; the numbers" not in art("report", run.root)[2]
+    for kept in (b"".join(lines[:-1]), b"".join(lines)[:-20]):  # a line is gone, or half of one
+        path.write_bytes(kept)
+        code, _, said = art("report", run.root)
+        assert code == 0 and f"eval.jsonl has {len(lines) - 1} of {len(lines)} attempts; the numbers" in said
 
 
 @pytest.mark.parametrize("text", CONFIGS.values(), ids=CONFIGS)

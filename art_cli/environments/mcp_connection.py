@@ -6,6 +6,7 @@ the package `mcp`.
 
 import asyncio
 import json
+import logging
 import os
 import shlex
 import sys
@@ -20,8 +21,9 @@ from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
 from art_cli.environments import Json
-from art_cli.errors import UsageError, printable
+from art_cli.errors import UsageError, describe, printable
 
+LOGGERS = ("mcp.client.stdio", "mcp.client.sse", "mcp.client.streamable_http", "mcp.client.client", "client")
 MAX_MESSAGE = 1 << 26  # bytes of one answer of a URL; the mcp package's own limit for SSE is 1 MiB
 MAX_TOOLS = 1_000_000  # characters of all tools as JSON, which are part of every prompt
 MAX_NAME = 128  # characters of a tool's name, as in the protocol
@@ -88,7 +90,17 @@ async def connected(place: ServerAddress) -> AsyncIterator[Client]:
                     deadline.reschedule(loop.time() + place.timeout_s)
 
 
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Makes one line of a record of the mcp package, which logs a traceback for each line that it cannot read."""
+    if record.exc_info and record.exc_info[1] is not None:
+        record.msg, record.args = "MCP: %s: %s", (record.getMessage(), describe(record.exc_info[1]))
+        record.exc_info = record.exc_text = None
+    return True
+
+
 def _transport(place: ServerAddress) -> Any:
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(_without_traceback)  # the same one is added once
     if place.command is not None:
         return stdio_client(place.command, errlog=_errors())
     if place.transport == "http":

@@ -371,7 +371,8 @@ class TrainingRun:
             values["reward"] = await judge_contest(self.judge, trajectories, self._references(trajectories))
         means = {name: sum(v.values()) / len(v) for name, v in values.items() if v}
         seconds, reward_is = time.perf_counter() - begin, "wins" if has_contest else "own"
-        self.run.write_evaluation(step, Evaluation(seconds=seconds, values=values, reward_is=reward_is))
+        evaluation = Evaluation(seconds=seconds, values=values, reward_is=reward_is, attempts=len(trajectories))
+        self.run.write_evaluation(step, evaluation)
         self._record(step, "eval", means)
         shown = sorted(name for name in means if not name.startswith("num_"))
         own = {"reward": reward_names(self.config.model_dump(mode="json"), reward_is)["eval"]}

@@ -1,5 +1,6 @@
 """An MCP server as an environment: its tools are the agent's, each attempt has a server of its own."""
 
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,27 @@ def test_a_server_that_cannot_be_used_is_refused_in_words(settings: Settings, wo
     with pytest.raises(UsageError) as refusal:
         open_environment(settings)
     assert words in str(refusal.value)
+
+
+NOISE = r"""
+import runpy, sys
+for line in (b"starting up", b"[1, 2", b'{"jsonrpc": "2.0", "id": [1], "result": {}}', b'"\ud800"'):
+    sys.stdout.buffer.write(line + b"\n")
+sys.stdout.flush()
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+async def test_lines_of_a_server_that_are_no_messages_are_one_line_each_without_a_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "noisy.py").write_text(NOISE)
+    name = f"mcp/{sys.executable} {tmp_path / 'noisy.py'} {Path(__file__).with_name('mcp_server.py')}"
+    (played_,) = await played(Stage(tmp_path, scripted(tool_call("count"), "done")), {"task": "Count."}, name=name)
+    assert played_.error is None
+    formatted = [logging.Formatter().format(record) for record in caplog.records if record.name.startswith("mcp")]
+    assert len(formatted) >= 4
+    assert all(line.startswith("MCP: ") and "Traceback" not in line and "\n" not in line for line in formatted)
 
 
 @pytest.mark.parametrize(
