@@ -1,4 +1,6 @@
-"""What the C library does with memory that a computation has freed: it is kept for the next one, up to a bound.
+"""Memory: how much this process may use, and what the C library does with what a computation has freed.
+
+Freed memory is kept for the next computation, up to a bound.
 
 torch asks for every tensor anew. With glibc's defaults a large one is mapped and unmapped each time, and the kernel
 clears its pages again: 8 % of the time of training a model of a million parameters. And each thread gets an arena, a
@@ -9,6 +11,7 @@ parameters took 3 GB more every few steps. Other C libraries are left alone.
 import contextlib
 import ctypes
 import os
+from pathlib import Path
 
 LARGEST = 32 * 2**20  # bytes of the largest block that is taken from the heap, the most that glibc allows
 KEPT = 512 * 2**20  # bytes that may be free before they go back to the kernel: at the heap's end, or in all heaps
@@ -19,6 +22,9 @@ _SETTINGS = (  # (mallopt's number of the setting (man 3 mallopt), its name in t
     (-3, "mmap_threshold", LARGEST),
     (-8, "arena_max", 1),
 )
+_CGROUP = "/sys/fs/cgroup"
+_LIMITS = (f"{_CGROUP}/memory.max", f"{_CGROUP}/memory/memory.limit_in_bytes")  # of versions 2 and 1
+UNKNOWN = 8 * 2**30  # bytes that a machine is taken to have where the system has no number for it
 
 
 class _Numbers(ctypes.Structure):
@@ -27,6 +33,17 @@ class _Numbers(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in (
         "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
     )]  # fmt: skip
+
+
+def memory_size() -> int:
+    """Returns the bytes that this process may use, whatever else uses them: the machine's, or the container's limit."""
+    sizes = []
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # AttributeError: Windows has no sysconf
+        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for path in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: "max", no limit
+            sizes.append(int(Path(path).read_text()))
+    return min(sizes, default=UNKNOWN)
 
 
 def keep_freed_memory() -> None:

@@ -1,10 +1,14 @@
 """Freed memory is used again without asking the kernel for it, and what is kept does not grow with each computation."""
 
+import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from art_cli.allocator import memory_size
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
 
@@ -86,3 +90,14 @@ def test_steps_in_other_threads_leave_no_more_memory_behind_than_is_kept(environ
     """Twelve steps of 80 to 170 MiB in blocks of 1 to 20 MiB, the first six each in a thread of its own."""
     before, *after = [float(line) for line in output(STEPS, **environment).split()]
     assert max(after) < before + 96 + 32, after  # KEPT, and the ends of pages and heaps
+
+
+def test_the_memory_is_the_machines_or_the_containers_limit_and_not_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr("art_cli.allocator._LIMITS", (str(limit), str(tmp_path / "nowhere")))
+    for text, size in (("max\n", physical), ("1000000\n", 1_000_000), (str(2**62), physical)):
+        limit.write_text(text)
+        assert memory_size() == size

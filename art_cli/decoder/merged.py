@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from art_cli.allocator import memory_size
 from art_cli.decoder.forward import TokenRow, attend, embedding, rotary
 from art_cli.decoder.known import Layer, Unknown, check_model, read_layer, read_norm, read_projection
 from art_cli.decoder.maths import Norm, Projection, rotate
@@ -19,7 +20,7 @@ from art_cli.decoder.maths import Norm, Projection, rotate
 Blocks = list[Tensor]  # hidden states in blocks of BLOCK rows; the last block may have fewer
 
 BLOCK = 512  # rows computed together between two attentions, few enough that their states stay in the caches
-MAX_BYTES = 2**29  # size of the largest model that is copied
+SHARE = 1 / 8  # of the memory of the machine: the largest copy. The weights themselves take as much once more
 
 
 class MergedDecoder:
@@ -53,8 +54,11 @@ def _check_machine(model: Any) -> None:
     has_products = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # not public: a torch version may lack it
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not (has_onednn and has_products):
         raise Unknown("not float32 on a CPU with oneDNN")
-    if sum(parameter.nbytes for parameter in model.parameters()) > MAX_BYTES:
-        raise Unknown(f"more than {MAX_BYTES} bytes of weights to copy")
+    num_bytes, limit = sum(parameter.nbytes for parameter in model.parameters()), SHARE * memory_size()
+    if num_bytes > limit:
+        raise Unknown(
+            f"{num_bytes / 1e9:.2f} GB of weights to copy, above {limit / 1e9:.2f} GB, an eighth of the memory"
+        )
 
 
 class _MergedLayer:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art_cli.decoder.forward import Decoder
-from art_cli.decoder.merged import BLOCK, MergedDecoder
+from art_cli.decoder.merged import BLOCK, SHARE, MergedDecoder
 from art_cli.engines.embedded.attention import _attend_normed
 from art_cli.engines.embedded.runner import ForwardRunner
 from art_cli.engines.embedded.runs import MAX_PAIRS, MIN_SHARED, Costs, plan_chunk_runs, plan_runs
@@ -163,10 +163,24 @@ def test_rows_of_several_blocks_give_what_a_full_forward_gives() -> None:
     torch.testing.assert_close(torch.tensor(runner.score(ids)), expected, rtol=0, atol=1e-5)
 
 
-def test_large_weights_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_copied_if_an_eighth_of_the_memory_holds_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     weights = tiny_weights()
-    monkeypatch.setattr("art_cli.decoder.merged.MAX_BYTES", 1000)
-    assert ForwardRunner(weights).decoder_kind is Decoder
+    num_bytes = sum(parameter.nbytes for parameter in weights.model.parameters())
+    monkeypatch.setattr("art_cli.decoder.merged.memory_size", lambda: 8 * num_bytes)
+    assert ForwardRunner(weights).decoder_kind is MergedDecoder
+    monkeypatch.setattr("art_cli.decoder.merged.memory_size", lambda: 8 * num_bytes - 8)
+    with caplog.at_level("INFO"):
+        assert ForwardRunner(weights).decoder_kind is Decoder
+    assert (
+        "MergedDecoder is not used: 0.00 GB of weights to copy, above 0.00 GB, an eighth of the memory" in caplog.text
+    )
+
+
+def test_the_smallest_real_model_is_copied_on_a_machine_of_8_gb() -> None:
+    """SmolLM2-135M has 538 MB of float32 weights, and an adapter of rank 16 on all linear layers 19.5 MB."""
+    assert SHARE * 8e9 > 538.06e6 + 19.5e6
 
 
 def adapted_weights(name: str) -> Weights:

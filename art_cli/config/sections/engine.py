@@ -27,7 +27,8 @@ class AutoEngineConfig(EngineSection):
 class EmbeddedEngineConfig(EngineSection):
     """Samples in this process with torch: CPU or GPU, one copy of the weights with the learner.
 
-    Only float32 weights below 512 MiB are copied on a CPU, where a copy with the adapter merged is a fifth faster.
+    On a CPU float32 weights of up to an eighth of the machine's memory are copied, because a copy with the adapter
+    merged is up to a third faster.
     """
 
     needs_weights = True

@@ -60,6 +60,7 @@ class ForwardRunner:
         self._decoder: MergedDecoder | Decoder | None = None
         self._decoder_version = -1  # version of the weights when `_decoder` was made
         self.decoder_kind = next((kind for kind in (MergedDecoder, Decoder) if self._is_right(kind)), None)
+        log.debug("the engine computes with %s", getattr(self.decoder_kind, "__name__", "the model's own layers"))
 
     def forward(self, plan: StepPlan) -> Tensor:
         """[len(plan.rows), V] float32 logits of the token after each of those rows."""
