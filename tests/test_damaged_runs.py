@@ -5,6 +5,7 @@ Nothing is ever loaded whose hash differs: a reader that accepts a checkpoint or
 
 import asyncio
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -238,8 +239,9 @@ class Opened:
         if self._is_on and event == "open" and str(arguments[0]).startswith(self._directory):
             self.paths.append(str(arguments[0]))
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "Opened":
         self._is_on = True
+        return self
 
     def __exit__(self, *exc: object) -> None:
         self._is_on = False
@@ -263,6 +265,91 @@ def test_no_reader_follows_a_link_out_of_a_run(run: RunDir, tmp_path: Path) -> N
             assert drawing_page(ViewSource(0, run.root, "run"), None) is None or file.name != "view.js"
         assert opened.paths == [], file
         mend(file, data)
+
+
+NAMES = (
+    "../{}",
+    "../../../../outside/{}",
+    "{root}/outside/{}",
+    "C:\\{}",
+    "\\\\host\\share\\{}",
+    "a/../../{}",
+    "NUL",
+    "\0{}",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_manifest_that_names_paths_elsewhere_is_refused_and_nothing_there_is_opened(
+    run: RunDir, tmp_path: Path, name: str
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("x")
+    named = name.replace("{root}", str(tmp_path)).replace("{}", "file")
+    checkpoint = run.checkpoint_path(2)
+    manifest = verify_checkpoint(checkpoint)
+    files = {**manifest.files, named: hashlib.sha256(b"x").hexdigest()}
+    spoilt = msgspec.structs.replace(manifest, files=files, sizes={**manifest.sizes, named: 1}, digest="")
+    (checkpoint / "manifest.json").write_bytes(msgspec.json.encode(spoilt))
+    with Opened(outside) as opened, pytest.raises(CheckpointError, match="is missing"):
+        verify_checkpoint(checkpoint)
+    assert opened.paths == []
+
+
+def test_no_reader_of_a_run_asks_an_address_in_it(run: RunDir) -> None:
+    """Pictures in messages, addresses of engines, judges, teachers and trackers: none is looked up or connected to."""
+    url = "http://run.invalid/v1"
+    config = json.loads(run.config_path.read_bytes())
+    config["engine"] = {"name": "openai", "url": url, "model": "m"}
+    config["judge"] = {"name": "ruler", "model": "m", "api_base": url}
+    config["trackers"] = [{"name": "mlflow", "url": url}]
+    run.config_path.write_text(json.dumps(config))
+    (line, *rest) = run.scored_path(0).read_bytes().splitlines(keepends=True)
+    record = json.loads(line)
+    record["messages"].append(
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"{url}/x.png"}}]}
+    )
+    run.scored_path(0).write_bytes(json.dumps(record).encode() + b"\n" + b"".join(rest))
+    asked: list[object] = []
+    is_on = True
+    sys.addaudithook(lambda event, args: asked.append(args) if is_on and event in NETWORK else None)
+    for reader in READERS:
+        goes_on_or_says_why(reader, run)
+    is_on = False
+    assert asked == []
+
+
+NETWORK = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto")
+TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("header", "size"),
+    [
+        ({"a": TENSOR, "b": {**TENSOR, "data_offsets": [4, 12]}}, 12),  # they overlap
+        ({"a": {**TENSOR, "shape": [2**63]}}, 8),
+        ({"a": {**TENSOR, "shape": [2**32, 2**32]}}, 8),
+        ({"a": {**TENSOR, "shape": [-1]}}, 8),
+        ({"a": {**TENSOR, "shape": ["NaN"]}}, 8),
+        ({"a": {**TENSOR, "data_offsets": [0, 2**62]}}, 8),
+        ({"a": {**TENSOR, "data_offsets": [8, 0]}}, 8),
+        ({"a": {**TENSOR, "dtype": "F7"}}, 8),
+        ({"a": TENSOR}, 4),
+        ({"a": TENSOR}, 800),
+        (b'{"a":' * 10_000, 8),
+        (2**63, 8),
+        (2**31, 8),
+    ],
+)
+def test_safetensors_whose_header_lies_are_refused_in_words(run: RunDir, header: object, size: int) -> None:
+    path = run.base / "model.safetensors"
+    data = header if isinstance(header, bytes) else b"" if isinstance(header, int) else json.dumps(header).encode()
+    length = header if isinstance(header, int) else len(data)
+    path.write_bytes(length.to_bytes(8, "little") + data + b"\0" * size)
+    (run.base / "hashes.json").unlink()
+    with MemoryBound(mib=64), pytest.raises(ArtError, match="not a whole safetensors file"):
+        check_base(run.base)
 
 
 def test_a_run_reached_by_a_link_and_links_within_it_are_read_as_before(run: RunDir, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What is said in a run is its owner's alone: files are 0600 and directories 0700, whatever the umask lets through."""
 
+import base64
 import os
 import stat
 from collections.abc import Iterator
@@ -34,19 +35,51 @@ def readable_by_others(root: Path) -> list[str]:
     return [f"{path}: {mode:o}" for path, mode in found if mode & 0o077]
 
 
-def test_nothing_of_a_run_is_readable_by_others(tmp_path: Path) -> None:
-    """What `art train` writes: trajectories, scores, configuration, checkpoints, base, logs; other stages as well."""
+CANARY = "sk-canary-0123456789abcdef"
+KEYS = ("OPENAI_API_KEY", "ART_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "ART_NODES_SECRET")
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """What `art train` writes, and what other stages do, under an open umask, with keys in the environment."""
+    tmp_path = tmp_path_factory.mktemp("stages")
     runs, out = tmp_path / "runs", tmp_path / "out"
+    before = os.umask(0)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in KEYS:
+            patch.setenv(name, CANARY)
+        _play(runs, out)
+    os.umask(before)
+    return runs, out
+
+
+def _play(runs: Path, out: Path) -> None:
     settings = [f"runs={runs}", "train.steps=1", "rollout.group_size=2", "judge=rollout", "eval=null"]
     assert cli.run(["train", CONFIG, *settings]) == 0
     assert cli.run(["generate", CONFIG, *settings, "-o", str(out / "deep" / "played.jsonl")]) == 0
     assert cli.run(["judge", str(out / "deep" / "played.jsonl"), "-o", str(out / "scored.jsonl"), "judge=rollout"]) == 0
     assert cli.run(["step", CONFIG, str(out / "scored.jsonl"), *settings, "-o", str(out / "checkpoint")]) == 0
+
+
+def test_nothing_of_a_run_is_readable_by_others(stages: tuple[Path, Path]) -> None:
+    """Trajectories, scores, configuration, checkpoints, base, logs."""
+    runs, out = stages
     written = {path.name for path in (*runs.rglob("*"), *out.rglob("*"))}
     assert {"config.json", "metrics.jsonl", "trajectories.jsonl", "scored.jsonl", "lock", "played.jsonl"} < written
     assert {"manifest.json", "adapter_model.safetensors", "tokenizer_config.json"} < written
     assert readable_by_others(runs) == []
     assert readable_by_others(out) == []
+
+
+def test_no_key_of_the_environment_is_in_a_file_of_a_run(stages: tuple[Path, Path]) -> None:
+    """Nor its base64 in any alignment, nor its hexadecimal digits."""
+    forms = [base64.b64encode(b"x" * shift + CANARY.encode())[4:-4] for shift in range(3)]
+    forms += [CANARY.encode(), CANARY.encode().hex().encode()]
+    files = [path for root in stages for path in root.rglob("*") if path.is_file()]
+    assert len(files) > 30
+    for path in files:
+        data = path.read_bytes()
+        assert not any(form in data for form in forms), path
 
 
 async def test_caches_logs_and_temporary_directories_are_private(tmp_path: Path) -> None:

@@ -80,6 +80,33 @@ async def asked(credentials: str) -> str:
     return heads[0]
 
 
+async def test_a_judge_that_redirects_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with the key nor without it: the other address may be one that only this machine reaches."""
+    monkeypatch.setenv("ART_A", "sk-1")
+    asked: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        there = f"http://127.0.0.1:{target.sockets[0].getsockname()[1]}/latest/meta-data"
+        writer.write(f"HTTP/1.1 307 X\r\nLocation: {there}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+        writer.close()
+
+    async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(b"followed")
+        writer.close()
+
+    async with (
+        await asyncio.start_server(never, "127.0.0.1", 0) as target,
+        await asyncio.start_server(serve, "127.0.0.1", 0) as server,
+    ):
+        address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        provider = HttpProvider(JudgeModelConfig(model="m", api_base=address, api_key_env="ART_A"), Secrets([]))
+        with pytest.raises(CallFailed, match="307"):
+            await provider.ask([], None, timeout_s=5)
+        await provider.close()
+    assert len(asked) == 1 and b"followed" not in asked
+
+
 async def test_a_password_in_the_address_takes_the_place_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ART_A", "sk-1")
     assert "\r\nauthorization: bearer sk-1\r\n" in await asked("")

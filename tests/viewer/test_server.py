@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,17 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Route
 
 from art_cli.judges.report.report import make_report
 from art_cli.loop.report import read_report
 from art_cli.run_dir import RunDir
+from art_cli.viewer.answers import Answers
+from art_cli.viewer.app import build_app
 from art_cli.viewer.chat import ChatRelay
-from art_cli.viewer.guard import is_own_name
+from art_cli.viewer.guard import Guard, is_own_name
+from art_cli.viewer.sources import Sources
 from tests.support.attempts import scored, write_attempts
 from tests.support.chat_server import ChatServer, chatting
 from tests.support.hostile import NUM_MUTATIONS, Heartbeat, mutations
@@ -128,6 +134,24 @@ async def test_other_sites_are_refused(tmp_path: Path) -> None:
             assert await status(origin=origin) == 403, origin
         for site in ("cross-site", "same-site", ""):
             assert await status(sec_fetch_site=site) == 403, site
+
+
+async def test_no_method_of_any_route_answers_under_another_sites_name(tmp_path: Path) -> None:
+    """Made from the router, so that a new route is asked as well."""
+    answers = Answers(Sources([write_attempts(tmp_path / "mail").root]))
+    guard = build_app(answers, host="127.0.0.1")
+    assert isinstance(guard, Guard) and isinstance(guard._app, Starlette)
+    paths = [re.sub(r"\{(\w+)(:\w+)?\}", "0", route.path) for route in guard._app.routes if isinstance(route, Route)]
+    assert len(paths) > 10
+    async with asking([tmp_path / "mail"]) as ask:
+        port = ask.client.base_url.port
+        wrong = [{"host": f"evil.example:{port}"}, {"host": f"[2001:db8::1]:{port}"}, {"host": f"127.0.0.1.:{port}.x"},
+                 {"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}]  # fmt: skip
+        for path in [*paths, "/nowhere", "//api/sources", "/api/sources/"]:
+            for method in ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE"):
+                for headers in wrong:
+                    refused = await ask.client.request(method, f"http://127.0.0.1:{port}{path}", headers=headers)
+                    assert refused.status_code == 403, (method, path, headers)
 
 
 def test_a_server_on_all_addresses_is_asked_by_address_or_own_name() -> None:
