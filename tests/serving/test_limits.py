@@ -2,16 +2,20 @@
 
 import asyncio
 import contextlib
+import json
 import socket
+import tempfile
 import time
 from pathlib import Path
 
 import httpx
+import pytest
 
 from art_cli.chat.app import closing_stream
 from art_cli.chat.connection import Timeouts
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.schema import EmbeddedEngineConfig
+from art_cli.engines.embedded import engine, formats, grammars
 from art_cli.run_dir import RunDir
 from art_cli.serving.admission import Admission
 from art_cli.serving.dispatch import Dispatch
@@ -19,6 +23,7 @@ from art_cli.serving.loader import Loader
 from art_cli.serving.meter import Meter
 from art_cli.serving.policies import Policies, ServedPolicy
 from art_cli.serving.source import find_source
+from tests.support.hostile import NUM_MUTATIONS, MemoryBound
 from tests.support.served import ScriptedLoader
 from tests.support.serving import (
     JSON,
@@ -35,6 +40,7 @@ from tests.support.serving import (
     send_raw,
     serving,
 )
+from tests.support.tiny import tiny_tokenizer
 from tests.support.waiting import until
 
 
@@ -229,3 +235,103 @@ async def test_a_client_that_goes_away_frees_its_slot(run: RunDir) -> None:
         metrics = await fetch(f"{root}/metrics")
     assert number(metrics, "art_requests_total", route="/v1/completions", code="499") == 1
     assert number(metrics, "art_requests_answering") == 0
+
+
+# --- what takes memory ------------------------------------------------------------------------------------------------
+
+
+async def test_likeliest_tokens_of_many_whole_replies_wait_for_room(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for 700 of them: 20 clients ask for 2 x 8 x 20 = 320 each, so two at once; one of 4 leaves while it waits.
+
+    128 x 900 x 20 never fit: refused as a whole reply, begun as a stream.
+    """
+    monkeypatch.setattr(engine, "MAX_ALTERNATIVES", 700)
+    loader = Loader(EmbeddedEngineConfig(max_batch=64), logs=Path("/nowhere"))
+    body = {"model": "mine", "messages": [USER], "logprobs": True, "top_logprobs": 20, "n": 2, "max_tokens": 8}
+    async with (
+        serving(find_source(str(run.root)), loader=loader) as (service, root),
+        httpx.AsyncClient(base_url=root, timeout=60) as http,
+    ):
+        generation = service.policies.served["mine"]._generation
+        assert generation is not None
+        scheduler = generation.engine._thread._scheduler  # type: ignore[attr-defined]
+        most = 0
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, len(scheduler.running))
+                await asyncio.sleep(0.001)
+
+        watching = asyncio.create_task(watch())
+        calls = [asyncio.create_task(http.post("/v1/chat/completions", json=body)) for _ in range(20)]
+        await until(lambda: bool(scheduler.running))
+        for call in calls[3::4]:
+            call.cancel()
+        replies = await asyncio.gather(*calls, return_exceptions=True)
+        watching.cancel()
+        assert sum(isinstance(reply, httpx.Response) and reply.status_code == 200 for reply in replies) == 15
+        assert 1 <= most <= 4
+        huge = {**body, "n": 128, "max_tokens": 900}
+        refused = await http.post("/v1/chat/completions", json=huge)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "top_logprobs")
+        async with http.stream("POST", "/v1/chat/completions", json={**huge, "stream": True}) as stream:
+            assert stream.status_code == 200
+        await until(lambda: service.admission.num_in_flight == 0)
+        assert generation.engine._room._free == 700  # type: ignore[attr-defined]
+
+
+def test_ten_thousand_different_schemas_are_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In memory or on the disk. A fifth has a pattern; as many are tried as ART_FUZZ has it."""
+    monkeypatch.setattr(grammars, "try_out", lambda schemas: None)  # a process for each, whose end is tested elsewhere
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny_tokenizer()
+    kept = grammars.Grammars(tokenizer, vocab=len(tokenizer), stop_ids=[tokenizer.eos_token_id])
+
+    def compile_next(number: int) -> None:
+        text = {"type": "string", "pattern": f"^a{number}(b|c)*d$"} if number % 5 == 0 else {"const": f"x{number}"}
+        rule = "%json " + json.dumps({"type": "object", "properties": {f"p{number}": text}})
+        kept._future(formats.Format(f"start: answer\nanswer: {rule}", (rule,), "response_format")).result()
+
+    try:
+        for number in range(2 * grammars.MAX_KEPT):
+            compile_next(number)
+        with MemoryBound(mib=64):
+            for number in range(2 * grammars.MAX_KEPT, NUM_MUTATIONS):
+                compile_next(number)
+    finally:
+        kept.close()
+    assert len(kept._kept) == grammars.MAX_KEPT
+    assert not list(tmp_path.iterdir())
+
+
+async def test_clients_that_hang_up_in_the_middle_of_a_stream_leave_nothing_behind(run: RunDir) -> None:
+    """A third of ART_FUZZ, 8 at once: no slot, no file and no request in flight is left."""
+    loader = Loader(EmbeddedEngineConfig(max_batch=4), logs=Path("/nowhere"))
+    async with serving(find_source(str(run.root)), loader=loader, concurrency=8) as (service, root), client(root) as ai:
+        generation = service.policies.served["mine"]._generation
+        assert generation is not None
+        scheduler = generation.engine._thread._scheduler  # type: ignore[attr-defined]
+        body = b'{"model": "mine", "prompt": "abc", "max_tokens": 900, "stream": true}'
+        data = HEAD.replace(b"100\r\n", b"%d\r\n" % len(body)).replace(b"chat/", b"") + b"\r\n" + body
+        host, _, port = root.removeprefix("http://").partition(":")
+        left = iter(range(NUM_MUTATIONS // 3))
+
+        async def hang_up() -> None:
+            for number in left:
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(data)
+                if number % 3:
+                    assert (await reader.read(512)).startswith(b"HTTP/1.1 200")
+                writer.transport.abort()
+
+        assert await say(ai, "mine", max_tokens=8) == greedy(run, 2)
+        num_files = len(list(Path("/proc/self/fd").iterdir()))
+        await asyncio.gather(*(hang_up() for _ in range(8)))
+        await until(lambda: service.admission.num_in_flight == 0 and scheduler.is_idle)
+        assert (service.admission.num_answering, service.admission.num_waiting) == (0, 0)
+        assert await say(ai, "mine", max_tokens=8) == greedy(run, 2)
+        assert len(list(Path("/proc/self/fd").iterdir())) <= num_files + 4

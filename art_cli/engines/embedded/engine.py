@@ -9,9 +9,11 @@ updates the same weights that it samples from, so `load` only records the step. 
 import asyncio
 import contextlib
 import secrets
+import threading
 import time
 import uuid
 import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -47,6 +49,7 @@ LOCK_DEADLINE_S = 600.0  # longest wait for the weights; a learner holds them fo
 REPLY_DEADLINE_S = 3600.0
 CLOSE_DEADLINE_S = 60.0
 WATCH_EVERY_S = 1.0
+MAX_ALTERNATIVES = 2**21  # top_logprobs of all whole replies being sampled; each takes some 160 bytes
 
 
 class EmbeddedEngine:
@@ -68,6 +71,7 @@ class EmbeddedEngine:
         self._stop_ids = [id for id in stop_ids if id < vocab]
         self._grammars = Grammars(weights.tokenizer, vocab=vocab, stop_ids=stop_ids)
         self._reader = RequestReader()
+        self._room = _Room(MAX_ALTERNATIVES)
         self._thread: EngineThread | None = None
         self._runner: ForwardRunner | None = None
         self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()
@@ -164,9 +168,10 @@ class EmbeddedEngine:
 
     async def reply(self, request: Request) -> Reply:
         job = await self._job(request)
-        with self._submitted(job):
-            async with _deadline():
-                pieces = [await job.next() for _ in range(request.sampling.n)]
+        async with self._room.taken(job.num_alternatives):
+            with self._submitted(job):
+                async with _deadline():
+                    pieces = [await job.next() for _ in range(request.sampling.n)]
         pieces.sort(key=lambda taken: taken.choice)
         return Reply(
             id=job.id,
@@ -358,6 +363,12 @@ class _Job:
         for index in range(self.num_open):
             self._pieces.put_nowait(Taken(index, Piece([], [], [], None, step, "length")))
 
+    @property
+    def num_alternatives(self) -> int:
+        """The number of top_logprobs that the reply may have."""
+        num_top = self.request.top_logprobs if self.request.wants_logprobs else 0
+        return self.sampling.n * (self.sampling.max_tokens or 0) * num_top
+
     def put(self, generation: Generation, piece: Piece) -> None:
         self._pieces.put_nowait(Taken(self._index[id(generation)], piece))
 
@@ -371,6 +382,53 @@ class _Job:
             raise ChatError(500, str(taken.piece.failure))
         self.num_open -= taken.piece.finish_reason is not None
         return taken
+
+
+class _Room:
+    """Room for so many numbers. Those who take some wait for it, first come, first served, on any event loop."""
+
+    def __init__(self, size: int) -> None:
+        self._size = self._free = size
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._lock = threading.Lock()
+
+    @contextlib.asynccontextmanager
+    async def taken(self, num: int) -> AsyncIterator[None]:
+        """Raises ChatError 400 if they never fit."""
+        if num > self._size:
+            message = f"n x max_tokens x top_logprobs is {num}, more than {self._size}; ask for fewer, or a stream"
+            raise invalid(message, "top_logprobs")
+        if num == 0:
+            yield
+            return
+        place = num, asyncio.get_running_loop().create_future()
+        self._change(0, joins=place)
+        try:
+            await place[1]
+            yield
+        finally:
+            self._change(num, leaves=place)
+
+    def _change(self, freed: int, *, joins: Any = None, leaves: Any = None) -> None:
+        with self._lock:
+            if joins is not None:
+                self._waiting.append(joins)
+            if leaves in self._waiting:  # its client went before there was room
+                self._waiting.remove(leaves)
+            else:
+                self._free += freed
+            while self._waiting and self._waiting[0][0] <= self._free:
+                num, entered = self._waiting.popleft()
+                self._free -= num
+                try:
+                    entered.get_loop().call_soon_threadsafe(_enter, entered)
+                except RuntimeError:  # its event loop is closed
+                    self._free += num
+
+
+def _enter(entered: "asyncio.Future[None]") -> None:
+    if not entered.done():
+        entered.set_result(None)
 
 
 def _stop_ids(weights: Weights) -> list[int]:
