@@ -170,6 +170,47 @@ async def test_a_template_that_does_not_end_is_broken_off_and_the_loop_goes_on()
     assert await hold_of(attempt) < HOLD_S
 
 
+ESCAPES = {
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "recursion by itself": "{% set x = messages %}{% for m in x recursive %}{{ loop(x) }}{% endfor %}",
+    "class": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "class by filter": "{{ messages | attr('__class__') | attr('__mro__') }}",
+    "globals": "{{ cycler.__init__.__globals__.os.popen('echo art-was-here').read() }}",
+    "globals of a macro": "{% macro f() %}{% endmacro %}{{ f.__call__.__globals__ }}",
+    "format": "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
+    "format map": "{{ '{a.__class__.__mro__}'.format_map({'a': messages}) }}",
+    "include": "{% include '/etc/passwd' %}",
+    "import": "{% import 'os' as os %}{{ os.environ }}",
+    "wide range": "{% for a in range(10 ** 9) %}x{% endfor %}",
+    "power": "{{ 9 ** 9 ** 9 ** 9 }}",
+    "changing the request": "{{ messages.clear() }}{{ messages.append(1) }}",
+}
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+async def test_a_models_template_can_neither_recurse_nor_reach_out(name: str) -> None:
+    """The template of a stranger's model directory: nothing of Python or of the machine is in the prompt, its time is
+    bounded, the event loop goes on, and the next request is answered."""
+    reader = RequestReader()
+    reader._crew = Crew(size=1, wait_s=30.0, run_s=1.0)
+    asked = WIRE["chat"].parse(json.dumps(chat()).encode(), Sampling())
+    whole, good = vocabulary(ESCAPES[name]), vocabulary()
+    said = messages.render(good, asked, 1024).ids
+    shown = []
+
+    async def attempt() -> None:
+        try:
+            shown.append(whole.decode((await reader.read(messages.render, whole, asked, 1024)).ids))
+        except ChatError as error:
+            assert error.status == 400, error
+            shown.append(error.message)
+        assert (await reader.read(messages.render, good, asked, 1024)).ids == said
+
+    assert await hold_of(attempt) < HOLD_S
+    traces = ("<class", "art-was-here", "root:", "__main__", 'File "', "PATH")
+    assert not [word for word in traces if word in shown[0]], shown[0][:500]
+
+
 # --- long prompts -----------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -158,41 +159,46 @@ async def test_what_cannot_be_loaded_ends_the_service(run: RunDir, tmp_path: Pat
 async def test_following_changes_to_each_new_checkpoint_and_drops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests all the while, a stream across the change: each answer is one checkpoint's, old before new.
+    """Requests all the while, a stream across the change: each answer is one checkpoint's and says whose.
 
     The stream of 200 tokens begins at step 1 and ends as step 1, token for token, after step 2 has answered others.
     """
     monkeypatch.setattr(follow, "POLL_S", 0.05)
     run = make_run(tmp_path / "mine", (1,))
-    said: list[str] = []
+    said: list[tuple[str, int]] = []
+    knobs: dict[str, Any] = {"model": "mine", "messages": [USER], "temperature": 0}
+    knobs["extra_body"] = {"return_token_ids": True}
     async with (
         serving(find_source(str(run.root), which="newest"), follows="newest") as (service, root),
         client(root) as ai,
     ):
         expected = await say(ai, "mine", max_tokens=200)
 
+        async def ask_once() -> None:
+            reply = await ai.chat.completions.create(**knobs, max_tokens=8)
+            said.append((reply.choices[0].message.content or "", reply.model_extra["step"]))
+
         async def ask() -> None:
             while service.policies.served["mine"].source.step < 3:
-                said.append(await say(ai, "mine", max_tokens=8))
+                await ask_once()
 
-        stream = await ai.chat.completions.create(
-            model="mine", messages=[USER], temperature=0, max_tokens=200, stream=True
-        )
-        pieces = [(await anext(aiter(stream))).choices[0].delta.content or ""]
+        stream = await ai.chat.completions.create(**knobs, max_tokens=200, stream=True)
+        chunks = [await anext(aiter(stream))]
         asking = [asyncio.create_task(ask()) for _ in range(2)]
         for step in (2, 3):
             add_checkpoint(run, step)
             await until(lambda step=step: service.policies.served["mine"].source.step == step)
         await asyncio.gather(*asking)
-        pieces += [chunk.choices[0].delta.content or "" async for chunk in stream]
-        said.append(await say(ai, "mine", max_tokens=8))
+        chunks += [chunk async for chunk in stream]
+        await ask_once()
         ready, metrics = json.loads(await fetch(f"{root}/ready")), await fetch(f"{root}/metrics")
         await until(lambda: not service.policies.served["mine"]._retiring)
-    answers = [greedy(run, step) for step in (1, 2, 3)]
-    places = [answers.index(text) for text in said]
-    assert places == sorted(places)
-    assert places[-1] == 2
-    assert "".join(pieces) == expected
+    answers = {step: greedy(run, step) for step in (1, 2, 3)}
+    steps = [step for _, step in said]
+    assert [text for text, _ in said] == [answers[step] for step in steps]
+    assert steps == sorted(steps) and steps[-1] == 3
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    assert {chunk.model_extra["step"] for chunk in chunks} == {1}
     assert ready["models"] == [{"id": "mine", "step": 3}]
     assert number(metrics, "art_checkpoint_changes_total", model="mine") == 2
     assert number(metrics, "art_policy_step", model="mine") == 3
