@@ -2,11 +2,13 @@
 
     python benchmarks/serve_load.py                 # 200 clients for 3 minutes, then SIGTERM in the middle of it
     python benchmarks/serve_load.py --seconds 20    # a quick look
+    python benchmarks/serve_load.py --clients 100 --seconds 300 --fresh     # a soak: no message comes twice
     python benchmarks/serve_load.py --clients 100 --seconds 300 --inside    # what the server's memory is made of
 
 The model is random and answers greedily, so that a reply depends on its prompt alone. What it should say to each of the
 prompts is worked out before by transformers; prompts are left out where a rival token is ever nearer than MARGIN in
-logits, because sums in another order could turn those. Replies are compared token for token.
+logits, because sums in another order could turn those. Replies are compared token for token. With --fresh each request
+is a conversation of its own, which fills whatever is remembered of texts, and replies are only read.
 
 One process holds all clients: half of the requests are streamed; a tenth of the clients leave in the middle of each
 reply, a tenth read a few bytes at a time through a small buffer. 429 is honoured and tried again. Server and clients
@@ -42,6 +44,7 @@ from art_cli.model import Weights, save_weights  # noqa: E402
 from tests.support.tiny import tiny_weights  # noqa: E402
 
 NUM_PROMPTS, PROMPT_LETTERS, NUM_NEW = 300, 24, 48
+NUM_MESSAGES = 9  # messages of a fresh conversation, the last one the user's
 MARGIN = 1e-2  # logits; the same sums in another order differ by 1e-5 in float32
 PLACES, QUEUE = 128, 64  # fewer than there are clients: some requests are refused with 429
 ANSWER_S, DRAIN_S = 120.0, 60
@@ -57,7 +60,7 @@ MAX_GROWTH = 0.05  # largest growth of memory from then to the end
 def expected_replies(weights: Weights) -> dict[str, list[int]]:
     """What transformers' greedy search says to each prompt whose margins are clear."""
     draw = random.Random(0)
-    texts = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=PROMPT_LETTERS)) for _ in range(NUM_PROMPTS)]
+    texts = [_letters(draw, PROMPT_LETTERS) for _ in range(NUM_PROMPTS)]
     chats = [[{"role": "user", "content": text}] for text in texts]
     ids = weights.tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
     prompts = torch.tensor(ids)  # all of one length: a letter is a token
@@ -79,6 +82,10 @@ def expected_replies(weights: Weights) -> dict[str, list[int]]:
         if min(float(first - second) for first, second in best) > MARGIN:
             replies[text] = reply
     return replies
+
+
+def _letters(draw: random.Random, num: int) -> str:
+    return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=num))
 
 
 # --- the server -------------------------------------------------------------------------------------------------------
@@ -220,6 +227,7 @@ class Load:
     counts: Counter[str] = field(default_factory=Counter)
     is_over: bool = False
     told_to_stop_at: float = float("inf")  # when the server was
+    is_fresh: bool = False  # whether each request is a conversation that never was
 
     async def client(self, number: int) -> None:
         """Asks again and again. Every tenth leaves in the middle, every tenth reads slowly."""
@@ -232,7 +240,7 @@ class Load:
                 self.counts["sent"] += 1
                 self._turned_away(time.perf_counter())
                 return
-            text = draw.choice(list(self.replies))
+            text = _letters(draw, 7 * NUM_MESSAGES) if self.is_fresh else draw.choice(list(self.replies))
             async with _deadline(self):
                 stays = await self._ask(wire, text, is_stream=num % 2 == 0, leaves=number % 10 == 0, draw=draw)
                 if stays:
@@ -274,7 +282,7 @@ class Load:
             said = None
         if received.status != 200 or said is None:
             self.counts["lost"] += 1
-        elif said != self.replies[text]:
+        elif not self.is_fresh and said != self.replies[text]:
             self.counts["crossed"] += 1
         else:
             self.counts["answered"] += 1
@@ -296,7 +304,9 @@ async def _deadline(load: Load) -> AsyncIterator[None]:
 
 
 def _request(text: str, is_stream: bool, is_slow: bool) -> bytes:
-    body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": text}], "temperature": 0}
+    said = [text] if len(text) == PROMPT_LETTERS else [text[start : start + 7] for start in range(0, len(text), 7)]
+    messages = [{"role": ("user", "assistant")[place % 2], "content": each} for place, each in enumerate(said)]
+    body: dict[str, Any] = {"model": "tiny", "messages": messages, "temperature": 0}
     body |= {"max_tokens": NUM_NEW, "stream": is_stream, "return_token_ids": True}
     if is_slow:  # more to read
         body |= {"logprobs": True, "top_logprobs": 5}
@@ -396,7 +406,7 @@ def table(counts: Counter[str], facts: dict[str, str]) -> None:
         print(f"  {name:32s} {fact}")
 
 
-async def measure(seconds: float, num_clients: int, *, is_inside: bool) -> bool:
+async def measure(seconds: float, num_clients: int, *, is_inside: bool, is_fresh: bool) -> bool:
     weights = tiny_weights(lora_rank=None)
     replies = expected_replies(weights)
     num_different = len({tuple(reply) for reply in replies.values()})
@@ -410,7 +420,7 @@ async def measure(seconds: float, num_clients: int, *, is_inside: bool) -> bool:
             port,
         ):
             print(f"{num_clients} clients, half of the requests streamed; {PLACES} places and {QUEUE} to wait:")
-            is_well = await under_load(Load(port, replies), process, num_clients, seconds)
+            is_well = await under_load(Load(port, replies, is_fresh=is_fresh), process, num_clients, seconds)
             if is_inside:
                 print(notes.read_text())
             print(f"again, and SIGTERM after {SIGTERM_AFTER_S:g} s:")
@@ -425,8 +435,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--inside", action="store_true", help="the server notes what its memory is made of")
-    arguments = parser.parse_args()
-    sys.exit(not asyncio.run(measure(arguments.seconds, arguments.clients, is_inside=arguments.inside)))
+    parser.add_argument("--fresh", action="store_true", help="each request is a conversation that never was")
+    given = parser.parse_args()
+    sys.exit(not asyncio.run(measure(given.seconds, given.clients, is_inside=given.inside, is_fresh=given.fresh)))
 
 
 if __name__ == "__main__":
