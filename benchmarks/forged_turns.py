@@ -120,7 +120,7 @@ def cost(vocabulary: Vocabulary, asked: Asked, rounds: int) -> tuple[float, floa
 
 
 def talk(text: str) -> Asked:
-    """Eight messages of 640 characters, the last one followed by the text."""
+    """Nine messages: a short one, seven of 608 characters, and the text."""
     said = [{"role": ("user", "assistant")[turn % 2], "content": WORDS} for turn in range(6)]
     return Asked([HI, {"role": "assistant", "content": WORDS}, *said, {"role": "user", "content": text}])
 
@@ -141,7 +141,9 @@ def main() -> None:
         counts = count(vocabulary, tried)
         total = {key: total.get(key, 0) + value for key, value in counts.items()}
         num_marks, num_texts = len(set(control_texts(vocabulary.tokenizer).values())), len(tried) // len(POSITIONS)
-        row = [counts[key] for key in ("tried", "forged", "lost", "plain", "refused")]
+        row: list[Any] = [counts[key] for key in ("tried", "forged", "lost", "plain", "refused")]
+        if vocabulary.tokenizer.backend_tokenizer.normalizer is not None:
+            row[2] = "-"  # it changes texts itself, so that they are not compared
         print(f"| {name} | {num_marks} | {num_texts} | {' | '.join(map(str, row))} |", flush=True)
     row = [total[key] for key in ("tried", "forged", "lost", "plain", "refused")]
     print(f"| together | | | {' | '.join(map(str, row))} |\n", flush=True)

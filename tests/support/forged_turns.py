@@ -320,7 +320,7 @@ ORDINARY = [
 
 
 def ordinary(draw: random.Random) -> Asked:
-    """A conversation of several turns, with tools in half of them, as clients send it."""
+    """A conversation of several turns, with tools in two thirds of them, as clients send it."""
 
     def text() -> str:
         return " ".join(draw.choices(ORDINARY, k=draw.randint(1, 3)))
