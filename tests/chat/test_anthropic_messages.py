@@ -131,7 +131,10 @@ def test_parameters_are_those_of_a_request() -> None:
     function = {"name": "add", "description": "Adds.", "parameters": schema, "strict": True}
     assert request.tools == [{"type": "function", "function": function}]
     assert request.tool_choice == {"type": "function", "function": {"name": "add"}}
-    assert request.response_format == {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
+    assert request.response_format == {
+        "type": "json_schema",
+        "json_schema": {"name": "output", "strict": True, "schema": schema},
+    }
 
 
 @pytest.mark.parametrize(("kind", "is_meant"), [("auto", "auto"), ("any", "required"), ("none", "none")])

@@ -27,7 +27,7 @@ from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.server import serve
 from art_cli.chat.wires import OpenAIChat
 from art_cli.config.schema import EmbeddedEngineConfig, GrpoConfig, TorchLearnerConfig, TrainConfig
-from art_cli.engines.embedded import sampling
+from art_cli.engines.embedded import messages, sampling
 from art_cli.engines.embedded.engine import EmbeddedEngine
 from art_cli.engines.embedded.messages import MessageParser
 from art_cli.engines.embedded.sampling import Allowed, Knobs
@@ -449,6 +449,74 @@ async def test_a_tools_schema_is_advice_unless_it_is_strict() -> None:
         with pytest.raises(ChatError, match="uniqueItems") as refusal:
             await engine.reply(ask(tools=[strict], tool_choice="required", max_tokens=5))
     assert (refusal.value.status, refusal.value.param) == (400, "tools")
+
+
+ODD: list[tuple[str, Json, str]] = [
+    ("oneOf that overlaps", {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "1"),
+    ("dependencies", {"type": "object", "dependencies": {"a": ["b"]}}, "{}"),
+    ("dependentRequired", {"type": "object", "dependentRequired": {"a": ["b"]}}, "{}"),
+    ("a format that is no standard's", {"type": "string", "format": "path"}, '"x"'),
+    ("another one", {"type": "object", "properties": {"k": {"type": "string", "format": "password"}}}, '{"k": "x"}'),
+    ("not", {"not": {"type": "string"}}, "1"),
+    ("uniqueItems", {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1, 2]"),
+    ("if", {"type": "integer", "if": {"minimum": 1}, "then": {"maximum": 5}}, "3"),
+    ("propertyNames", {"type": "object", "propertyNames": {"pattern": "^a"}}, '{"ab": 1}'),
+    ("contains", {"type": "array", "contains": {"type": "integer"}}, "[1]"),
+    ("unevaluatedProperties", {"type": "object", "unevaluatedProperties": False}, "{}"),
+    (
+        "a set of pydantic's",
+        {"type": "array", "uniqueItems": True, "items": {"type": "string", "format": "binary"}},
+        "[]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "example"), [odd[1:] for odd in ODD], ids=[odd[0] for odd in ODD])
+async def test_a_formats_schema_is_advice_unless_it_is_strict(schema: Json, example: str) -> None:
+    """As OpenAI documents `strict`, also where it is not given: a grammar then holds what it can of the schema."""
+    async with running() as engine:
+        for strict in (None, False):
+            wanted = held(schema)
+            del wanted["json_schema"]["strict"]
+            wanted["json_schema"] |= {} if strict is None else {"strict": strict}
+            reply = await engine.reply(ask(format=wanted, max_tokens=3))
+            assert reply.choices[0].token_ids
+        matcher = await engine._grammars.compile(_format_of(engine, wanted))
+        tokens = engine._vocabulary.encode(example, most=99, adds_special=False) or []
+        assert matcher.deep_copy().validate_tokens(tokens) == len(tokens) > 0
+        with pytest.raises(ChatError, match="response_format: ") as refusal:
+            await engine.reply(ask(format=held(schema), max_tokens=3))
+    assert refusal.value.status == 400 and "coerce_one_of" not in refusal.value.message
+
+
+def _format_of(engine: EmbeddedEngine, wanted: Json) -> Any:
+    format = messages.render(engine._vocabulary, ask(format=wanted)).format
+    assert format is not None
+    return format
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": LOOK["function"]["name"]}}], ids=str
+)
+async def test_a_forced_call_that_is_cut_leaves_no_markup(choice: Any) -> None:
+    """Cut after each number of tokens, whole and streamed: no part of the call is content."""
+    async with running() as engine:
+        for max_tokens in (1, 2, 3, 5, 8, 13, 21):
+            request = ask(tools=[LOOK], tool_choice=choice, max_tokens=max_tokens)
+            (whole,) = (await engine.reply(request)).choices
+            streamed = [chunk.choice async for chunk in engine.stream(request)]
+            if whole.finish_reason == "length":
+                assert whole.message == {"role": "assistant", "content": ""}
+                assert not any((piece.message or {}).get("content") for piece in streamed)
+
+
+def test_a_cut_marker_of_a_held_reply_is_no_content() -> None:
+    """After a thought the model writes the marker itself; of a free reply it stays content."""
+    for is_held, content in ((True, ""), (False, "<tool_ca")):
+        parser = MessageParser(has_tools=True, has_thinking=True, opening="<think>", is_held=is_held)
+        parser.push("so\n</think>\n\n<tool_ca")
+        parser.flush()
+        assert parser.message == {"role": "assistant", "content": content, "reasoning_content": "so"}
 
 
 @pytest.mark.parametrize("format", [{"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}, {}, 5])

@@ -255,7 +255,9 @@ def _tool_choice(body: MessagesBody) -> str | Json:
 
 def _response_format(body: MessagesBody) -> Json | None:
     wanted = (body.output_config and body.output_config.format) or body.output_format
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.schema}} if wanted else None
+    if not wanted:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "output", "strict": True, "schema": wanted.schema}}
 
 
 # --- the messages -----------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class _NamedSchema(msgspec.Struct):
     schema: Json
     name: str | None = None
     description: str | None = None
-    strict: bool | None = None  # the answer follows the schema either way
+    strict: bool | None = None  # True: exactly; else what a grammar can hold of the schema
 
 
 class _SchemaFormat(msgspec.Struct, tag="json_schema"):

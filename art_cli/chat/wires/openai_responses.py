@@ -100,7 +100,7 @@ class _SchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
     schema: Json
     name: str | None = None
     description: str | None = None
-    strict: bool | None = None  # the answer follows the schema either way
+    strict: bool | None = None  # True: exactly; else what a grammar can hold of the schema
 
 
 class _TextOptions(msgspec.Struct):

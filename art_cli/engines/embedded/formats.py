@@ -44,8 +44,7 @@ def reply_format(vocabulary: Vocabulary, request: Request, tools: list[Json], th
         rules, start, param = calls.rules, calls.forced(request.tool_choice, begun=thoughts != "begun"), "tools"
         thoughts = "begun" if thoughts == "begun" else "none"
     elif request.response_format is not None:
-        schema = _schema_of(request.response_format)
-        rules, start, param = [("answer", _json_rule(schema, "response_format"))], "answer", "response_format"
+        rules, start, param = [("answer", _answer_rule(request.response_format))], "answer", "response_format"
         if tools:
             rules, start = [*rules, *calls.rules], f"(answer | {calls.several})"
     else:
@@ -101,14 +100,14 @@ def _thought(vocabulary: Vocabulary, thoughts: Thoughts) -> str:
     return {"begun": rest, "free": f"({_spelled(vocabulary, THINK)} {rest})?", "none": ""}[thoughts]
 
 
-def _schema_of(response_format: Json) -> Json:
+def _answer_rule(response_format: Json) -> str:
     if response_format["type"] == "json_object":
-        return {"type": "object"}
-    schema: Json = response_format["json_schema"]["schema"]
-    return schema
+        return _json_rule({"type": "object"}, "response_format", True)
+    wanted = response_format["json_schema"]
+    return _json_rule(wanted["schema"], "response_format", bool(wanted.get("strict")))
 
 
-def _json_rule(schema: Json, param: str, is_strict: bool = True) -> str:
+def _json_rule(schema: Json, param: str, is_strict: bool) -> str:
     """The schema as a rule. One that is not strict is advice: keywords that llguidance does not know are ignored."""
     text = json.dumps({**schema, "x-guidance": {"lenient": not is_strict}})
     if len(text) > MAX_SCHEMA:

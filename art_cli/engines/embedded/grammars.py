@@ -152,4 +152,5 @@ def reason(text: str) -> str:
     """The library's message as one line, without the grammar that it quotes."""
     text = re.split(r"\n\s*\d+ \| |\n<", text, maxsplit=1)[0]
     text = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", " ".join(text.split()))
+    text = text.partition(" Enable 'coerce_one_of'")[0]  # an option that no client has
     return text[:300] or "it cannot be compiled"

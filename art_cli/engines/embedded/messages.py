@@ -353,8 +353,10 @@ class MessageParser:
         if call:
             self._held, self._state = rest, "call"
             return self._show(before.removesuffix("\n"))
-        keep = 0 if is_last else max(overlap(before, begin), overlap(before, "\n" + begin))
-        self._held = before[len(before) - keep :]
+        keep = max(overlap(before, begin), overlap(before, "\n" + begin))
+        if is_last and not self._is_held:  # of a reply that a grammar holds, it is a call that was cut
+            keep = 0
+        self._held = "" if is_last else before[len(before) - keep :]
         return self._show(before[: len(before) - keep], is_last)
 
     def _in_call(self, is_last: bool) -> list[Json]:
@@ -363,6 +365,8 @@ class MessageParser:
         if not found and not is_last:
             return []
         self._state, self._held = "content", rest
+        if not found and self._is_held and end:
+            return []  # max_tokens has cut it, and its markup is no content
         calls = self._syntax.read(body, self._schemas)
         return self._show(self._syntax.begin + body + found) if calls is None else self._call(calls)
 
