@@ -331,6 +331,14 @@ def own(**fields: Any) -> str:
     return json.dumps(known | fields)
 
 
+def twice(line: str) -> list[str]:
+    """A group of two such attempts, as RULER compares them."""
+    known = json.loads(line)
+    if "index" not in known:
+        return [line, line]
+    return [json.dumps(known | {"id": name, "group_size": 2, "index": index}) for index, name in enumerate("ab")]
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -349,9 +357,11 @@ def own(**fields: Any) -> str:
 )
 def test_a_line_with_something_odd_inside_is_judged(art: Art, line: str) -> None:
     """RULER writes it down (a dry run writes every prompt), a judge scores it, and what it wrote is read again."""
-    Path("t.jsonl").write_text(f"{GOOD}{line}\n")
-    code, out, err = art("judge", "t.jsonl", "judge.api_base=http://127.0.0.1:9/v1", "judge.cache=null", "--dry-run")
+    Path("pairs.jsonl").write_text("".join(f"{each}\n" for each in (GOOD.strip(), GOOD.strip(), *twice(line))))
+    ruler = ["judge.api_base=http://127.0.0.1:9/v1", "judge.cache=null"]
+    code, out, err = art("judge", "pairs.jsonl", *ruler, "--dry-run")
     assert code == 0 and out.startswith("2 groups to judge: 2 calls"), err
+    Path("t.jsonl").write_text(f"{GOOD}{line}\n")
     code, _, err = judge(art, "t.jsonl")
     assert code == 0, err
     assert sorted(rewards("t.scored.jsonl").values()) == [0.25, 0.5]

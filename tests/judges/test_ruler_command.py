@@ -133,7 +133,7 @@ def test_arts_own_lines_keep_their_metadata_and_exceptions(server: JudgeServer) 
         ('{"a": 1}\n', 't.jsonl:1: expected a trajectory, an ART group, or {"messages": [...]}'),
         ('{"messages": [], "group_id": 1}\n[]\n', "t.jsonl:2: Expected `object`"),
         ('{"messages": [], "group_id": 1}\n{"mess\n', "t.jsonl:2: JSON is malformed"),
-        ('{"messages": [3], "group_id": 1}\n', "t.jsonl:1: Expected `object`, got `int` - at `$.messages[0]`"),
+        ('{"messages": [3], "group_id": 1}\n' * 2, "t.jsonl:1: Expected `object`, got `int` - at `$.messages[0]`"),
         ('{"messages": [], "group_id": 1, "id": "x"}\n' * 2, "t.jsonl:2: id 'x' is used twice in its group"),
         ('{"id": "a", "group_id": "g", "group_size": 1, "index": 0, "schema_version": 99}\n', "newer art"),
     ],

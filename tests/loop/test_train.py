@@ -300,7 +300,7 @@ def test_ctrl_c_while_the_model_is_loaded_ends_the_run_before_it_begins(tmp_path
     command = [sys.executable, "-m", "art_cli", "train", str(LETTERS / "config.yaml"), *settings]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        assert process.stderr.readline().startswith("engine embedded")
+        assert process.stderr.readline().startswith("art train ")
         os.kill(process.pid, signal.SIGINT)
         rest = process.stderr.read()
         assert process.wait(timeout=240) == 130
