@@ -40,7 +40,7 @@ CLIP = 0.2  # bound on how far one step may move the probability of a token
 
 
 def make_policy(seed: int = 0) -> Weights:
-    """Returns a random model of 250,000 parameters with a LoRA adapter, which alone is trained.
+    """Returns a random model of about 150,000 parameters with a LoRA adapter, which alone is trained.
 
     A real run names a model instead: `model: {base: Qwen/Qwen3-0.6B}`.
     """

@@ -84,6 +84,12 @@ def test_an_installed_wheel_has_its_command_line(installed: Path, tmp_path: Path
     assert (installed / "bin/art").is_file()
 
 
+def test_an_installed_wheel_gives_a_new_project_the_skill_for_coding_agents(installed: Path, tmp_path: Path) -> None:
+    python(installed, tmp_path, "-m", "art_cli", "init", "mine", "--recipe", "blank")
+    skill = ".agents/skills/art/SKILL.md"
+    assert (tmp_path / "mine" / skill).read_text() == (ROOT / "art_cli" / skill).read_text()
+
+
 def test_a_document_that_help_or_an_error_names_is_in_the_wheel(installed: Path, tmp_path: Path) -> None:
     """Help ends with the place of docs/, and an error has the whole path."""
     for command, document in (("view", "view.md"), ("gateway", "gateway.md"), ("backend", "machines.md")):

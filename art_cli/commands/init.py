@@ -53,7 +53,8 @@ def run(
     """Begin a project in a new directory.
 
     A recipe holds config.yaml, the rollout and the files that the rollout needs; its run gets the directory's name. An
-    environment needs no code, and has a config.yaml alone, with the environment's settings and their defaults.
+    environment needs no code, and has a config.yaml alone, with the environment's settings and their defaults. Each
+    gets .agents/skills/art/SKILL.md, from which a coding agent learns these commands.
 
     \b
     art init mine                     the demo, which plays tic-tac-toe
@@ -68,6 +69,7 @@ def run(
     else:
         copy_recipe(packaged("recipes"), recipe or DEFAULT_RECIPE, directory)
         what = f"the recipe {recipe or DEFAULT_RECIPE!r}"
+    shutil.copytree(packaged(".agents"), directory / ".agents")
     sys.stdout.write(
         f"{directory}: {what}; next:\n"
         f"  cd {shlex.quote(str(directory))}\n"

@@ -1,4 +1,4 @@
-"""Finds what ships with the package: `recipes/` and `docs/`."""
+"""Finds what ships with the package: `recipes/`, `docs/` and the skill for coding agents in `.agents/`."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def packaged(name: str) -> Path:
-    """The directory "recipes" or "docs": inside the package in a wheel, beside it in a checkout."""
+    """The directory "recipes" or "docs": inside the package in a wheel, beside it in a checkout. ".agents": inside."""
     inside, beside = _PACKAGE / name, _PACKAGE.parent / name
     if inside.is_dir():
         return inside
