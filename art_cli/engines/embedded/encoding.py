@@ -60,7 +60,7 @@ class TextEncoder:
         keys = [f"{part}\0{own}\0" if controls.differ(part, own) else own for part, own in parts]
         if not parts or sum(key not in self._known for key in keys) > MAX_NEW:
             return controls.encode_apart(text, whole)
-        ids = []
+        ids: list[int] = []
         for key, (part, own) in zip(keys, parts, strict=True):
             ids += self._of_part(key, (part, own, controls) if key != own else None)
         return ids
