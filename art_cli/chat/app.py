@@ -353,7 +353,7 @@ class _Refusals:
 
     async def refuse(self, http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, ChatError), error
-        return error_response(error, self._wires.at(http.scope["path"]))
+        return error_response(error, self._wires.at(http.scope["path"], http.headers))
 
     async def refuse_route(self, http: HttpRequest, error: Exception) -> Response:
         """No such path, or not with this method. A client without a valid key is refused as everywhere."""

@@ -155,7 +155,8 @@ class _RightfulCalls:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and await self._gateway.accuse(scope):
-            refusal = error_response(wrong_key(self._gateway.key_of(scope)), self._gateway.wires.at(scope["path"]))
+            wire = self._gateway.wires.at(scope["path"], Headers(scope=scope))
+            refusal = error_response(wrong_key(self._gateway.key_of(scope)), wire)
             await refusal(scope, receive, send)
         else:
             await self._app(scope, receive, send)

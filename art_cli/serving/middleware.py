@@ -61,7 +61,7 @@ class Middleware:
                 if is_completion:
                     stack.enter_context(self._admission.admitted())
             except ChatError as error:
-                await error_response(error, WIRES.at(path))(scope, receive, send)
+                await error_response(error, WIRES.at(path, Headers(scope=scope)))(scope, receive, send)
                 return
             await self._app(scope, receive, _until_taken(send) if is_completion else send)
 

@@ -144,7 +144,7 @@ class Service:
     async def _ready(self, http: HttpRequest) -> Response:
         if self.admission.state != "open":
             error = ChatError(503, f"not ready: {self.admission.state}", code=self.admission.state)
-            return error_response(error, WIRES.at(http.url.path))
+            return error_response(error, WIRES.at(http.url.path, http.headers))
         models = [{"id": name, "step": policy.source.step} for name, policy in self.policies.served.items()]
         return _json({"status": "ready", "models": models})
 

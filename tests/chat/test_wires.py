@@ -42,6 +42,7 @@ class Talk:
     """A protocol whose request is `{"talk": ["hi", "yo", "more"]}`, the words of user and model in turns."""
 
     path = "/v1/talk"
+    header = "x-talk"
 
     def key(self, headers: Headers) -> str | None:
         return headers.get("x-api-key")

@@ -11,11 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import pytest
 
 from art_cli import cli
 from art_cli.chat.keys import Keys, check_exposure, read_keys
+from art_cli.chat.wires import WIRES
 from art_cli.errors import UsageError
 from art_cli.run_dir import RunDir
 from art_cli.serving.policies import Policies
@@ -258,3 +260,27 @@ def test_keys_come_from_an_option_and_a_file(tmp_path: Path) -> None:
     assert "kläy" not in str(caught.value)
     with pytest.raises(UsageError, match="cannot read"):
         read_keys(None, tmp_path / "nothing")
+
+
+async def test_errors_of_paths_that_two_protocols_have_are_in_the_clients_own() -> None:
+    """Every route that is no wire's, with a wrong key and the right one: by the header that Anthropic's SDK sends."""
+    key, wires = "right-key-0123456789", {wire.path for wire in WIRES}
+    async with serving(loader=ScriptedLoader(), keys=Keys([key])) as (service, root):
+        async with httpx.AsyncClient(base_url=root) as http:
+            num_errors = 0
+            for method, path in [*routes_of(service), ("GET", "/v1/models/nope")]:
+                for sent in (key, "wrong"):
+                    headers = {"x-api-key": sent, "anthropic-version": "2023-06-01"}
+                    theirs = await http.request(method, path, headers=headers)
+                    ours = await http.request(method, path, headers={"Authorization": f"Bearer {sent}"})
+                    if path in wires or method == "HEAD" or theirs.status_code < 400:
+                        continue
+                    num_errors += 1
+                    assert theirs.json()["type"] == "error" and set(theirs.json()["error"]) == {"type", "message"}, path
+                    assert "type" not in ours.json() and "code" in ours.json()["error"], path
+            assert num_errors > 8
+        async with anthropic.AsyncAnthropic(base_url=root, api_key=key, max_retries=0) as client:
+            with pytest.raises(anthropic.NotFoundError) as caught:
+                await client.models.retrieve("nope")
+    body: Any = caught.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")

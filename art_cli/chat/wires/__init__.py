@@ -50,6 +50,10 @@ class Wire(Protocol):
     def path(self) -> str:
         """The path that clients send POST requests to: "/v1/chat/completions"."""
 
+    @property
+    def header(self) -> str:
+        """A header that only clients of this protocol send; "" where there is none."""
+
     def key(self, headers: Headers) -> str | None:
         """The API key that the client sent; None when it sent none."""
 
@@ -85,8 +89,11 @@ class Wires:
     def __contains__(self, path: str) -> bool:
         return path in self._by_path
 
-    def at(self, path: str) -> Wire:
-        return self._by_path.get(path, self._default)
+    def at(self, path: str, headers: Headers | None = None) -> Wire:
+        """The path's wire; of a path that belongs to none, the first wire whose own header the client sent."""
+        if path in self or headers is None:
+            return self._by_path.get(path, self._default)
+        return next((wire for wire in self if wire.header in headers), self._default)
 
     def key(self, path: str, headers: Headers) -> str | None:
         """The key of a request to `path`: where the path's wire has it, or any wire for a path that belongs to none."""

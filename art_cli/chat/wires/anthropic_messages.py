@@ -132,6 +132,8 @@ class MessagesBody(msgspec.Struct, kw_only=True):
 class Anthropic:
     """The methods that both Anthropic wires have."""
 
+    header = "anthropic-version"
+
     def key(self, headers: Headers) -> str | None:
         """The key of `x-api-key: KEY`, else of `Authorization: Bearer KEY`."""
         return single(headers, "x-api-key").strip() or bearer(headers)

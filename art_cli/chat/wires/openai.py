@@ -268,6 +268,8 @@ def token_logprobs(request: Request, choice: Choice) -> list[TokenLogprob]:
 class OpenAI:
     """The methods that all OpenAI wires have."""
 
+    header = ""
+
     def key(self, headers: Headers) -> str | None:
         """The key of `Authorization: Bearer KEY`."""
         return bearer(headers)
