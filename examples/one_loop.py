@@ -35,7 +35,7 @@ from art_cli.trajectory import score_trajectory
 SCENARIOS = [{"id": f"letters-{number}", "ask": f"say {number} letters"} for number in range(3)]
 GROUP_SIZE = 16  # attempts at each scenario in each step
 MAX_TOKENS = 8  # length limit of a reply
-LEARNING_RATE = 1e-2  # of the adapter; a language model takes about 1e-5 to 1e-4
+LEARNING_RATE = 1e-2  # of the adapter; that of a trained language model takes about 2e-4
 CLIP = 0.2  # bound on how far one step may move the probability of a token
 
 
