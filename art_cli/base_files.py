@@ -21,6 +21,19 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TEMPLATE = "chat_template.jinja"
 
 
+def gguf_problem(path: Path) -> str | None:
+    """Returns why a GGUF file, or a directory that has nothing else, is no base, or None if it is neither."""
+    found = [path] if path.suffix == ".gguf" and path.is_file() else []
+    if path.is_dir() and not (path / "config.json").exists():
+        found = sorted(path.glob("*.gguf"))
+    if not found:
+        return None
+    return (
+        f"{found[0]}: a GGUF file, which cannot be trained; name the safetensors model that it was made from, or "
+        "convert it to a directory of safetensors (transformers reads it with gguf_file=)"
+    )
+
+
 def check_base(directory: Path, named: str | None = None) -> None:
     """Raises CheckpointError for a damaged file of a base that was built, UsageError for one of any other base.
 

@@ -16,7 +16,7 @@ from typing import Any
 from art_cli import small_models
 
 BUILTIN_MODELS = ("tiny",)
-BUILTIN_TEMPLATE = "builtin"  # name in a configuration of the chat template below
+TEMPLATE = Path(__file__).parent / "builtin_chat_template.jinja"
 
 
 def entry_of(base: str) -> str:
@@ -38,16 +38,12 @@ def tiny(directory: Path) -> None:
 
 def words() -> list[str]:
     """The commonest words of English text. The tokenizer makes each of them one token, and any other text bytes."""
-    return _read("builtin_words.txt").split()
+    return TEMPLATE.with_name("builtin_words.txt").read_text(encoding="utf-8").split()
 
 
 def chat_template() -> str:
     """ChatML with tools as Qwen 2.5 and Hermes write them: definitions in the system message, calls as tagged JSON."""
-    return _read("builtin_chat_template.jinja").removesuffix("\n")
-
-
-def _read(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+    return TEMPLATE.read_text(encoding="utf-8").removesuffix("\n")
 
 
 # --- weights that are set by hand -------------------------------------------------------------------------------------

@@ -180,10 +180,15 @@ def no_such_option(group: str, name: object, there_are: Sequence[str]) -> str:
 def message_of(error: BaseException) -> str:
     """The first MAX_MESSAGE characters of an exception's message, as text that can be written anywhere.
 
-    The exception may come from a user's or a library's code. If its `__str__` raises, the text says so.
+    The exception may come from a user's or a library's code. If its `__str__` raises, the text says so. The error of an
+    API's client has the server's own words in its `body`, without the JSON around them.
     """
     try:
-        text = str(error)[:MAX_MESSAGE]
+        body = getattr(error, "body", None)
+        if isinstance(body, dict) and isinstance(body.get("error"), dict):  # Anthropic's
+            body = body["error"]
+        words = body.get("message") if isinstance(body, dict) else None
+        text = (words if isinstance(words, str) else str(error))[:MAX_MESSAGE]
     except BaseException as raised:  # the boundary to other people's code; also a SystemExit
         text = f"its text cannot be had: {type(raised).__name__} in __str__"
     return text.encode(errors="replace").decode()  # a lone surrogate cannot be written

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from art_cli.trajectory import Trajectory
 
 MAX_CAUSE = 300  # characters of a cause that are shown
+MAX_ID = 100  # characters of the scenario's id behind it
 MEND_AGENT = "art check plays two attempts and shows what they do"
 CALL_THE_MODEL = "policy.client, or policy.base_url and policy.api_key in the agent's own client (docs/rollouts.md)"
 FIND_SIGNAL = (
@@ -49,7 +50,8 @@ def count_failures(trajectories: Iterable[Trajectory]) -> Failures:
         num_played += 1
         if trajectory.error is not None:
             nature = _NUMBER.sub("0", trajectory.error)
-            examples.setdefault(nature, " ".join(trajectory.error.split())[:MAX_CAUSE])
+            where = f" (scenario {str(trajectory.scenario['id'])[:MAX_ID]})" if "id" in trajectory.scenario else ""
+            examples.setdefault(nature, f"{' '.join(trajectory.error.split())[:MAX_CAUSE]}{where}")
             counts[nature] += 1
     if not counts:
         return Failures(0, num_played, "", 0)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from art_cli import plugins, quantization
 from art_cli.allocator import keep_freed_memory
-from art_cli.base_files import check_base, read_template, refuse_pickles
+from art_cli.base_files import check_base, gguf_problem, read_template, refuse_pickles
 from art_cli.builtin_models import entry_of
 from art_cli.config.schema import LoraConfig, ModelConfig
 from art_cli.durable import new_directory
@@ -139,7 +139,7 @@ def load_weights(
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(config.chat_template)
     if not tokenizer.chat_template:
-        cure = "give it a chat_template.jinja" if named else "name a Jinja file in model.chat_template"
+        cure = "give it a chat_template.jinja" if named else f"{template_cure(tokenizer)} in model.chat_template"
         raise UsageError(f"{base}: its tokenizer has no chat template; {cure}")
     max_length = config.max_length or context_of(model.config)
     model.eval()
@@ -356,8 +356,16 @@ def load_tokenizer(base: str) -> Any:
         raise ValueError(f"its tokenizer (tokenizer.json, tokenizer_config.json): {one_line(error)}") from error
 
 
+def template_cure(tokenizer: Any) -> str:
+    """Returns what to name as the chat template, for a tokenizer without one or with one that leaves out the tools."""
+    speaks = {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys()
+    return "name 'builtin' (ChatML with tools, which this model speaks)" if speaks else "name a Jinja file"
+
+
 def require_base(base: str, named: str | None) -> None:
     """Raises ArtError: the directory has a damaged file, or the hub has nothing of that name."""
+    if problem := gguf_problem(Path(base)):
+        raise UsageError(f"{named or 'model.base'}: {problem}")
     if Path(base).is_dir():
         check_base(Path(base), named)
     else:
@@ -390,6 +398,7 @@ def fitting(place: Path) -> Iterator[None]:
 def _find_on_hub(base: str, named: str | None) -> None:
     """Asks the hub once, unless the base is in the cache, because loading would retry for minutes."""
     import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         if isinstance(huggingface_hub.try_to_load_from_cache(base, "config.json"), str):
@@ -397,11 +406,12 @@ def _find_on_hub(base: str, named: str | None) -> None:
         huggingface_hub.HfApi().model_info(base, timeout=HUB_TIMEOUT_S)
     except Exception as error:  # the boundary to the hub's client: a bad id, no such model, no network
         summary = " ".join(str(error).split())[:200]
-        raise UsageError(
-            f"{named} is no directory here, and not on the hub: {summary}"
-            if named
-            else f"model.base: {base!r} is no directory here, no file.py:function, and not on the hub: {summary}"
-        ) from error
+        what = named or f"model.base: {base!r}"
+        kinds = "no directory here" if named else "no directory here, no file.py:function"
+        if isinstance(error, HfHubHTTPError | HFValidationError):  # the hub answered, or was not asked
+            raise UsageError(f"{what} is {kinds}, and not on the hub: {summary}") from error
+        cure = "name a directory" if named else "without it a directory works, and builtin:tiny"
+        raise UsageError(f"{what} is {kinds}, and the hub could not be reached ({summary}); {cure}") from error
 
 
 def _hide_progress_bars() -> None:

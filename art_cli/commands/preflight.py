@@ -39,7 +39,7 @@ from art_cli.loop.auto import describe
 from art_cli.loop.generate import plan_groups
 from art_cli.loop.record import find_clash
 from art_cli.loop.sampler import open_sampler
-from art_cli.model import Weights, count_parameters, find_base, load_tokenizer
+from art_cli.model import Weights, count_parameters, find_base, load_tokenizer, template_cure
 from art_cli.policy_spec import PolicySpec, read_spec, spec_of
 from art_cli.remote.connection import load_sdk
 from art_cli.remote.server import find_server
@@ -327,7 +327,7 @@ class Preflight:
 
     def _rollout_problem(self, trajectory: Trajectory) -> Finding | None:
         if trajectory.error:
-            return Finding("rollout", False, trajectory.error, "mend the rollout; it failed on the first scenario")
+            return Finding("rollout", False, trajectory.error, f"mend the rollout; it failed on {self._first_id()}")
         if trajectory.returned_reward is None and self.judge is not None and self.judge.needs_reward:
             return Finding(
                 "rollout", False, "it returned no reward, and judge is 'rollout'", "return one, or choose a judge"
@@ -343,6 +343,9 @@ class Preflight:
                 "(and rollout.sampling.temperature above 0)",
             )
         return None
+
+    def _first_id(self) -> str:
+        return f"the first scenario, {printable(str(self.scenarios[0]['id']), limit=MAX_SHOWN)}"
 
     def _silence_problem(self) -> Finding:
         """The finding for an attempt that made no model call."""
@@ -373,7 +376,7 @@ class Preflight:
         names = ", ".join(str(tool.get("function", {}).get("name")) for tool in with_tools.tools[:5])
         if _shows_tools(self.tokenizer, with_tools):
             return Finding("tools", True, f"the chat template shows {names}")
-        cure = "choose a model whose template knows tools, or name a template that does in model.chat_template"
+        cure = f"{template_cure(self.tokenizer)} in model.chat_template, or choose a model whose template shows tools"
         return Finding("tools", False, f"the chat template leaves out the tools: the model never sees {names}", cure)
 
     def check_tokens(self) -> Finding:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from art_cli.base_files import gguf_problem
 from art_cli.config.checks import untrainable
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.places import show
@@ -456,10 +457,16 @@ def _bind(host: str, port: int) -> OSError | None:
 def _base(key: str, base: str, directory: Path, *, is_buildable: bool = True) -> Iterator[Wrong]:
     path = directory / base
     if os.path.isdir(path):
-        if not os.path.isfile(path / "config.json"):
+        if problem := gguf_problem(path):
+            yield Wrong(key, problem)
+        elif not os.path.isfile(path / "config.json"):
             yield Wrong(key, f"{show(path)}: a directory without config.json, so there is no model in it")
     elif ":" in base and is_buildable:
         yield from _entry(key, base, directory)
+    elif problem := gguf_problem(path):
+        yield Wrong(key, problem)
+    elif os.path.isfile(path):
+        yield Wrong(key, f"{show(path)}: a file, and the directory of a model is wanted")
     elif base.startswith((".", "/", "~")):
         yield Wrong(key, f"{base!r}: no such directory")
     elif not HUB_ID.fullmatch(base):

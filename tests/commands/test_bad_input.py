@@ -96,20 +96,26 @@ def test_a_missing_scenarios_file_is_named(art: Callable[..., tuple[int, str]], 
 def test_a_base_model_that_is_not_there_is_named(art: Callable[..., tuple[int, str]], project: Path) -> None:
     code, line = train(art, project, "model.base=no/such-model")
     assert code == 2
-    assert "model.base: 'no/such-model' is no directory here, no file.py:function, and not on the hub" in line
+    assert (
+        "model.base: 'no/such-model' is no directory here, no file.py:function, and the hub could not be reached"
+        in line
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["export", "nope"], "error: 'nope' is no directory here, and not on the hub: "),
-        (["serve", "small=no/pe"], "error: 'no/pe' is no directory here, and not on the hub: "),
+        (["export", "nope"], "error: 'nope' is no directory here, and the hub could not be reached"),
+        (["serve", "small=no/pe"], "error: 'no/pe' is no directory here, and the hub could not be reached"),
         (["export", "./nope"], "error: ./nope: no such directory, and no hub id"),
-        (["export", "adapter", "--base", "no/pe"], "error: --base 'no/pe' is no directory here, and not on the hub: "),
+        (
+            ["export", "adapter", "--base", "no/pe"],
+            "error: --base 'no/pe' is no directory here, and the hub could not be reached",
+        ),
         (["export", "adapter", "--base", "nope.py:build"], "error: nope.py:build: no such file"),
         (
             ["export", "adapter"],
-            "error: adapter: its base model 'no/such' (--base names another) is no directory here, and not on",
+            "error: adapter: its base model 'no/such' (--base names another) is no directory here, and the hub",
         ),
     ],
 )

@@ -229,6 +229,9 @@ def test_check_finds_tools_that_the_chat_template_never_shows(art: Art, project:
     code, out, _ = art("check", project / "config.yaml", "model.chat_template=plain.jinja", "--json")
     assert (code, findings(out)["tools"]["is_good"]) == (1, False)
     assert "the model never sees move" in str(findings(out)["tools"]["message"])
+    assert str(findings(out)["tools"]["cure"]).startswith("name 'builtin' (ChatML with tools")
+    code, out, _ = art("check", project / "config.yaml", "model.chat_template=builtin", "--json")
+    assert (code, findings(out)["tools"]["is_good"]) == (0, True)
 
 
 def test_check_finds_an_engine_that_is_not_there(art: Art, project: Path) -> None:

