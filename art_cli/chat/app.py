@@ -6,6 +6,7 @@ The caller's key chooses the backend (`backend_for`); no backend is a 401. A cli
 Every answer, also an error, is in the protocol that the request's path belongs to; only a defect of ours is a 500.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import logging
@@ -282,6 +283,8 @@ class _EventStream(Response):
         try:
             async with closing_stream(self._backend.stream(self._request)) as chunks:
                 async for chunk in chunks:
+                    if is_open:
+                        await asyncio.sleep(0)  # chunks that are there already would hold up all other requests
                     if builder is not None:
                         builder.add(chunk)
                     rendered = events.render(chunk)

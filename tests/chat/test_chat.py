@@ -22,7 +22,7 @@ from art_cli.chat.bodies import BodyLimit
 from art_cli.chat.client import HttpBackend
 from art_cli.chat.connection import Connection
 from art_cli.chat.errors import ChatError
-from art_cli.chat.replies import ReplyBuilder
+from art_cli.chat.replies import Chunk, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling, with_defaults
 from art_cli.chat.server import serve
 from art_cli.chat.wires import OpenAIChat, OpenAICompletions, Wire
@@ -485,6 +485,32 @@ async def test_a_client_that_leaves_in_the_middle_of_a_stream_ends_it() -> None:
         await anext(aiter(stream))
         await stream.close()
         await asyncio.wait_for(closed.wait(), 10)
+
+
+async def test_streams_that_are_there_at_once_hold_nobody_up() -> None:
+    """Eight streams of 2,000 chunks that wait for nothing: a request that comes later is answered before they end."""
+
+    class Fast(ScriptedBackend):
+        num_yielded = 0
+
+        async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+            first = await anext(aiter(super().stream(request)))
+            for _ in range(2000):
+                self.num_yielded += 1
+                yield msgspec.structs.replace(first, is_last=False)
+            yield msgspec.structs.replace(first, is_last=True)
+
+    backend = Fast()
+    headers = {"Authorization": f"Bearer {KEY}"}
+    body = {"model": "policy", "messages": [USER]}
+    async with serving(backend) as url, httpx.AsyncClient(headers=headers, timeout=60) as client:
+        path = f"{url}/chat/completions"
+        streams = [asyncio.create_task(client.post(path, json={**body, "stream": True})) for _ in range(8)]
+        while backend.num_yielded < 8:
+            await asyncio.sleep(0)
+        assert (await client.post(path, json=body)).status_code == 200
+        assert backend.num_yielded < 8 * 1000
+        assert {(await stream).status_code for stream in streams} == {200}
 
 
 def test_replies_leave_at_once_in_every_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
