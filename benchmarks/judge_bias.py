@@ -48,7 +48,7 @@ def write_groups(path: Path) -> None:
 
 def judge(directory: Path, api_base: str, *, votes: int, noise: float) -> dict[str, Any]:
     """The report of one judgement, as `--json` prints it."""
-    settings = [f"judge.api_base={api_base}", "judge.model=rule", f"judge.votes={votes}", "judge.cache=null"]
+    settings = [f"judge.base_url={api_base}", "judge.model=rule", f"judge.votes={votes}", "judge.cache=null"]
     output = directory / f"scored-{votes}-{noise}.jsonl"
     done = subprocess.run(
         [*ART, str(directory / "groups.jsonl"), "-o", str(output), *settings, "--gold", "metrics.quality", "--json"],

@@ -70,7 +70,7 @@ def judge_server(log: Path) -> Iterator[str]:
 
 
 def command(file: Path, output: Path, api_base: str, cache: Path) -> list[str]:
-    settings = [f"judge.api_base={api_base}", "judge.model=rule", f"judge.concurrency={PLACES}", f"judge.cache={cache}"]
+    settings = [f"judge.base_url={api_base}", "judge.model=rule", f"judge.concurrency={PLACES}", f"judge.cache={cache}"]
     return [*ART, str(file), "-o", str(output), *settings, "--json"]
 
 

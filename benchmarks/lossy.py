@@ -95,7 +95,12 @@ class Train:
         self._home, self._steps = home, steps
 
     def command(self, address: str) -> list[str]:
-        there = ["engine=tinker", "learner=tinker", f"engine.url={address}", f"engine.base_model={self._home / 'base'}"]
+        there = [
+            "engine=tinker",
+            "learner=tinker",
+            f"engine.base_url={address}",
+            f"engine.base_model={self._home / 'base'}",
+        ]
         run = [f"runs={self._home}", f"train.steps={self._steps}", "train.keep_checkpoints=99", "eval=null"]
         return [sys.executable, "-m", "art_cli", "train", str(LETTERS), *there, *run, "rollout.concurrency=1", *SMALL]
 

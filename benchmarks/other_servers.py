@@ -72,7 +72,7 @@ def _wait(address: str, server: "subprocess.Popen[bytes]", log: Path) -> None:
 
 def train(address: str, home: Path, sdk: Path, steps: int) -> list[float]:
     """The reward of each step."""
-    there = ["engine=tinker", "learner=tinker", f"engine.url={address}", f"engine.base_model={home / 'base'}"]
+    there = ["engine=tinker", "learner=tinker", f"engine.base_url={address}", f"engine.base_model={home / 'base'}"]
     run = [f"runs={home}", f"train.steps={steps}", "train.learning_rate=3e-3", "eval=null"]
     done = subprocess.run(
         [sys.executable, "-m", "art_cli", "train", str(LETTERS), *there, *run],

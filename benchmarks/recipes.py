@@ -110,7 +110,7 @@ def judge_by_rule(recipe: str) -> Iterator[list[str]]:
     try:
         assert server.stdout is not None
         api_base = server.stdout.readline().strip()
-        yield ["judge=ruler", f"judge.api_base={api_base}", "judge.model=rule", "judge.cache=null"]
+        yield ["judge=ruler", f"judge.base_url={api_base}", "judge.model=rule", "judge.cache=null"]
     finally:
         server.kill()
         server.wait()

@@ -174,7 +174,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="art-remote-") as place:
             home = Path(place)
             with serving(TASKS[name], home) as (address, pid):
-                remote = ("engine=tinker", "learner=tinker", f"engine.url={address}")
+                remote = ("engine=tinker", "learner=tinker", f"engine.base_url={address}")
                 sides = Sides(TASKS[name], home, {"local": LOCAL, "remote": remote}, options.steps)
                 measure(name, sides, pid)
                 compare(sides)

@@ -74,7 +74,7 @@ def judging() -> Iterator[list[str]]:
         assert server.stdout is not None
         api_base = server.stdout.readline().strip()
         try:
-            yield ["judge=ruler", f"judge.api_base={api_base}", "judge.model=rule", "judge.votes=3", "judge.cache=null"]
+            yield ["judge=ruler", f"judge.base_url={api_base}", "judge.model=rule", "judge.votes=3", "judge.cache=null"]
         finally:
             server.kill()
 

@@ -89,7 +89,7 @@ def find_players(
         model, separator, url = endpoint.partition("@")
         if not separator or not model or not url:
             raise UsageError(f"--endpoint {endpoint!r}: expected MODEL@URL, for example gpt-5@https://host/v1")
-        engine = OpenAIEngineConfig(name="openai", url=url, model=model)
+        engine = OpenAIEngineConfig(name="openai", base_url=url, model=model)
         config = loaded.config.model_copy(update={"engine": engine})
         players[model] = Player(replace(loaded, config=config), PolicySource(None, 0))
     return players

@@ -61,7 +61,7 @@ def run(
 
     \b
     art gateway gateway.yaml                      in front of an endpoint; the file needs no more than
-                                                    engine: {name: openai, url: https://host/v1, model: NAME}
+                                                    engine: {name: openai, base_url: https://host/v1, model: NAME}
     art gateway config.yaml --checkpoint runs/mine
                                                   in front of a checkpoint, with the configuration it was trained by
     ART_API_KEY=... art gateway gateway.yaml --host 0.0.0.0

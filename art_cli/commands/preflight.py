@@ -58,7 +58,7 @@ from art_cli.trajectory import Json, Trajectory, Turn, prompt, sequence
 log = logging.getLogger(__name__)
 
 MAX_SHOWN = 200  # characters of the scenario that is shown
-CONNECT_TIMEOUT_S = 10.0  # longest wait for a connection to the vLLM server at engine.url
+CONNECT_TIMEOUT_S = 10.0  # longest wait for a connection to the vLLM server at engine.base_url
 SURE, UNLIKELY = 0.5, 1e-3  # probabilities of equal attempts: the model is sure of them; another cause made them equal
 LONG_ROW_S = 60.0  # an estimate above this comes with its cure
 FIRST_STEP = 10  # time of the first step in forward passes: its own 3, and the check of packs in both directions
@@ -130,7 +130,7 @@ class Preflight:
         engine = self.loaded.config.engine
         if isinstance(engine, VllmEngineConfig) and (problem := _vllm_problem(engine)):
             cure = "pip install 'art-cli[vllm]', name a Python that has it in engine.python, or engine=embedded"
-            return Finding("engine", False, problem, "start it, or mend engine.url" if engine.url else cure)
+            return Finding("engine", False, problem, "start it, or mend engine.base_url" if engine.base_url else cure)
         return Finding("auto", True, describe(self.loaded, "engine", "learner"))
 
     def check_nodes(self) -> Finding | None:
@@ -522,7 +522,7 @@ def _vllm_problem(engine: VllmEngineConfig) -> str:
         try:
             socket.create_connection((address.hostname or "", address.port or 80), CONNECT_TIMEOUT_S).close()
         except (OSError, ValueError) as error:
-            return f"engine.url: nothing answers at {url}: {error}"
+            return f"engine.base_url: nothing answers at {url}: {error}"
     if engine.urls:
         return ""
     try:

@@ -222,7 +222,7 @@ def _remote_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, st
     if not isinstance(config.engine, TinkerEngineConfig):
         yield (
             "learner",
-            "'tinker' trains on the server that engine=tinker samples from; set engine=tinker engine.url=...",
+            "'tinker' trains on the server that engine=tinker samples from; set engine=tinker engine.base_url=...",
         )
     if config.model.quantize is not None:
         yield "model.quantize", "learner 'tinker' leaves the base model to the server; leave it out"

@@ -161,7 +161,7 @@ def load_gateway(path: Path, overrides: Sequence[str] = ()) -> LoadedGateway:
     if isinstance(only.engine, AutoEngineConfig | EmbeddedEngineConfig | VllmEngineConfig):
         message = (
             f"{only.engine.name!r} samples from a checkpoint, and this file has no model and rollout; name an endpoint "
-            "(engine: {name: openai, url: https://host/v1, model: NAME}), or take a run's configuration"
+            "(engine: {name: openai, base_url: https://host/v1, model: NAME}), or take a run's configuration"
         )
         raise ConfigError([Problem("engine", composition.places.of("engine"), message)])
     return _loaded_gateway(only.name, only.runs, only.engine, only.gateway, composition.directory, None)

@@ -32,9 +32,10 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 
 from art_cli.config.documents import bad_yaml, read_document, read_text
 from art_cli.config.interpolation import InterpolationTooLarge, bounded
-from art_cli.config.knobs import Schema, groups, variants
+from art_cli.config.knobs import Schema, groups, section_at, variants
 from art_cli.config.overrides import parse, refuse_sweeps
 from art_cli.config.places import COMMAND_LINE, Places, join
+from art_cli.config.sections.base import OLD_NAMES
 from art_cli.errors import ConfigError, Problem, no_such_option
 
 PRIMARY = "the configuration file"  # name of the file in Hydra's store and in Hydra's error messages
@@ -216,6 +217,8 @@ class Composition:
                 for section, name in BY_NAME.items():
                     if key.startswith(f"{section}.") and isinstance(alone := OmegaConf.select(config, section), str):
                         OmegaConf.update(config, section, {name: alone}, merge=False)
+                for below in [join(key, name) for name in value] if isinstance(value, dict) else [key]:
+                    self._drop_other_names(config, below)
                 OmegaConf.update(config, key, value, merge=True, force_add=True)
         except Exception as error:  # the boundary to OmegaConf, which may raise anything for a hostile key
             message = "nothing there to remove" if setting.is_removed else " ".join(str(error).split())
@@ -223,6 +226,18 @@ class Composition:
             return
         for below in [join(key, name) for name in value] if isinstance(value, dict) else [key]:
             self.places.put(below, COMMAND_LINE)
+
+    def _drop_other_names(self, config: DictConfig, key: str) -> None:
+        """Removes what the files say of the key under another of its names, because the command line wins."""
+        section, _, name = key.rpartition(".")
+        names = {"base_url", *OLD_NAMES}
+        if name not in names or not isinstance(there := OmegaConf.select(config, section), DictConfig):
+            return
+        schema = section_at(self.schema, section, OmegaConf.to_container(config))
+        for other in names - {name}:
+            is_from_file = other in there and self.places.of(join(section, other)) != COMMAND_LINE
+            if is_from_file and schema is not None and "base_url" in schema.model_fields:
+                del there[other]
 
     def _resolve(self, config: DictConfig) -> dict[str, Any]:
         """The plain dict. A value that is `???` or cannot be interpolated becomes null, and a problem."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from art_cli.config.places import join
 from art_cli.config.schema import RunConfig
+from art_cli.config.sections.base import OLD_NAMES
 from art_cli.errors import printable
 
 NOT_TRAINING = frozenset(
@@ -89,13 +90,20 @@ class Change(NamedTuple):
 
 def config_hash(config: RunConfig) -> str:
     """16 hexadecimal digits, the same for every configuration that trains the same."""
-    text = json.dumps(_training(config.model_dump(mode="json")), sort_keys=True)
+    training = _training(config.model_dump(mode="json"))
+    text = json.dumps(_renamed(training, {"base_url": "api_base"}), sort_keys=True)  # older runs' hashes have that name
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """The keys in which two dumped configurations train differently, in alphabetical order."""
-    return list(_differences("", _training(old), _training(new)))
+    return list(_differences("", _training(_renamed(old, OLD_NAMES)), _training(_renamed(new, OLD_NAMES))))
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(value, Mapping):
+        return {names.get(name, name): _renamed(each, names) for name, each in value.items()}
+    return [_renamed(each, names) for each in value] if isinstance(value, list) else value
 
 
 def _training(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import yaml
 
+from art_cli.config.sections.base import OLD_NAMES
+
 COMMAND_LINE = "command line"
 
 
@@ -51,6 +53,9 @@ class Places:
 
     def of(self, key: str) -> str:
         """The place of the key, else of a key below it, else of the nearest section around it that has one."""
+        section, _, name = key.rpartition(".")
+        written = (join(section, old) for old, new in OLD_NAMES.items() if new == name)
+        key = next((old for old in written if key not in self._places and old in self._places), key)
         while key and key not in self._places:
             if below := [place for known, place in self._places.items() if known.startswith(f"{key}.")]:
                 return below[0]

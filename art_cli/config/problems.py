@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 from art_cli.config.documents import MAX_DEPTH, MAX_DIGITS
 from art_cli.config.knobs import Schema, all_keys, section_at, variant_name, variants
 from art_cli.config.places import Places, join
+from art_cli.config.sections.base import OLD_NAMES
 from art_cli.errors import Problem, first_sentence, no_such_option
 
 EXPECTED = {  # the beginning of pydantic's error type -> the value that it expects
@@ -74,7 +75,8 @@ def no_such_key(key: str, data: dict[str, Any], schema: Schema) -> str:
         return _of_another_variant(key, data, schema) or f"a key with dots is not read; nest it: {_nested(key)}"
     within, _, name = key.rpartition(".")
     siblings = (section_at(schema, within, data) or schema).model_fields
-    near = _nearest(name, within, siblings, schema)
+    old = OLD_NAMES if "base_url" in siblings else {}
+    near = list(dict.fromkeys(old.get(each, each) for each in _nearest(name, within, [*siblings, *old], schema)))
     if near:
         return f"no such key; did you mean {' or '.join(map(repr, near))}?"
     return f"no such key; there are: {', '.join(siblings)}"
@@ -164,6 +166,8 @@ def _dotted(detail: ErrorDetails, data: Any) -> str:
     """The key as the user wrote it, without the names of variants and union members that pydantic adds to `loc`."""
     parts: list[str] = []
     for part in detail["loc"]:
+        if isinstance(data, dict) and part not in data:  # the key may stand there under its old name
+            part = next((old for old, new in OLD_NAMES.items() if new == part and old in data), part)
         is_variant = bool(parts) and isinstance(data, dict) and part == data.get("name") and part != parts[-1]
         is_there = (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int))
         if is_there and not is_variant:

@@ -178,9 +178,9 @@ def _engine(loaded: LoadedConfig) -> Iterator[Wrong]:
         if engine.python is not None and not _is_program(str(engine.python), loaded.directory):
             yield Wrong("engine.python", f"no program {show(engine.python)}; it names the Python that has vLLM")
         for url in engine.urls:
-            yield from _url("engine.url", url)
+            yield from _url("engine.base_url", url)
     elif isinstance(engine, OpenAIEngineConfig | AnthropicEngineConfig):
-        yield from _url("engine.url", engine.url)
+        yield from _url("engine.base_url", engine.base_url)
     elif isinstance(engine, OwnEngineConfig):
         yield from _entry("engine.entry", engine.entry, loaded.directory)
 
@@ -213,8 +213,8 @@ def _one_judge(key: str, judge: NamedJudgeConfig | NoJudgeConfig, directory: Pat
         for place, model in asked.items():
             if model.needs_litellm and importlib.util.find_spec("litellm") is None:
                 yield Wrong(f"{place}.model", no_litellm(model))
-            if model.api_base is not None:
-                yield from _url(f"{place}.api_base", model.api_base)
+            if model.base_url is not None:
+                yield from _url(f"{place}.base_url", model.base_url)
 
 
 def _judge_file(key: str, path: Path, directory: Path) -> Iterator[Wrong]:

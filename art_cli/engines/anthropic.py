@@ -16,7 +16,7 @@ class AnthropicEngine(HostedEngine):
 
         def connect(key: str) -> AnthropicBackend:
             limits: Any = {"max_tokens": config.max_tokens, "timeout_s": config.timeout_s}
-            return AnthropicBackend(config.url, key, config.model, **limits)
+            return AnthropicBackend(config.base_url, key, config.model, **limits)
 
         super().__init__(config, connect)
 

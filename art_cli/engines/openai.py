@@ -31,11 +31,11 @@ class HostedEngine:
         Raises EngineError: the endpoint is not on this machine, and the environment has no key for it.
         """
         key = os.environ.get(config.api_key_env, "")
-        if not key and urlsplit(config.url).hostname not in LOCAL:
+        if not key and urlsplit(config.base_url).hostname not in LOCAL:
             raise EngineError(f"engine.api_key_env: the environment variable {config.api_key_env} is not set")
         self._name = config.name
         self._http = connect(key or "none")
-        self.endpoint = Endpoint(base_url=config.url, api_key=key or "none", model=config.model, step=0)
+        self.endpoint = Endpoint(base_url=config.base_url, api_key=key or "none", model=config.model, step=0)
 
     @property
     def backend(self) -> Backend:
@@ -50,7 +50,9 @@ class HostedEngine:
             async with asyncio.timeout(CONNECT_DEADLINE_S):
                 _, writer = await asyncio.open_connection(url.hostname, url.port or 80)
         except (OSError, TimeoutError) as error:
-            raise EngineError(f"engine.url: nothing answers at {url.hostname}:{url.port or 80}; start it") from error
+            raise EngineError(
+                f"engine.base_url: nothing answers at {url.hostname}:{url.port or 80}; start it"
+            ) from error
         writer.close()
         await writer.wait_closed()
 
@@ -84,7 +86,9 @@ class OpenAIEngine(HostedEngine):
     """An OpenAI-compatible endpoint."""
 
     def __init__(self, config: OpenAIEngineConfig) -> None:
-        super().__init__(config, lambda key: HttpBackend(config.url, key, config.model, timeout_s=config.timeout_s))
+        super().__init__(
+            config, lambda key: HttpBackend(config.base_url, key, config.model, timeout_s=config.timeout_s)
+        )
 
     @classmethod
     def of(cls, config: OpenAIEngineConfig, setup: EngineSetup) -> Self:

@@ -180,7 +180,7 @@ class TrainingRun:
         engine, learner = self.config.engine, self.config.learner.name
         names = f"engine {engine_name(engine)}, learner {learner} on {self.policy.learner_device}"
         if isinstance(engine, TinkerEngineConfig):
-            names = f"engine {engine.name}, learner {learner} at {engine.url}"
+            names = f"engine {engine.name}, learner {learner} at {engine.base_url}"
         elif has_own_weights(self.config):
             names += f" in {describe_processes(self.config)}"
         return f"{self.config.name}: {what}; {names}; learning rate {self.config.train.learning_rate:g}"

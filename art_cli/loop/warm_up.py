@@ -219,6 +219,6 @@ def digest(loaded: LoadedConfig, examples: Examples, *, base: str, start: Path |
         "start": None if start is None else verify_checkpoint(start).files,
     }
     if isinstance(config.engine, TinkerEngineConfig):  # the weights are there and nowhere else
-        facts["server"] = [config.engine.url, config.engine.base_model]
+        facts["server"] = [config.engine.base_url, config.engine.base_model]
     text = json.dumps(facts, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

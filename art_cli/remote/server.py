@@ -61,7 +61,9 @@ class RemoteServer:
             except _transport_errors() as error:
                 if time.monotonic() >= end or _is_refused(error):
                     reason = one_line(error, limit=120)
-                    raise RemoteError(f"{self.url}: nothing answers ({reason}); start it, or mend engine.url") from None
+                    raise RemoteError(
+                        f"{self.url}: nothing answers ({reason}); start it, or mend engine.base_url"
+                    ) from None
             else:
                 if status not in PASSING or time.monotonic() >= end:
                     break
@@ -133,7 +135,7 @@ class RemoteServer:
 
 def find_server(config: TinkerEngineConfig) -> RemoteServer:
     """The server that a configuration names. Raises RemoteError: no key for it, or not one that the SDK takes."""
-    return server_at(config.url, config.api_key_env)
+    return server_at(config.base_url, config.api_key_env)
 
 
 def server_at(url: str, key_name: str) -> RemoteServer:

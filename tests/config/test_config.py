@@ -122,7 +122,7 @@ def test_groups_beside_the_file_are_found_and_come_before_the_packaged_ones() ->
     write("name: openai\nurl: http://mine\nmodel: q\n", "engine/mine.yaml")
     write("name: gspo\nclip: 0.5\n", "loss/grpo.yaml")
     config = load(PLAIN, "engine=mine", "loss=grpo")
-    assert config.engine.model_dump()["url"] == "http://mine"
+    assert config.engine.model_dump()["base_url"] == "http://mine"
     assert (config.loss.name, config.loss.clip) == ("gspo", 0.5)
 
 

@@ -264,7 +264,7 @@ REFERENCES = {
     "a rubric of nobody": ("judge: {name: ruler, rubric: ~no_such_user/x}", "judge.rubric: "),
     "no instructions": ("judge: {name: ruler, instructions: x.txt}", "judge.instructions: "),
     "a cache that is a directory": ("judge: {name: ruler, cache: .}", "judge.cache: "),
-    "a judge's address": ("judge: {name: ruler, model: m, api_base: nowhere}", "judge.api_base: "),
+    "a judge's address": ("judge: {name: ruler, model: m, api_base: nowhere}", "judge.base_url: "),
     "a judge among several": (
         "judge: {name: blend, blend: {a: 1}, judges: {a: {name: function, entry: 'x.py:f'}}}",
         "judge.judges.a.entry: ",
@@ -285,7 +285,7 @@ REFERENCES = {
     "runs of nobody": ("runs: ~no_such_user/runs", "runs: "),
     "runs with a long name": ("runs: " + "r" * 300, "runs: "),
     "no Python of vLLM": ("engine: {name: vllm, python: no/python}", "engine.python: "),
-    "an engine's address": ("engine: {name: vllm, url: nowhere}", "engine.url: "),
+    "an engine's address": ("engine: {name: vllm, url: nowhere}", "engine.base_url: "),
     "nothing to compare": (ROLLOUT.replace("size: 4", "size: 1"), "rollout.group_size: "),
 }
 

@@ -709,7 +709,7 @@ async def test_a_running_server_that_will_not_do_is_refused(
 async def test_an_address_where_nothing_answers_is_named(fake: Fake) -> None:
     config = VllmEngineConfig(name="vllm", url="http://127.0.0.1:9")
     engine = VllmEngine(config, MODEL, name="policy", logs=fake.logs)
-    with pytest.raises(EngineError, match=r"engine\.url: http://127\.0\.0\.1:9.*start the server first"):
+    with pytest.raises(EngineError, match=r"engine\.base_url: http://127\.0\.0\.1:9.*start the server first"):
         await engine.start()
 
 

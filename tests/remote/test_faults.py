@@ -183,7 +183,7 @@ def save_to(setting: Setting, checkpoint: Path) -> None:
 FAULTS: dict[str, tuple[Callable[[Setting, Path, pytest.MonkeyPatch], None], str]] = {
     "not there": (
         not_there,
-        "URL: nothing answers (REASON); start it, or mend engine.url",
+        "URL: nothing answers (REASON); start it, or mend engine.base_url",
     ),
     "gone": (gone, "URL: it has not answered for N s (WHAT); is it gone?"),
     "started anew": (

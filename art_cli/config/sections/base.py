@@ -1,9 +1,10 @@
 """What every section is built from: the base class, and numbers with bounds."""
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 
@@ -39,6 +40,9 @@ NonNegative = Annotated[Float, Field(ge=0)]
 UnitInterval = Annotated[Float, Field(ge=0, le=1)]
 
 
+OLD_NAMES = {"api_base": "base_url", "url": "base_url"}  # keys of judges and engines until 2026 -> the name of today
+
+
 class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
@@ -47,3 +51,14 @@ class Section(BaseModel):
         allow_inf_nan=False,
         coerce_numbers_to_str=True,  # `name=7` on a command line is a name
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_old_names(cls, data: Any) -> Any:
+        """The section with today's name of a server's address. Raises ValueError: it stands there under two names."""
+        if not isinstance(data, Mapping) or "base_url" not in cls.model_fields:
+            return data
+        given = [name for name in ("base_url", *OLD_NAMES) if name in data]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(map(repr, given))} are one key: keep {given[0]!r} alone")
+        return {OLD_NAMES.get(name, name): value for name, value in data.items()}

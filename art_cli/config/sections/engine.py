@@ -46,7 +46,7 @@ class OpenAIEngineConfig(EngineSection):
     can_train = False
 
     name: Literal["openai"]
-    url: str
+    base_url: str
     """The endpoint's base URL: https://host/v1."""
     model: str
     """The model, as the endpoint names it."""
@@ -63,7 +63,7 @@ class AnthropicEngineConfig(EngineSection):
     can_train = False
 
     name: Literal["anthropic"]
-    url: str = "https://api.anthropic.com"
+    base_url: str = "https://api.anthropic.com"
     """The endpoint's base URL, without /v1/messages."""
     model: str
     """The model, as the endpoint names it."""
@@ -94,7 +94,7 @@ VLLM_OWN_ENV = ("VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER
 
 
 class VllmEngineConfig(EngineSection):
-    """vLLM, which art starts as a process, or which runs already at `url`. It swaps LoRA adapters: `model.lora` is
+    """vLLM, which art starts as a process, or which runs already at `base_url`. It swaps LoRA adapters: `model.lora` is
     set."""
 
     swaps_adapters = True
@@ -115,11 +115,11 @@ class VllmEngineConfig(EngineSection):
     replicas: PositiveInt = 1
     """The number of servers that art starts. Each has GPUs of its own, as many as its arguments say. The attempts of a
     group stay with one server, and the calls of a server that ends move to the others."""
-    url: str | list[str] | None = None
+    base_url: str | list[str] | None = None
     """A vLLM server that runs already and sees the run's files: http://127.0.0.1:8000. A list is several servers, used
     like replicas. null: art starts them."""
     api_key_env: str = "VLLM_API_KEY"
-    """The environment variable that holds the key of the server at `url`."""
+    """The environment variable that holds the key of the server at `base_url`."""
     timeout_s: Seconds = 600.0
     """The longest time for one request."""
 
@@ -145,19 +145,21 @@ class VllmEngineConfig(EngineSection):
     @model_validator(mode="after")
     def _own_or_running(self) -> Self:
         of_own = {"python", "args", "env", "sleep", "start_timeout_s", "replicas"} & self.model_fields_set
-        if self.url is not None and of_own:
-            raise ValueError(f"with 'url' the server is somebody else's: remove {', '.join(sorted(of_own))}")
-        if self.url is None and "api_key_env" in self.model_fields_set:
-            raise ValueError("'api_key_env' is the key of a server at 'url'; a server of our own gets a random one")
+        if self.base_url is not None and of_own:
+            raise ValueError(f"with 'base_url' the server is somebody else's: remove {', '.join(sorted(of_own))}")
+        if self.base_url is None and "api_key_env" in self.model_fields_set:
+            raise ValueError(
+                "'api_key_env' is the key of a server at 'base_url'; a server of our own gets a random one"
+            )
         plain = [url.rstrip("/").removesuffix("/v1") for url in self.urls]
-        if self.url == [] or len(set(plain)) < len(plain):
-            raise ValueError("'url' names each server once, and at least one")
+        if self.base_url == [] or len(set(plain)) < len(plain):
+            raise ValueError("'base_url' names each server once, and at least one")
         return self
 
     @property
     def urls(self) -> list[str]:
         """The servers that run already; empty where art starts them."""
-        return [self.url] if isinstance(self.url, str) else self.url or []
+        return [self.base_url] if isinstance(self.base_url, str) else self.base_url or []
 
     @property
     def num_servers(self) -> int:
@@ -170,7 +172,7 @@ class TinkerEngineConfig(EngineSection):
     enforces_formats = False
 
     name: Literal["tinker"]
-    url: str = Field(pattern=r"^https?://[^\s/@]+(/[^\s@]*)?$", max_length=2000)
+    base_url: str = Field(pattern=r"^https?://[^\s/@]+(/[^\s@]*)?$", max_length=2000)
     """The server's root: http://gpu:8100."""
     api_key_env: str = "TINKER_API_KEY"
     """The environment variable that holds the key. The key itself never stands in a file."""

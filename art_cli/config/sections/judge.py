@@ -111,14 +111,14 @@ class JudgeModelConfig(Section):
     """A model that judges, and how it is reached."""
 
     model: str = "openai/o3"
-    """The model, as litellm names it (openai/o3, anthropic/claude-sonnet-4-5), or with `api_base` as that server names
+    """The model, as litellm names it (openai/o3, anthropic/claude-sonnet-4-5), or with `base_url` as that server names
     it. Other providers than OpenAI need litellm: pip install 'art-cli[litellm]'."""
-    api_base: str | None = None
+    base_url: str | None = None
     """Any OpenAI-compatible endpoint: http://127.0.0.1:8000/v1. null: the provider that `model` names (OpenAI is asked
     at OPENAI_BASE_URL, if that is set)."""
     api_key_env: str | None = None
     """The variable, in the environment or in .env, that holds the key. null: the provider's usual one; OPENAI_API_KEY
-    for an `api_base`."""
+    for a `base_url`."""
     params: dict[str, JsonValue] = {}
     """Parameters that each call passes on: {temperature: 0}, {reasoning_effort: low}."""
     response_format: Literal["auto", "json_schema", "text"] = "auto"
@@ -128,8 +128,8 @@ class JudgeModelConfig(Section):
 
     @property
     def needs_litellm(self) -> bool:
-        """Whether the model is asked through litellm. OpenAI's own models and those at an `api_base` are not."""
-        if self.api_base is not None:
+        """Whether the model is asked through litellm. OpenAI's own models and those at a `base_url` are not."""
+        if self.base_url is not None:
             return False
         is_plain = self.model.startswith("openai/") and not self.model.startswith("openai/responses/")
         return not is_plain or any(name in LITELLM_PARAMS for name in self.params)
@@ -137,7 +137,7 @@ class JudgeModelConfig(Section):
 
 def no_litellm(member: JudgeModelConfig) -> str:
     """What to tell a user whose judge needs litellm, which is not installed."""
-    cure = "pip install 'art-cli[litellm]', or name an OpenAI-compatible endpoint in api_base"
+    cure = "pip install 'art-cli[litellm]', or name an OpenAI-compatible endpoint in base_url"
     return f"{member.model} is asked through litellm, which is not installed: {cure}"
 
 

@@ -176,12 +176,12 @@ def num_gpus(arguments: Mapping[str, Any]) -> int:
 
 
 def divide(config: VllmEngineConfig) -> list[VllmEngineConfig]:
-    """One configuration for each server of `url` or `replicas`, with GPUs of its own where the machine has some.
+    """One configuration for each server of `base_url` or `replicas`, with GPUs of its own where the machine has some.
 
     Raises EngineError: too few GPUs are visible.
     """
-    if config.url is not None:
-        return [config.model_copy(update={"url": url}) for url in config.urls]
+    if config.base_url is not None:
+        return [config.model_copy(update={"base_url": url}) for url in config.urls]
     single = config.model_copy(update={"replicas": 1})
     variables = {**os.environ, **config.env}
     if not has_gpu(variables):

@@ -170,7 +170,7 @@ class OwnServer:
 
 
 class RunningServer:
-    """A server that the user runs at `engine.url`, on a machine that sees the run's files under the same paths."""
+    """A server that the user runs at `engine.base_url`, on a machine that sees the run's files under the same paths."""
 
     pid = 0
     sleep_level = 0
@@ -201,7 +201,7 @@ class RunningServer:
             self.base_name = (await self.control.models())[0]
             await self._check_logprobs()
         except Unreachable as error:
-            raise EngineError(f"engine.url: {error}; start the server first") from error
+            raise EngineError(f"engine.base_url: {error}; start the server first") from error
         except Refused as error:
             if error.status in (401, 403):
                 raise EngineError(f"engine.api_key_env: {error} (the key is read from {self._key_variable})") from error
@@ -219,7 +219,7 @@ class RunningServer:
         ]
         if all(abs(warm.next[token] - hot.next[token]) < SAME for token in warm.next.keys() & hot.next.keys()):
             raise EngineError(
-                f"engine.url: {self.control.root} reports logprobs of another distribution than it samples from; "
+                f"engine.base_url: {self.control.root} reports logprobs of another distribution than it samples from; "
                 "start it with --logprobs-mode processed_logprobs"
             )
 
@@ -233,7 +233,7 @@ class RunningServer:
                     await asyncio.sleep(HEALTH_EVERY_S)
         except TimeoutError:
             limit = f"{self._config.start_timeout_s:g} s"
-            raise EngineError(f"engine.url: {self._root} ended, and did not come back within {limit}") from None
+            raise EngineError(f"engine.base_url: {self._root} ended, and did not come back within {limit}") from None
 
     async def ended(self) -> str:
         """Never returns for a single server, because the user watches it. Requests fail while it is away."""

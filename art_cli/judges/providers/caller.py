@@ -97,7 +97,7 @@ class Caller:
             self._shut.set()
             raise JudgeStopped(self._shut_because) from failure
         if failure.kind == "stopped":
-            raise JudgeStopped(f"{failure}; check the model, its key and judge.api_base") from failure
+            raise JudgeStopped(f"{failure}; check the model, its key and judge.base_url") from failure
         if failure.kind in ("refused", "too_large"):
             raise JudgeError(str(failure)) from failure
 
@@ -119,7 +119,7 @@ class Caller:
 
     def _give_up(self, failure: CallFailed, tries: int, started: float) -> JudgeError:
         if failure.kind == "unreachable" and self._answered_at < started:
-            return JudgeStopped(f"{failure} ({tries + 1} tries); start it, or check judge.api_base")
+            return JudgeStopped(f"{failure} ({tries + 1} tries); start it, or check judge.base_url")
         return JudgeError(f"{failure} ({tries + 1} tries)")
 
     async def _ask_once(self, messages: Sequence[Json], schema: Json, num_attempts: int) -> Answer:

@@ -1,4 +1,4 @@
-"""Judges at OpenAI and any OpenAI-compatible endpoint (`api_base`)."""
+"""Judges at OpenAI and any OpenAI-compatible endpoint (`base_url`)."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ class _Response(NamedTuple):
 class HttpProvider(Provider):
     def __init__(self, member: JudgeModelConfig, secrets: Secrets) -> None:
         assert not member.needs_litellm, member.model
-        base = (member.api_base or openai_base()).rstrip("/").removesuffix("/chat/completions")
+        base = (member.base_url or openai_base()).rstrip("/").removesuffix("/chat/completions")
         self._url = f"{base}/chat/completions"
         self._model = member.model.removeprefix("openai/")  # litellm's way of saying "as OpenAI does it"
         self._session: aiohttp.ClientSession | None = None
@@ -80,7 +80,7 @@ class HttpProvider(Provider):
             raise CallFailed(f"{self.name} cannot be reached: {self._line(error)}", "unreachable") from error
         except ValueError as error:  # an address or a key that no request can hold
             raise CallFailed(
-                f"{self.name}: {self._line(error)}; check judge.api_base, OPENAI_BASE_URL and the key", "stopped"
+                f"{self.name}: {self._line(error)}; check judge.base_url, OPENAI_BASE_URL and the key", "stopped"
             ) from error
         except AnswerTooLarge as error:
             raise CallFailed(f"{self.name}: {error}", "too_large") from error
@@ -94,7 +94,7 @@ class HttpProvider(Provider):
         """The key, unless the address itself holds a password; at OpenAI also who pays."""
         key = os.environ.get(self.member.api_key_env or DEFAULT_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key and URL(self._url).user is None else {}
-        return headers | (_account() if self.member.api_base is None else {})
+        return headers | (_account() if self.member.base_url is None else {})
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -255,7 +255,7 @@ def vote_key(member: JudgeModelConfig, prompt: JudgePrompt) -> str:
     """The cache key of a vote: everything that decides its answer, and nothing that does not (no key, no price)."""
     return make_key(
         model=member.model,
-        api_base=member.api_base,
+        api_base=member.base_url,
         params=member.params,
         response_format=member.response_format,
         messages=prompt.messages,

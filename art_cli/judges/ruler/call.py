@@ -34,7 +34,7 @@ async def ruler_score_group(
     debug: bool = False,
     **settings: Any,
 ) -> Any:
-    """The group, scored. `settings` are those of the configuration's judge section: votes=4, api_base=..., cache=None.
+    """The group, scored. `settings` are those of the configuration's judge section: votes=4, base_url=..., cache=None.
 
     `rubric` is the text of a rubric. `debug` logs every score with its explanation. Raises JudgeError when no complete
     verdict came (with `swallow_exceptions` it returns None instead), and UsageError when a setting is wrong.

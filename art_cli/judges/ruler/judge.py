@@ -67,7 +67,7 @@ class RulerJudge(Judge):
         secrets = find_secrets(
             os.environ,
             names=[member.api_key_env or "" for member in self.panel],
-            urls=[member.api_base or openai_base() for member in self.panel],
+            urls=[member.base_url or openai_base() for member in self.panel],
             params=[member.params for member in self.panel],
         )
         slots = asyncio.Semaphore(config.concurrency)
