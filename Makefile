@@ -13,7 +13,7 @@ READERS := .venv-readers
 S3 := .venv-s3
 MACHINES := .venv-machines
 
-APP := art_cli/views/app_src
+APP := art_cli/view/app_src
 
 .PHONY: setup setup-demo setup-vllm setup-unsloth setup-agents setup-verifiers setup-readers setup-s3 setup-gpu demo test \
 	test-vllm test-unsloth test-agents test-verifiers test-readers test-s3 test-machines test-gpu lint bench bench-gpu \
@@ -146,7 +146,7 @@ $(VERIFIERS)/.ready:
 test-verifiers: $(DEV) $(VERIFIERS)/.ready  ## tasksets of the real verifiers, in a Python of their own
 	ART_VERIFIERS_PYTHON=$(VERIFIERS)/bin/python $(BIN)/pytest -m verifiers
 
-view:  ## the page of art view, built from its sources into art_cli/views/app; needs Node
+view:  ## the page of art view, built from its sources into art_cli/reports/pages/app; needs Node
 	cd $(APP) && npm ci --no-audit --no-fund --silent && npm run --silent build
 
 # What reads our logs and takes our metrics: inspect, which alone has 84 packages, and the trackers' own packages. trackio

@@ -10,32 +10,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from art_cli.api import generate, judge, load, step, train
     from art_cli.config.compose import LoadedConfig, load_config
     from art_cli.config.schema import RunConfig
-    from art_cli.errors import ArtError
     from art_cli.judges import Judge, Verdict
     from art_cli.judges.ruler.call import ruler_score_group
     from art_cli.loop.stages import StepTaken
     from art_cli.loop.training_run import TrainResult
-    from art_cli.notebook import generate, judge, load, step, train
-    from art_cli.outcome import Outcome
     from art_cli.rollouts.policy import Policy
-    from art_cli.trajectory import Score, ScoredTrajectory, Trajectory, Turn
+    from art_cli.runs.outcome import Outcome
+    from art_cli.runs.trajectory import Score, ScoredTrajectory, Trajectory, Turn
+    from art_cli.runtime.errors import ArtError
 
 _HOMES = {
     name: home
     for home, names in {
         "config.compose": ("LoadedConfig", "load_config"),
         "config.schema": ("RunConfig",),
-        "errors": ("ArtError",),
+        "runtime.errors": ("ArtError",),
         "judges": ("Judge", "Verdict"),
         "judges.ruler.call": ("ruler_score_group",),
         "loop.stages": ("StepTaken",),
         "loop.training_run": ("TrainResult",),
-        "notebook": ("generate", "judge", "load", "step", "train"),
-        "outcome": ("Outcome",),
+        "api": ("generate", "judge", "load", "step", "train"),
+        "runs.outcome": ("Outcome",),
         "rollouts.policy": ("Policy",),
-        "trajectory": ("Score", "ScoredTrajectory", "Trajectory", "Turn"),
+        "runs.trajectory": ("Score", "ScoredTrajectory", "Trajectory", "Turn"),
     }.items()
     for name in names
 }
@@ -65,6 +65,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "small_models":  # what the recipes that users have copied import
+        return import_module("art_cli.models.small_models")
     if name not in _HOMES:
         raise AttributeError(f"module 'art_cli' has no attribute {name!r}")
     return getattr(import_module(f"art_cli.{_HOMES[name]}"), name)

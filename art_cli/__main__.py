@@ -22,7 +22,7 @@ def main() -> None:
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not: ignored, as in a shell's `art &`
     if is_default:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    from art_cli import cli
+    from art_cli.cli import app as cli
 
     if is_default:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,8 +10,8 @@ import numpy as np
 
 from art_cli.config.schema import GrpoConfig, TorchLearnerConfig, TrainConfig
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.model import Weights
-from art_cli.trajectory import ScoredTrajectory, Turn
+from art_cli.models.loading import Weights
+from art_cli.runs.trajectory import ScoredTrajectory, Turn
 
 Groups = list[list[ScoredTrajectory]]
 NUM_IDS = 1000  # token ids are drawn below this

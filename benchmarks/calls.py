@@ -20,15 +20,15 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from art_cli import threads
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.learners import load_policy
 from art_cli.loop.auto import resolve_auto
-from art_cli.loop.generate import plan_groups
-from art_cli.loop.sampler import Sampler, open_sampler
+from art_cli.loop.owed_groups import plan_groups
+from art_cli.loop.policy_sampler import Sampler, open_sampler
 from art_cli.rollouts.progress import Progress
-from art_cli.rollouts.scenarios import load_scenarios
-from art_cli.trajectory import Trajectory
+from art_cli.rollouts.scenario_files import load_scenarios
+from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime import threads
 from benchmarks.loop import make_base
 from benchmarks.loop_shapes import SHAPES
 from benchmarks.sides import Row, table

@@ -27,13 +27,13 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from art_cli.chat.app import build_app  # noqa: E402
+from art_cli.chat.chat_app import build_app  # noqa: E402
 from art_cli.chat.client import HttpBackend  # noqa: E402
+from art_cli.chat.http_server import serve  # noqa: E402
 from art_cli.chat.replies import Chunk, Reply  # noqa: E402
 from art_cli.chat.requests import Request, Sampling, text_of  # noqa: E402
-from art_cli.chat.server import serve  # noqa: E402
-from art_cli.rollouts.gateway import Gateway  # noqa: E402
-from art_cli.trajectory import prompt, sequence  # noqa: E402
+from art_cli.rollouts.rollout_gateway import Gateway  # noqa: E402
+from art_cli.runs.trajectory import prompt, sequence  # noqa: E402
 from tests.support.node import clients as install_node_client  # noqa: E402
 from tests.support.real_agents import PYTHON  # noqa: E402
 from tests.support.real_vllm import OPTIONS  # noqa: E402

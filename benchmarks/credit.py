@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from art_cli.run_dir import RunDir
+from art_cli.runs.run_dir import RunDir
 
 ROOT = Path(__file__).parent.parent
 ROWS = ROOT / "benchmarks" / "credit.jsonl"

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from art_cli import small_models
+from art_cli.models import small_models
 from benchmarks.learning import ROOT, Failed, Place, append, count_lines, read_rows
 from benchmarks.learning_table import mean, reach
 
@@ -149,7 +149,7 @@ def build(directory: Path, size: str) -> None:
 
 def wins(run: Path) -> list[tuple[int, float, int]]:
     """(rollouts so far, share of won games, games) at each evaluation of a run."""
-    from art_cli.run_dir import RunDir
+    from art_cli.runs.run_dir import RunDir
 
     found = RunDir(run)
     return [

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from art_cli import Judge, Verdict
-from art_cli.trajectory import Score, Trajectory
+from art_cli.runs.trajectory import Score, Trajectory
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes" / "tictactoe"))
 from demos import games as plain_games

@@ -20,16 +20,16 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from art_cli.builtin_models import tiny
 from art_cli.config.compose import load_config
 from art_cli.config.schema import EnvironmentConfig, RolloutConfig
-from art_cli.environments import libraries
-from art_cli.errors import ArtError, describe
 from art_cli.learners import load_policy
 from art_cli.loop.auto import resolve_auto
-from art_cli.loop.sampler import Sampler, open_sampler
-from art_cli.rollouts.runner import RolloutPlan, Runner
-from art_cli.trajectory import Trajectory
+from art_cli.loop.policy_sampler import Sampler, open_sampler
+from art_cli.models.builtin_models import tiny
+from art_cli.rollouts.environments import libraries
+from art_cli.rollouts.rollout_runner import RolloutPlan, Runner
+from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime.errors import ArtError, describe
 
 CONTEXT = 32_768  # tokens; the longest games of random moves take some thousands
 MAX_TURNS, MAX_TOKENS, TIMEOUT_S = 50, 8, 300.0  # the number of turns is the default of rollout.max_turns

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
-from art_cli.trajectory import ScoredTrajectory, Turn
+from art_cli.runs.trajectory import ScoredTrajectory, Turn
 from benchmarks.batches import Groups, make_turn
 from benchmarks.loop_shapes import Agent, Episode, Shape
 
@@ -19,7 +19,7 @@ Reply = Callable[[Episode], list[int]]
 
 def play(shape: Shape, config: Any, tokenizer: Any) -> list[list[Episode]]:
     """One step's episodes, by group. The attempts of a group differ by their replies alone."""
-    from art_cli.rollouts.scenarios import load_scenarios
+    from art_cli.rollouts.scenario_files import load_scenarios
 
     sys.path.insert(0, str(shape.project))
     scenarios = load_scenarios(config.rollout.scenarios, shape.project)[: config.rollout.groups_per_step]

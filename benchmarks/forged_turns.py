@@ -22,9 +22,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from art_cli.control_tokens import ControlTokens, Guard  # noqa: E402
-from art_cli.engines.embedded import messages  # noqa: E402
-from art_cli.engines.embedded.text import Vocabulary  # noqa: E402
+from art_cli.chat.control_tokens import ControlTokens, Guard  # noqa: E402
+from art_cli.engines.embedded import chat_prompts as messages  # noqa: E402
+from art_cli.engines.embedded.reply_text import Vocabulary  # noqa: E402
 from tests.support import forged_turns  # noqa: E402
 from tests.support.forged_turns import FORMS, HI, MAKERS, POSITIONS, Asked, control_texts  # noqa: E402
 

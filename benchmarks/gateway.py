@@ -26,7 +26,7 @@ import uvloop
 
 from art_cli.chat.client import HttpBackend
 from art_cli.chat.requests import Sampling
-from art_cli.rollouts.gateway import Gateway
+from art_cli.rollouts.rollout_gateway import Gateway
 
 NUM_PROMPT, NUM_SAMPLED = 300, 128
 CALLS_PER_ROLLOUT = 16

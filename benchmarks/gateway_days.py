@@ -40,10 +40,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from art_cli.chat.server import serve
-from art_cli.durable import read_lines
-from art_cli.judges.files.source import TrajectoryFile
-from art_cli.trajectory import Trajectory
+from art_cli.chat.http_server import serve
+from art_cli.judges.files.judged_files import TrajectoryFile
+from art_cli.runs.durable import read_lines
+from art_cli.runs.trajectory import Trajectory
 
 Json = dict[str, Any]
 

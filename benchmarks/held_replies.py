@@ -16,9 +16,9 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from art_cli.engines.embedded import sampling
+from art_cli.engines.embedded import token_sampling as sampling
 from art_cli.engines.embedded.grammars import Masks
-from art_cli.engines.embedded.sampling import Allowed, Knobs
+from art_cli.engines.embedded.token_sampling import Allowed, Knobs
 
 SCHEMA = {
     "type": "object",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from typer.main import get_command
 
-from art_cli.cli import app
+from art_cli.cli.app import app
 
 ART = Path(sys.executable).with_name("art")
 RUNS = 7

@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from art_cli.durable import write_lines
-from art_cli.trajectory import Trajectory
+from art_cli.runs.durable import write_lines
+from art_cli.runs.trajectory import Trajectory
 
 ART = [sys.executable, "-m", "art_cli", "judge"]
 GROUPS, SIZE, BIAS = 300, 8, 0.2

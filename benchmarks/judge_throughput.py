@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from art_cli.durable import read_lines, write_lines
-from art_cli.trajectory import ScoredTrajectory, Trajectory
+from art_cli.runs.durable import read_lines, write_lines
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
 
 GROUPS, SIZE, DELAY_S, PLACES, KILLS = 1000, 4, 0.05, 64, 10
 FIRST_LIMIT_S = 1.5 * GROUPS * DELAY_S / PLACES + 3

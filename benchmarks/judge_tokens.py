@@ -33,7 +33,7 @@ from art_cli.judges.ruler import prompt as prompt_module
 from art_cli.judges.ruler import votes
 from art_cli.judges.ruler.group import read_group
 from art_cli.judges.ruler.prompt import read_instructions, write_prompt
-from art_cli.trajectory import Json, Trajectory
+from art_cli.runs.trajectory import Json, Trajectory
 
 GROUP = 8
 TURNS = 6

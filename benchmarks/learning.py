@@ -129,7 +129,7 @@ class Place:
         base = self.root / name / "base"
         if not base.exists():
             program = "import sys; from pathlib import Path; from art_cli.config.compose import load_config\n"
-            program += "from art_cli.model import find_base; loaded = load_config(Path(sys.argv[1]), [])\n"
+            program += "from art_cli.models.loading import find_base; loaded = load_config(Path(sys.argv[1]), [])\n"
             program += "find_base(loaded.config.model.base, directory=loaded.directory, built=Path(sys.argv[2]))"
             self.python(ROOT, "-c", program, ROOT / task.config, base)
         return base
@@ -160,7 +160,7 @@ class Place:
 
     def train_ours(self, job: Job) -> dict[str, Any]:
         """The curve and the entropy of a run of `art train`, which goes on if it was broken off."""
-        from art_cli.run_dir import RunDir
+        from art_cli.runs.run_dir import RunDir
 
         start, base = self.start(job.name, job.task, job.seed), self.base(job.name, job.task)
         run = RunDir(self._run_path(job))

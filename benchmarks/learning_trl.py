@@ -201,8 +201,8 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     from art_cli.config.compose import load_config
-    from art_cli.plugins import resolve
-    from art_cli.rollouts.scenarios import ScenarioOrder, load_scenarios
+    from art_cli.rollouts.scenario_files import ScenarioOrder, load_scenarios
+    from art_cli.runtime.plugins import resolve
 
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -247,8 +247,8 @@ def _saver(given: argparse.Namespace) -> Any:
 
 
 def save(model: Any, given: argparse.Namespace, step: int) -> None:
-    from art_cli.manifest import Manifest, new_checkpoint
-    from art_cli.run_dir import RunDir
+    from art_cli.runs.manifest import Manifest, new_checkpoint
+    from art_cli.runs.run_dir import RunDir
 
     manifest = Manifest(step=step, base=str(given.base), config_hash="")
     with new_checkpoint(RunDir(given.out).checkpoint_path(step), manifest) as directory:

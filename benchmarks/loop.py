@@ -26,9 +26,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from art_cli.durable import write_lines
-from art_cli.model import find_base
-from art_cli.run_dir import RunDir
+from art_cli.models.loading import find_base
+from art_cli.runs.durable import write_lines
+from art_cli.runs.run_dir import RunDir
 from benchmarks.loop_shapes import ROOT, SHAPES, Shape
 from benchmarks.sides import Row, table
 

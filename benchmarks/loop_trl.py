@@ -185,7 +185,7 @@ def train(shape: Shape, base: Path, *, steps: int, batch: int, cache: bool, merg
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     from art_cli.config.compose import load_config
-    from art_cli.rollouts.scenarios import ScenarioOrder, load_scenarios
+    from art_cli.rollouts.scenario_files import ScenarioOrder, load_scenarios
 
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(shape.project))

@@ -47,7 +47,7 @@ class Chunks(Part):
     def scores(self) -> tuple[Any, Any]:
         import torch
 
-        from art_cli.learners.logprobs import token_scores
+        from art_cli.learners.packs.logprobs import token_scores
 
         scores = token_scores(self.hidden, self.head, self.targets, torch.ones(T))
         return scores.logprobs, scores.entropies

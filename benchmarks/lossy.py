@@ -28,7 +28,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from art_cli.run_dir import RunDir  # noqa: E402
+from art_cli.runs.run_dir import RunDir  # noqa: E402
 from tests.letters.build import build  # noqa: E402
 from tests.support.lossy_proxy import LossyProxy, Rates  # noqa: E402
 

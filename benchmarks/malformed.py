@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from art_cli.chat.requests import Sampling  # noqa: E402
-from art_cli.rollouts.gateway import Gateway  # noqa: E402
+from art_cli.rollouts.rollout_gateway import Gateway  # noqa: E402
 from tests.serving.test_fuzz_server import ANSWER_S, art_serve, bombard, resident_mib, send  # noqa: E402
 from tests.support.malformed import PATHS, RICH, malformed, post  # noqa: E402
 from tests.support.scripted import Engine  # noqa: E402

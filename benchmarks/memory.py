@@ -42,13 +42,13 @@ class Point(NamedTuple):
 
 
 async def curve(steps: int, *, is_small: bool) -> AsyncIterator[Point]:
-    from art_cli import threads
     from art_cli.config.schema import GrpoConfig, ModelConfig, TorchLearnerConfig, TrainConfig
     from art_cli.learners.torch_learner import TorchLearner
-    from art_cli.model import load_weights
+    from art_cli.models.loading import load_weights
+    from art_cli.runtime import threads
 
     if is_small:
-        from art_cli.allocator import keep_freed_memory
+        from art_cli.runtime.allocator import keep_freed_memory
         from benchmarks.models import build
 
         keep_freed_memory()

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from art_cli.model import Weights
+from art_cli.models.loading import Weights
 
 
 class Size(NamedTuple):

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 from art_cli import Judge, Verdict
-from art_cli.trajectory import Trajectory
+from art_cli.runs.trajectory import Trajectory
 
 
 class Wins(Judge):

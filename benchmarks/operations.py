@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from art_cli.learners.algorithms import Algorithm
-from art_cli.learners.packing import pack_samples
+from art_cli.learners.packs.packing import pack_samples
 from art_cli.learners.step_samples import make_step_samples
 from benchmarks.batches import Groups
 

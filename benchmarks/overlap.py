@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from art_cli.run_dir import RunDir
+from art_cli.runs.run_dir import RunDir
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "recipes" / "tictactoe" / "config-groups.yaml"

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from art_cli import threads
 from art_cli.chat.requests import Sampling
 from art_cli.config.schema import RolloutConfig
-from art_cli.rollouts.cluster.rollout import ClusterRollout
-from art_cli.rollouts.gateway import Gateway
-from art_cli.rollouts.runner import RolloutPlan, Runner
-from art_cli.trajectory import Trajectory
+from art_cli.rollouts.cluster.cluster_rollout import ClusterRollout
+from art_cli.rollouts.rollout_gateway import Gateway
+from art_cli.rollouts.rollout_runner import RolloutPlan, Runner
+from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime import threads
 from tests.support.ray_cluster import LocalCluster
 from tests.support.scripted import Engine, ScriptedBackend
 

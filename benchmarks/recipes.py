@@ -27,12 +27,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from art_cli.checkpoints import wanted_steps
-from art_cli.durable import read_lines
 from art_cli.loop.evaluate import Estimate, estimate, paired_difference, values_by_scenario
-from art_cli.run_dir import RunDir
-from art_cli.trajectory import Trajectory
-from art_cli.views.curve import Series, curve
+from art_cli.reports.pages.curve import Series, curve
+from art_cli.runs.durable import read_lines
+from art_cli.runs.run_checkpoints import wanted_steps
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import Trajectory
 
 ROOT = Path(__file__).parent.parent
 ART = [sys.executable, "-m", "art_cli"]

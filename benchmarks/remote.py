@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from art_cli.run_dir import RunDir
+from art_cli.runs.run_dir import RunDir
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 420.0
@@ -95,7 +95,7 @@ def largest_gap(left: Path, right: Path) -> tuple[float, int, int]:
     """The largest difference of a weight in two checkpoints, how many differ, and how many there are."""
     from safetensors.numpy import load_file
 
-    from art_cli.remote.checkpoint import fetched
+    from art_cli.tinker.client.remote_checkpoint import fetched
 
     found = []
     for path in map(fetched, (left, right)):

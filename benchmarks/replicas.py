@@ -25,14 +25,14 @@ from typing import NamedTuple
 
 import aiohttp
 
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.schema import LoraConfig, ModelConfig, VllmEngineConfig
-from art_cli.engines.vllm.engine import VllmEngine
 from art_cli.engines.vllm.replicas import Replica, VllmReplicas
 from art_cli.engines.vllm.routing import Router
-from art_cli.errors import EngineError
-from art_cli.policy_spec import read_spec
+from art_cli.engines.vllm.vllm_engine import VllmEngine
+from art_cli.models.policy_spec import read_spec
+from art_cli.runtime.errors import EngineError
 
 HERE = Path(__file__).parent
 LETTERS = HERE.parent / "tests" / "letters"

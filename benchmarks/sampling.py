@@ -25,11 +25,11 @@ import numpy as np
 import torch
 import transformers
 
-from art_cli import openmp
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.schema import EmbeddedEngineConfig
-from art_cli.engines.embedded.engine import EmbeddedEngine
-from art_cli.model import Weights
+from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
+from art_cli.models.loading import Weights
+from art_cli.runtime import openmp
 from benchmarks.models import SIZES, build
 
 Prompts = list[list[int]]

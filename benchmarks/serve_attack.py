@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from serve_load import Broken, Wire, art_serve  # noqa: E402
 
-from art_cli.model import save_weights  # noqa: E402
+from art_cli.models.loading import save_weights  # noqa: E402
 from tests.support.tiny import tiny_weights  # noqa: E402
 
 HEALTH_S = 0.25  # bound on the slowest answer of /health

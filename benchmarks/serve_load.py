@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from art_cli.model import Weights, save_weights  # noqa: E402
+from art_cli.models.loading import Weights, save_weights  # noqa: E402
 from tests.support.tiny import tiny_weights  # noqa: E402
 
 NUM_PROMPTS, PROMPT_LETTERS, NUM_NEW = 300, 24, 48

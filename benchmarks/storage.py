@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.config.compose import load_config
-from art_cli.loop import train as training
-from art_cli.run_dir import RunDir
-from art_cli.storage import mirror
-from art_cli.storage.uploads import Uploads
+from art_cli.loop import open_train as training
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.storage import mirror
+from art_cli.runs.storage.uploads import Uploads
 from tests.support.paths import LETTERS
 from tests.support.real_s3 import IS_THERE, SDK, environment, s3_server
 

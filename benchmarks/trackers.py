@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter
 
 from art_cli.config.schema import TrackerConfig
-from art_cli.errors import UsageError
-from art_cli.run_dir import MetricsLine
-from art_cli.trackers import TrackedRun, check_installed, make_tracker
-from art_cli.trackers.dispatch import Trackers, TrackerThread
-from art_cli.trajectory import Json, Score, ScoredTrajectory, Turn
+from art_cli.reports.trackers import TrackedRun, check_installed, make_tracker
+from art_cli.reports.trackers.tracker_dispatch import Trackers, TrackerThread
+from art_cli.runs.run_dir import MetricsLine
+from art_cli.runs.trajectory import Json, Score, ScoredTrajectory, Turn
+from art_cli.runtime.errors import UsageError
 from tests.support.receiver import receiving
 
 for _library in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):

@@ -42,7 +42,7 @@ class Batch:
         import torch
 
         from art_cli.config.compose import load_config
-        from art_cli.model import load_weights
+        from art_cli.models.loading import load_weights
 
         if threads is not None:
             torch.set_num_threads(threads)
@@ -124,7 +124,7 @@ def build_base(shape: Shape, directory: Path) -> Path:
     """The shape's model with random weights. How well it plays changes no size here."""
     import sys
 
-    from art_cli.model import find_base
+    from art_cli.models.loading import find_base
 
     sys.path.insert(0, str(shape.project))
     return Path(find_base(shape.build or "model.py:build", directory=shape.project, built=directory / shape.name))

@@ -25,8 +25,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from art_cli.run_dir import MetricsLine, RunDir
-from art_cli.trajectory import Score, ScoredTrajectory, Turn
+from art_cli.runs.run_dir import MetricsLine, RunDir
+from art_cli.runs.trajectory import Score, ScoredTrajectory, Turn
 
 GROUP, GROUPS = 8, 125  # attempts of a group, groups of a step
 ASKED = 200  # groups and trajectories that are opened

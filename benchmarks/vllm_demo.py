@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from art_cli.config.compose import LoadedConfig, load_config
-from art_cli.engines.vllm.engine import VllmEngine
-from art_cli.errors import DriftError
-from art_cli.loop.train import train
-from art_cli.run_dir import RunDir
+from art_cli.engines.vllm.vllm_engine import VllmEngine
+from art_cli.loop.open_train import train
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import DriftError
 
 HERE = Path(__file__).parent
 LETTERS = HERE.parent / "tests" / "letters" / "config.yaml"

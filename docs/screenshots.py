@@ -22,7 +22,7 @@ from playwright.sync_api import Browser, Page
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from art_cli.run_dir import RunDir  # noqa: E402
+from art_cli.runs.run_dir import RunDir  # noqa: E402
 from tests.support.browser import chromium, viewing  # noqa: E402
 
 IMAGES = ROOT / "docs/images"

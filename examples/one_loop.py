@@ -24,13 +24,13 @@ from art_cli import ScoredTrajectory, Trajectory, Turn
 from art_cli.config.schema import LoraConfig, ModelConfig, TorchLearnerConfig
 from art_cli.learners.algorithms import advantages, clip_tokens
 from art_cli.learners.algorithms.objectives import PolicyTerms
-from art_cli.learners.pack_runner import PackRunner
-from art_cli.learners.packing import Pack, pack_samples
+from art_cli.learners.packs.pack_runner import PackRunner
+from art_cli.learners.packs.packing import Pack, pack_samples
 from art_cli.learners.samples import trajectory_samples
 from art_cli.learners.token_weights import POLICY, token_weights
-from art_cli.model import Weights, load_weights
-from art_cli.small_models import build, make_tokenizer
-from art_cli.trajectory import score_trajectory
+from art_cli.models.loading import Weights, load_weights
+from art_cli.models.small_models import build, make_tokenizer
+from art_cli.runs.trajectory import score_trajectory
 
 SCENARIOS = [{"id": f"letters-{number}", "ask": f"say {number} letters"} for number in range(3)]
 GROUP_SIZE = 16  # attempts at each scenario in each step

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 from hypothesis import Phase
 
-from art_cli import cli
+from art_cli.cli import app as cli
 
 # Test models are far too small for a second thread, and threads that wait for a busy core cost twenty times the work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -11,13 +11,13 @@ import pytest
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 from transformers import AutoTokenizer
 
-from art_cli.builtin_models import TEMPLATE
 from art_cli.config.compose import load_config
-from art_cli.config.identity import config_hash
+from art_cli.config.config_identity import config_hash
 from art_cli.config.references import check_ready
 from art_cli.config.schema import ModelConfig
-from art_cli.errors import ConfigError, UsageError
-from art_cli.model import require_base, template_cure
+from art_cli.models.builtin_models import TEMPLATE
+from art_cli.models.loading import require_base, template_cure
+from art_cli.runtime.errors import ConfigError, UsageError
 from benchmarks.real_model import smollm2_tokenizer
 from tests.support.paths import LETTERS
 

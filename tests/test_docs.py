@@ -9,7 +9,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from art_cli import cli
+from art_cli.cli import app as cli
 from art_cli.config.compose import load_config
 from tests.support.paths import ROOT
 

@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from art_cli.commands import doctor
+from art_cli.cli import doctor
 from tests.support.paths import ROOT
 
 
@@ -41,7 +41,7 @@ def test_the_wheel_holds_every_recipe_and_no_tests(wheel: Path) -> None:
     assert {f"art_cli/{file}" for file in git_files("recipes")} <= names
     documents = {f"art_cli/{file}" for file in git_files("docs") if file.endswith(".md")}
     assert documents and documents == {name for name in names if name.startswith("art_cli/docs/")}
-    sources = {file for file in git_files("art_cli") if file.startswith("art_cli/views/app_src/")}
+    sources = {file for file in git_files("art_cli") if file.startswith("art_cli/view/app_src/")}
     assert sources and not sources & names, "the page of art view is there as it was built"
     assert set(git_files("art_cli")) - sources <= names, "texts beside the code, and py.typed, belong to the package"
     outside = {name.split("/")[0] for name in names}
@@ -165,7 +165,7 @@ def test_a_document_that_help_or_an_error_names_is_in_the_wheel(installed: Path,
         text = python(installed, tmp_path, "-m", "art_cli", command, "--help")
         assert f"docs/{document}" in text and text.endswith(f"docs/ is {installed / 'art_cli/docs'}\n")
         assert (installed / "art_cli/docs" / document).is_file()
-    program = "from art_cli.cli import report; from art_cli.errors import UsageError\n"
+    program = "from art_cli.cli.app import report; from art_cli.runtime.errors import UsageError\n"
     program += "print(report(UsageError('docs/view.md has it; docs/view.md:3: mine')))"
     path = installed / "art_cli/docs/view.md"
     assert python(installed, tmp_path, "-c", program) == f"(['error: {path} has it; docs/view.md:3: mine'], 2)\n"

@@ -7,7 +7,7 @@ import string
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from art_cli.secrets import Secrets
+from art_cli.runtime.secrets import Secrets
 
 BREAKS = ("\n", "\r\n", "\n    ", "\r\n\t", " \n", "\\n", "\\r\\n", "\\n  ", "\\\\n", "\\u000a", "%0A")
 KEYS = st.text(string.ascii_letters + string.digits + "-_./+", min_size=12, max_size=180).filter(

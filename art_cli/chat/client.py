@@ -18,11 +18,11 @@ import msgspec
 from msgspec import Meta
 from yarl import URL
 
-from art_cli.chat.answers import MAX_ANSWER, MAX_ERROR, AnswerTooLarge, open_session, read_answer, read_error
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.endpoint_answers import MAX_ANSWER, MAX_ERROR, AnswerTooLarge, open_session, read_answer, read_error
 from art_cli.chat.replies import Choice, Chunk, Echo, Reply
 from art_cli.chat.requests import RESHAPING, Request, Sampling, needs_echo
-from art_cli.secrets import find_secrets
+from art_cli.runtime.secrets import find_secrets
 
 Json = dict[str, Any]
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 
-from art_cli.chat.errors import ChatError
-from art_cli.chat.keys import is_loopback
+from art_cli.chat.api_keys import is_loopback
+from art_cli.chat.chat_errors import ChatError
 
 HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(:\d{0,5})?")
 OWN_SITES = ("same-origin", "none")  # "none" means that the user typed the address

@@ -12,7 +12,7 @@ import msgspec
 from art_cli.chat import Backend
 from art_cli.chat.replies import Choice, Chunk, Echo, Reply
 from art_cli.chat.requests import Request
-from art_cli.threads import end
+from art_cli.runtime.threads import end
 
 CANCEL_TIMEOUT_S = 10.0  # longest wait for the other prompts to end when one has failed or the client has gone
 

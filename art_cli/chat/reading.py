@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from art_cli.chat.errors import ChatError, invalid
-from art_cli.crew import Crew, Crowded, Overran
-from art_cli.processes.plain_json import is_deep
+from art_cli.chat.chat_errors import ChatError, invalid
+from art_cli.runtime.processes.plain_json import is_deep
+from art_cli.runtime.worker_pool import Crew, Crowded, Overran
 
 Json = dict[str, Any]
 Result = TypeVar("Result")

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from art_cli.config.checks import conflicts
 from art_cli.config.composition import Composition
+from art_cli.config.key_locations import COMMAND_LINE, Places
 from art_cli.config.knobs import Schema, groups, sections, variants
 from art_cli.config.overrides import expand, suffixes
-from art_cli.config.places import COMMAND_LINE, Places
 from art_cli.config.problems import explain, unwritable
 from art_cli.config.schema import (
     MAX_NAME,
@@ -35,9 +35,9 @@ from art_cli.config.schema import (
     Section,
     VllmEngineConfig,
 )
-from art_cli.config.sections.base import RunName
-from art_cli.errors import ConfigError, Problem
-from art_cli.store_address import Directory
+from art_cli.config.sections.base_config import RunName
+from art_cli.config.store_address import Directory
+from art_cli.runtime.errors import ConfigError, Problem
 
 AnySection = TypeVar("AnySection", bound=Section)
 

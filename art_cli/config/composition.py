@@ -32,11 +32,11 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 
 from art_cli.config.documents import bad_yaml, read_document, read_text
 from art_cli.config.interpolation import InterpolationTooLarge, bounded
+from art_cli.config.key_locations import COMMAND_LINE, Places, join
 from art_cli.config.knobs import Schema, groups, section_at, variants
 from art_cli.config.overrides import parse, refuse_sweeps
-from art_cli.config.places import COMMAND_LINE, Places, join
-from art_cli.config.sections.base import OLD_NAMES
-from art_cli.errors import ConfigError, Problem, no_such_option
+from art_cli.config.sections.base_config import OLD_NAMES
+from art_cli.runtime.errors import ConfigError, Problem, no_such_option
 
 PRIMARY = "the configuration file"  # name of the file in Hydra's store and in Hydra's error messages
 

@@ -17,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.grammar_parser import parse as parse_interpolation
 
-from art_cli.config.places import join, show
-from art_cli.errors import ConfigError, Problem
+from art_cli.config.key_locations import join, show
+from art_cli.runtime.errors import ConfigError, Problem
 
 MAX_BYTES = 256 * 1024  # largest size of a file; the largest recipe has 2 KiB
 MAX_NODES = 10_000  # largest number of values and keys in a file, with every alias expanded

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from art_cli.config.places import join
+from art_cli.config.key_locations import join
 
 Schema = type[BaseModel]
 

@@ -15,7 +15,7 @@ from art_cli.config.schema import (
     RunConfig,
     SdpoConfig,
 )
-from art_cli.trajectory import SHADOW
+from art_cli.runs.trajectory import SHADOW
 
 EVAL = "eval."  # prefix by which a stop rule means an evaluation's metric
 FAMILIES = ("metrics.", "pool.", "failed.", EVAL)  # prefixes of names that rollouts, scenarios and failures give

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 
+from art_cli.config.key_locations import COMMAND_LINE
 from art_cli.config.knobs import variants
-from art_cli.config.places import COMMAND_LINE
 from art_cli.config.schema import RunConfig
-from art_cli.errors import ConfigError, Problem
+from art_cli.runtime.errors import ConfigError, Problem
 
 MAX_LENGTH = 4_000  # characters of one argument; Hydra's parser takes half a second for that many
 MAX_ALL = 10_000  # largest number of characters of all arguments together

@@ -14,10 +14,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from art_cli.config.documents import MAX_DEPTH, MAX_DIGITS
+from art_cli.config.key_locations import Places, join
 from art_cli.config.knobs import Schema, all_keys, section_at, variant_name, variants
-from art_cli.config.places import Places, join
-from art_cli.config.sections.base import OLD_NAMES
-from art_cli.errors import Problem, first_sentence, no_such_option
+from art_cli.config.sections.base_config import OLD_NAMES
+from art_cli.runtime.errors import Problem, first_sentence, no_such_option
 
 EXPECTED = {  # the beginning of pydantic's error type -> the value that it expects
     "int_": "a whole number",

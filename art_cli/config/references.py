@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from art_cli.base_files import gguf_problem
 from art_cli.config.checks import untrainable
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.places import show
+from art_cli.config.key_locations import show
 from art_cli.config.schema import (
     AnthropicEngineConfig,
     BlendJudgeConfig,
@@ -47,11 +46,12 @@ from art_cli.config.schema import (
     VllmEngineConfig,
     no_litellm,
 )
-from art_cli.config.sections.cluster import RayClusterConfig
-from art_cli.config.sections.scenarios import is_dataset
-from art_cli.environments import find_library, not_installed
-from art_cli.errors import ConfigError, EngineError, Problem, UsageError
-from art_cli.store_address import missing_client
+from art_cli.config.sections.cluster_config import RayClusterConfig
+from art_cli.config.sections.scenarios_config import is_dataset
+from art_cli.config.store_address import missing_client
+from art_cli.models.base_files import gguf_problem
+from art_cli.rollouts.environments import find_library, not_installed
+from art_cli.runtime.errors import ConfigError, EngineError, Problem, UsageError
 
 ALL = (
     *("runs", "store", "model", "rollout", "gateway", "engine", "judge", "shadow", "algorithm", "sft", "eval"),

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from art_cli.config.sections.base import MAX_COUNT, MAX_NAME, YEAR_S, RunName, Section
-from art_cli.config.sections.engine import (
+from art_cli.config.sections.base_config import MAX_COUNT, MAX_NAME, YEAR_S, RunName, Section
+from art_cli.config.sections.engine_config import (
     AnthropicEngineConfig,
     AutoEngineConfig,
     EmbeddedEngineConfig,
@@ -23,8 +23,8 @@ from art_cli.config.sections.engine import (
     TinkerEngineConfig,
     VllmEngineConfig,
 )
-from art_cli.config.sections.gateway import GatewayConfig, RedactConfig
-from art_cli.config.sections.judge import (
+from art_cli.config.sections.gateway_config import GatewayConfig, RedactConfig
+from art_cli.config.sections.judge_config import (
     BlendJudgeConfig,
     FunctionJudgeConfig,
     JudgeConfig,
@@ -39,7 +39,7 @@ from art_cli.config.sections.judge import (
     RulerJudgeConfig,
     no_litellm,
 )
-from art_cli.config.sections.learner import (
+from art_cli.config.sections.learner_config import (
     AutoLearnerConfig,
     BaseLearnerConfig,
     LearnerConfig,
@@ -47,7 +47,7 @@ from art_cli.config.sections.learner import (
     TorchLearnerConfig,
     UnslothLearnerConfig,
 )
-from art_cli.config.sections.loss import (
+from art_cli.config.sections.loss_config import (
     AlgorithmConfig,
     BaseLossConfig,
     CispoConfig,
@@ -69,17 +69,17 @@ from art_cli.config.sections.loss import (
     TeacherConfig,
     TruncateConfig,
 )
-from art_cli.config.sections.model import LoraConfig, ModelConfig
-from art_cli.config.sections.rollout import (
+from art_cli.config.sections.model_config import LoraConfig, ModelConfig
+from art_cli.config.sections.rollout_config import (
     EnvironmentConfig,
     ReplayConfig,
     RolloutConfig,
     SamplingConfig,
 )
-from art_cli.config.sections.scenarios import ScenariosConfig
-from art_cli.config.sections.shadow import ShadowConfig, ShadowName
-from art_cli.config.sections.stop import StopRule
-from art_cli.config.sections.tracker import (
+from art_cli.config.sections.scenarios_config import ScenariosConfig
+from art_cli.config.sections.shadow_config import ShadowConfig, ShadowName
+from art_cli.config.sections.stop_config import StopRule
+from art_cli.config.sections.tracker_config import (
     LangfuseTrackerConfig,
     MlflowTrackerConfig,
     NoTrackerConfig,
@@ -90,8 +90,8 @@ from art_cli.config.sections.tracker import (
     TrackioTrackerConfig,
     WandbTrackerConfig,
 )
-from art_cli.config.sections.train import ADAPTER_RATE, EvalConfig, SftConfig, TrainConfig
-from art_cli.store_address import Directory, StoreAddress, is_address, problem_of
+from art_cli.config.sections.train_config import ADAPTER_RATE, EvalConfig, SftConfig, TrainConfig
+from art_cli.config.store_address import Directory, StoreAddress, is_address, problem_of
 
 __all__ = [
     "AlgorithmConfig",

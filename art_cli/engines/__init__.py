@@ -3,8 +3,8 @@
 An engine owns an endpoint (OpenAI-compatible, on loopback unless it is foreign) and knows which step's weights it
 samples from. It speaks in plain data (paths, numbers, token ids), so that it can be another process or another machine.
 
-A new engine is its own file, a section in config/sections/engine.py and a line of BUILT_INS here. A user's own is a
-class in a file beside the configuration, `engine: {entry: "mine.py:MyEngine", options: {...}}`, made as
+A new engine is its own file, a section in config/sections/engine_config.py and a line of BUILT_INS here. A user's own
+is a class in a file beside the configuration, `engine: {entry: "mine.py:MyEngine", options: {...}}`, made as
 `MyEngine(setup)` and used through the Engine protocol; its class attributes say what it can do (EngineTraits).
 """
 
@@ -16,18 +16,18 @@ from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import msgspec
 
-from art_cli import plugins
 from art_cli.chat import Backend
 from art_cli.config.schema import EngineConfig, OwnEngineConfig
-from art_cli.errors import ArtError, EngineError, one_line
-from art_cli.model import Weights
-from art_cli.policy_spec import PolicySpec, spec_of
+from art_cli.models.loading import Weights
+from art_cli.models.policy_spec import PolicySpec, spec_of
+from art_cli.runtime import plugins
+from art_cli.runtime.errors import ArtError, EngineError, one_line
 
 BUILT_INS = {
-    "anthropic": "art_cli.engines.anthropic:AnthropicEngine",
-    "embedded": "art_cli.engines.embedded.engine:EmbeddedEngine",
-    "openai": "art_cli.engines.openai:OpenAIEngine",
-    "tinker": "art_cli.engines.tinker:TinkerEngine",
+    "anthropic": "art_cli.engines.anthropic_endpoint:AnthropicEngine",
+    "embedded": "art_cli.engines.embedded.embedded_engine:EmbeddedEngine",
+    "openai": "art_cli.engines.openai_endpoint:OpenAIEngine",
+    "tinker": "art_cli.tinker.tinker_engine:TinkerEngine",
     "vllm": "art_cli.engines.vllm.replicas:VllmReplicas",
 }
 

@@ -3,7 +3,7 @@
 import random
 from typing import NamedTuple
 
-from art_cli.errors import DriftError
+from art_cli.runtime.errors import DriftError
 
 PROBE_TOKENS = 64
 # Largest mean absolute gap in nats. float32 allows for the rounding of different kernels in deep models. bfloat16 has

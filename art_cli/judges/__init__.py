@@ -3,16 +3,16 @@
 A judge sees the trajectories of one group that finished without error, and answers by trajectory id. It never makes up
 a score: when it cannot score a group, it raises JudgeError and the group stays owed.
 
-    rollout.py none.py function.py reward_model.py blend.py   the judges of one file; function.py also runs a user's own
+    rollout_judge.py no_judge.py function_judge.py reward_model.py blend.py   one file each
     ruler/       RULER: a language model scores the attempts of a group against each other
     providers/   the models that judge: one call to one of them, and when to make it again
     costs.py     usage, prices, estimates, budget
-    groups.py    judges one group, or many at once
-    again.py     further rounds of votes on a group that noise hides
+    judge_groups.py    judges one group, or many at once
+    extra_votes.py     further rounds of votes on a group that noise hides
     files/       judges a file into another, and goes on where it stopped
     report/      measures how far a judge can be trusted
-    trial.py     asks a judge once, for `art check`
-    text.py      text that a judge is shown
+    smoke_test.py     asks a judge once, for `art check`
+    judge_text.py      text that a judge is shown
 """
 
 import hashlib
@@ -22,19 +22,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from art_cli.errors import UsageError
 from art_cli.judges.costs import CostEstimate, Usage
-from art_cli.plugins import resolve
-from art_cli.trajectory import Score, Trajectory
+from art_cli.runs.trajectory import Score, Trajectory
+from art_cli.runtime.errors import UsageError
+from art_cli.runtime.plugins import resolve
 
 if TYPE_CHECKING:
     from art_cli.config.schema import JudgeConfig, NoiseConfig
 
 BUILT_INS = {
-    "rollout": "art_cli.judges.rollout:RolloutJudge",
-    "none": "art_cli.judges.none:NoJudge",
-    "function": "art_cli.judges.function:FunctionJudge",
-    "ruler": "art_cli.judges.ruler.judge:RulerJudge",
+    "rollout": "art_cli.judges.rollout_judge:RolloutJudge",
+    "none": "art_cli.judges.no_judge:NoJudge",
+    "function": "art_cli.judges.function_judge:FunctionJudge",
+    "ruler": "art_cli.judges.ruler.ruler_judge:RulerJudge",
     "reward_model": "art_cli.judges.reward_model:RewardModelJudge",
     "blend": "art_cli.judges.blend:BlendJudge",
 }

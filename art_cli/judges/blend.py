@@ -8,10 +8,15 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from art_cli.config.sections.judge import BlendJudgeConfig, NamedJudgeConfig, RolloutJudgeConfig, RulerJudgeConfig
+from art_cli.config.sections.judge_config import (
+    BlendJudgeConfig,
+    NamedJudgeConfig,
+    RolloutJudgeConfig,
+    RulerJudgeConfig,
+)
 from art_cli.judges import Judge, Verdict, judge_class, make_judge, make_key
 from art_cli.judges.costs import CostEstimate, Usage
-from art_cli.trajectory import Score, Trajectory
+from art_cli.runs.trajectory import Score, Trajectory
 
 
 class BlendJudge(Judge):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from art_cli.config.schema import JudgeModelConfig
-from art_cli.errors import JudgeStopped
+from art_cli.runtime.errors import JudgeStopped
 
 _TABLE = "model_prices_and_context_window_backup.json"
 

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from art_cli.config.sections.judge import RewardModelJudgeConfig
-from art_cli.control_tokens import ControlTokens
-from art_cli.errors import JudgeError, JudgeStopped, describe
+from art_cli.chat.control_tokens import ControlTokens
+from art_cli.config.sections.judge_config import RewardModelJudgeConfig
 from art_cli.judges import Judge, Verdict, make_key
-from art_cli.judges.text import clean
-from art_cli.manifest import hash_files
-from art_cli.model import pick_device
-from art_cli.trajectory import Json, Score, Trajectory
+from art_cli.judges.judge_text import clean
+from art_cli.models.loading import pick_device
+from art_cli.runs.manifest import hash_files
+from art_cli.runs.trajectory import Json, Score, Trajectory
+from art_cli.runtime.errors import JudgeError, JudgeStopped, describe
 
 
 class RewardModelJudge(Judge):

@@ -1,6 +1,7 @@
 """What owns the weights and updates them: the Learner protocol, what a step reports, and the table of built-ins.
 
-    scored groups -> credit (algorithms/) -> samples.py -> packing.py -> objective, share (algorithms/) -> a gradient
+    scored groups -> credit (algorithms/) -> samples.py -> packs/packing.py -> objective, share (algorithms/) -> a
+    gradient
 
 A learner speaks in plain data (records, paths, numbers). Its methods block; the loop calls them in a thread.
 """
@@ -13,18 +14,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from art_cli.errors import LearnerError
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.runtime.errors import LearnerError
 
 if TYPE_CHECKING:
     from art_cli.config.schema import RunConfig
-    from art_cli.model import Weights
-    from art_cli.policy_spec import PolicySpec
+    from art_cli.models.loading import Weights
+    from art_cli.models.policy_spec import PolicySpec
 
 # `unsloth` takes the same step on weights that Unsloth loads (unsloth.py)
 BUILT_INS = {
     **dict.fromkeys(("torch", "unsloth"), "art_cli.learners.torch_learner:TorchLearner"),
-    "tinker": "art_cli.learners.tinker:TinkerLearner",
+    "tinker": "art_cli.tinker.tinker_learner:TinkerLearner",
 }
 
 Progress = Callable[[int, int], None]  # (number done, total), counted in packs of a step or optimizer steps of an sft
@@ -145,7 +146,7 @@ def load_policy(config: "RunConfig", base: str) -> "Weights":
 
     Raises LearnerError: `learner: auto`, not resolved.
     """
-    from art_cli import model
+    from art_cli.models import loading as model
 
     _check_resolved(config)
     load = None
@@ -163,7 +164,7 @@ def make_learner(
     is removed. Raises LearnerError: `learner: auto`, not resolved.
     """
     from art_cli.config.schema import with_base_model
-    from art_cli.policy_spec import PolicySpec, spec_of
+    from art_cli.models.policy_spec import PolicySpec, spec_of
 
     _check_resolved(config)
     knobs: dict[str, Any] = {
@@ -181,8 +182,8 @@ def make_learner(
         remote: Learner = make(spec, engine=with_base_model(config), lora=config.model.lora, **knobs)
         return remote
     if has_own_weights(config):
-        make_job = import_module("art_cli.learners.job").make_job
-        parallel = import_module("art_cli.learners.parallel").parallel_learner
+        make_job = import_module("art_cli.learners.processes.job").make_job
+        parallel = import_module("art_cli.learners.processes.parallel").parallel_learner
         spec = policy if isinstance(policy, PolicySpec) else spec_of(policy)
         learner: Learner = parallel(make_job(config, spec.base, directory=directory, dtype=spec.dtype), logs=logs)
         return learner

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from art_cli.config.schema import PpoConfig, TrainConfig
-from art_cli.errors import CheckpointError, one_line
 from art_cli.learners.optimizer import Optimizer
-from art_cli.learners.pack_runner import PackRunner
+from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.value_head import ValueHead
+from art_cli.runtime.errors import CheckpointError, one_line
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from art_cli.learners.packing import Edges, Pack
+from art_cli.learners.packs.packing import Edges, Pack
 from art_cli.learners.samples import Ints, Sample, bare_sample
 from art_cli.learners.token_weights import Floats
 

@@ -11,20 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from art_cli.errors import LearnerError
 from art_cli.learners.algorithms import Algorithm
+from art_cli.learners.algorithms.normalization import FinishedCounts, UpdateCounts
 from art_cli.learners.algorithms.off_policy import Correction, SampledTerms
-from art_cli.learners.algorithms.shares import FinishedCounts, UpdateCounts
-from art_cli.learners.algorithms.streams import LossTerms, PackLoss, k3, pack_loss
-from art_cli.learners.logprobs import TokenScores
+from art_cli.learners.algorithms.pack_loss import LossTerms, PackLoss, k3, pack_loss
 from art_cli.learners.optimizer import Optimizer
-from art_cli.learners.pack_runner import PackRunner
-from art_cli.learners.packing import Pack
+from art_cli.learners.packs.logprobs import TokenScores
+from art_cli.learners.packs.pack_runner import PackRunner
+from art_cli.learners.packs.packing import Pack
+from art_cli.learners.packs.side_by_side import side_by_side
 from art_cli.learners.samples import Sample
-from art_cli.learners.side_by_side import side_by_side
 from art_cli.learners.step_samples import count
 from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.token_weights import NUM_COMPONENTS, POLICY, REFERENCE_KL, VALUE, Floats
+from art_cli.runtime.errors import LearnerError
 
 
 class Update(NamedTuple):

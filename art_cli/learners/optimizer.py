@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from art_cli.config.schema import TrainConfig
-from art_cli.errors import CheckpointError
-from art_cli.learners.entropy_floor import EntropyState
-from art_cli.learners.ranks import Ranks
+from art_cli.learners.algorithms.entropy_floor import EntropyState
+from art_cli.learners.processes.ranks import Ranks
 from art_cli.learners.schedule import EPS, WINDOW, clip_limit, rate_of_step
+from art_cli.runtime.errors import CheckpointError
 
 STATE_FILE = "optimizer.safetensors"
 COUNTS_FILE = "optimizer.json"

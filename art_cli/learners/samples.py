@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from art_cli.errors import LearnerError
 from art_cli.learners.token_weights import CROSS_ENTROPY, NUM_ROWS, POLICY, Floats, sampled_tokens
-from art_cli.trajectory import Trajectory, Turn
+from art_cli.runs.trajectory import Trajectory, Turn
+from art_cli.runtime.errors import LearnerError
 
 Ints = npt.NDArray[np.int64]
 

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from art_cli.config.schema import AlgorithmConfig, LossConfig, TrainConfig
 from art_cli.learners.algorithms import Algorithm
+from art_cli.learners.algorithms.covariance import near_covariant, without_covariant
+from art_cli.learners.algorithms.normalization import FinishedCounts
 from art_cli.learners.algorithms.presets import build_algorithm
-from art_cli.learners.algorithms.shares import FinishedCounts
-from art_cli.learners.covariance import near_covariant, without_covariant
-from art_cli.learners.learned import StepRecord
 from art_cli.learners.samples import Sample
 from art_cli.learners.step_samples import StepSamples, make_step_samples, split_by_update
-from art_cli.trajectory import LearnedTrajectory, ScoredTrajectory
+from art_cli.learners.training_record import StepRecord
+from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
 
 
 class PlannedStep(NamedTuple):

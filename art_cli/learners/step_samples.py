@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from art_cli.errors import LearnerError
 from art_cli.learners.algorithms import Algorithm
-from art_cli.learners.algorithms.shares import FinishedCounts, UpdateCounts
+from art_cli.learners.algorithms.normalization import FinishedCounts, UpdateCounts
 from art_cli.learners.algorithms.step_credit import count_shared
 from art_cli.learners.samples import Sample, count_sampled, trajectory_samples
 from art_cli.learners.token_weights import (
@@ -21,9 +20,10 @@ from art_cli.learners.token_weights import (
     observed_tokens,
     token_weights,
 )
-from art_cli.outcome import MAX_NUMBER
-from art_cli.reliability import corrected_mean, reliabilities
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.runs.outcome import MAX_NUMBER
+from art_cli.runs.reliability import corrected_mean, reliabilities
+from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.runtime.errors import LearnerError
 
 
 class StepSamples(NamedTuple):

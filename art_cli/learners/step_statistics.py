@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from art_cli.learners import StepMetrics
-from art_cli.learners.algorithms.streams import PackLoss
-from art_cli.learners.logprobs import TokenScores
-from art_cli.learners.packing import Pack, Terms
+from art_cli.learners.algorithms.pack_loss import PackLoss
+from art_cli.learners.packs.logprobs import TokenScores
+from art_cli.learners.packs.packing import Pack, Terms
 from art_cli.learners.step_samples import StepSamples
 from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY
 

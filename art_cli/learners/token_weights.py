@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from art_cli.errors import LearnerError, one_line
-from art_cli.trajectory import Trajectory, Turn
+from art_cli.runs.trajectory import Trajectory, Turn
+from art_cli.runtime.errors import LearnerError, one_line
 
 POLICY, CROSS_ENTROPY, REFERENCE_KL, VALUE = range(4)
 NUM_COMPONENTS = 4

@@ -22,32 +22,32 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from art_cli.config.schema import AlgorithmConfig, BaseLearnerConfig, LossConfig, SftConfig, TrainConfig
-from art_cli.durable import write_lines
-from art_cli.errors import DriftError, LearnerError
 from art_cli.learners import Progress, SftProgress, StepMetrics
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.off_policy import build_correction
 from art_cli.learners.algorithms.ppo import Ppo
 from art_cli.learners.algorithms.presets import build_algorithm
+from art_cli.learners.algorithms.trust_region import hold
 from art_cli.learners.critic import Critic
-from art_cli.learners.examples import example_samples
 from art_cli.learners.gradient import LossGradient, Update
-from art_cli.learners.learned import StepRecord
 from art_cli.learners.optimizer import Optimizer
-from art_cli.learners.pack_runner import PackRunner
-from art_cli.learners.packing_check import PackingCheck
-from art_cli.learners.ranks import Ranks
-from art_cli.learners.reader import Reader
+from art_cli.learners.packs.logprob_reader import Reader
+from art_cli.learners.packs.pack_runner import PackRunner
+from art_cli.learners.packs.packing_check import PackingCheck
+from art_cli.learners.processes.ranks import Ranks
 from art_cli.learners.samples import Sample, bare_sample
 from art_cli.learners.schedule import warm_up_settings
-from art_cli.learners.sft import Sft
-from art_cli.learners.sft_batches import plan_batches
+from art_cli.learners.sft.examples import example_samples
+from art_cli.learners.sft.sft_batches import plan_batches
+from art_cli.learners.sft.sft_trainer import Sft
 from art_cli.learners.step_plan import PlannedStep, plan_step
 from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY, REFERENCE_KL
-from art_cli.learners.trust_region import hold
-from art_cli.model import Weights, load_checkpoint, save_weights
-from art_cli.trajectory import LearnedTrajectory, ScoredTrajectory
+from art_cli.learners.training_record import StepRecord
+from art_cli.models.loading import Weights, load_checkpoint, save_weights
+from art_cli.runs.durable import write_lines
+from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
+from art_cli.runtime.errors import DriftError, LearnerError
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.learners import Learner, StepMetrics
-from art_cli.model import Weights, count_parameters
-from art_cli.trajectory import Trajectory, Turn, score_trajectory
+from art_cli.models.loading import Weights, count_parameters
+from art_cli.runs.trajectory import Trajectory, Turn, score_trajectory
 
 MAX_TOKENS = 1024  # longest row that is tried; a longer one is estimated
 MIN_SECOND = 256  # tokens of the second row at least, so that it differs from the first by more than noise

@@ -1,6 +1,6 @@
 """Loads the policy through Unsloth, base (16 or 4 bits) and adapter; says in one line why that cannot be done here.
 
-    obstacle() -> None: it can be done     load_model, or load_bare without an adapter, for art_cli.model.load_weights
+    obstacle() -> None: it can be done     load_model, or load_bare without an adapter, for models/loading.py
 
 The step itself is TorchLearner's. When Unsloth is imported, it replaces forward passes of transformers and peft. So it
 must be imported before them, and the only import is where weights are loaded. On a GPU its attention ignores the tree
@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from art_cli import quantization
 from art_cli.config.schema import LoraConfig, ModelConfig
-from art_cli.errors import LearnerError, UsageError
-from art_cli.model import Weights, token_logprobs, with_adapter
+from art_cli.models import quantization
+from art_cli.models.loading import Weights, token_logprobs, with_adapter
+from art_cli.runtime.errors import LearnerError, UsageError
 
 FLOOR = "2026.10"  # the oldest version that pyproject.toml allows
 CPU_FLOOR = "2026.10.9"  # the first version that runs without a GPU; older ones raise NotImplementedError at import

@@ -17,18 +17,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from art_cli.config.schema import RunConfig
-from art_cli.durable import LineWriter
-from art_cli.errors import RunError
 from art_cli.judges import Judge
-from art_cli.judges.shadow import ShadowJudges, shadow_numbers
-from art_cli.loop.choice import ScenarioChoice
-from art_cli.loop.generate import GroupScorer, group, owed
-from art_cli.loop.sampler import Sampler
+from art_cli.judges.shadow_judges import ShadowJudges, shadow_numbers
+from art_cli.loop.owed_groups import GroupScorer, group, owed
+from art_cli.loop.policy_sampler import Sampler
+from art_cli.loop.scenario_choice import ScenarioChoice
 from art_cli.loop.step_groups import StepGroups
 from art_cli.rollouts.progress import Progress, shown
-from art_cli.run_dir import RunDir
-from art_cli.threads import end
-from art_cli.trajectory import Json, ScoredTrajectory, Trajectory
+from art_cli.runs.durable import LineWriter
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
+from art_cli.runtime.errors import RunError
+from art_cli.runtime.threads import end
 
 MAX_KINDS = 5  # number of commonest kinds of failure that a step's metrics count one by one
 CLOSE_TIMEOUT_S = 60.0  # longest wait for cancelled rollouts and verdicts to finish

@@ -7,12 +7,12 @@ exporting read it there, so that a policy keeps its dtype on a machine where aut
 import logging
 from dataclasses import replace
 
-from art_cli.checkpoints import run_config
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import TinkerLearnerConfig
-from art_cli.errors import DataError
-from art_cli.model import resolve_dtype
-from art_cli.run_dir import RunDir
+from art_cli.models.loading import resolve_dtype
+from art_cli.runs.run_checkpoints import run_config
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import DataError
 
 log = logging.getLogger(__name__)
 

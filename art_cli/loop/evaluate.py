@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.config.compose import LoadedConfig
-from art_cli.durable import LineWriter, read_lines
 from art_cli.judges.costs import Price
-from art_cli.loop.generate import owed, plan_groups
-from art_cli.loop.sampler import Sampler
+from art_cli.loop.owed_groups import owed, plan_groups
+from art_cli.loop.policy_sampler import Sampler
 from art_cli.rollouts.splits import evaluation_scenarios
-from art_cli.trajectory import Trajectory
+from art_cli.runs.durable import LineWriter, read_lines
+from art_cli.runs.trajectory import Trajectory
 
 RESAMPLES = 2000  # bootstrap: the ends of a 95 % interval move by about 1 % of its width between seeds
 

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from art_cli.errors import GateError, UsageError
 from art_cli.loop.evaluate import estimate, paired_difference
-from art_cli.trajectory import Trajectory
+from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime.errors import GateError, UsageError
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from art_cli import signals, threads
-from art_cli.errors import Interrupted
+from art_cli.runtime import signals, threads
+from art_cli.runtime.errors import Interrupted
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -1,6 +1,6 @@
 """The record of a run, config.json: what it was made with and what was changed since, held against a configuration.
 
-A run goes on with other values of some keys only (config/identity.py); any other difference makes another run.
+A run goes on with other values of some keys only (config/config_identity.py); any other difference makes another run.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.identity import Change, config_changes
+from art_cli.config.config_identity import Change, config_changes
 from art_cli.config.schema import RunConfig, TrainConfig
-from art_cli.durable import read_object, write_file
-from art_cli.errors import DataError, RunError
-from art_cli.run_dir import RunDir
+from art_cli.runs.durable import read_object, write_file
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import DataError, RunError
 
 log = logging.getLogger(__name__)
 

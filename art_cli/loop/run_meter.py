@@ -7,8 +7,8 @@ those of a step that was killed too. The time of a step that was killed counts w
 import time
 from collections.abc import Sequence
 
-from art_cli.history import History
 from art_cli.judges import Judge
+from art_cli.runs.history import History
 
 STAGES = ("sample_s", "judge_s", "train_s")  # seconds that are added up for a run of an older version
 

@@ -6,20 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from art_cli import threads
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.references import check_ready
-from art_cli.durable import LineWriter, read_lines
 from art_cli.engines import engine_traits
-from art_cli.errors import LearnerError, UsageError
-from art_cli.failures import count_failures, find_fault
 from art_cli.judges import make_judge
-from art_cli.judges.groups import judge_group
-from art_cli.judges.trial import require_keys
+from art_cli.judges.judge_groups import judge_group
+from art_cli.judges.smoke_test import require_keys
 from art_cli.loop.auto import resolve_auto
-from art_cli.loop.choice import ScenarioChoice
-from art_cli.loop.generate import group, owed, plan_groups
-from art_cli.loop.policy import (
+from art_cli.loop.owed_groups import group, owed, plan_groups
+from art_cli.loop.policy_sampler import open_sampler
+from art_cli.loop.scenario_choice import ScenarioChoice
+from art_cli.loop.stage_policy import (
     PolicySource,
     as_trained,
     find_policy,
@@ -28,13 +25,16 @@ from art_cli.loop.policy import (
     open_policy,
     save_learner,
 )
-from art_cli.loop.sampler import open_sampler
-from art_cli.model import Weights
-from art_cli.policy_spec import PolicySpec
-from art_cli.rollouts.runner import RolloutPlan
+from art_cli.models.loading import Weights
+from art_cli.models.policy_spec import PolicySpec
+from art_cli.rollouts.rollout_runner import RolloutPlan
 from art_cli.rollouts.splits import training_scenarios
-from art_cli.run_dir import RunDir
-from art_cli.trajectory import ScoredTrajectory, Trajectory
+from art_cli.runs.durable import LineWriter, read_lines
+from art_cli.runs.failures import count_failures, find_fault
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
+from art_cli.runtime import threads
+from art_cli.runtime.errors import LearnerError, UsageError
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from art_cli.config.sections.rollout import RolloutConfig
+from art_cli.config.sections.rollout_config import RolloutConfig
 from art_cli.loop.evaluate import values_by_scenario
-from art_cli.loop.generate import plan_groups
-from art_cli.reliability import is_left_out
-from art_cli.rollouts.runner import RolloutPlan
-from art_cli.trajectory import Json, ScoredTrajectory, Trajectory, has_signal
+from art_cli.loop.owed_groups import plan_groups
+from art_cli.rollouts.rollout_runner import RolloutPlan
+from art_cli.runs.reliability import is_left_out
+from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, has_signal
 
 MAX_POOLS = 16  # number of commonest pools whose success a step's metrics tell
 

@@ -12,8 +12,8 @@ from difflib import get_close_matches
 from typing import NamedTuple
 
 from art_cli.config.metric_names import CLOSE, EVAL
-from art_cli.config.sections.stop import StopRule
-from art_cli.history import History
+from art_cli.config.sections.stop_config import StopRule
+from art_cli.runs.history import History
 
 Series = Sequence[tuple[int, float]]  # (number of updates done, value), ascending
 

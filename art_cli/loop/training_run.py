@@ -18,49 +18,49 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from art_cli import log as logs
-from art_cli import threads
-from art_cli.checkpoints import prune_trained
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.identity import config_hash
+from art_cli.config.config_identity import config_hash
 from art_cli.config.references import missing_targets
 from art_cli.config.schema import RunConfig, TinkerEngineConfig, TinkerLearnerConfig
-from art_cli.durable import write_file
 from art_cli.engines import Replicated, engine_traits, proof
-from art_cli.errors import ConfigError, Paused, Problem, first_of_group
-from art_cli.failures import count_failures, find_fault
-from art_cli.history import Evaluated, UpdateNumbers, is_comparable, read_history
 from art_cli.judges import Judge, make_judge
-from art_cli.judges.shadow import ShadowJudges
+from art_cli.judges.shadow_judges import ShadowJudges
 from art_cli.learners import Learner, StepMetrics, describe_processes, has_own_weights, load_policy, make_learner
-from art_cli.learners.examples import load_examples
-from art_cli.live import can_draw, drawn
+from art_cli.learners.sft.examples import load_examples
 from art_cli.loop.auto import engine_name
 from art_cli.loop.batches import Batch, Batches
-from art_cli.loop.contest import is_judged, judge_contest
 from art_cli.loop.dtype import decide_dtype
 from art_cli.loop.evaluate import play_evaluation, values_by_scenario
-from art_cli.loop.findings import RunWatch
-from art_cli.loop.generate import group
 from art_cli.loop.interrupts import Interrupts
+from art_cli.loop.owed_groups import group
+from art_cli.loop.pairwise_eval import is_judged, judge_contest
+from art_cli.loop.policy_sampler import Sampler, open_sampler
 from art_cli.loop.record import claim_config
-from art_cli.loop.report import read_report, reward_names
 from art_cli.loop.run_meter import RunMeter
-from art_cli.loop.sampler import Sampler, open_sampler
 from art_cli.loop.startup import Startup, import_libraries
 from art_cli.loop.stop_rules import Firing, StopRules
 from art_cli.loop.warm_up import WarmUp, make_warm_up
-from art_cli.manifest import Manifest, new_checkpoint
-from art_cli.model import clone_trainable, count_parameters, find_base
-from art_cli.policy_spec import read_spec, spec_of
+from art_cli.models.loading import clone_trainable, count_parameters, find_base
+from art_cli.models.policy_spec import read_spec, spec_of
+from art_cli.reports.findings import RunWatch
+from art_cli.reports.pages.curve import curve, run_series
+from art_cli.reports.pages.panel import RunPanel
+from art_cli.reports.run_report import read_report, reward_names
+from art_cli.reports.trackers.tracker_dispatch import Trackers, open_trackers
 from art_cli.rollouts.process import ProcessRollout
 from art_cli.rollouts.splits import evaluation_scenarios, find_overlap, training_scenarios
-from art_cli.run_dir import PAUSE, Evaluation, MetricsLine, RunDir
-from art_cli.storage.mirror import Mirror, NoMirror
-from art_cli.trackers.dispatch import Trackers, open_trackers
-from art_cli.trajectory import Json, Trajectory
-from art_cli.views.curve import curve, run_series
-from art_cli.views.panel import RunPanel
+from art_cli.runs.durable import write_file
+from art_cli.runs.failures import count_failures, find_fault
+from art_cli.runs.history import Evaluated, UpdateNumbers, is_comparable, read_history
+from art_cli.runs.manifest import Manifest, new_checkpoint
+from art_cli.runs.run_checkpoints import prune_trained
+from art_cli.runs.run_dir import PAUSE, Evaluation, MetricsLine, RunDir
+from art_cli.runs.storage.mirror import Mirror, NoMirror
+from art_cli.runs.trajectory import Json, Trajectory
+from art_cli.runtime import log as logs
+from art_cli.runtime import threads
+from art_cli.runtime.errors import ConfigError, Paused, Problem, first_of_group
+from art_cli.runtime.terminal import can_draw, drawn
 
 log = logging.getLogger(__name__)
 WATCH_EVERY_S = 1.0  # interval between checks that the learner's processes live

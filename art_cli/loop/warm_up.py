@@ -17,17 +17,17 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from art_cli import log as logs
-from art_cli.base_files import base_digest
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import TinkerEngineConfig
-from art_cli.durable import remove
-from art_cli.errors import RunError
 from art_cli.learners import SFT_DIRECTORY, Learner, Progress, SftProgress
-from art_cli.learners.examples import Examples
+from art_cli.learners.sft.examples import Examples
 from art_cli.loop.interrupts import Interrupts
-from art_cli.manifest import Manifest, new_checkpoint, verify_checkpoint
-from art_cli.run_dir import RunDir
+from art_cli.models.base_files import base_digest
+from art_cli.runs.durable import remove
+from art_cli.runs.manifest import Manifest, new_checkpoint, verify_checkpoint
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime import log as logs
+from art_cli.runtime.errors import RunError
 
 log = logging.getLogger(__name__)
 

@@ -1,18 +1,18 @@
 """Runs the user's agent: scenarios in, trajectories out.
 
-scenarios.py   reads scenarios, and says which ones a step plays
+scenario_files.py   reads scenarios, and says which ones a step plays
 policy.py      Policy, which a rollout function gets, and the Outcome of what it returns
-function.py    a Python function as a Rollout
+function_rollout.py    a Python function as a Rollout
 process.py     that function in processes of its own, which is how it runs unless told otherwise
-messages.py    how an attempt ended, as its process reports it
-start.py       starts such a process in any Python
-command.py     an external program as a Rollout
-attempt.py     what can go wrong in one attempt, and what of it is tried again
-runner.py      many rollouts at once: concurrency, timeouts, turn limits, retries; each becomes a Trajectory
+attempt_end.py    how an attempt ended, as its process reports it
+bootstrap.py       starts such a process in any Python
+command_rollout.py     an external program as a Rollout
+attempt_errors.py     what can go wrong in one attempt, and what of it is tried again
+rollout_runner.py      many rollouts at once: concurrency, timeouts, turn limits, retries; each becomes a Trajectory
 progress.py    the counts of a run of rollouts, and their progress bar
-gateway.py     the capturing OpenAI-compatible proxy; a call's key tells its trajectory
-own_key.py     each attempt reads its own key from the environment
-peers.py       finds out which attempt's program makes a call
+rollout_gateway.py     the capturing OpenAI-compatible proxy; a call's key tells its trajectory
+per_attempt_key.py     each attempt reads its own key from the environment
+connection_owner.py       finds out which attempt's program makes a call
 retries.py     which call a retry replaces
 recorder.py    one rollout's calls as a prefix tree of turns and a tree of messages
 
@@ -23,8 +23,8 @@ work is done in another process and can be done on another host. Policy is that 
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from art_cli.outcome import Outcome
     from art_cli.rollouts.policy import Policy
+    from art_cli.runs.outcome import Outcome
 
 
 class Rollout(Protocol):

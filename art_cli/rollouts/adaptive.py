@@ -16,7 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from art_cli.trajectory import GroupRewards
+from art_cli.runs.trajectory import GroupRewards
 
 PRIOR_SIGNAL = 1 / 6  # the mean of p(1 - p) where every success rate p is as likely: 1/2 - 1/3
 PRIOR_DEGREES = 2.0  # the prior counts as much as this many degrees of freedom, as Beta(1, 1) counts as two attempts

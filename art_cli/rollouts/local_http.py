@@ -4,7 +4,7 @@ LocalCalls sends one request at a time over each of its connections, keeps them 
 whose length is told. It knows no redirects, cookies, proxies, compression, TLS or streams: a general client is for
 those. `local_client` puts it under an openai client's own HTTP client, which passes on what LocalCalls does not know.
 
-Standard library only, because the Python that runs rollouts may have nothing else (start.py).
+Standard library only, because the Python that runs rollouts may have nothing else (bootstrap.py).
 """
 
 import asyncio

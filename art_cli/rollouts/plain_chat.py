@@ -9,7 +9,7 @@ go through the client's method; there a copy of plain messages travels as the ca
 in their place. Where another library has replaced the client's method, to trace calls or to patch them, everything
 stays as it is, so that the library sees the messages.
 
-Standard library only, because the Python that runs rollouts may have nothing else (start.py).
+Standard library only, because the Python that runs rollouts may have nothing else (bootstrap.py).
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Policy, which a rollout function gets, and the Outcome of what the function returns.
 
-Standard library only, because the Python that runs rollouts may have nothing else (start.py).
+Standard library only, because the Python that runs rollouts may have nothing else (bootstrap.py).
 """
 
 import contextlib
@@ -12,14 +12,14 @@ from numbers import Real
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from art_cli.errors import RolloutError
-from art_cli.outcome import MAX_NUMBER, Outcome
-from art_cli.processes.plain_json import MAX_DEPTH, dump, is_deep, load
-from art_cli.rollouts.attempt import AttemptError
+from art_cli.rollouts.attempt_errors import AttemptError
 from art_cli.rollouts.local_http import LocalCalls, local_client
 from art_cli.rollouts.plain_chat import spare_the_walk
-from art_cli.state_key import STATE_HEADER, write_header
-from art_cli.unrecorded import UNRECORDED
+from art_cli.runs.outcome import MAX_NUMBER, Outcome
+from art_cli.runtime.errors import RolloutError
+from art_cli.runtime.processes.plain_json import MAX_DEPTH, dump, is_deep, load
+from art_cli.runtime.state_key import STATE_HEADER, write_header
+from art_cli.runtime.unrecorded import UNRECORDED
 
 if TYPE_CHECKING:
     import openai

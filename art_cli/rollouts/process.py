@@ -1,9 +1,9 @@
 """ProcessRollout: the user's Python function in processes of its own (process_worker.py).
 
-That is this interpreter, or `python`: one that has the function's packages and need not have ours (start.py).
+That is this interpreter, or `python`: one that has the function's packages and need not have ours (bootstrap.py).
 What the function computes does not take the interpreter from the engine and the gateway here, several processors can
 work for it, and an attempt that kills its process does not kill the run. The processes answer calls over a socket pair
-(processes/calls.py): `load`, `play`, `explain_timeout`.
+(runtime/processes/process_calls.py): `load`, `play`, `explain_timeout`.
 
 A process that dies fails the attempts in it as transport, which is tried again; the next attempt starts a new process.
 The last try is made in a process of its own, so that an attempt that kills its process fails no other one.
@@ -20,15 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from art_cli.errors import RolloutError, UsageError
-from art_cli.outcome import Outcome
-from art_cli.processes.calls import CallingEnd, ConnectionEnded
-from art_cli.processes.child import ChildProcess
-from art_cli.rollouts import start
-from art_cli.rollouts.attempt import AttemptError, describe_exit
-from art_cli.rollouts.messages import read_report
+from art_cli.rollouts import bootstrap as start
+from art_cli.rollouts.attempt_end import read_report
+from art_cli.rollouts.attempt_errors import AttemptError, describe_exit
 from art_cli.rollouts.policy import Json, Policy
-from art_cli.threads import end
+from art_cli.runs.outcome import Outcome
+from art_cli.runtime.errors import RolloutError, UsageError
+from art_cli.runtime.processes.child import ChildProcess
+from art_cli.runtime.processes.process_calls import CallingEnd, ConnectionEnded
+from art_cli.runtime.threads import end
 
 START_DEADLINE_S = 300.0  # longest import of the user's modules
 LONE_PER_CORE = 4  # number of processes per core that play a single attempt
@@ -36,7 +36,7 @@ EXPLAIN_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 15.0  # longest wait for a process to close the function's clients and end
 EXIT_GRACE_S = 1.0  # time that a process has to end after its socket, so that its exit status is known
 OUTPUT_DEADLINE_S = 10.0  # longest wait for the rest of its output
-FUNCTION = "process_worker"  # the module that plays a function (start.py)
+FUNCTION = "process_worker"  # the module that plays a function (bootstrap.py)
 # Variables with which another Python would import our packages, or take itself for this one.
 OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 
@@ -117,7 +117,7 @@ class ProcessRollout:
 class RolloutProcess:
     """One process that plays attempts, started when it is needed and not there.
 
-    `module` answers its calls (start.py), the first of which is `load` with the parameters `what`. Messages name it
+    `module` answers its calls (bootstrap.py), the first of which is `load` with the parameters `what`. Messages name it
     `title`, and name `python` by its `key` in the configuration. Standard error goes to `errors`; None: to `printed`,
     as standard output does.
     """

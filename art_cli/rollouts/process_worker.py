@@ -1,4 +1,4 @@
-"""A process that plays attempts at the user's function; start.py begins it, process.py calls it.
+"""A process that plays attempts at the user's function; bootstrap.py begins it, process.py calls it.
 
 Standard library only, here and in all that is imported, because its Python may have none of our dependencies.
 When the other end of its socket closes, this process cancels what it plays and ends.
@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from art_cli import log
-from art_cli.errors import ArtError, message_of
-from art_cli.processes.serve import run_and_exit, serve
 from art_cli.rollouts import Rollout
-from art_cli.rollouts.attempt import AttemptError
-from art_cli.rollouts.function import load_function
-from art_cli.rollouts.messages import Json, report
+from art_cli.rollouts.attempt_end import Json, report
+from art_cli.rollouts.attempt_errors import AttemptError
+from art_cli.rollouts.function_rollout import load_function
 from art_cli.rollouts.policy import Policy, import_client
+from art_cli.runtime import log
+from art_cli.runtime.errors import ArtError, message_of
+from art_cli.runtime.processes.process_server import run_and_exit, serve
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from art_cli.log import Bar, shown_bar
-from art_cli.trajectory import Trajectory
+from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime.log import Bar, shown_bar
 
 log = logging.getLogger(__name__)
 

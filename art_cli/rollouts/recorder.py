@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from art_cli.chat.calls import are_same
 from art_cli.chat.replies import Choice, Reply
 from art_cli.chat.requests import Request, Sampling, text_of
-from art_cli.trajectory import Json, Turn
+from art_cli.chat.tool_arguments import are_same
+from art_cli.runs.trajectory import Json, Turn
 
 _WIDTH = array("I").itemsize  # bytes per token id in a packed sequence
 

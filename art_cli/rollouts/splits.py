@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from art_cli import environments
 from art_cli.config.schema import RunConfig
-from art_cli.errors import DataError
-from art_cli.rollouts.scenarios import Json, load_scenarios
+from art_cli.rollouts import environments
+from art_cli.rollouts.scenario_files import Json, load_scenarios
+from art_cli.runtime.errors import DataError
 
 
 class Overlap(NamedTuple):

@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
 
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 
 LONGEST_RETRY_S = 60
 LOADING_RETRY_S = 5

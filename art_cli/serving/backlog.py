@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from art_cli.chat.app import closing_stream
+from art_cli.chat.chat_app import closing_stream
 from art_cli.chat.replies import Choice, Chunk, join_deltas
-from art_cli.threads import end
+from art_cli.runtime.threads import end
 
 CANCEL_TIMEOUT_S = 10.0  # longest wait for a backend to free what a cancelled request held
 MIN_JOIN = 64  # number of chunks up to which joining costs more than it saves

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from art_cli.serving.source import Source
+from art_cli.serving.served_model import Source
 
 
 def model_card(source: Source, *, evaluation: Mapping[str, float], checks: Mapping[str, object]) -> str:

@@ -3,14 +3,14 @@
 import asyncio
 import logging
 
-from art_cli import checkpoints
-from art_cli.checkpoints import Which
-from art_cli.errors import ArtError
-from art_cli.run_dir import RunDir
+from art_cli.runs import run_checkpoints as checkpoints
+from art_cli.runs.run_checkpoints import Which
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import ArtError
+from art_cli.runtime.threads import call_in_thread
 from art_cli.serving.meter import Meter
-from art_cli.serving.policies import ServedPolicy
-from art_cli.serving.source import of_checkpoint
-from art_cli.threads import call_in_thread
+from art_cli.serving.served_model import of_checkpoint
+from art_cli.serving.served_policies import ServedPolicy
 
 log = logging.getLogger(__name__)
 

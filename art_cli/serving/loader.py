@@ -14,7 +14,6 @@ from typing import Any
 import pydantic
 import yaml
 
-from art_cli import model
 from art_cli.config.knobs import variants
 from art_cli.config.schema import (
     AutoEngineConfig,
@@ -25,10 +24,11 @@ from art_cli.config.schema import (
     TinkerEngineConfig,
 )
 from art_cli.engines import Engine, make_engine
-from art_cli.errors import UsageError
-from art_cli.policy_spec import PolicySpec, read_spec
-from art_cli.serving.source import Source, base_config
-from art_cli.threads import call_in_thread
+from art_cli.models import loading as model
+from art_cli.models.policy_spec import PolicySpec, read_spec
+from art_cli.runtime.errors import UsageError
+from art_cli.runtime.threads import call_in_thread
+from art_cli.serving.served_model import Source, base_config
 
 log = logging.getLogger(__name__)
 

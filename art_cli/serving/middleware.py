@@ -14,9 +14,9 @@ from contextlib import ExitStack
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from art_cli.chat.app import HEALTH, error_response, wrong_key
-from art_cli.chat.errors import ChatError
-from art_cli.chat.keys import Keys
+from art_cli.chat.api_keys import Keys
+from art_cli.chat.chat_app import HEALTH, error_response, wrong_key
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.pages import check_sender
 from art_cli.chat.wires import WIRES
 from art_cli.serving.admission import Admission
@@ -95,7 +95,8 @@ class Middleware:
 def _until_taken(send: Send) -> Send:
     """`send`, but the end of a reply returns only when the client has taken the reply or gone.
 
-    The end is sent apart from the last piece, because a send waits for the pieces before it (chat/connection.py).
+    The end is sent apart from the last piece, because a send waits for the pieces before it
+    (chat/client_connection.py).
     """
 
     async def send_apart(message: Message) -> None:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from art_cli.errors import first_of_group
+from art_cli.runtime.errors import first_of_group
 from art_cli.serving.admission import Admission
 
 log = logging.getLogger(__name__)

@@ -41,8 +41,8 @@ def embedded(order: Order) -> Iterator[Figures]:
 
 
 def _train(order: Order, settings: list[str]) -> Iterator[Figures]:
-    from art_cli.durable import remove, write_lines
-    from art_cli.run_dir import RunDir
+    from art_cli.runs.durable import remove, write_lines
+    from art_cli.runs.run_dir import RunDir
     from benchmarks.gpu.memory import watched
 
     base = base_of(order)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from art_cli.durable import LineWriter, read_lines, write_file
+from art_cli.runs.durable import LineWriter, read_lines, write_file
 from benchmarks.gpu.rows import ROWS
 
 COLUMNS = {  # kind of rows -> figures that its table shows, with their heads

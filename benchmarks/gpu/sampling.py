@@ -45,8 +45,8 @@ def matmul(order: Order) -> Iterator[Figures]:
 def embedded(order: Order) -> Iterator[Figures]:
     """The embedded engine, adapter unmerged or merged as it does itself."""
     from art_cli.config.schema import EmbeddedEngineConfig
-    from art_cli.engines.embedded.engine import EmbeddedEngine
-    from art_cli.model import load_checkpoint, load_weights
+    from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
+    from art_cli.models.loading import load_checkpoint, load_weights
 
     path = base_of(order)
     weights = load_weights(config_of(order, path), str(path))
@@ -142,8 +142,8 @@ async def _all(engine: Any, requests: list[Any]) -> list[Any]:
 
 def _start_vllm(order: Order, runner: asyncio.Runner, *, sleep: int) -> tuple[Any, float]:
     from art_cli.config.schema import VllmEngineConfig
-    from art_cli.engines.vllm.engine import VllmEngine
-    from art_cli.policy_spec import read_spec
+    from art_cli.engines.vllm.vllm_engine import VllmEngine
+    from art_cli.models.policy_spec import read_spec
 
     path = base_of(order)
     settings: dict[str, Any] = {"name": "vllm", "python": order.vllm_python(), "sleep": sleep}
@@ -229,7 +229,7 @@ def _resident_gb(pid: int) -> float:
 
 
 def _engine_error() -> type[Exception]:
-    from art_cli.errors import EngineError
+    from art_cli.runtime.errors import EngineError
 
     return EngineError
 
@@ -238,7 +238,7 @@ def _engine_error() -> type[Exception]:
 
 
 def _weights(order: Order) -> Any:
-    from art_cli.model import load_checkpoint, load_weights
+    from art_cli.models.loading import load_checkpoint, load_weights
 
     path = base_of(order)
     weights = load_weights(config_of(order, path), str(path))

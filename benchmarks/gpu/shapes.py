@@ -52,7 +52,7 @@ def load_of(order: Order) -> Load:
 
 def base_of(order: Order) -> Path:
     """The directory of the base model, built if it is not there. It appears whole or not at all."""
-    from art_cli.durable import new_directory
+    from art_cli.runs.durable import new_directory
 
     path = order.directory / f"base-{order.shape}-{order.dtype}"
     if not path.exists():
@@ -126,8 +126,8 @@ def make_tokenizer(size: int) -> Any:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    from art_cli.builtin_models import chat_template, words
-    from art_cli.small_models import make_tokenizer
+    from art_cli.models.builtin_models import chat_template, words
+    from art_cli.models.small_models import make_tokenizer
 
     texts = [f"{word} {word}" for word in words() for _ in range(2)]
     small = make_tokenizer(texts, template=chat_template(), most_tokens=1500)

@@ -21,7 +21,7 @@ Figures = dict[str, Any]
 
 def torch_step(order: Order) -> Iterator[Figures]:
     """FlexAttention on: what art does on a GPU. On a CPU it is put there too, and says why it does not work."""
-    from art_cli.learners.flex_attention import FlexAttention
+    from art_cli.learners.packs.flex_attention import FlexAttention
 
     weights = _load(order)
     learner = _learner(weights)
@@ -58,7 +58,7 @@ def unsloth_step(order: Order) -> Iterator[Figures]:
 
 def _load(order: Order, load: Any = None) -> Any:
     """The policy as a run loads it, with adapter "a" in it."""
-    from art_cli.model import load_checkpoint, load_weights
+    from art_cli.models.loading import load_checkpoint, load_weights
 
     base = base_of(order) if load is None else _built(order)
     weights = load_weights(config_of(order, base), str(base), load=load)
@@ -134,7 +134,7 @@ def _warnings() -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             said.append(record.getMessage())
 
-    handler, log = Keep(logging.WARNING), logging.getLogger("art_cli.learners.flex_attention")
+    handler, log = Keep(logging.WARNING), logging.getLogger("art_cli.learners.packs.flex_attention")
     log.addHandler(handler)
     try:
         yield said

@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from art_cli import small_models
+from art_cli.models import small_models
 
 NUM_TOKENS = 8192
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from art_cli.chat.answers import MAX_ANSWER
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.client import HttpBackend
-from art_cli.chat.errors import ChatError
+from art_cli.chat.endpoint_answers import MAX_ANSWER
 from art_cli.chat.requests import Request, Sampling
 from art_cli.engines.vllm.control import Control, Refused, Unreachable
-from art_cli.errors import EngineError
+from art_cli.runtime.errors import EngineError
 from tests.support.hostile import MemoryBound
 
 SPACES_MIB = 1000

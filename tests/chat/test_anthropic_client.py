@@ -12,11 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from art_cli.chat.anthropic_client import AnthropicBackend
-from art_cli.chat.app import build_app
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_app import build_app
+from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.http_server import serve
 from art_cli.chat.replies import Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling
-from art_cli.chat.server import serve
 from tests.support.scripted import ScriptedBackend, tool_call
 
 Json = dict[str, Any]

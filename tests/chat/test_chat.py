@@ -17,19 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art_cli.chat import Backend
-from art_cli.chat.app import build_app
-from art_cli.chat.bodies import BodyLimit
+from art_cli.chat.chat_app import build_app
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.client import HttpBackend
-from art_cli.chat.connection import Connection
-from art_cli.chat.errors import ChatError
+from art_cli.chat.client_connection import Connection
+from art_cli.chat.http_server import serve
 from art_cli.chat.replies import Chunk, ReplyBuilder
+from art_cli.chat.request_body import BodyLimit
 from art_cli.chat.requests import Request, Sampling, with_defaults
-from art_cli.chat.server import serve
 from art_cli.chat.wires import OpenAIChat, OpenAICompletions, Wire
-from art_cli.chat.wires.openai import NEUTRAL
 from art_cli.chat.wires.openai_chat import ChatBody
 from art_cli.chat.wires.openai_completions import CompletionBody
-from art_cli.errors import EngineError
+from art_cli.chat.wires.openai_shared import NEUTRAL
+from art_cli.runtime.errors import EngineError
 from tests.support.scripted import BreakingBackend, ScriptedBackend, encode, logprob, tool_call
 
 KEY = "key-of-the-test"

@@ -22,19 +22,20 @@ from typing import Any
 import httpx
 import pytest
 
-from art_cli.chat.app import build_app
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_app import build_app
+from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.http_server import serve
 from art_cli.chat.reading import MAX_NODES, RequestReader
 from art_cli.chat.requests import Request, Sampling
-from art_cli.chat.server import serve
 from art_cli.chat.wires import AnthropicMessages, OpenAIChat, OpenAICompletions, OpenAIResponses, Wire
 from art_cli.chat.wires.responses_items import encrypted
 from art_cli.chat.wires.responses_memory import Memory
 from art_cli.chat.wires.responses_reply import ENCRYPTED
-from art_cli.crew import Crew, Crowded, Overran
-from art_cli.engines.embedded import messages, text
-from art_cli.engines.embedded.text import Detokenizer, Vocabulary
-from art_cli.model import save_weights
+from art_cli.engines.embedded import chat_prompts as messages
+from art_cli.engines.embedded import reply_text as text
+from art_cli.engines.embedded.reply_text import Detokenizer, Vocabulary
+from art_cli.models.loading import save_weights
+from art_cli.runtime.worker_pool import Crew, Crowded, Overran
 from tests.engines.test_embedded_engine import running
 from tests.serving.test_fuzz_server import art_serve
 from tests.support import forked

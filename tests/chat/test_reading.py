@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art_cli.chat import reading
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 
 STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?$)', re.DOTALL)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from art_cli.engines.embedded.messages import StandIns
+from art_cli.engines.embedded.chat_prompts import StandIns
 from tests.support.template_talks import FAMILIES, LOOSE, TIDY, talk
 
 pytest.importorskip("trl")

@@ -14,15 +14,15 @@ import msgspec
 import pytest
 from starlette.datastructures import Headers
 
-from art_cli.chat.app import build_app
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_app import build_app
+from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.http_server import serve
 from art_cli.chat.reading import convert, decode_object
 from art_cli.chat.replies import Chunk, Reply
 from art_cli.chat.requests import Request, Sampling
-from art_cli.chat.server import serve
 from art_cli.chat.wires import WIRES, Events, Wire, Wires
-from art_cli.rollouts.gateway import Gateway
-from art_cli.trajectory import prompt, sequence
+from art_cli.rollouts.rollout_gateway import Gateway
+from art_cli.runs.trajectory import prompt, sequence
 from tests.support.scripted import BreakingBackend, Engine, ScriptedBackend, encode
 
 Json = dict[str, Any]

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from torch import zeros
 
 from art_cli.config.compose import load_config, load_sweep
-from art_cli.errors import ConfigError
-from art_cli.manifest import Manifest, new_checkpoint
-from art_cli.run_dir import RunDir
-from art_cli.trajectory import ScoredTrajectory, Trajectory, score_trajectory
+from art_cli.runs.manifest import Manifest, new_checkpoint
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, score_trajectory
+from art_cli.runtime.errors import ConfigError
 from tests.support.hostile import NUM_MUTATIONS, MemoryBound, assert_in_words, mutations
 
 Art = Callable[..., tuple[int, str, str]]

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from art_cli.config.compose import load_config
-from art_cli.config.identity import config_changes, config_hash
+from art_cli.config.config_identity import config_changes, config_hash
 from art_cli.config.references import check_ready
 from art_cli.config.schema import RulerJudgeConfig
-from art_cli.config.sections.base import OLD_NAMES
-from art_cli.errors import ConfigError
+from art_cli.config.sections.base_config import OLD_NAMES
+from art_cli.runtime.errors import ConfigError
 
 PLAIN = "model: {base: builtin:tiny}\nrollout: {entry: 'r.py:f', scenarios: s.jsonl}\n"
 A, B = "http://127.0.0.1:1/v1", "http://127.0.0.1:2/v1"

@@ -12,13 +12,13 @@ import torch
 import transformers
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import ReplyBuilder
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.schema import EmbeddedEngineConfig
-from art_cli.engines.embedded.engine import EmbeddedEngine
-from art_cli.errors import CheckpointError, EngineError
-from art_cli.model import Weights, save_weights
+from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
+from art_cli.models.loading import Weights, save_weights
+from art_cli.runtime.errors import CheckpointError, EngineError
 from tests.support.tiny import tiny_tokenizer, tiny_weights
 
 WORDS = ["red", "one two three", "a longer line that says nothing of note", "x", "Straße — 日本", "seven"]

@@ -10,7 +10,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers import PreTrainedTokenizerFast
 
 from art_cli.chat.requests import Request, Sampling
-from art_cli.engines.embedded import encoding, messages
+from art_cli.engines.embedded import chat_prompts as messages
+from art_cli.engines.embedded import encoding
 from art_cli.engines.embedded.encoding import TextEncoder
 from tests.support.tiny import tiny_tokenizer
 

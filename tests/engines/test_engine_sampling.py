@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from art_cli.engines.embedded import sampling
-from art_cli.engines.embedded.sampling import Drawn, Knobs, draw, seed_of, top_logprobs, uniforms
+from art_cli.engines.embedded import token_sampling as sampling
+from art_cli.engines.embedded.token_sampling import Drawn, Knobs, draw, seed_of, top_logprobs, uniforms
 
 NUM = 20_000
 

@@ -20,19 +20,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from art_cli.chat.app import build_app
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_app import build_app
+from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.http_server import serve
 from art_cli.chat.replies import Choice, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling
-from art_cli.chat.server import serve
 from art_cli.chat.wires import OpenAIChat
 from art_cli.config.schema import EmbeddedEngineConfig, GrpoConfig, TorchLearnerConfig, TrainConfig
-from art_cli.engines.embedded import messages, sampling
-from art_cli.engines.embedded.engine import EmbeddedEngine
-from art_cli.engines.embedded.messages import MessageParser
-from art_cli.engines.embedded.sampling import Allowed, Knobs
+from art_cli.engines.embedded import chat_prompts as messages
+from art_cli.engines.embedded import token_sampling as sampling
+from art_cli.engines.embedded.chat_prompts import MessageParser
+from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
+from art_cli.engines.embedded.token_sampling import Allowed, Knobs
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.model import Weights
+from art_cli.models.loading import Weights
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer, tiny_weights
 
 Json = dict[str, Any]

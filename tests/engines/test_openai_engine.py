@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from art_cli.chat.app import build_app
+from art_cli.chat.chat_app import build_app
+from art_cli.chat.http_server import serve
 from art_cli.chat.requests import Request, Sampling
-from art_cli.chat.server import serve
 from art_cli.config.schema import EmbeddedEngineConfig, OpenAIEngineConfig
 from art_cli.engines import make_engine
-from art_cli.engines.embedded.engine import EmbeddedEngine
-from art_cli.engines.openai import OpenAIEngine
-from art_cli.errors import EngineError
+from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
+from art_cli.engines.openai_endpoint import OpenAIEngine
+from art_cli.runtime.errors import EngineError
 from tests.support.tiny import tiny_weights
 
 

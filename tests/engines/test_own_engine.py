@@ -11,17 +11,17 @@ import msgspec
 import openai
 import pytest
 
-from art_cli import model
 from art_cli.chat.requests import Sampling
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.schema import ModelConfig
 from art_cli.engines import EngineTraits, engine_traits, make_engine, proof
-from art_cli.errors import ConfigError, EngineError, UsageError
-from art_cli.loop.train import train
-from art_cli.manifest import verify_checkpoint
-from art_cli.policy_spec import PolicySpec, read_spec, spec_of
-from art_cli.rollouts.gateway import Gateway
-from art_cli.run_dir import RunDir
+from art_cli.loop.open_train import train
+from art_cli.models import loading as model
+from art_cli.models.policy_spec import PolicySpec, read_spec, spec_of
+from art_cli.rollouts.rollout_gateway import Gateway
+from art_cli.runs.manifest import verify_checkpoint
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import ConfigError, EngineError, UsageError
 from tests.support import fake_vllm, plain_engine
 from tests.support.paths import LETTERS
 from tests.support.scripted import Engine, ScriptedBackend

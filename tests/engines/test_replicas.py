@@ -17,16 +17,16 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import Chunk
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.schema import VllmEngineConfig
 from art_cli.engines import EngineSetup, Replicated
 from art_cli.engines.vllm import arguments
-from art_cli.engines.vllm.engine import VllmEngine
 from art_cli.engines.vllm.replicas import VllmReplicas
 from art_cli.engines.vllm.routing import Router
-from art_cli.errors import DriftError, EngineError
+from art_cli.engines.vllm.vllm_engine import VllmEngine
+from art_cli.runtime.errors import DriftError, EngineError
 from tests.engines.test_vllm import MODEL, PROBE, Fake, foreign
 from tests.support import fake_vllm
 from tests.support.process_table import is_alive

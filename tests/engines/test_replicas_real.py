@@ -15,7 +15,7 @@ from art_cli.chat.requests import Request, Sampling
 from art_cli.config.schema import VllmEngineConfig
 from art_cli.engines import proof
 from art_cli.engines.vllm.replicas import VllmReplicas
-from art_cli.policy_spec import spec_of
+from art_cli.models.policy_spec import spec_of
 from tests.support.letters_policy import LettersPolicy
 from tests.support.real_vllm import MARKS, PYTHON, QUICK
 from tests.support.waiting import until

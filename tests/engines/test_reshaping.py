@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.requests import Request, Sampling
-from art_cli.engines.embedded.sampling import Reshaping
-from art_cli.model import Weights
+from art_cli.engines.embedded.token_sampling import Reshaping
+from art_cli.models.loading import Weights
 from tests.engines.test_embedded_engine import chat, full_logprobs, running, text_request
 from tests.support.tiny import tiny_weights
 

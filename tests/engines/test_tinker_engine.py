@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from art_cli.backend.base import Base
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.schema import EmbeddedEngineConfig, TinkerEngineConfig
-from art_cli.engines.embedded.engine import EmbeddedEngine
-from art_cli.engines.tinker import TinkerEngine
-from art_cli.errors import CheckpointError, EngineError
-from art_cli.policy_spec import spec_of
+from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
+from art_cli.models.policy_spec import spec_of
+from art_cli.runtime.errors import CheckpointError, EngineError
+from art_cli.tinker.server.base_model import Base
+from art_cli.tinker.tinker_engine import TinkerEngine
 from tests.support.backend_server import serving, tiny_base
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

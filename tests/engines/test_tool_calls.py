@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import token_bytes, token_text
 from art_cli.chat.requests import Request, Sampling
-from art_cli.engines.embedded.messages import MessageParser, render
-from art_cli.engines.embedded.text import Detokenizer, StopWatch, Vocabulary
+from art_cli.engines.embedded.chat_prompts import MessageParser, render
+from art_cli.engines.embedded.reply_text import Detokenizer, StopWatch, Vocabulary
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 Json = dict[str, Any]

@@ -23,21 +23,22 @@ import pytest
 from msgspec import structs
 from pydantic import ValidationError
 
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import Choice, Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.compose import load_config
 from art_cli.config.schema import VllmEngineConfig
-from art_cli.engines.embedded.messages import render
-from art_cli.engines.embedded.text import Vocabulary
-from art_cli.engines.vllm import arguments, server
-from art_cli.engines.vllm.engine import VllmEngine
-from art_cli.engines.vllm.server import free_port
-from art_cli.errors import CheckpointError, DriftError, EngineError
-from art_cli.loop.generate import plan_groups
-from art_cli.loop.sampler import open_sampler
-from art_cli.policy_spec import PolicySpec
-from art_cli.trajectory import Trajectory
+from art_cli.engines.embedded.chat_prompts import render
+from art_cli.engines.embedded.reply_text import Vocabulary
+from art_cli.engines.vllm import arguments
+from art_cli.engines.vllm import vllm_server as server
+from art_cli.engines.vllm.vllm_engine import VllmEngine
+from art_cli.engines.vllm.vllm_server import free_port
+from art_cli.loop.owed_groups import plan_groups
+from art_cli.loop.policy_sampler import open_sampler
+from art_cli.models.policy_spec import PolicySpec
+from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime.errors import CheckpointError, DriftError, EngineError
 from tests.support import fake_vllm
 from tests.support.process_table import is_alive
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer, tiny_weights
@@ -459,8 +460,8 @@ def test_the_server_dies_with_a_parent_that_is_killed(fake: Fake) -> None:
 import asyncio
 from pathlib import Path
 from art_cli.config.schema import VllmEngineConfig
-from art_cli.policy_spec import PolicySpec
-from art_cli.engines.vllm.engine import VllmEngine
+from art_cli.models.policy_spec import PolicySpec
+from art_cli.engines.vllm.vllm_engine import VllmEngine
 
 async def main():
     config = VllmEngineConfig.model_validate_json({config!r})

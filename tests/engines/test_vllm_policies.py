@@ -1,5 +1,5 @@
 """Several policies in one vLLM server: which adapter answers, and what happens when the server ends. A fake server
-whose distributions depend on the adapter's bytes (fake_vllm.py); tests/backend/test_vllm_backend.py has the real one.
+whose distributions depend on the adapter's bytes (fake_vllm.py); tests/tinker/test_vllm_backend.py has the real one.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ import pytest
 
 from art_cli.chat.requests import Request, Sampling
 from art_cli.engines.proof import Proof
-from art_cli.engines.vllm.policies import VllmPolicies
-from art_cli.errors import CheckpointError, DriftError, EngineError
+from art_cli.engines.vllm.vllm_policies import VllmPolicies
+from art_cli.runtime.errors import CheckpointError, DriftError, EngineError
 from tests.engines.test_vllm import MODEL, PROBE, Fake
 from tests.support import fake_vllm
 

@@ -22,13 +22,13 @@ from art_cli.chat.requests import Request, Sampling
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.schema import VllmEngineConfig
 from art_cli.engines import proof
-from art_cli.engines.embedded.messages import render
-from art_cli.engines.embedded.text import Vocabulary
-from art_cli.engines.vllm.engine import VllmEngine
-from art_cli.errors import DriftError
-from art_cli.loop.train import train
-from art_cli.policy_spec import spec_of
-from art_cli.run_dir import RunDir
+from art_cli.engines.embedded.chat_prompts import render
+from art_cli.engines.embedded.reply_text import Vocabulary
+from art_cli.engines.vllm.vllm_engine import VllmEngine
+from art_cli.loop.open_train import train
+from art_cli.models.policy_spec import spec_of
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import DriftError
 from tests.support.letters_policy import LettersPolicy
 from tests.support.paths import LETTERS
 from tests.support.real_vllm import MARKS, PYTHON, QUICK

@@ -17,17 +17,17 @@ from art_cli.config.schema import (
     RolloutJudgeConfig,
     RulerJudgeConfig,
 )
-from art_cli.errors import JudgeStopped, UsageError
 from art_cli.judges import Judge, Verdict, make_judge, settings_of
-from art_cli.judges.again import ask_again, is_hidden
 from art_cli.judges.blend import BlendJudge
-from art_cli.judges.groups import judge_group
-from art_cli.judges.rollout import RolloutJudge
-from art_cli.judges.ruler.judge import RulerJudge
-from art_cli.loop.train import train
-from art_cli.reliability import error_variance, is_left_out
-from art_cli.run_dir import RunDir
-from art_cli.trajectory import AskedAgain, Trajectory
+from art_cli.judges.extra_votes import ask_again, is_hidden
+from art_cli.judges.judge_groups import judge_group
+from art_cli.judges.rollout_judge import RolloutJudge
+from art_cli.judges.ruler.ruler_judge import RulerJudge
+from art_cli.loop.open_train import train
+from art_cli.runs.reliability import error_variance, is_left_out
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import AskedAgain, Trajectory
+from art_cli.runtime.errors import JudgeStopped, UsageError
 from tests.support.judge_server import Conduct, JudgeServer, serving
 from tests.support.paths import LETTERS
 from tests.support.ruler_cases import rated

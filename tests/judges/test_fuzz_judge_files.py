@@ -14,20 +14,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from art_cli import cli
+from art_cli.cli import app as cli
 from art_cli.config.schema import RolloutJudgeConfig, RulerJudgeConfig
-from art_cli.durable import LineWriter, read_lines
-from art_cli.errors import ArtError, LearnerError, printable
 from art_cli.judges import make_judge
+from art_cli.judges.files.judged_files import TrajectoryFile
 from art_cli.judges.files.session import Session
-from art_cli.judges.files.source import TrajectoryFile
-from art_cli.judges.report.report import make_report
-from art_cli.judges.report.text import report_lines
-from art_cli.judges.ruler.judge import RulerJudge
-from art_cli.learners.demos import demo_samples, load_demos
-from art_cli.rollouts.scenarios import load_scenarios
-from art_cli.trajectory import ScoredTrajectory, Trajectory
-from art_cli.views.judge_page import judge_page
+from art_cli.judges.report.judge_report import make_report
+from art_cli.judges.report.judge_report_text import report_lines
+from art_cli.judges.ruler.ruler_judge import RulerJudge
+from art_cli.learners.sft.demos import demo_samples, load_demos
+from art_cli.reports.pages.judge_page import judge_page
+from art_cli.rollouts.scenario_files import load_scenarios
+from art_cli.runs.durable import LineWriter, read_lines
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
+from art_cli.runtime.errors import ArtError, LearnerError, printable
 from tests.support.hostile import NUM_MUTATIONS, MemoryBound, assert_in_words, mutations
 from tests.support.tiny import tiny_tokenizer
 

@@ -11,13 +11,13 @@ import pytest
 
 from art_cli.config.compose import load_config
 from art_cli.config.schema import FunctionJudgeConfig, RolloutJudgeConfig
-from art_cli.durable import write_lines
-from art_cli.errors import JudgeError, UsageError
 from art_cli.judges import Verdict, make_judge
 from art_cli.judges.costs import CostEstimate
-from art_cli.loop.train import train
-from art_cli.run_dir import RunDir
-from art_cli.trajectory import Score, Trajectory
+from art_cli.loop.open_train import train
+from art_cli.runs.durable import write_lines
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import Score, Trajectory
+from art_cli.runtime.errors import JudgeError, UsageError
 from tests.support.paths import LETTERS
 
 
@@ -112,7 +112,7 @@ async def test_what_cannot_be_loaded_is_said_when_the_judge_is_made(tmp_path: Pa
 
 OWN = """
 from art_cli import Judge, Verdict
-from art_cli.errors import JudgeError
+from art_cli.runtime.errors import JudgeError
 from art_cli.judges.costs import CostEstimate, Usage
 
 class Scaled(Judge):

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from art_cli import cli
-from art_cli.durable import read_lines, write_lines
-from art_cli.trajectory import ScoredTrajectory, Trajectory
+from art_cli.cli import app as cli
+from art_cli.runs.durable import read_lines, write_lines
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
 from tests.support.judge_server import Conduct, JudgeServer, read_record, serving
 from tests.support.paths import ROOT
 from tests.support.ruler_cases import attempt, rated

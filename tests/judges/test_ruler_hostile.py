@@ -26,14 +26,14 @@ import msgspec
 import pytest
 
 from art_cli.config.schema import PriceConfig, RulerJudgeConfig
-from art_cli.durable import write_lines
-from art_cli.errors import JudgeError, JudgeStopped, UsageError
-from art_cli.judges.groups import judge_groups
+from art_cli.judges.judge_groups import judge_groups
 from art_cli.judges.providers import MAX_ANSWER, MAX_BYTES, MAX_MARKS, classify
 from art_cli.judges.providers.waits import read_wait, retry_after
-from art_cli.judges.ruler.judge import RulerJudge
+from art_cli.judges.ruler.ruler_judge import RulerJudge
 from art_cli.judges.ruler.verdict import VerdictError, parse_verdict
-from art_cli.trajectory import Trajectory
+from art_cli.runs.durable import write_lines
+from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime.errors import JudgeError, JudgeStopped, UsageError
 from tests.support.hostile import ATOMS, NUM_MUTATIONS, Heartbeat, MemoryBound, mutations
 from tests.support.judge_server import Conduct, JudgeServer, serving
 from tests.support.paths import ROOT
@@ -390,7 +390,7 @@ def make_foreign(path: Path, kind: str) -> None:
 async def test_a_file_that_is_no_cache_is_one_line_with_its_name(
     server: JudgeServer, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("art_cli.judges.ruler.cache.BUSY_S", 0.1)
+    monkeypatch.setattr("art_cli.judges.ruler.verdict_cache.BUSY_S", 0.1)
     make_foreign(tmp_path / "v.sqlite", kind)
     with pytest.raises((UsageError, JudgeStopped), match=r"judge.cache: .*v\.sqlite: .*name another file") as refused:
         judge = make(server, cache=tmp_path / "v.sqlite")
@@ -402,7 +402,7 @@ async def test_a_cache_that_another_process_holds_does_not_hold_the_loop(
     server: JudgeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lock is held for as long as a writer waits: the call is lost in words, while other tasks run."""
-    monkeypatch.setattr("art_cli.judges.ruler.cache.BUSY_S", 1.0)
+    monkeypatch.setattr("art_cli.judges.ruler.verdict_cache.BUSY_S", 1.0)
     judge = make(server, cache=tmp_path / "v.sqlite")
     holder = sqlite3.connect(tmp_path / "v.sqlite", isolation_level=None)
     holder.execute("begin immediate")

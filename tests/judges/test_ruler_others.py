@@ -18,12 +18,13 @@ from pydantic import BaseModel
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 import art_cli
-from art_cli import cli
+from art_cli.cli import app as cli
 from art_cli.config.schema import BlendJudgeConfig, RewardModelJudgeConfig, RulerJudgeConfig
-from art_cli.errors import JudgeError, JudgeStopped, UsageError
-from art_cli.judges import costs, make_judge, trial
+from art_cli.judges import costs, make_judge
+from art_cli.judges import smoke_test as trial
 from art_cli.judges.costs import find_price
-from art_cli.judges.ruler.judge import RulerJudge
+from art_cli.judges.ruler.ruler_judge import RulerJudge
+from art_cli.runtime.errors import JudgeError, JudgeStopped, UsageError
 from tests.support.judge_server import Conduct, JudgeServer
 from tests.support.paths import ROOT
 from tests.support.ruler_cases import SYSTEM, attempt, rated
@@ -274,9 +275,9 @@ from pathlib import Path
 from tests.support.judge_server import Conduct, JudgeServer
 from tests.support.ruler_cases import rated
 from art_cli.config.schema import RulerJudgeConfig
-from art_cli.errors import JudgeError, JudgeStopped
+from art_cli.runtime.errors import JudgeError, JudgeStopped
 from art_cli.judges.costs import find_price
-from art_cli.judges.ruler.judge import RulerJudge
+from art_cli.judges.ruler.ruler_judge import RulerJudge
 
 async def main():
     async with JudgeServer(Conduct(misbehaviour="429", times=1, key=os.environ["DEEPSEEK_API_KEY"])) as server:

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art_cli.config.schema import RulerJudgeConfig
+from art_cli.judges.judge_text import count_tokens
 from art_cli.judges.ruler import votes
 from art_cli.judges.ruler.attempts import Attempt, Conversation, digest, read_attempt
 from art_cli.judges.ruler.group import MARK_TOKENS, _level, read_group, shorten
 from art_cli.judges.ruler.prompt import PASSAGE_LENGTH, JudgePrompt, choose_code, choose_ids, write_prompt
-from art_cli.judges.text import count_tokens
-from art_cli.trajectory import Json, Trajectory
+from art_cli.runs.trajectory import Json, Trajectory
 from tests.support.judge_server import Record, read_record
 from tests.support.ruler_cases import SYSTEM, TASK, attempt, hostile_group
 

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from numpy.random import default_rng
 
 from art_cli.config.schema import NoiseConfig
-from art_cli.durable import write_lines
-from art_cli.errors import DataError, UsageError
 from art_cli.judges.report.agreement import (
     Measure,
     Ratio,
@@ -24,11 +22,13 @@ from art_cli.judges.report.agreement import (
     pairwise,
     slope,
 )
+from art_cli.judges.report.judge_report import make_report
+from art_cli.judges.report.judge_report_text import report_lines
 from art_cli.judges.report.noise import flip_rates, vote_reliability
-from art_cli.judges.report.report import make_report
-from art_cli.judges.report.text import report_lines
-from art_cli.trajectory import Score, ScoredTrajectory, score_trajectory
-from art_cli.views.judge_page import judge_page
+from art_cli.reports.pages.judge_page import judge_page
+from art_cli.runs.durable import write_lines
+from art_cli.runs.trajectory import Score, ScoredTrajectory, score_trajectory
+from art_cli.runtime.errors import DataError, UsageError
 from tests.support.ruler_cases import attempt
 
 

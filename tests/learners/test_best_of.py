@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from art_cli.config.schema import SftConfig
-from art_cli.durable import write_lines
-from art_cli.errors import DataError, LearnerError
-from art_cli.learners.best_of import best_attempts
-from art_cli.learners.examples import example_samples, load_examples
 from art_cli.learners.samples import Sample
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.learners.sft.best_of import best_attempts
+from art_cli.learners.sft.examples import example_samples, load_examples
+from art_cli.runs.durable import write_lines
+from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.runtime.errors import DataError, LearnerError
 from tests.support.trees import scored, turn
 
 

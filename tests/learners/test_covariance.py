@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from art_cli.config.schema import GrpoConfig
+from art_cli.learners.algorithms.covariance import near_covariant, without_covariant
 from art_cli.learners.algorithms.credit import advantages, rewards_of
-from art_cli.learners.covariance import near_covariant, without_covariant
 from art_cli.learners.samples import Sample
 from art_cli.learners.token_weights import NEAR_OLD, POLICY
 from tests.learners.test_presets import GROUPS, WEIGHTS

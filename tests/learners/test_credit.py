@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from art_cli.learners.algorithms.credit import advantages
-from art_cli.trajectory import has_signal
+from art_cli.runs.trajectory import has_signal
 
 rewards_G = st.lists(st.floats(-100, 100), min_size=2, max_size=16)
 

@@ -11,16 +11,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from art_cli.config.schema import PpoConfig
-from art_cli.errors import CheckpointError, LearnerError
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.gae import credit_by_values, discounted_returns, explained_variance, turn_advantages
 from art_cli.learners.algorithms.objectives import ValueTerms, clipped_value_error
 from art_cli.learners.step_samples import count, make_step_samples
 from art_cli.learners.token_weights import VALUE, Credit
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.manifest import hash_files
-from art_cli.model import Weights
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.models.loading import Weights
+from art_cli.runs.manifest import hash_files
+from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.runtime.errors import CheckpointError, LearnerError
 from tests.support.gradients import Caught, chosen_logprobs, distance, groups_of, learner, leaves, two_answers
 from tests.support.tiny import tiny_weights
 from tests.support.trees import sampled, scored, turn

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 
 from art_cli.config.schema import TorchLearnerConfig
-from art_cli.learners.flex_attention import BLOCK, FlexAttention, padded_length
-from art_cli.learners.pack_runner import PackRunner
-from art_cli.learners.packing import pack_samples
-from art_cli.learners.packing_check import PackingCheck
+from art_cli.learners.packs.flex_attention import BLOCK, FlexAttention, padded_length
+from art_cli.learners.packs.pack_runner import PackRunner
+from art_cli.learners.packs.packing import pack_samples
+from art_cli.learners.packs.packing_check import PackingCheck
+from art_cli.learners.packs.tree_attention import Tree, attend, masked_attention
 from art_cli.learners.samples import bare_sample
-from art_cli.learners.tree_attention import Tree, attend, masked_attention
-from art_cli.model import Weights
+from art_cli.models.loading import Weights
 from tests.learners.test_pack_runner import SHAPE, assert_runs_exactly, samples, weights_of
 
 SCALE = 0.3

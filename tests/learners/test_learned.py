@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from art_cli.config.schema import GrpoConfig, LossConfig
-from art_cli.durable import read_lines
-from art_cli.learners.learned import short_floats
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.model import Weights
-from art_cli.trajectory import LearnedTrajectory, PerToken, ScoredTrajectory
+from art_cli.learners.training_record import short_floats
+from art_cli.models.loading import Weights
+from art_cli.runs.durable import read_lines
+from art_cli.runs.trajectory import LearnedTrajectory, PerToken, ScoredTrajectory
 from tests.support.gradients import chosen_logprobs, groups_of, learner, leaves, two_answers
 from tests.support.tiny import tiny_weights
 from tests.support.trees import sampled, scored, turn

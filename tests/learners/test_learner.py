@@ -19,10 +19,10 @@ from art_cli.config.schema import (
     MaxrlConfig,
     RlooConfig,
 )
-from art_cli.errors import DriftError, LearnerError
-from art_cli.learners.entropy_floor import EntropyState
+from art_cli.learners.algorithms.entropy_floor import EntropyState
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.trajectory import ScoredTrajectory, sequence
+from art_cli.runs.trajectory import ScoredTrajectory, sequence
+from art_cli.runtime.errors import DriftError, LearnerError
 from tests.support.gradients import (
     BONUS,
     Caught,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from art_cli.learners.logprobs import token_scores
+from art_cli.learners.packs.logprobs import token_scores
 
 E, H, V = 23, 8, 50
 

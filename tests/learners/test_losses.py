@@ -11,11 +11,17 @@ from torch import Tensor
 
 from art_cli.config.schema import CispoConfig, DapoConfig, DrGrpoConfig, GrpoConfig, GspoConfig, LossConfig, RlooConfig
 from art_cli.learners.algorithms.credit import overlong_penalty
+from art_cli.learners.algorithms.entropy_floor import EntropyState
+from art_cli.learners.algorithms.normalization import (
+    FinishedCounts,
+    UpdateCounts,
+    sample_mean,
+    token_mean,
+    trajectory_sum,
+)
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms
+from art_cli.learners.algorithms.pack_loss import LossTerms, k3, pack_loss
 from art_cli.learners.algorithms.presets import build_algorithm
-from art_cli.learners.algorithms.shares import FinishedCounts, UpdateCounts, sample_mean, token_mean, trajectory_sum
-from art_cli.learners.algorithms.streams import LossTerms, k3, pack_loss
-from art_cli.learners.entropy_floor import EntropyState
 
 
 def evaluate(

@@ -18,15 +18,15 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from art_cli.config.compose import load_config
-from art_cli.durable import read_lines
-from art_cli.errors import LearnerError
-from art_cli.learners.job import Job, make_job
-from art_cli.learners.parallel import ParallelLearner, parallel_learner
+from art_cli.learners.processes.job import Job, make_job
+from art_cli.learners.processes.parallel import ParallelLearner, parallel_learner
+from art_cli.learners.processes.workers import Workers
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.learners.workers import Workers
-from art_cli.manifest import verify_checkpoint
-from art_cli.run_dir import RunDir
-from art_cli.trajectory import LearnedTrajectory
+from art_cli.runs.durable import read_lines
+from art_cli.runs.manifest import verify_checkpoint
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import LearnedTrajectory
+from art_cli.runtime.errors import LearnerError
 from tests.learners.test_parallel_learner import (
     ADAPTER,
     DEMOS,
@@ -118,7 +118,7 @@ class Node:
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if b"art_cli.learners.worker" in words and f"RANK={rank}".encode() in environment:
+                if b"art_cli.learners.processes.worker" in words and f"RANK={rank}".encode() in environment:
                     return pid
         raise AssertionError(f"no process of rank {rank}")
 

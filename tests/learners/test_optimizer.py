@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from art_cli.config.schema import TrainConfig
-from art_cli.errors import CheckpointError
 from art_cli.learners.optimizer import Optimizer
+from art_cli.runtime.errors import CheckpointError
 
 
 def optimizer(

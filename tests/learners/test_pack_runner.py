@@ -11,12 +11,12 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from art_cli.config.schema import TorchLearnerConfig
-from art_cli.learners import pack_runner
-from art_cli.learners.pack_runner import PackRunner
-from art_cli.learners.packing import pack_samples
-from art_cli.learners.packing_check import PackingCheck
+from art_cli.learners.packs import pack_runner
+from art_cli.learners.packs.pack_runner import PackRunner
+from art_cli.learners.packs.packing import pack_samples
+from art_cli.learners.packs.packing_check import PackingCheck
 from art_cli.learners.samples import Sample, bare_sample
-from art_cli.model import Weights
+from art_cli.models.loading import Weights
 from tests.support.gradients import Caught, learner, two_answers
 from tests.support.tiny import tiny_tokenizer, tiny_weights
 from tests.support.trees import logprobs_of

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art_cli.learners.packing import PACK_COST, Pack, pack_samples, pack_small, reuse
+from art_cli.learners.packs.packing import PACK_COST, Pack, pack_samples, pack_small, reuse
 from art_cli.learners.samples import Sample, bare_sample
 
 

@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional as F
 
 from art_cli.config.schema import GrpoConfig, TorchLearnerConfig
-from art_cli.decoder.compare import BOUNDS, LIMIT, Gap, bound_of
-from art_cli.learners.pack_runner import PackRunner
-from art_cli.learners.packing_check import PackingCheck, compare_batch
+from art_cli.learners.packs.pack_runner import PackRunner
+from art_cli.learners.packs.packing_check import PackingCheck, compare_batch
 from art_cli.learners.samples import bare_sample
+from art_cli.models.decoder.compare import BOUNDS, LIMIT, Gap, bound_of
 from tests.learners.test_pack_runner import samples, weights_of
 from tests.support.gradients import Caught, learner, reference_gradient, two_answers
 from tests.support.tiny import tiny_config, tiny_weights
@@ -87,7 +87,7 @@ def test_a_gradient_that_ignores_the_tree_is_found_out_in_bfloat16_too(monkeypat
 
 def break_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention with the right values and a wrong gradient: that of attention which sees every earlier token."""
-    from art_cli.learners import tree_attention
+    from art_cli.learners.packs import tree_attention
 
     right = tree_attention._BlockAttention.apply
 

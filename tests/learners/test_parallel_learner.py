@@ -32,22 +32,22 @@ from art_cli.config.schema import (
     TorchLearnerConfig,
     TrainConfig,
 )
-from art_cli.durable import read_lines
-from art_cli.errors import ConfigError, DriftError, LearnerError
-from art_cli.learners import workers as workers_module
-from art_cli.learners.entropy_floor import EntropyState
-from art_cli.learners.job import Job
-from art_cli.learners.packing import PACK_COST, pack_samples
-from art_cli.learners.parallel import ParallelLearner
-from art_cli.learners.ranks import deal, pack_evenly
+from art_cli.learners.algorithms.entropy_floor import EntropyState
+from art_cli.learners.packs.packing import PACK_COST, pack_samples
+from art_cli.learners.processes import workers as workers_module
+from art_cli.learners.processes.job import Job
+from art_cli.learners.processes.parallel import ParallelLearner
+from art_cli.learners.processes.ranks import deal, pack_evenly
+from art_cli.learners.processes.watchdog import Watchdog
+from art_cli.learners.processes.workers import Workers
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.learners.watchdog import Watchdog
-from art_cli.learners.workers import Workers
-from art_cli.manifest import verify_checkpoint
-from art_cli.model import load_weights
-from art_cli.processes.calls import Advance, Heartbeat, Returned
-from art_cli.run_dir import RunDir
-from art_cli.trajectory import LearnedTrajectory, ScoredTrajectory
+from art_cli.models.loading import load_weights
+from art_cli.runs.durable import read_lines
+from art_cli.runs.manifest import verify_checkpoint
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
+from art_cli.runtime.errors import ConfigError, DriftError, LearnerError
+from art_cli.runtime.processes.process_calls import Advance, Heartbeat, Returned
 from tests.learners.test_streams import NAMES
 from tests.learners.test_user_algorithm import MINE
 from tests.letters.build import build

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from art_cli.errors import LearnerError
 from art_cli.learners.algorithms.presets import PRESETS, build_algorithm
 from art_cli.learners.step_samples import make_step_samples
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.runtime.errors import LearnerError
 from tests.support.gradients import Caught, distance, learner
 from tests.support.preset_groups import config_of, made_groups
 from tests.support.tiny import tiny_weights

@@ -10,13 +10,12 @@ import pytest
 from numpy.random import Generator, default_rng
 
 from art_cli.config.schema import DrGrpoConfig, GrpoConfig, NoiseConfig
-from art_cli.errors import JudgeError
 from art_cli.judges import Judge, Verdict
-from art_cli.judges.groups import noise
+from art_cli.judges.judge_groups import noise
 from art_cli.learners.algorithms.credit import advantages
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.step_samples import StepSamples, make_step_samples
-from art_cli.reliability import (
+from art_cli.runs.reliability import (
     GRID,
     VerdictCounts,
     corrected_mean,
@@ -27,7 +26,8 @@ from art_cli.reliability import (
     share_of_verdicts,
     success_rates,
 )
-from art_cli.trajectory import RewardNoise, ScoredTrajectory
+from art_cli.runs.trajectory import RewardNoise, ScoredTrajectory
+from art_cli.runtime.errors import JudgeError
 from tests.support.trees import scored, turn
 
 Floats = npt.NDArray[np.float64]

@@ -10,23 +10,23 @@ import msgspec
 import numpy as np
 import pytest
 
-from art_cli.commands.preflight import Preflight
+from art_cli.cli.preflight import Preflight
 from art_cli.config.compose import load_config
-from art_cli.errors import ConfigError, LearnerError, UsageError
-from art_cli.learners import exchange
-from art_cli.learners.job import Job, make_job
-from art_cli.learners.learned import StepRecord
-from art_cli.learners.nodes import node as node_module
-from art_cli.learners.nodes.identity import difference, identity_of
-from art_cli.learners.nodes.node import JoinedNode, join
-from art_cli.learners.nodes.node_end import NodeEnd
-from art_cli.learners.nodes.place import Address, NodePlace, interface_of, reserved_port
-from art_cli.learners.nodes.rendezvous import Meeting, Rendezvous
-from art_cli.learners.nodes.secret import read_secret
+from art_cli.learners.processes import record_bytes as exchange
+from art_cli.learners.processes.job import Job, make_job
+from art_cli.learners.processes.nodes import node as node_module
+from art_cli.learners.processes.nodes.node import JoinedNode, join
+from art_cli.learners.processes.nodes.node_address import Address, NodePlace, interface_of, reserved_port
+from art_cli.learners.processes.nodes.node_end import NodeEnd
+from art_cli.learners.processes.nodes.node_identity import difference, identity_of
+from art_cli.learners.processes.nodes.node_secret import read_secret
+from art_cli.learners.processes.nodes.rendezvous import Meeting, Rendezvous
 from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.token_weights import Floats
-from art_cli.processes import sealed
-from art_cli.processes.serve import answer
+from art_cli.learners.training_record import StepRecord
+from art_cli.runtime.errors import ConfigError, LearnerError, UsageError
+from art_cli.runtime.processes import authenticated as sealed
+from art_cli.runtime.processes.process_server import answer
 from tests.support.paths import LETTERS
 from tests.support.waiting import until
 
@@ -130,7 +130,7 @@ async def test_strangers_are_not_heard_and_do_not_end_the_wait(caplog: pytest.Lo
 
 
 async def test_only_so_many_strangers_are_heard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("art_cli.learners.nodes.rendezvous.MAX_STRANGERS", 2)
+    monkeypatch.setattr("art_cli.learners.processes.nodes.rendezvous.MAX_STRANGERS", 2)
     async with meeting() as (rendezvous, _, _):
         await until(lambda: rendezvous._server is not None)
         silent = [await asyncio.open_connection(*rendezvous.meeting.address) for _ in range(2)]
@@ -256,7 +256,7 @@ def test_a_node_without_processes_answers_no_call_of_a_learner(tmp_path: Path, b
 
 async def test_a_checkpoint_arrives_as_it_was(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces of 5 bytes, the empty file and those of the parts too; what no learner reads stays here."""
-    monkeypatch.setattr("art_cli.learners.nodes.node_end.CHUNK_BYTES", 5)
+    monkeypatch.setattr("art_cli.learners.processes.nodes.node_end.CHUNK_BYTES", 5)
     sent = tmp_path / "sent"
     contents = {"a.safetensors": b"0123456789abc", "rng.safetensors": b"", "critic/optimizer.json": b'{"a": 1}\n'}
     for name, data in {**contents, "tokenizer.model": b"no", "notes.txt": b"no"}.items():

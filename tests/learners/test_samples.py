@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art_cli.errors import LearnerError
 from art_cli.learners.samples import Sample
-from art_cli.trajectory import Turn, sequence
+from art_cli.runs.trajectory import Turn, sequence
+from art_cli.runtime.errors import LearnerError
 from tests.support import trees
 from tests.support.trees import scored, turn, turn_trees
 

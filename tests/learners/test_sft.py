@@ -9,15 +9,15 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from art_cli.config.schema import GrpoConfig, SftConfig, TorchLearnerConfig, TrainConfig
-from art_cli.durable import write_lines
-from art_cli.errors import DataError, LearnerError
 from art_cli.learners import SftProgress
-from art_cli.learners.best_of import best_attempts
-from art_cli.learners.demos import demo_samples, load_demos
 from art_cli.learners.samples import bare_sample
-from art_cli.learners.sft_batches import SftBatches, even_bounds
+from art_cli.learners.sft.best_of import best_attempts
+from art_cli.learners.sft.demos import demo_samples, load_demos
+from art_cli.learners.sft.sft_batches import SftBatches, even_bounds
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.model import Weights
+from art_cli.models.loading import Weights
+from art_cli.runs.durable import write_lines
+from art_cli.runtime.errors import DataError, LearnerError
 from tests.support.tiny import tiny_tokenizer, tiny_weights
 from tests.support.trees import scored, turn
 from tests.support.warm_up import warm_up

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from art_cli.config.schema import PpoConfig
-from art_cli.learners import side_by_side as module
-from art_cli.learners.algorithms.user import UserAlgorithm
-from art_cli.learners.side_by_side import side_by_side
-from art_cli.plugins import resolve
+from art_cli.learners.algorithms.user_algorithm import UserAlgorithm
+from art_cli.learners.packs import side_by_side as module
+from art_cli.learners.packs.side_by_side import side_by_side
+from art_cli.runtime.plugins import resolve
 from tests.support.gradients import learner
 from tests.support.tiny import tiny_weights
 from tests.support.trees import sampled, scored, turn

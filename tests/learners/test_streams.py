@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from art_cli.config.schema import AlgorithmConfig
-from art_cli.errors import LearnerError
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.step_samples import count, make_step_samples
 from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY, REFERENCE_KL, Credit, token_weights
-from art_cli.model import Weights
-from art_cli.trajectory import ScoredTrajectory, sequence
+from art_cli.models.loading import Weights
+from art_cli.runs.trajectory import ScoredTrajectory, sequence
+from art_cli.runtime.errors import LearnerError
 from tests.support.gradients import Caught, distance, groups_of, learner
 from tests.support.streams import weight
 from tests.support.tiny import tiny_weights

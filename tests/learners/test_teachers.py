@@ -17,15 +17,15 @@ import torch
 from art_cli.config.compose import load_config
 from art_cli.config.references import check_ready
 from art_cli.config.schema import DistillConfig, LoraConfig, SdpoConfig, TeacherConfig
-from art_cli.errors import ConfigError, LearnerError, RunError, UsageError
+from art_cli.learners.algorithms.distill_math import prefix_weights, teacher_advantages
 from art_cli.learners.algorithms.distillation import Distill, Sdpo
-from art_cli.learners.algorithms.teaching import prefix_weights, teacher_advantages
-from art_cli.learners.teachers import server as server_module
+from art_cli.learners.teachers import teacher_server as server_module
 from art_cli.learners.teachers.feedback import Feedback
-from art_cli.loop.train import train
-from art_cli.model import Weights, save_merged, with_adapter
-from art_cli.run_dir import RunDir
-from art_cli.trajectory import Score, ScoredTrajectory, Turn
+from art_cli.loop.open_train import train
+from art_cli.models.loading import Weights, save_merged, with_adapter
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import Score, ScoredTrajectory, Turn
+from art_cli.runtime.errors import ConfigError, LearnerError, RunError, UsageError
 from tests.support.backend_server import serving, tiny_base
 from tests.support.gradients import Caught, distance, learner, leaves, two_answers
 from tests.support.paths import LETTERS
@@ -350,7 +350,7 @@ def test_the_words_stand_in_the_first_user_message_and_nothing_else_moves() -> N
     weights = tiny_weights()
     good, bad = explained(weights, "a", 1.0, "took a"), explained(weights, "zz", 0.25, "not {score}\nof them", index=1)
     feedback = Feedback(weights.tokenizer, " [{score}, {rank} of {attempts}: {explanation}]")
-    from art_cli.learners.algorithms.teaching import sampled_tokens
+    from art_cli.learners.algorithms.distill_math import sampled_tokens
 
     samples = sampled_tokens(bad)
     [told] = feedback.told(bad, samples, [good, bad]) or []

@@ -15,18 +15,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from art_cli.backend.base import Base
 from art_cli.config.compose import load_config
 from art_cli.config.schema import LoraConfig, LossConfig, TinkerEngineConfig, TorchLearnerConfig, TrainConfig
-from art_cli.durable import write_lines
-from art_cli.errors import CheckpointError, ConfigError, DriftError, LearnerError, RemoteError
-from art_cli.learners.tinker import TinkerLearner
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.manifest import Manifest, new_checkpoint
-from art_cli.model import Weights, with_adapter
-from art_cli.policy_spec import spec_of
-from art_cli.remote.checkpoint import fetched, read_remote
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.models.loading import Weights, with_adapter
+from art_cli.models.policy_spec import spec_of
+from art_cli.runs.durable import write_lines
+from art_cli.runs.manifest import Manifest, new_checkpoint
+from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.runtime.errors import CheckpointError, ConfigError, DriftError, LearnerError, RemoteError
+from art_cli.tinker.client.remote_checkpoint import fetched, read_remote
+from art_cli.tinker.server.base_model import Base
+from art_cli.tinker.tinker_learner import TinkerLearner
 from tests.support.backend_server import serving, tiny_base
 from tests.support.paths import ROOT
 from tests.support.preset_groups import config_of, made_groups
@@ -305,5 +305,5 @@ def test_a_key_is_sent_to_no_server_that_only_a_checkpoint_names(
 
 def test_learner_and_schedule_need_no_torch() -> None:
     """Nothing that the learner imports before it opens a connection is torch."""
-    program = "import sys, art_cli.learners.tinker; sys.exit('torch' in sys.modules)"
+    program = "import sys, art_cli.tinker.tinker_learner; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

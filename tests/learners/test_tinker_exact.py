@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from art_cli.backend.base import Base
 from art_cli.config.schema import (
     LoraConfig,
     LossConfig,
@@ -20,14 +19,15 @@ from art_cli.config.schema import (
     TorchLearnerConfig,
     TrainConfig,
 )
-from art_cli.errors import LearnerError, RemoteError
-from art_cli.learners.tinker import TinkerLearner
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.manifest import Manifest, new_checkpoint
-from art_cli.model import Weights, load_weights, with_adapter
-from art_cli.policy_spec import spec_of
-from art_cli.remote.checkpoint import LEASE_FILE, fetched
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.models.loading import Weights, load_weights, with_adapter
+from art_cli.models.policy_spec import spec_of
+from art_cli.runs.manifest import Manifest, new_checkpoint
+from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.runtime.errors import LearnerError, RemoteError
+from art_cli.tinker.client.remote_checkpoint import LEASE_FILE, fetched
+from art_cli.tinker.server.base_model import Base
+from art_cli.tinker.tinker_learner import TinkerLearner
 from tests.support.backend_server import serving, tiny_base
 from tests.support.preset_groups import config_of, made_groups
 

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from art_cli.decoder.calls import CALL_COST
-from art_cli.learners.packing import pack_samples
-from art_cli.learners.product_attention import ProductAttention
+from art_cli.learners.packs.packing import pack_samples
+from art_cli.learners.packs.product_attention import ProductAttention
+from art_cli.learners.packs.segment_batches import LONG, cut
+from art_cli.learners.packs.tree_attention import Tree, attend, masked_attention
 from art_cli.learners.samples import bare_sample
-from art_cli.learners.segment_batches import LONG, cut
-from art_cli.learners.tree_attention import Tree, attend, masked_attention
+from art_cli.models.decoder.shared_calls import CALL_COST
 
 KV_HEADS, GROUPS, DIM = 2, 3, 8
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 import transformers
 
-from art_cli import model
 from art_cli.config.checks import conflicts
 from art_cli.config.schema import GrpoConfig, ModelConfig, RunConfig
-from art_cli.engines.embedded.runner import ForwardRunner
-from art_cli.errors import EngineError, LearnerError
+from art_cli.engines.embedded.model_runner import ForwardRunner
 from art_cli.learners import load_policy, make_learner, unsloth
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.model import Weights
+from art_cli.models import loading as model
+from art_cli.models.loading import Weights
+from art_cli.runtime.errors import EngineError, LearnerError
 from tests.support import fake_unsloth
 from tests.support.fake_unsloth import install
 from tests.support.gradients import Caught, distance, reference_gradient, two_answers

@@ -13,11 +13,11 @@ import torch
 from art_cli.config.compose import load_config
 from art_cli.config.references import check_ready
 from art_cli.config.schema import AlgorithmConfig, TorchLearnerConfig, TrainConfig
-from art_cli.errors import ConfigError, LearnerError, RunError, UsageError
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.loop.train import train
-from art_cli.model import Weights
-from art_cli.run_dir import RunDir
+from art_cli.loop.open_train import train
+from art_cli.models.loading import Weights
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import ConfigError, LearnerError, RunError, UsageError
 from tests.support.gradients import Caught, two_answers
 from tests.support.paths import LETTERS, ROOT
 from tests.support.tiny import tiny_weights
@@ -155,7 +155,7 @@ def test_what_it_gives_is_checked_and_no_weight_is_changed(tmp_path: Path, metho
 
 READS = """
 from art_cli.learners.algorithms import Algorithm
-from art_cli.learners.algorithms.teaching import sampled_tokens
+from art_cli.learners.algorithms.distill_math import sampled_tokens
 
 
 class Mine(Algorithm):

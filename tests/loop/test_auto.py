@@ -12,18 +12,18 @@ from typing import NamedTuple
 
 import pytest
 
-from art_cli import cli
-from art_cli.commands import Finding, doctor
-from art_cli.commands import serve as serve_command
+from art_cli.cli import Finding, doctor
+from art_cli.cli import app as cli
+from art_cli.cli import serve as serve_command
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.schema import EmbeddedEngineConfig, TorchLearnerConfig, VllmEngineConfig
 from art_cli.engines import make_engine
 from art_cli.engines.vllm.probe import VllmFacts, find_vllm
-from art_cli.errors import ConfigError, EngineError, LearnerError, RunError, UsageError
 from art_cli.learners import load_policy, make_learner
 from art_cli.loop.auto import AutoChoice, Facts, Machine, choose, describe, engine_facts, resolve_auto
 from art_cli.loop.record import claim_config
-from art_cli.run_dir import RunDir
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import ConfigError, EngineError, LearnerError, RunError, UsageError
 from tests.support.paths import LETTERS, ROOT
 from tests.support.served import make_run, scripted_source
 from tests.support.tiny import tiny_weights

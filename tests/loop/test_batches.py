@@ -9,20 +9,20 @@ from typing import Any, cast
 import pytest
 
 from art_cli.config.compose import LoadedConfig, load_config
-from art_cli.errors import LearnerError, UsageError
 from art_cli.judges import make_judge
 from art_cli.learners import Learner, Progress, StepMetrics
 from art_cli.loop.auto import resolve_auto
 from art_cli.loop.batches import Batches
-from art_cli.loop.sampler import Sampler
-from art_cli.loop.train import train
+from art_cli.loop.open_train import train
+from art_cli.loop.policy_sampler import Sampler
 from art_cli.loop.training_run import TrainingRun
-from art_cli.model import clone_trainable
+from art_cli.models.loading import clone_trainable
 from art_cli.rollouts.progress import Progress as Counts
-from art_cli.rollouts.runner import OnFinished, RolloutPlan
-from art_cli.rollouts.scenarios import load_scenarios
-from art_cli.run_dir import RunDir
-from art_cli.trajectory import ScoredTrajectory, Trajectory
+from art_cli.rollouts.rollout_runner import OnFinished, RolloutPlan
+from art_cli.rollouts.scenario_files import load_scenarios
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
+from art_cli.runtime.errors import LearnerError, UsageError
 from tests.support.paths import LETTERS
 from tests.support.tiny import tiny_weights
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from art_cli import checkpoints
 from art_cli.config.compose import load_config
-from art_cli.errors import CheckpointError, RunError, UsageError
 from art_cli.loop.auto import resolve_auto
-from art_cli.loop.policy import PolicySource, find_policy, open_policy
-from art_cli.loop.train import train
-from art_cli.manifest import verify_checkpoint
-from art_cli.model import save_weights
-from art_cli.run_dir import RunDir
-from art_cli.serving.source import find_source
+from art_cli.loop.open_train import train
+from art_cli.loop.stage_policy import PolicySource, find_policy, open_policy
+from art_cli.models.loading import save_weights
+from art_cli.runs import run_checkpoints as checkpoints
+from art_cli.runs.manifest import verify_checkpoint
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import CheckpointError, RunError, UsageError
+from art_cli.serving.served_model import find_source
 from tests.support.paths import LETTERS
 from tests.support.served import add_checkpoint, make_run
 from tests.support.tiny import tiny_weights

@@ -7,11 +7,11 @@ import statistics
 
 import pytest
 
-from art_cli.commands.comparison import DETAILS, as_text, compare
-from art_cli.errors import UsageError
+from art_cli.cli.eval_comparison import DETAILS, as_text, compare
 from art_cli.loop.evaluate import estimate, paired_difference, values_by_scenario
 from art_cli.loop.gates import Gate, parse_gate
-from art_cli.trajectory import Trajectory
+from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime.errors import UsageError
 
 
 def played(scenario: str, reward: float | None, error: str | None = None, **metrics: float) -> Trajectory:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import art_cli
-from art_cli.errors import ConfigError, Interrupted, UsageError
-from art_cli.notebook import _wait
-from art_cli.run_dir import RunDir
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.api import _wait
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.runtime.errors import ConfigError, Interrupted, UsageError
 from tests.support.paths import LETTERS, ROOT
 
 PAGE = (ROOT / "docs" / "python.md").read_text()
@@ -75,14 +75,14 @@ async def test_an_interrupted_notebook_lets_the_work_go_and_waits_for_it(monkeyp
             order.append("tidied up")
             raise Interrupted("stopped") from None
 
-    class Future(art_cli.notebook.Future):  # type: ignore[name-defined, misc]
+    class Future(art_cli.api.Future):  # type: ignore[name-defined, misc]
         def result(self, timeout: float | None = None) -> object:
             if threading.current_thread().name == "notebook" or self.done():
                 return super().result(timeout)
             assert is_running.wait(30)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("art_cli.notebook.Future", Future)
+    monkeypatch.setattr("art_cli.api.Future", Future)
     with pytest.raises(KeyboardInterrupt):
         _wait(work)
     assert order == ["tidied up"]

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from art_cli.config.compose import load_config
-from art_cli.config.sections.rollout import RolloutConfig
+from art_cli.config.sections.rollout_config import RolloutConfig
 from art_cli.judges import make_judge
 from art_cli.loop.batches import Batch, Batches
-from art_cli.loop.sampler import Sampler
+from art_cli.loop.policy_sampler import Sampler
 from art_cli.loop.step_groups import StepGroups
 from art_cli.rollouts.progress import Progress
-from art_cli.rollouts.runner import OnFinished, RolloutPlan
-from art_cli.run_dir import RunDir
-from art_cli.trajectory import Json, ScoredTrajectory, Trajectory, score_trajectory
+from art_cli.rollouts.rollout_runner import OnFinished, RolloutPlan
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, score_trajectory
 from tests.support.paths import LETTERS
 
 CONFIG = RolloutConfig(entry="none.py:none", scenarios="none", group_size=2, groups_per_step=4, refill=4.0)

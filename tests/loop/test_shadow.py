@@ -9,16 +9,16 @@ from statistics import correlation, fmean
 
 import pytest
 
-from art_cli.commands.preflight import Preflight
+from art_cli.cli.preflight import Preflight
 from art_cli.config.compose import load_config
-from art_cli.errors import ConfigError, UsageError
-from art_cli.history import History, UpdateNumbers
-from art_cli.judges.shadow import MAX_FAILURES, is_chosen
-from art_cli.loop.findings import find
-from art_cli.loop.report import read_report
-from art_cli.loop.train import train
-from art_cli.run_dir import RunDir
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.judges.shadow_judges import MAX_FAILURES, is_chosen
+from art_cli.loop.open_train import train
+from art_cli.reports.findings import find
+from art_cli.reports.run_report import read_report
+from art_cli.runs.history import History, UpdateNumbers
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.runtime.errors import ConfigError, UsageError
 from tests.support.paths import LETTERS
 
 ADAPTER = "adapter_model.safetensors"
@@ -199,8 +199,8 @@ def test_a_gap_that_widens_is_a_finding_and_one_that_does_not_is_none() -> None:
 
 
 def test_ruler_has_no_gap_because_its_scores_of_two_groups_cannot_be_compared(project: Path) -> None:
-    from art_cli.judges.shadow import shadow_numbers
-    from art_cli.trajectory import Score, Trajectory, score_trajectory
+    from art_cli.judges.shadow_judges import shadow_numbers
+    from art_cli.runs.trajectory import Score, Trajectory, score_trajectory
 
     loaded = load_config(project / "plain.yaml", ["+shadow.panel.judge={name: ruler, model: openai/o3}"])
     rows = [score_trajectory(Trajectory(id=str(n), group_id="g", group_size=2, index=n), float(n)) for n in range(2)]

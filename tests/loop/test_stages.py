@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from art_cli import cli
-from art_cli.chat.app import build_app
-from art_cli.chat.server import serve
+from art_cli.chat.chat_app import build_app
+from art_cli.chat.http_server import serve
+from art_cli.cli import app as cli
 from art_cli.config.compose import load_config
-from art_cli.durable import read_lines
 from art_cli.engines import make_engine
 from art_cli.loop.auto import resolve_auto
-from art_cli.loop.policy import PolicySource, open_policy
-from art_cli.loop.train import train
-from art_cli.run_dir import RunDir
-from art_cli.trajectory import ScoredTrajectory, Trajectory, has_signal
+from art_cli.loop.open_train import train
+from art_cli.loop.stage_policy import PolicySource, open_policy
+from art_cli.runs.durable import read_lines
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, has_signal
 from tests.support.paths import LETTERS
 
 CONFIG = str(LETTERS / "config.yaml")

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art_cli.cli import run as art
+from art_cli.cli.app import run as art
 from art_cli.config.compose import load_config
 from art_cli.config.metric_names import ALWAYS, FAMILIES, NEEDS
-from art_cli.config.sections.stop import StopRule
-from art_cli.errors import ConfigError, Paused
-from art_cli.history import Evaluated, History, UpdateNumbers
+from art_cli.config.sections.stop_config import StopRule
 from art_cli.learners import StepMetrics
+from art_cli.loop.open_train import train
 from art_cli.loop.stop_rules import StopRules
-from art_cli.loop.train import train
 from art_cli.loop.training_run import TrainResult
-from art_cli.run_dir import RunDir
+from art_cli.runs.history import Evaluated, History, UpdateNumbers
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import ConfigError, Paused
 from tests.judges.test_ruler_train import share_of_letters
 from tests.support.judge_server import Conduct, serving
 from tests.support.paths import LETTERS

@@ -15,14 +15,14 @@ import pytest
 from safetensors.torch import load_file
 
 from art_cli.config.compose import load_config, load_sweep
-from art_cli.engines.embedded.engine import EmbeddedEngine
-from art_cli.errors import ArtError, DriftError, RunError
+from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.loop.train import train
+from art_cli.loop.open_train import train
 from art_cli.loop.training_run import TrainResult, going_on
-from art_cli.manifest import verify_checkpoint
-from art_cli.run_dir import RunDir
-from art_cli.trajectory import prompt
+from art_cli.runs.manifest import verify_checkpoint
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import prompt
+from art_cli.runtime.errors import ArtError, DriftError, RunError
 from tests.support import forked
 from tests.support.paths import LETTERS
 

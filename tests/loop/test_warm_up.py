@@ -19,8 +19,8 @@ from art_cli.config.compose import load_config
 from art_cli.config.schema import GrpoConfig, SftConfig, TorchLearnerConfig, TrainConfig
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.loop import warm_up
-from art_cli.loop.train import train
-from art_cli.run_dir import RunDir
+from art_cli.loop.open_train import train
+from art_cli.runs.run_dir import RunDir
 from tests.support.paths import LETTERS
 from tests.support.tiny import tiny_weights
 
@@ -195,7 +195,7 @@ def test_a_second_process_waits_for_the_first_ones_warm_up(
     first = train_here(tmp_path, 2)
     [home] = (tmp_path / ".warm").iterdir()
     code = (
-        "import pathlib, sys\nfrom art_cli.run_dir import RunDir\nwith RunDir(pathlib.Path(sys.argv[1])).lock():\n"
+        "import pathlib, sys\nfrom art_cli.runs.run_dir import RunDir\nwith RunDir(pathlib.Path(sys.argv[1])).lock():\n"
         " print('held', flush=True)\n sys.stdin.readline()\n"
     )
     with subprocess.Popen(

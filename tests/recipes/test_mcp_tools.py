@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from art_cli.config.compose import load_config
-from art_cli.environments import Settings, open_environment
-from art_cli.rollouts.runner import RolloutPlan
+from art_cli.rollouts.environments import Settings, open_environment
+from art_cli.rollouts.rollout_runner import RolloutPlan
 from tests.support.paths import ROOT
 from tests.support.recipes import load
 from tests.support.scripted import Answer, ScriptedBackend, tool_call

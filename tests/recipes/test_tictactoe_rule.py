@@ -4,7 +4,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-from art_cli.plugins import resolve
+from art_cli.runtime.plugins import resolve
 from tests.support.paths import TICTACTOE
 from tests.support.tictactoe_rule import rule
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from art_cli.rollouts.adaptive import AdaptiveOrder, expected_signal, reward_scale, squared_deviations
-from art_cli.trajectory import GroupRewards
+from art_cli.runs.trajectory import GroupRewards
 
 
 def group(pool: str, *rewards: float) -> GroupRewards:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.requests import Request
-from art_cli.checkpoints import import_start
-from art_cli.run_dir import RunDir
-from art_cli.trajectory import Trajectory, Turn, sequence
+from art_cli.runs.run_checkpoints import import_start
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import Trajectory, Turn, sequence
 from tests.support import forked
 from tests.support.lossy import Swallowing
 from tests.support.node import clients as install_node_clients

@@ -14,11 +14,11 @@ import anthropic
 import httpx
 import pytest
 
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.requests import Request, Sampling
-from art_cli.rollouts.gateway import Gateway
 from art_cli.rollouts.recorder import Recorder
-from art_cli.trajectory import prompt, sequence
+from art_cli.rollouts.rollout_gateway import Gateway
+from art_cli.runs.trajectory import prompt, sequence
 from tests.support.node import clients
 from tests.support.scripted import Engine, ScriptedBackend
 from tests.support.stage import Stage

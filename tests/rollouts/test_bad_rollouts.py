@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from art_cli.run_dir import RunDir
-from art_cli.trajectory import Trajectory
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import Trajectory
 from tests.support import forked
 from tests.support.hostile import assert_in_words
 from tests.support.paths import LETTERS

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from art_cli.run_dir import RunDir
-from art_cli.trajectory import prompt, sequence
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import prompt, sequence
 from tests.support import forked
 from tests.support.paths import CLIENTS
 from tests.support.real_agents import MARKS, PYTHON

@@ -14,11 +14,11 @@ import msgspec
 import openai
 import pytest
 
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import Choice, Chunk
 from art_cli.chat.requests import Request, Sampling
-from art_cli.rollouts.gateway import Gateway, call_seed
-from art_cli.trajectory import Turn, prompt, sequence
+from art_cli.rollouts.rollout_gateway import Gateway, call_seed
+from art_cli.runs.trajectory import Turn, prompt, sequence
 from tests.support.node import clients
 from tests.support.scripted import Engine, ScriptedBackend, encode, logprob, tool_call
 

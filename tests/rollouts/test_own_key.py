@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from art_cli.rollouts.gateway import OWN_CLIENT
-from art_cli.rollouts.own_key import SHARED_KEY, reading_own
+from art_cli.rollouts.per_attempt_key import SHARED_KEY, reading_own
+from art_cli.rollouts.rollout_gateway import OWN_CLIENT
 from tests.support.stage import Stage
 
 SET = """

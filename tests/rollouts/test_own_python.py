@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from art_cli import cli
-from art_cli.errors import ArtError, RolloutError, UsageError
-from art_cli.outcome import Outcome
-from art_cli.processes.plain_json import MAX_DEPTH, dump, load
-from art_cli.rollouts import start
-from art_cli.rollouts.attempt import AttemptError, from_exception, is_transport_error
-from art_cli.rollouts.messages import read_report, report
+from art_cli.cli import app as cli
+from art_cli.rollouts import bootstrap as start
+from art_cli.rollouts.attempt_end import read_report, report
+from art_cli.rollouts.attempt_errors import AttemptError, from_exception, is_transport_error
+from art_cli.runs.outcome import Outcome
+from art_cli.runtime.errors import ArtError, RolloutError, UsageError
+from art_cli.runtime.processes.plain_json import MAX_DEPTH, dump, load
 from tests.support.hostile import NUM_MUTATIONS, mutations
 from tests.support.paths import LETTERS, TESTS
 from tests.support.stage import Stage

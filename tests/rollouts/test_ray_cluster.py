@@ -13,11 +13,11 @@ import pytest_asyncio
 
 from art_cli.chat.requests import Sampling
 from art_cli.config.schema import RolloutConfig
-from art_cli.errors import RolloutError
-from art_cli.rollouts.cluster.rollout import ClusterRollout
-from art_cli.rollouts.gateway import Gateway
-from art_cli.rollouts.runner import RolloutPlan, Runner
-from art_cli.trajectory import Trajectory
+from art_cli.rollouts.cluster.cluster_rollout import ClusterRollout
+from art_cli.rollouts.rollout_gateway import Gateway
+from art_cli.rollouts.rollout_runner import RolloutPlan, Runner
+from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime.errors import RolloutError
 from tests.support.ray_cluster import LocalCluster
 from tests.support.scripted import Engine, ScriptedBackend
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from art_cli.chat.replies import Choice, Reply
 from art_cli.chat.requests import Request, Sampling
 from art_cli.rollouts.recorder import Recorder, common_prefix
-from art_cli.trajectory import prompt, sequence
+from art_cli.runs.trajectory import prompt, sequence
 from tests.support.scripted import ScriptedBackend, encode, render, tool_call
 
 Json = dict[str, Any]

@@ -5,8 +5,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art_cli.rollouts.replay import Replay, choose_replays
-from art_cli.trajectory import GroupRewards
+from art_cli.rollouts.replay_buffer import Replay, choose_replays
+from art_cli.runs.trajectory import GroupRewards
 
 
 def group(name: str, *rewards: float) -> GroupRewards:

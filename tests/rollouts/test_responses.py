@@ -14,14 +14,14 @@ import msgspec
 import openai
 import pytest
 
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.wires import responses_memory
 from art_cli.chat.wires.responses_memory import Memory
-from art_cli.rollouts.gateway import Gateway
 from art_cli.rollouts.recorder import Recorder
-from art_cli.trajectory import Turn, prompt, sequence
+from art_cli.rollouts.rollout_gateway import Gateway
+from art_cli.runs.trajectory import Turn, prompt, sequence
 from tests.support.scripted import BreakingBackend, Engine, ScriptedBackend
 from tests.support.template_backend import THINKS, TemplateBackend, scripted
 

@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.requests import Request, Sampling
-from art_cli.rollouts.gateway import Gateway
 from art_cli.rollouts.recorder import Recorder
 from art_cli.rollouts.retries import Retries
-from art_cli.trajectory import Trajectory
+from art_cli.rollouts.rollout_gateway import Gateway
+from art_cli.runs.trajectory import Trajectory
 from tests.support.lossy import Swallowing
 from tests.support.scripted import Engine, ScriptedBackend, encode
 from tests.support.trees import samples_of, scored, turn

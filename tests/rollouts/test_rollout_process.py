@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from art_cli.errors import RolloutError, UsageError
 from art_cli.rollouts import process
+from art_cli.runtime.errors import RolloutError, UsageError
 from tests.support.process_table import is_alive
 from tests.support.stage import ASK, Stage
 

@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.requests import Request
-from art_cli.errors import RolloutError, UsageError
-from art_cli.rollouts import function, progress
-from art_cli.rollouts.command import is_passed
+from art_cli.rollouts import function_rollout as function
+from art_cli.rollouts import progress
+from art_cli.rollouts.command_rollout import is_passed
 from art_cli.rollouts.progress import Progress
-from art_cli.rollouts.runner import RolloutPlan
-from art_cli.trajectory import Trajectory, prompt
+from art_cli.rollouts.rollout_runner import RolloutPlan
+from art_cli.runs.trajectory import Trajectory, prompt
+from art_cli.runtime.errors import RolloutError, UsageError
 from tests.support.node import clients
 from tests.support.process_table import is_alive
 from tests.support.scripted import ScriptedBackend, encode, tool_call

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art_cli.errors import DataError, UsageError
-from art_cli.rollouts.scenarios import ScenarioOrder, load_scenarios
+from art_cli.rollouts.scenario_files import ScenarioOrder, load_scenarios
+from art_cli.runtime.errors import DataError, UsageError
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ def test_a_python_iterable_works_as_function_or_as_it_is(tmp_path: Path) -> None
 def test_a_bad_iterable_is_a_data_error(
     tmp_path: Path, source: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("art_cli.rollouts.scenarios.MAX_SCENARIOS", 100)
+    monkeypatch.setattr("art_cli.rollouts.scenario_files.MAX_SCENARIOS", 100)
     (tmp_path / "make.py").write_text(source)
     with pytest.raises(DataError, match=message):
         load_scenarios("make.py:make", tmp_path)

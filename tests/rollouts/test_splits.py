@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from art_cli.config.compose import load_config
 from art_cli.config.schema import RunConfig
-from art_cli.errors import ConfigError, DataError
-from art_cli.rollouts.scenarios import Json
+from art_cli.rollouts.scenario_files import Json
 from art_cli.rollouts.splits import (
     evaluation_scenarios,
     find_overlap,
     is_held_out,
     training_scenarios,
 )
+from art_cli.runtime.errors import ConfigError, DataError
 
 FILE = "model: {base: none}\nrollout: {entry: rollout.py:rollout, scenarios: s.jsonl}\n"
 

@@ -22,10 +22,10 @@ from pydantic import ValidationError
 
 from art_cli.config.compose import load_config
 from art_cli.config.references import check_ready
-from art_cli.config.sections.scenarios import ScenariosConfig
-from art_cli.errors import ConfigError, DataError
-from art_cli.rollouts.scenarios import load_scenarios
+from art_cli.config.sections.scenarios_config import ScenariosConfig
+from art_cli.rollouts.scenario_files import load_scenarios
 from art_cli.rollouts.splits import is_held_out
+from art_cli.runtime.errors import ConfigError, DataError
 
 Json = dict[str, Any]
 

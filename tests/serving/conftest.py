@@ -2,7 +2,7 @@
 
 import pytest
 
-from art_cli.run_dir import RunDir
+from art_cli.runs.run_dir import RunDir
 from tests.support.served import make_run
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art_cli.chat.app import closing_stream
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_app import closing_stream
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling
 from art_cli.serving.backlog import Backlog, join, read_ahead

@@ -12,20 +12,20 @@ from typing import Any, NoReturn
 import httpx
 import pytest
 
-from art_cli.commands.gateway import _known_secrets
+from art_cli.cli.gateway import _known_secrets
 from art_cli.config.compose import load_gateway
 from art_cli.config.schema import GatewayConfig, RedactConfig
-from art_cli.durable import LineWriter, read_lines
 from art_cli.engines import Endpoint
-from art_cli.errors import ConfigError, RunError
-from art_cli.judges.files.source import TrajectoryFile
-from art_cli.secrets import Secrets
-from art_cli.serving.capture import conversations, journal
-from art_cli.serving.capture.clients import Clients
-from art_cli.serving.capture.journal import Journal
-from art_cli.serving.capture.redaction import Redactor
-from art_cli.serving.capture.service import GatewayService
-from art_cli.trajectory import Trajectory, sequence
+from art_cli.judges.files.judged_files import TrajectoryFile
+from art_cli.runs.durable import LineWriter, read_lines
+from art_cli.runs.trajectory import Trajectory, sequence
+from art_cli.runtime.errors import ConfigError, RunError
+from art_cli.runtime.secrets import Secrets
+from art_cli.serving.gateway import conversations, journal
+from art_cli.serving.gateway.clients import Clients
+from art_cli.serving.gateway.gateway_service import GatewayService
+from art_cli.serving.gateway.journal import Journal
+from art_cli.serving.gateway.redaction import Redactor
 from benchmarks.gateway_days import Plan, examine, play
 from tests.support.scripted import ScriptedBackend, encode, tool_call
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from art_cli.chat.keys import Keys
+from art_cli.chat.api_keys import Keys
 from art_cli.chat.requests import Request, Sampling
-from art_cli.rollouts.gateway import Gateway
+from art_cli.rollouts.rollout_gateway import Gateway
 from tests.support.doors import (
     METHODS,
     WEBSOCKET,

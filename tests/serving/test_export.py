@@ -13,15 +13,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from art_cli import cli
-from art_cli.durable import write_lines
+from art_cli.cli import app as cli
 from art_cli.engines.proof import make_probe
-from art_cli.errors import DriftError, RunError, UsageError
-from art_cli.run_dir import RunDir
-from art_cli.serving import export as module
-from art_cli.serving.export import export, saved_prompts
-from art_cli.serving.source import find_source
-from art_cli.trajectory import Trajectory
+from art_cli.runs.durable import write_lines
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime.errors import DriftError, RunError, UsageError
+from art_cli.serving import merged_export as module
+from art_cli.serving.merged_export import export, saved_prompts
+from art_cli.serving.served_model import find_source
 from tests.support.served import add_trajectories, make_run
 
 PROMPTS = [list(range(40, 90)), list(range(200, 100, -1)), [7, 7, 7, 250, 9]]

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from art_cli.chat.requests import Sampling
-from art_cli.rollouts.gateway import Gateway
+from art_cli.rollouts.rollout_gateway import Gateway
 from tests.support.malformed import PATHS, RICH, Malformed, malformed, post
 from tests.support.openapi import describe
 from tests.support.scripted import Engine

@@ -11,18 +11,19 @@ from pathlib import Path
 import httpx
 import pytest
 
-from art_cli.chat.app import closing_stream
-from art_cli.chat.connection import Timeouts
+from art_cli.chat.chat_app import closing_stream
+from art_cli.chat.client_connection import Timeouts
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.schema import EmbeddedEngineConfig
-from art_cli.engines.embedded import engine, formats, grammars
-from art_cli.run_dir import RunDir
+from art_cli.engines.embedded import embedded_engine as engine
+from art_cli.engines.embedded import formats, grammars
+from art_cli.runs.run_dir import RunDir
 from art_cli.serving.admission import Admission
-from art_cli.serving.dispatch import Dispatch
 from art_cli.serving.loader import Loader
 from art_cli.serving.meter import Meter
-from art_cli.serving.policies import Policies, ServedPolicy
-from art_cli.serving.source import find_source
+from art_cli.serving.request_dispatch import Dispatch
+from art_cli.serving.served_model import find_source
+from art_cli.serving.served_policies import Policies, ServedPolicy
 from tests.support.hostile import NUM_MUTATIONS, MemoryBound
 from tests.support.served import ScriptedLoader
 from tests.support.serving import (

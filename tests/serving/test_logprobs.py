@@ -9,9 +9,9 @@ import transformers
 
 from art_cli.chat.client import HttpBackend
 from art_cli.chat.requests import Sampling
-from art_cli.rollouts.gateway import Gateway
-from art_cli.run_dir import RunDir
-from art_cli.serving.source import find_source
+from art_cli.rollouts.rollout_gateway import Gateway
+from art_cli.runs.run_dir import RunDir
+from art_cli.serving.served_model import find_source
 from tests.support.scripted import Engine
 from tests.support.serving import USER, client, own_logprobs, serving
 

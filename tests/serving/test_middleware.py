@@ -15,13 +15,13 @@ import anthropic
 import httpx
 import pytest
 
-from art_cli import cli
-from art_cli.chat.keys import Keys, check_exposure, read_keys
+from art_cli.chat.api_keys import Keys, check_exposure, read_keys
 from art_cli.chat.wires import WIRES
-from art_cli.errors import UsageError
-from art_cli.run_dir import RunDir
-from art_cli.serving.policies import Policies
-from art_cli.serving.service import Limits, Service
+from art_cli.cli import app as cli
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import UsageError
+from art_cli.serving.serve_service import Limits, Service
+from art_cli.serving.served_policies import Policies
 from tests.support.served import ScriptedLoader
 from tests.support.serving import (
     JSON,

@@ -9,20 +9,20 @@ from typing import Any
 import openai
 import pytest
 
-from art_cli import cli
 from art_cli.chat.requests import Request, Sampling
+from art_cli.cli import app as cli
 from art_cli.config.schema import EmbeddedEngineConfig
-from art_cli.errors import ArtError, CheckpointError, UsageError
-from art_cli.manifest import Manifest, new_checkpoint
-from art_cli.model import save_weights
-from art_cli.run_dir import RunDir
+from art_cli.models.loading import save_weights
+from art_cli.runs.manifest import Manifest, new_checkpoint
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import ArtError, CheckpointError, UsageError
 from art_cli.serving import follow
 from art_cli.serving.admission import Admission
-from art_cli.serving.dispatch import Dispatch
 from art_cli.serving.loader import Loader, engine_config, read_knobs
 from art_cli.serving.meter import Meter
-from art_cli.serving.policies import Policies, ServedPolicy
-from art_cli.serving.source import find_source
+from art_cli.serving.request_dispatch import Dispatch
+from art_cli.serving.served_model import find_source
+from art_cli.serving.served_policies import Policies, ServedPolicy
 from tests.support.served import ScriptedLoader, add_checkpoint, make_run, scripted_source
 from tests.support.serving import (
     TOOLS,

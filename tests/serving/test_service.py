@@ -17,13 +17,13 @@ import httpx
 import openai
 import pytest
 
-from art_cli.chat.keys import Keys, read_keys
-from art_cli.commands import serve as serve_command
-from art_cli.errors import EngineError
-from art_cli.run_dir import RunDir
-from art_cli.serving.policies import Policies, ServedPolicy
-from art_cli.serving.service import Limits, Service
-from art_cli.serving.source import Source
+from art_cli.chat.api_keys import Keys, read_keys
+from art_cli.cli import serve as serve_command
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import EngineError
+from art_cli.serving.serve_service import Limits, Service
+from art_cli.serving.served_model import Source
+from art_cli.serving.served_policies import Policies, ServedPolicy
 from tests.support.served import ScriptedLoader, scripted_source
 from tests.support.serving import (
     JSON,

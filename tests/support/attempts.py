@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from art_cli.run_dir import RunDir
-from art_cli.trajectory import Json, Score, ScoredTrajectory, Trajectory, Turn, score_trajectory
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import Json, Score, ScoredTrajectory, Trajectory, Turn, score_trajectory
 
 TOOL: Json = {
     "type": "function",

@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import msgspec
 
-from art_cli import threads
-from art_cli.backend import BackendLimits
-from art_cli.backend.base import Base
-from art_cli.backend.service import BackendService
-from art_cli.chat.keys import Keys
+from art_cli.chat.api_keys import Keys
 from art_cli.config.schema import EmbeddedEngineConfig, EngineConfig, ModelConfig, TorchLearnerConfig
-from art_cli.model import load_weights
+from art_cli.models.loading import load_weights
+from art_cli.runtime import threads
+from art_cli.tinker.server import BackendLimits
+from art_cli.tinker.server.base_model import Base
+from art_cli.tinker.server.tinker_service import BackendService
 from tests.support.tiny import save_tiny_base
 
 Json = dict[str, Any]

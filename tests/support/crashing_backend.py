@@ -17,7 +17,7 @@ class Crashing(AdapterLearner):
 
 
 if __name__ == "__main__":
-    from art_cli.backend import base
+    from art_cli.tinker.server import base_model as base
 
     base.AdapterLearner = Crashing  # type: ignore[misc]
     runpy.run_module("art_cli", run_name="__main__")

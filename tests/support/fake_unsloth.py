@@ -44,7 +44,7 @@ class Honest:
     def from_pretrained(cls, model_name: str, dtype: torch.dtype, load_in_4bit: bool, **rest: Any) -> tuple[Any, Any]:
         import transformers
 
-        from art_cli import quantization
+        from art_cli.models import quantization
 
         print(f"Unsloth: loading {model_name}")
         CALLS.append({"model_name": model_name, "dtype": dtype, "load_in_4bit": load_in_4bit, **rest})

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from art_cli import small_models
-from art_cli.builtin_models import chat_template
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.requests import Request, Sampling
-from art_cli.engines.embedded import messages
-from art_cli.engines.embedded.text import Vocabulary
+from art_cli.engines.embedded import chat_prompts as messages
+from art_cli.engines.embedded.reply_text import Vocabulary
+from art_cli.models import small_models
+from art_cli.models.builtin_models import chat_template
 from benchmarks.real_model import smollm2_tokenizer
 from tests.support.paths import TESTS
 from tests.support.tiny import tiny_tokenizer

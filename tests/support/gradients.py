@@ -18,8 +18,8 @@ from art_cli.config.schema import (
     TruncateConfig,
 )
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.model import Weights
-from art_cli.trajectory import ScoredTrajectory, Turn, sequence
+from art_cli.models.loading import Weights
+from art_cli.runs.trajectory import ScoredTrajectory, Turn, sequence
 from tests.support.trees import logprobs_of, sampled, scored, turn, turn_trees
 
 MAX_TOKENS = 16

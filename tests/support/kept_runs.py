@@ -4,9 +4,9 @@ import json
 import random
 from pathlib import Path
 
-from art_cli.durable import write_lines
-from art_cli.manifest import Manifest, new_checkpoint
-from art_cli.run_dir import RunDir
+from art_cli.runs.durable import write_lines
+from art_cli.runs.manifest import Manifest, new_checkpoint
+from art_cli.runs.run_dir import RunDir
 
 
 def add_step(run: RunDir, step: int, *, reward: float | None = None, size: int = 4000) -> None:

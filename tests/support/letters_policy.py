@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from art_cli.config.schema import LoraConfig, ModelConfig
-from art_cli.model import Weights, load_checkpoint, load_weights, save_weights
+from art_cli.models.loading import Weights, load_checkpoint, load_weights, save_weights
 from tests.support.paths import LETTERS
 
 

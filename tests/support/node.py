@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.paths import CLIENTS, ROOT
 
-PAGE = ROOT / "art_cli/views/app_src"
+PAGE = ROOT / "art_cli/view/app_src"
 
 
 def clients() -> Path:

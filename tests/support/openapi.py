@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from art_cli.chat.wires.openai import HARMLESS, INT32, NEUTRAL, Body
 from art_cli.chat.wires.openai_chat import ChatBody
 from art_cli.chat.wires.openai_completions import CompletionBody
+from art_cli.chat.wires.openai_shared import HARMLESS, INT32, NEUTRAL, Body
 
 Json = dict[str, Any]
 

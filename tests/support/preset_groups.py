@@ -5,8 +5,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from art_cli.config.schema import LossConfig
-from art_cli.model import Weights
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.models.loading import Weights
+from art_cli.runs.trajectory import ScoredTrajectory
 from tests.support.trees import sampled, scored, turn
 
 NEEDED: dict[str, dict[str, Any]] = {  # by preset

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from art_cli.trajectory import Json, Trajectory
+from art_cli.runs.trajectory import Json, Trajectory
 
 SYSTEM: Json = {"role": "system", "content": "You book flights. Use the tools, then say what you booked."}
 TASK: Json = {"role": "user", "content": "Book the cheapest flight from Oslo to Rome on Friday."}

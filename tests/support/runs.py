@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from art_cli.run_dir import Evaluation, RunDir
+from art_cli.runs.run_dir import Evaluation, RunDir
 
 GAMES = 200  # scenarios of an evaluation
 STEPS, EVERY = 24, 4

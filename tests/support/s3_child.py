@@ -16,13 +16,13 @@ from typing import Any
 
 import s3fs
 
-from art_cli.errors import ArtError, RunError
-from art_cli.run_dir import RunDir
-from art_cli.storage import store as store_module
-from art_cli.storage.fetch import fetch, restore
-from art_cli.storage.lease import take
-from art_cli.storage.store import ObjectStore
-from art_cli.storage.uploads import Uploads, steps_of
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.storage import object_store as store_module
+from art_cli.runs.storage.fetch import fetch, restore
+from art_cli.runs.storage.lease import take
+from art_cli.runs.storage.object_store import ObjectStore
+from art_cli.runs.storage.uploads import Uploads, steps_of
+from art_cli.runtime.errors import ArtError, RunError
 from tests.support.kept_runs import add_step, content, made
 
 

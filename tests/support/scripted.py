@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request, text_of
 

@@ -12,13 +12,13 @@ from typing import Any, NoReturn
 import torch
 
 from art_cli.chat.requests import Request, Sampling
-from art_cli.durable import write_lines
 from art_cli.engines import Endpoint
-from art_cli.manifest import Manifest, new_checkpoint
-from art_cli.model import save_weights
-from art_cli.run_dir import RunDir
-from art_cli.serving.source import Source
-from art_cli.trajectory import Trajectory, Turn
+from art_cli.models.loading import save_weights
+from art_cli.runs.durable import write_lines
+from art_cli.runs.manifest import Manifest, new_checkpoint
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import Trajectory, Turn
+from art_cli.serving.served_model import Source
 from tests.support.scripted import ScriptedBackend
 from tests.support.tiny import tiny_weights
 

@@ -18,16 +18,16 @@ import torch
 import transformers
 from prometheus_client.parser import text_string_to_metric_families
 
-from art_cli.chat.keys import Keys
+from art_cli.chat.api_keys import Keys
 from art_cli.chat.replies import Chunk, Reply
 from art_cli.chat.requests import Request
-from art_cli.checkpoints import Which
 from art_cli.config.schema import EmbeddedEngineConfig
-from art_cli.run_dir import RunDir
+from art_cli.runs.run_checkpoints import Which
+from art_cli.runs.run_dir import RunDir
 from art_cli.serving.loader import Loader
-from art_cli.serving.policies import Policies, ServedPolicy
-from art_cli.serving.service import Limits, Service
-from art_cli.serving.source import Source
+from art_cli.serving.serve_service import Limits, Service
+from art_cli.serving.served_model import Source
+from art_cli.serving.served_policies import Policies, ServedPolicy
 from tests.support.served import ScriptedEngine, scripted_source
 
 USER = {"role": "user", "content": "hi"}

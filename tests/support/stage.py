@@ -9,9 +9,9 @@ from typing import Any
 from art_cli.chat import Backend
 from art_cli.chat.requests import Sampling
 from art_cli.config.schema import RolloutConfig
-from art_cli.rollouts.gateway import Gateway
-from art_cli.rollouts.runner import RolloutPlan, Runner
-from art_cli.trajectory import Trajectory
+from art_cli.rollouts.rollout_gateway import Gateway
+from art_cli.rollouts.rollout_runner import RolloutPlan, Runner
+from art_cli.runs.trajectory import Trajectory
 from tests.support.scripted import Engine, ScriptedBackend
 
 ASK = """

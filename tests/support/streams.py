@@ -6,7 +6,7 @@ import numpy as np
 
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.token_weights import Credit
-from art_cli.trajectory import ScoredTrajectory, Turn
+from art_cli.runs.trajectory import ScoredTrajectory, Turn
 
 
 class Streams(Algorithm):

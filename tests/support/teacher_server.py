@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from art_cli.model import Weights
+from art_cli.models.loading import Weights
 from tests.support.trees import logprobs_of
 
 

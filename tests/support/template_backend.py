@@ -9,8 +9,8 @@ from typing import Any
 
 from art_cli.chat.replies import Choice, Chunk, Reply, join_deltas
 from art_cli.chat.requests import Request
-from art_cli.engines.embedded.messages import Prompt, render
-from art_cli.engines.embedded.text import Detokenizer, Vocabulary
+from art_cli.engines.embedded.chat_prompts import Prompt, render
+from art_cli.engines.embedded.reply_text import Detokenizer, Vocabulary
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 Json = dict[str, Any]

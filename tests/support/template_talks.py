@@ -16,9 +16,9 @@ from openai import AsyncOpenAI
 
 from art_cli.chat.requests import Sampling
 from art_cli.engines.embedded.call_syntax import call_of
-from art_cli.engines.embedded.messages import Prompt
-from art_cli.rollouts.gateway import Gateway
-from art_cli.trajectory import Turn, prompt, sequence
+from art_cli.engines.embedded.chat_prompts import Prompt
+from art_cli.rollouts.rollout_gateway import Gateway
+from art_cli.runs.trajectory import Turn, prompt, sequence
 from tests.support.paths import TESTS
 from tests.support.scripted import Engine
 from tests.support.template_backend import TemplateBackend, scripted

@@ -13,12 +13,12 @@ import tinker
 
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.schema import GrpoConfig, LoraConfig, ModelConfig, TinkerEngineConfig, TrainConfig
-from art_cli.durable import read_lines
-from art_cli.engines.tinker import TinkerEngine
-from art_cli.learners.tinker import TinkerLearner
-from art_cli.manifest import Manifest, new_checkpoint
-from art_cli.policy_spec import read_spec
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.models.policy_spec import read_spec
+from art_cli.runs.durable import read_lines
+from art_cli.runs.manifest import Manifest, new_checkpoint
+from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.tinker.tinker_engine import TinkerEngine
+from art_cli.tinker.tinker_learner import TinkerLearner
 
 
 async def sampled(engine: TinkerEngine, checkpoint: Path) -> int:

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
-from art_cli.manifest import new_checkpoint, verify_checkpoint
-from art_cli.run_dir import RunDir
+from art_cli.runs.manifest import new_checkpoint, verify_checkpoint
+from art_cli.runs.run_dir import RunDir
 from tests.support import forked
 from tests.support.paths import CLIENTS
 from tests.support.scripted import tool_call

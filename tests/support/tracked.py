@@ -22,8 +22,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from art_cli.config.schema import TrackerConfig
-from art_cli.run_dir import MetricsLine
-from art_cli.trackers import TrackedRun, make_tracker
+from art_cli.reports.trackers import TrackedRun, make_tracker
+from art_cli.runs.run_dir import MetricsLine
 from tests.support.attempts import attempt, scored
 
 CONFIG: dict[str, Any] = {"name": "mail", "train": {"steps": 2}, "model": {"base": "builtin:tiny"}, "note": None}

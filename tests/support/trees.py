@@ -8,8 +8,8 @@ from torch import Tensor
 
 from art_cli.learners.samples import Sample, trajectory_samples
 from art_cli.learners.token_weights import Credit, token_weights
-from art_cli.model import Weights
-from art_cli.trajectory import ScoredTrajectory, Trajectory, Turn, score_trajectory, sequence
+from art_cli.models.loading import Weights
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, Turn, score_trajectory, sequence
 
 
 def logprobs_of(weights: Weights, token_ids: Sequence[int], temperature: float = 1.0) -> Tensor:

@@ -16,13 +16,13 @@ def compare(path: str) -> dict[str, Any]:
     """Each client takes two updates, in turn with the other; the learning rates differ."""
     from art_cli.config.schema import ModelConfig, UnslothLearnerConfig
     from art_cli.learners import unsloth
-    from art_cli.model import load_weights
+    from art_cli.models.loading import load_weights
 
     config = ModelConfig(base=path, lora=None, dtype="float32")
     loaded = load_weights(config, path, load=unsloth.load_bare)
     unsloth.check_adapters(loaded)
 
-    from art_cli.backend.base import Base, Parts  # after Unsloth
+    from art_cli.tinker.server.base_model import Base, Parts  # after Unsloth
 
     plain = load_weights(config, path, device=loaded.device.type)
     learner = UnslothLearnerConfig(name="unsloth")

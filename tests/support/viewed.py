@@ -8,9 +8,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from art_cli.durable import LineWriter
-from art_cli.run_dir import RunDir
-from art_cli.trajectory import Score, ScoredTrajectory, Trajectory, Turn, score_trajectory
+from art_cli.runs.durable import LineWriter
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import Score, ScoredTrajectory, Trajectory, Turn, score_trajectory
 from tests.support.runs import write_run
 
 GROUPS, ATTEMPTS, STEPS = 6, 4, 3

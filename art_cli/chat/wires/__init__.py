@@ -1,6 +1,6 @@
 """Wire: one client protocol, from the request's body to the last event of a streamed answer.
 
-    openai.py               what OpenAI's protocols share: key, error body, sampling parameters, usage
+    openai_shared.py               what OpenAI's protocols share: key, error body, sampling parameters, usage
     openai_chat.py          OpenAIChat: POST /v1/chat/completions
     openai_completions.py   OpenAICompletions: POST /v1/completions
     openai_responses.py     OpenAIResponses: POST /v1/responses, with responses_{items,reply,memory}.py
@@ -17,7 +17,7 @@ from typing import Protocol
 
 from starlette.datastructures import Headers
 
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import Chunk, Reply
 from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.wires.anthropic_messages import AnthropicCountTokens, AnthropicMessages

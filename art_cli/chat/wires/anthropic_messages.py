@@ -22,13 +22,13 @@ import msgspec
 from msgspec import Meta
 from starlette.datastructures import Headers
 
-from art_cli.chat.errors import ChatError, invalid
-from art_cli.chat.keys import bearer, single
+from art_cli.chat.api_keys import bearer, single
+from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import convert, decode_object
 from art_cli.chat.replies import Reply
 from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.wires.anthropic_replies import MessageEvents, message_of
-from art_cli.chat.wires.openai import INT32, Count, given_sampling
+from art_cli.chat.wires.openai_shared import INT32, Count, given_sampling
 
 Json = dict[str, Any]
 

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from art_cli.chat.calls import input_of
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply, thoughts_of
 from art_cli.chat.requests import text_of
+from art_cli.chat.tool_arguments import input_of
 
 Json = dict[str, Any]
 

@@ -8,10 +8,10 @@ from typing import Annotated, cast
 import msgspec
 from msgspec import Meta
 
-from art_cli.chat.errors import invalid
+from art_cli.chat.chat_errors import invalid
 from art_cli.chat.replies import Choice, Reply, token_text
 from art_cli.chat.requests import Request, Sampling
-from art_cli.chat.wires.openai import (
+from art_cli.chat.wires.openai_shared import (
     INT32,
     LOWEST_LOGPROB,
     Body,

@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from art_cli.chat.errors import ChatError, invalid
+from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import convert, decode_object
 from art_cli.chat.replies import Reply
 from art_cli.chat.requests import Request, Sampling
-from art_cli.chat.wires.openai import (
+from art_cli.chat.wires.openai_shared import (
     HARMLESS,
     Count,
     Json,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from art_cli.chat.errors import invalid
+from art_cli.chat.chat_errors import invalid
 
 Json = dict[str, Any]
 

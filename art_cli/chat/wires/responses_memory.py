@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from art_cli.chat.errors import ChatError, invalid
+from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.replies import Reply
 from art_cli.chat.requests import Request
 from art_cli.chat.wires.responses_items import conversation, without_instructions

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply, thoughts_of
 from art_cli.chat.requests import Request
-from art_cli.chat.wires.openai import token_logprobs
+from art_cli.chat.wires.openai_shared import token_logprobs
 from art_cli.chat.wires.responses_items import (
     call_item,
     functions_of,

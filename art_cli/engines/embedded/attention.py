@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from art_cli.engines.embedded.cache import SlotCache
+from art_cli.engines.embedded.kv_cache import SlotCache
 from art_cli.engines.embedded.runs import ChunkRun, Run, plan_chunk_runs
 from art_cli.engines.embedded.scheduler import PromptChunk, StepPlan
-from art_cli.errors import EngineError
+from art_cli.runtime.errors import EngineError
 
 Tensor = torch.Tensor
 

@@ -5,13 +5,13 @@ The embedded engine samples here, and the engine of a server elsewhere gets its 
 
 from typing import Any, NamedTuple
 
-from art_cli.chat.errors import invalid
+from art_cli.chat.chat_errors import invalid
 from art_cli.chat.replies import Choice, Echo, join_deltas
 from art_cli.chat.requests import Request
-from art_cli.engines.embedded import messages
-from art_cli.engines.embedded.messages import Prompt
-from art_cli.engines.embedded.text import Detokenizer, StopWatch, Vocabulary
-from art_cli.errors import EngineError
+from art_cli.engines.embedded import chat_prompts as messages
+from art_cli.engines.embedded.chat_prompts import Prompt
+from art_cli.engines.embedded.reply_text import Detokenizer, StopWatch, Vocabulary
+from art_cli.runtime.errors import EngineError
 
 Json = dict[str, Any]
 Top = list[list[tuple[int, float]]]

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
-from art_cli.control_tokens import ControlTokens, Guard
+from art_cli.chat.control_tokens import ControlTokens, Guard
 
 MAX_KEPT = 16 * 2**20  # bytes of all parts that are remembered
 PART_BYTES = 400  # memory that a part takes beside its characters and tokens: 340 measured

@@ -20,15 +20,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from art_cli import openmp
-from art_cli.engines.embedded import sampling
+from art_cli.engines.embedded import token_sampling as sampling
 from art_cli.engines.embedded.choices import Piece, Top
 from art_cli.engines.embedded.grammars import GrammarError, Masks, reason
-from art_cli.engines.embedded.runner import ForwardRunner
-from art_cli.engines.embedded.sampling import Allowed, Drawn, Knobs, Reshaping
+from art_cli.engines.embedded.model_runner import ForwardRunner
+from art_cli.engines.embedded.reply_text import Detokenizer
 from art_cli.engines.embedded.scheduler import Scheduler, StepPlan, TokenSequence
-from art_cli.engines.embedded.text import Detokenizer
-from art_cli.errors import EngineError
+from art_cli.engines.embedded.token_sampling import Allowed, Drawn, Knobs, Reshaping
+from art_cli.runtime import openmp
+from art_cli.runtime.errors import EngineError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -2,7 +2,7 @@
 
 It writes text only, which grammars.py compiles. The language is llguidance's Lark, with `%json` rules and special
 tokens by their ids. Where the template has thinking, a thought may come before the answer. Where there are tools and
-the choice is free, calls may come in place of the answer. Calls are written as messages.py reads them.
+the choice is free, calls may come in place of the answer. Calls are written as chat_prompts.py reads them.
 """
 
 import json
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from art_cli.chat.errors import invalid
+from art_cli.chat.chat_errors import invalid
 from art_cli.chat.requests import Request
-from art_cli.engines.embedded.text import MARKERS, Vocabulary
+from art_cli.engines.embedded.reply_text import MARKERS, Vocabulary
 
 Json = dict[str, Any]
 # Thoughts before the answer. begun: the prompt has opened one; free: the model may open one; none: it may not.

@@ -1,7 +1,8 @@
 """Formats compiled to grammars, and the tokens that they allow next.
 
-llguidance does both. A schema is first compiled in a process of its own (trial.py), which is ended past its limits,
-because the library's own limits do not hold everywhere; then here, in a thread. Compiled formats and refusals are kept.
+llguidance does both. A schema is first compiled in a process of its own (grammar_trial.py), which is ended past its
+limits, because the library's own limits do not hold everywhere; then here, in a thread. Compiled formats and refusals
+are kept.
 """
 
 import asyncio
@@ -18,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from art_cli.chat.errors import ChatError, invalid
+from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.engines.embedded.formats import Format
-from art_cli.errors import EngineError
-from art_cli.processes.child import run_program
+from art_cli.runtime.errors import EngineError
+from art_cli.runtime.processes.child import run_program
 
 if TYPE_CHECKING:  # its import takes 0.1 s, and most runs never hold a reply to a format
     from llguidance import LLMatcher, LLTokenizer
@@ -135,7 +136,7 @@ def try_out(schemas: Sequence[str]) -> None:
     rules = [f"{name}: {schema}" for name, schema in zip(names, schemas, strict=True)]
     grammar = "\n".join([f"start: {' | '.join(names)}", *rules])
     task = {"grammar": grammar, "seconds": TRIAL_CPU_S, "bytes": TRIAL_BYTES, "limits": LIMITS}
-    command = [sys.executable, "-P", str(Path(__file__).with_name("trial.py"))]
+    command = [sys.executable, "-P", str(Path(__file__).with_name("grammar_trial.py"))]
     try:
         done = asyncio.run(run_program(command, json.dumps(task).encode(), timeout_s=TRIAL_WALL_S))
     except TimeoutError:

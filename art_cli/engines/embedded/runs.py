@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from art_cli.decoder.calls import join_calls
 from art_cli.engines.embedded.scheduler import NEVER, Ints, PromptChunk, StepPlan
+from art_cli.models.decoder.shared_calls import join_calls
 
 # Bytes of keys and values that are read in the time of a choice. One CPU core, float32, 2 heads of 32 and of 64.
 CALL_BYTES = 2**19  # one more call per layer (30 us)

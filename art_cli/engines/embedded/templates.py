@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import meta
 from transformers.utils import chat_template_utils as compiling
 
-from art_cli.chat.errors import ChatError, invalid
+from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.requests import RENDERERS_OWN
 
 Json = dict[str, Any]

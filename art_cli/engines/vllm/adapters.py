@@ -13,7 +13,7 @@ from pathlib import Path
 
 from art_cli.chat.client import HttpBackend
 from art_cli.engines.vllm.control import Control
-from art_cli.errors import CheckpointError, EngineError
+from art_cli.runtime.errors import CheckpointError, EngineError
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from art_cli.config.sections.engine import VllmEngineConfig
-from art_cli.errors import EngineError
-from art_cli.policy_spec import PolicySpec
+from art_cli.config.sections.engine_config import VllmEngineConfig
+from art_cli.models.policy_spec import PolicySpec
+from art_cli.runtime.errors import EngineError
 
 MODULE = "vllm.entrypoints.openai.api_server"  # run by `python -m`, because community builds lack the `vllm` command
 GUARD = "art_vllm_guard.KeyGuard"  # added to the user's own --middleware

@@ -13,20 +13,20 @@ from typing import Any
 
 import msgspec
 
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.control_tokens import Guard
 from art_cli.chat.reading import RequestReader
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request
-from art_cli.control_tokens import Guard
-from art_cli.engines.embedded import messages
+from art_cli.engines.embedded import chat_prompts as messages
 from art_cli.engines.embedded.call_syntax import call_of, schemas_of
+from art_cli.engines.embedded.chat_prompts import Prompt
 from art_cli.engines.embedded.choices import ChoiceWriter, Piece, reply_limit
-from art_cli.engines.embedded.messages import Prompt
-from art_cli.engines.embedded.text import Vocabulary
-from art_cli.errors import one_line
-from art_cli.model import load_tokenizer
-from art_cli.policy_spec import PolicySpec
-from art_cli.threads import call_in_thread
+from art_cli.engines.embedded.reply_text import Vocabulary
+from art_cli.models.loading import load_tokenizer
+from art_cli.models.policy_spec import PolicySpec
+from art_cli.runtime.errors import one_line
+from art_cli.runtime.threads import call_in_thread
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]

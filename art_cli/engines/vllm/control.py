@@ -10,9 +10,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from art_cli.chat.answers import AnswerTooLarge, read_answer, read_error
-from art_cli.errors import EngineError
-from art_cli.secrets import Secrets
+from art_cli.chat.endpoint_answers import AnswerTooLarge, read_answer, read_error
+from art_cli.runtime.errors import EngineError
+from art_cli.runtime.secrets import Secrets
 
 Json = dict[str, Any]
 

@@ -3,7 +3,7 @@
 import asyncio
 from typing import NoReturn
 
-from art_cli.errors import EngineError
+from art_cli.runtime.errors import EngineError
 
 
 class Ready:

@@ -18,19 +18,19 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from art_cli.chat import Backend
-from art_cli.chat.app import closing_stream
-from art_cli.chat.errors import ChatError
+from art_cli.chat.chat_app import closing_stream
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import Chunk, Reply
 from art_cli.chat.requests import Request
-from art_cli.config.sections.engine import VllmEngineConfig
+from art_cli.config.sections.engine_config import VllmEngineConfig
 from art_cli.engines import Endpoint, EngineSetup, proof
 from art_cli.engines.vllm.arguments import divide
 from art_cli.engines.vllm.chats import Chats
-from art_cli.engines.vllm.engine import VllmEngine
 from art_cli.engines.vllm.ready import Ready
 from art_cli.engines.vllm.routing import Router
-from art_cli.errors import ArtError, DriftError, EngineError, first_of_group
-from art_cli.policy_spec import PolicySpec
+from art_cli.engines.vllm.vllm_engine import VllmEngine
+from art_cli.models.policy_spec import PolicySpec
+from art_cli.runtime.errors import ArtError, DriftError, EngineError, first_of_group
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

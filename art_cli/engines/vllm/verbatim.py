@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from art_cli.chat.calls import are_same
 from art_cli.chat.replies import Choice
 from art_cli.chat.requests import Request
+from art_cli.chat.tool_arguments import are_same
 
 Json = dict[str, Any]
 

@@ -1,1 +1,1 @@
-"""A file judged into another: source.py reads what can be judged, scored.py appends what is, session.py does both."""
+"""A file judged into another: judged_files.py reads, scored.py appends, session.py does both."""

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from art_cli.durable import LineWriter
-from art_cli.errors import RunError, printable
-from art_cli.json_lines import decode
-from art_cli.judges.files.source import Group, TrajectoryFile
-from art_cli.trajectory import ScoredTrajectory, Trajectory, score_trajectory
+from art_cli.judges.files.judged_files import Group, TrajectoryFile
+from art_cli.runs.durable import LineWriter
+from art_cli.runs.json_lines import decode
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, score_trajectory
+from art_cli.runtime.errors import RunError, printable
 
 log = logging.getLogger(__name__)
 

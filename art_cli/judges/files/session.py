@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 
 from art_cli.judges import Judge, settings_of
+from art_cli.judges.files.judged_files import Group, TrajectoryFile
 from art_cli.judges.files.scored import ScoredFile
-from art_cli.judges.files.source import Group, TrajectoryFile
-from art_cli.judges.groups import JudgeProgress, judge_groups
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.judges.judge_groups import JudgeProgress, judge_groups
+from art_cli.runs.trajectory import ScoredTrajectory
 
 # Called with the number of groups owed at the start, and what became of them so far.
 OnProgress = Callable[[int, JudgeProgress], None]

@@ -4,7 +4,7 @@
     litellm.py    every other provider that litellm knows
     caller.py     when a call is made, and made again: concurrency, rate limits, tries, budget
     waits.py      how long a provider asks to wait
-    keys.py       API keys
+    judge_keys.py       API keys
 
 A provider makes one call and says what came of it. It does not try again.
 """
@@ -16,11 +16,11 @@ from typing import Any, Literal
 import msgspec
 
 from art_cli.config.schema import JudgeModelConfig
-from art_cli.errors import printable
 from art_cli.judges.costs import Usage, find_price
-from art_cli.judges.text import clean, count_tokens
-from art_cli.secrets import Secrets
-from art_cli.trajectory import Json
+from art_cli.judges.judge_text import clean, count_tokens
+from art_cli.runs.trajectory import Json
+from art_cli.runtime.errors import printable
+from art_cli.runtime.secrets import Secrets
 
 log = logging.getLogger(__name__)
 

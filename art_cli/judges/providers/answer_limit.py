@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from art_cli.chat.answers import AnswerTooLarge
+from art_cli.chat.endpoint_answers import AnswerTooLarge
 from art_cli.judges.providers import ENCODINGS, MAX_BYTES, MAX_MARKS
 
 _PIECE = 1 << 16

@@ -14,13 +14,13 @@ import time
 from collections.abc import Sequence
 
 from art_cli.config.schema import JudgeModelConfig, no_litellm
-from art_cli.errors import JudgeError, JudgeStopped, UsageError
 from art_cli.judges.costs import Budget, Spent, find_price, takes_schema
+from art_cli.judges.judge_text import count_tokens
 from art_cli.judges.providers import Answer, CallFailed, Provider
 from art_cli.judges.providers.waits import until
-from art_cli.judges.text import count_tokens
-from art_cli.secrets import Secrets
-from art_cli.trajectory import Json
+from art_cli.runs.trajectory import Json
+from art_cli.runtime.errors import JudgeError, JudgeStopped, UsageError
+from art_cli.runtime.secrets import Secrets
 
 log = logging.getLogger(__name__)
 

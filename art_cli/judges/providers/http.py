@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import aiohttp
 from yarl import URL
 
-from art_cli.chat.answers import AnswerTooLarge, open_session, read_answer
+from art_cli.chat.endpoint_answers import AnswerTooLarge, open_session, read_answer
 from art_cli.config.schema import JudgeModelConfig
 from art_cli.judges.costs import Usage
 from art_cli.judges.providers import (
@@ -25,10 +25,10 @@ from art_cli.judges.providers import (
     classify,
     read_count,
 )
-from art_cli.judges.providers.keys import DEFAULT_KEY, openai_base
+from art_cli.judges.providers.judge_keys import DEFAULT_KEY, openai_base
 from art_cli.judges.providers.waits import quiet_time, retry_after
-from art_cli.secrets import Secrets
-from art_cli.trajectory import Json
+from art_cli.runs.trajectory import Json
+from art_cli.runtime.secrets import Secrets
 
 
 class _Response(NamedTuple):

@@ -15,8 +15,8 @@ from art_cli.judges.costs import Usage
 from art_cli.judges.providers import MAX_ERROR, Answer, CallFailed, Provider, classify
 from art_cli.judges.providers.answer_limit import find_too_large, limit_transport
 from art_cli.judges.providers.waits import quiet_time, retry_after
-from art_cli.secrets import Secrets
-from art_cli.trajectory import Json
+from art_cli.runs.trajectory import Json
+from art_cli.runtime.secrets import Secrets
 
 
 class LitellmProvider(Provider):

@@ -1,1 +1,1 @@
-"""How far a judge can be trusted: agreement.py and noise.py measure, report.py reads files, text.py writes words."""
+"""How far a judge can be trusted: agreement.py and noise.py measure; judge_report.py reads files."""

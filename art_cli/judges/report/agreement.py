@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from art_cli.trajectory import EQUAL_REWARDS
+from art_cli.runs.trajectory import EQUAL_REWARDS
 
 MAX_DRAWS = 300_000  # number of groups drawn over all resamples; they take a few tenths of a second
 MIN_RESAMPLES, MAX_RESAMPLES = 200, 2000

@@ -1,7 +1,7 @@
 """What a scored file says of its judge's errors, in the form that `judge.noise` takes.
 
 Flip rates: a judge that gives 0 or 1, against a gold of 0 and 1. Reliability: a judge that votes several times, against
-itself. Pure numbers, no files. `art_cli/reliability.py` says what training makes of either.
+itself. Pure numbers, no files. `art_cli/runs/reliability.py` says what training makes of either.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from art_cli.judges.report.agreement import Measure, Ratio, measure
-from art_cli.reliability import error_variance
+from art_cli.runs.reliability import error_variance
 
 
 class FlipRates(msgspec.Struct, frozen=True):

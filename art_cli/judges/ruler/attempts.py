@@ -1,8 +1,8 @@
 """An attempt as a judge sees it: conversations of messages of segments, read from a trajectory's OpenAI messages.
 
 Pure. Two messages that say the same are equal here, whatever their random call ids, so that attempts can be merged into
-a tree (tree.py). Nothing in a message makes reading fail: what is unknown is shown as JSON. group.py shortens attempts,
-and prompt.py writes them down for the judge.
+a tree (attempt_tree.py). Nothing in a message makes reading fail: what is unknown is shown as JSON. group.py shortens
+attempts, and prompt.py writes them down for the judge.
 """
 
 import hashlib
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from art_cli.judges.text import clean
-from art_cli.trajectory import Json, Trajectory
+from art_cli.judges.judge_text import clean
+from art_cli.runs.trajectory import Json, Trajectory
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})

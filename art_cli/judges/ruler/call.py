@@ -15,11 +15,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from art_cli.config.schema import RulerJudgeConfig
-from art_cli.errors import JudgeError, UsageError
-from art_cli.judges.groups import judge_group
-from art_cli.judges.ruler.judge import RulerJudge
-from art_cli.judges.trial import require_keys
-from art_cli.trajectory import Json, ScoredTrajectory, Trajectory
+from art_cli.judges.judge_groups import judge_group
+from art_cli.judges.ruler.ruler_judge import RulerJudge
+from art_cli.judges.smoke_test import require_keys
+from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
+from art_cli.runtime.errors import JudgeError, UsageError
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from art_cli.config.schema import RulerJudgeConfig
 from art_cli.judges import make_key
-from art_cli.judges.ruler import tree
+from art_cli.judges.judge_text import BYTES_PER_TOKEN, count_tokens
+from art_cli.judges.ruler import attempt_tree as tree
 from art_cli.judges.ruler.attempts import Attempt, Conversation, Message, Segment, digest, read_attempt
 from art_cli.judges.ruler.votes import num_anchors, split
-from art_cli.judges.text import BYTES_PER_TOKEN, count_tokens
-from art_cli.trajectory import Json, Trajectory
+from art_cli.runs.trajectory import Json, Trajectory
 
 MARK_TOKENS = 8  # estimated tokens of a mark line
 TOOL_FLOOR = 100  # tokens of a tool output below which the other texts are cut too

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from art_cli.config.schema import RulerJudgeConfig
-from art_cli.errors import UsageError
-from art_cli.judges.ruler import tree
+from art_cli.judges.judge_text import clean
+from art_cli.judges.ruler import attempt_tree as tree
 from art_cli.judges.ruler.attempts import Attempt, Message, Segment
-from art_cli.judges.text import clean
-from art_cli.trajectory import Json
+from art_cli.runs.trajectory import Json
+from art_cli.runtime.errors import UsageError
 
 PASSAGE_LENGTH = 200  # characters; a reference to a repeated text costs two marks of about 10 tokens each
 RUBRIC = "{rubric}"  # placeholder for the rubric in the instructions

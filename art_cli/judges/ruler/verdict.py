@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from art_cli.judges.judge_text import clean
 from art_cli.judges.providers import MAX_ANSWER
-from art_cli.judges.text import clean
 
 _FENCE = "```"
 _THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)  # reasoning that some servers leave in the answer

@@ -3,10 +3,10 @@
     credit      the trajectories of a group, or of all groups of the step -> the weights of their tokens
                                                                                         credit.py, ../token_weights.py
     objective   [N] terms -> what each token of the policy component adds to the loss   objectives.py
-    share       how much one token counts in the mean over the whole optimizer step     shares.py
+    share       how much one token counts in the mean over the whole optimizer step     normalization.py
 
 presets.py has the table of the presets, each a class with paper and equation in the file of its family (grpo.py,
-baselines.py, gigpo.py). streams.py adds up what they give, pack by pack.
+baselines.py, gigpo.py). pack_loss.py adds up what they give, pack by pack.
 Tensors and numbers in, tensors and numbers out; float32 whatever the model's dtype is.
 """
 
@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from art_cli.learners.algorithms.credit import advantages, rewards_of
+from art_cli.learners.algorithms.normalization import UpdateCounts, token_mean
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, ValueTerms, clip_tokens, clipped_value_error
-from art_cli.learners.algorithms.shares import UpdateCounts, token_mean
 from art_cli.learners.token_weights import Credit
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.runs.trajectory import ScoredTrajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from art_cli.learners.reader import Reader
+    from art_cli.learners.packs.logprob_reader import Reader
 
 
 class Algorithm:

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from art_cli.config.sections import loss
-from art_cli.errors import LearnerError
+from art_cli.config.sections import loss_config as loss
 from art_cli.learners.algorithms.credit import (
     advantages,
     leave_one_out,
@@ -13,11 +12,12 @@ from art_cli.learners.algorithms.credit import (
     scale_over_step,
     weighted_sum,
 )
+from art_cli.learners.algorithms.normalization import UpdateCounts, trajectory_mean
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, clip_sums
 from art_cli.learners.algorithms.preset import ClippedPreset
-from art_cli.learners.algorithms.shares import UpdateCounts, trajectory_mean
-from art_cli.outcome import MAX_NUMBER
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.runs.outcome import MAX_NUMBER
+from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.runtime.errors import LearnerError
 
 
 class Maxrl(ClippedPreset[loss.MaxrlConfig]):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from art_cli.trajectory import EQUAL_REWARDS, ScoredTrajectory, Turn, has_signal
+from art_cli.runs.trajectory import EQUAL_REWARDS, ScoredTrajectory, Turn, has_signal
 
 
 def advantages(rewards: Sequence[float], *, scale: bool) -> list[float]:

@@ -1,16 +1,15 @@
 """Distillation and SDPO: a teacher's opinion of each token the policy sampled is the token's advantage.
 
-The arithmetic is in teaching.py, the teachers are in ../teachers/.
+The arithmetic is in distill_math.py, the teachers are in ../teachers/.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from art_cli.config.sections import loss
+from art_cli.config.sections import loss_config as loss
 from art_cli.learners.algorithms.credit import advantages, rewards_of
-from art_cli.learners.algorithms.preset import ClippedPreset
-from art_cli.learners.algorithms.teaching import (
+from art_cli.learners.algorithms.distill_math import (
     Lesson,
     lesson,
     lesson_numbers,
@@ -20,13 +19,14 @@ from art_cli.learners.algorithms.teaching import (
     taught_credit,
     teacher_advantages,
 )
+from art_cli.learners.algorithms.preset import ClippedPreset
 from art_cli.learners.samples import Sample
 from art_cli.learners.token_weights import Credit, Floats
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.runs.trajectory import ScoredTrajectory
 
 if TYPE_CHECKING:
-    from art_cli.learners.moving_average import MovingAverage
-    from art_cli.learners.reader import Reader
+    from art_cli.learners.algorithms.moving_average import MovingAverage
+    from art_cli.learners.packs.logprob_reader import Reader
     from art_cli.learners.teachers import Teacher
     from art_cli.learners.teachers.feedback import Feedback
 
@@ -123,7 +123,7 @@ class Sdpo(TaughtPreset[loss.SdpoConfig]):
     teacher: "MovingAverage"  # set by `bind`
 
     def bind(self, policy: "Reader", directory: Path) -> None:
-        from art_cli.learners.moving_average import MovingAverage
+        from art_cli.learners.algorithms.moving_average import MovingAverage
         from art_cli.learners.teachers.feedback import Feedback
 
         super().bind(policy, directory)

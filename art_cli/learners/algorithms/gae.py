@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.samples import Sample, trajectory_samples
 from art_cli.learners.token_weights import VALUE, Credit, Floats, token_weights, turn_row
-from art_cli.trajectory import ScoredTrajectory, Trajectory, Turn
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, Turn
 
 Read = Callable[[Sequence[Sample]], Sequence[Floats]]  # samples -> [N] the critic's values before the targets of each
 

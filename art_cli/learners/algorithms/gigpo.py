@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from art_cli.config.sections import loss
+from art_cli.config.sections import loss_config as loss
 from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.algorithms.preset import ClippedPreset
 from art_cli.learners.algorithms.step_credit import (
@@ -13,7 +13,7 @@ from art_cli.learners.algorithms.step_credit import (
     turn_credit,
 )
 from art_cli.learners.token_weights import Credit
-from art_cli.trajectory import ScoredTrajectory, has_signal
+from art_cli.runs.trajectory import ScoredTrajectory, has_signal
 
 
 class Gigpo(ClippedPreset[loss.GigpoConfig]):

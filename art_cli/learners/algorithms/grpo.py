@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from art_cli.config.sections import loss
+from art_cli.config.sections import loss_config as loss
 from art_cli.learners.algorithms.credit import advantages, overlong_penalty, rewards_of, seen_turns
+from art_cli.learners.algorithms.normalization import UpdateCounts, sample_mean, trajectory_sum
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, clip_samples, clip_tokens, clip_weights
 from art_cli.learners.algorithms.preset import ClippedPreset, ScaledPreset
-from art_cli.learners.algorithms.shares import UpdateCounts, sample_mean, trajectory_sum
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.runs.trajectory import ScoredTrajectory
 
 
 class Grpo(ScaledPreset[loss.GrpoConfig]):

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from art_cli.config.sections import loss
+from art_cli.config.sections import loss_config as loss
 from art_cli.learners.algorithms.objectives import sample_mean
 
 

@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from art_cli.config.sections import loss
+from art_cli.config.sections import loss_config as loss
 from art_cli.learners.algorithms.gae import credit_by_values, critic_numbers, turn_values
+from art_cli.learners.algorithms.normalization import UpdateCounts
 from art_cli.learners.algorithms.objectives import ValueTerms, clipped_value_error
 from art_cli.learners.algorithms.preset import ClippedPreset
-from art_cli.learners.algorithms.shares import UpdateCounts
 from art_cli.learners.token_weights import Credit
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.runs.trajectory import ScoredTrajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from art_cli.learners.reader import Reader
+    from art_cli.learners.packs.logprob_reader import Reader
 
 
 class Ppo(ClippedPreset[loss.PpoConfig]):

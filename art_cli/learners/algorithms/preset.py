@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from art_cli.config.sections import loss
+from art_cli.config.sections import loss_config as loss
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, clip_tokens
-from art_cli.trajectory import ScoredTrajectory
+from art_cli.runs.trajectory import ScoredTrajectory
 
 Knobs = TypeVar("Knobs", bound=loss.BaseLossConfig)
 ClippedKnobs = TypeVar("ClippedKnobs", bound=loss.ClippedLossConfig)

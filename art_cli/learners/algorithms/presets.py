@@ -1,13 +1,13 @@
 """The algorithms that a configuration chooses by name (`loss=dapo`).
 
 A new one is a class in the file of its family, with paper and equation, a line in PRESETS, and its knobs in
-config/sections/loss.py. tests/learners/test_presets.py then holds its gradient and its resume.
+config/sections/loss_config.py. tests/learners/test_presets.py then holds its gradient and its resume.
 """
 
 from pathlib import Path
 from typing import Any
 
-from art_cli.config.sections import loss
+from art_cli.config.sections import loss_config as loss
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.baselines import Gdpo, Maxrl, ReinforcePlusPlus, Rloo
 from art_cli.learners.algorithms.distillation import Distill, Sdpo
@@ -15,7 +15,7 @@ from art_cli.learners.algorithms.gigpo import Gagpo, Gigpo
 from art_cli.learners.algorithms.grpo import Cispo, Dapo, DrGrpo, Grpo, Gspo
 from art_cli.learners.algorithms.ppo import Ppo
 from art_cli.learners.algorithms.preset import Preset
-from art_cli.learners.algorithms.user import UserAlgorithm
+from art_cli.learners.algorithms.user_algorithm import UserAlgorithm
 
 PRESETS: dict[str, type[Preset[Any]]] = {
     "grpo": Grpo,

@@ -1,8 +1,8 @@
 """Teachers: models that give their logprobs of what the policy sampled.
 
-local.py        a model in this process: a directory, a hub id, a run or a checkpoint
-server.py       a vLLM server, asked over HTTP
-tinker.py       a server of the Tinker protocol, asked through the official SDK
+local_teacher.py        a model in this process: a directory, a hub id, a run or a checkpoint
+teacher_server.py       a vLLM server, asked over HTTP
+tinker_teacher.py       a server of the Tinker protocol, asked through the official SDK
 feedback.py     no other model: the policy itself, after it has read what the judge said of the attempt
 vocabulary.py   refuses a teacher that reads other tokens than the policy writes
 """
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from art_cli.config.sections.loss import TeacherConfig
-from art_cli.learners.reader import Reader
+from art_cli.config.sections.loss_config import TeacherConfig
+from art_cli.learners.packs.logprob_reader import Reader
 from art_cli.learners.samples import Sample
 from art_cli.learners.token_weights import Floats
 
@@ -33,13 +33,13 @@ def make_teacher(config: TeacherConfig, policy: Reader, directory: Path) -> Teac
     Raises UsageError: it cannot be loaded, or its vocabulary is not the policy's; LearnerError: no server answers.
     """
     if config.base_url is not None and config.protocol == "tinker":
-        from art_cli.learners.teachers.tinker import TinkerTeacher
+        from art_cli.tinker.tinker_teacher import TinkerTeacher
 
         return TinkerTeacher(config, directory, ranks=policy.runner.ranks)
     if config.base_url is not None:
-        from art_cli.learners.teachers.server import ServerTeacher
+        from art_cli.learners.teachers.teacher_server import ServerTeacher
 
         return ServerTeacher(config, policy.runner.weights.tokenizer, directory, ranks=policy.runner.ranks)
-    from art_cli.learners.teachers.local import LocalTeacher
+    from art_cli.learners.teachers.local_teacher import LocalTeacher
 
     return LocalTeacher(config.model, policy, directory)

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from art_cli.chat.control_tokens import ControlTokens
 from art_cli.chat.requests import text_of
-from art_cli.control_tokens import ControlTokens
 from art_cli.learners.samples import Ints, Sample
-from art_cli.trajectory import Json, ScoredTrajectory
+from art_cli.runs.trajectory import Json, ScoredTrajectory
 
 # The words of SDPO's own template (appendix of arXiv:2601.20802), with the score and the rank besides.
 TEMPLATE = """

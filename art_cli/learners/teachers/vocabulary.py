@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from art_cli.errors import UsageError, printable
+from art_cli.runtime.errors import UsageError, printable
 
 CURE = "a teacher must have the policy's tokenizer"
 # A text that two tokenizers of different models cut differently: words, numbers, code, spaces, other scripts.

@@ -1,4 +1,4 @@
-"""RayRollout: Ray's driver, in a process of its own that rollout.py calls (start.py begins it).
+"""RayRollout: Ray's driver, in a process of its own that rollout.py calls (bootstrap.py begins it).
 
 It places one actor (ray_node.py) for each process of rollouts, and each attempt goes to the actor that plays the
 fewest. An actor that is lost, with its node or alone, fails the attempts in it as `node`, which the runner plays again,
@@ -18,18 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from art_cli import log as logs
-from art_cli.errors import ArtError, RolloutError, UsageError, describe, message_of, one_line, printable
-from art_cli.outcome import Outcome
-from art_cli.processes.calls import FROM_PROCESS, Call, Raised, decode, encode, error_named
-from art_cli.rollouts.attempt import NODE, AttemptError
+from art_cli.rollouts.attempt_end import Json, read_report
+from art_cli.rollouts.attempt_errors import NODE, AttemptError
+from art_cli.rollouts.cluster.packaging import copy_package, copy_project
 from art_cli.rollouts.cluster.ray_node import NodeActor
-from art_cli.rollouts.cluster.travel import copy_package, copy_project
-from art_cli.rollouts.messages import Json, read_report
 from art_cli.rollouts.policy import Policy
 from art_cli.rollouts.process_worker import ServedRollout, serve_and_exit
-from art_cli.scratch import scratch
-from art_cli.threads import end
+from art_cli.runs.outcome import Outcome
+from art_cli.runtime import log as logs
+from art_cli.runtime.errors import ArtError, RolloutError, UsageError, describe, message_of, one_line, printable
+from art_cli.runtime.processes.process_calls import FROM_PROCESS, Call, Raised, decode, encode, error_named
+from art_cli.runtime.scratch import scratch
+from art_cli.runtime.threads import end
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ ASK_DEADLINE_S = 20.0  # longest wait for the cluster's own account of itself
 LAST_OUTPUT_S = 2.0  # longest wait for what the attempts printed last
 CLOSE_DEADLINE_S = 8.0  # longest wait for the actors to close the function's clients
 EXPLAIN_DEADLINE_S = 4.0
-OURS = frozenset({"working_dir", "py_modules", "excludes", "env_vars"})  # fields of runtime_env (sections/cluster.py)
+OURS = frozenset({"working_dir", "py_modules", "excludes", "env_vars"})  # fields of runtime_env
 TELL_S = 2.0  # time between two notes of how many actors are placed
 AGAIN_S = 1.0  # pause before an actor is placed again
 FAILED_AGAIN_S = 30.0  # the same where it could not load the rollout

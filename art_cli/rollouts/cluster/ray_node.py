@@ -1,7 +1,8 @@
 """NodeActor: plays attempts on a node of a Ray cluster, with the classes that play them without one.
 
 The user's code runs in a child process of the actor, so nothing of it reaches Ray, and an attempt that kills its
-process costs the node nothing. What comes in and goes out is lines of JSON (processes/calls.py). Standard library only.
+process costs the node nothing. What comes in and goes out is lines of JSON (runtime/processes/process_calls.py).
+Standard library only.
 """
 
 import asyncio
@@ -15,12 +16,12 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from art_cli.errors import ArtError, RolloutError
-from art_cli.processes.calls import Call, Raised, Returned, decode, encode
-from art_cli.rollouts.command import CommandRollout
-from art_cli.rollouts.messages import Json
+from art_cli.rollouts.attempt_end import Json
+from art_cli.rollouts.command_rollout import CommandRollout
 from art_cli.rollouts.process import ProcessRollout
 from art_cli.rollouts.process_worker import ServedRollout
+from art_cli.runtime.errors import ArtError, RolloutError
+from art_cli.runtime.processes.process_calls import Call, Raised, Returned, decode, encode
 
 REACH_DEADLINE_S = 10.0  # longest wait for the gateway's first answer
 QUIET_S = 20.0  # longest wait for output before an empty answer

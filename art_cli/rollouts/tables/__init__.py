@@ -9,9 +9,9 @@ from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
 
-from art_cli.config.sections.scenarios import ScenariosConfig, is_dataset
-from art_cli.errors import DataError
+from art_cli.config.sections.scenarios_config import ScenariosConfig, is_dataset
 from art_cli.rollouts.tables.columns import Columns, Json, TableRow
+from art_cli.runtime.errors import DataError
 
 DATABASES = {"sqlite": b"SQLite format 3\0", "duckdb": b"DUCK"}
 PARQUET = b"PAR1"

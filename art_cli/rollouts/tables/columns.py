@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from art_cli.errors import DataError, printable
+from art_cli.runtime.errors import DataError, printable
 
 log = logging.getLogger(__name__)
 

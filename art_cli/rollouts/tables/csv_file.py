@@ -5,9 +5,9 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TextIO
 
-from art_cli.errors import DataError, printable
-from art_cli.json_lines import foreign_encoding
 from art_cli.rollouts.tables.columns import MAX_CELL, Columns, TableRow
+from art_cli.runs.json_lines import foreign_encoding
+from art_cli.runtime.errors import DataError, printable
 
 DELIMITERS = ",;\t"  # spreadsheets write one of these, by country and by format
 

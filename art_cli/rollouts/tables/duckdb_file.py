@@ -5,9 +5,9 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from art_cli.errors import DataError, describe, printable
 from art_cli.rollouts.tables.columns import Columns, TableRow
 from art_cli.rollouts.tables.parquet import BATCH_ROWS, needs
+from art_cli.runtime.errors import DataError, describe, printable
 
 SETTINGS = {
     "enable_external_access": False,  # no other file, no extension, no address

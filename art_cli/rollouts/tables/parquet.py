@@ -5,8 +5,8 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from art_cli.errors import DataError, describe, printable
 from art_cli.rollouts.tables.columns import MAX_BYTES, MAX_ROWS, Columns, Json, TableRow
+from art_cli.runtime.errors import DataError, describe, printable
 
 BATCH_ROWS = 64  # rows that are unpacked at once
 LARGE_BATCH = 64 * 2**20  # bytes of a batch whose rows are made one by one

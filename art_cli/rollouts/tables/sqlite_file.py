@@ -7,8 +7,8 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
-from art_cli.errors import DataError, printable
 from art_cli.rollouts.tables.columns import MAX_CELL, Columns, TableRow
+from art_cli.runtime.errors import DataError, printable
 
 ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 READ_BY_INDEXES = ("data_version", "page_size")  # a full-text index asks for these when it is opened

@@ -9,9 +9,9 @@ import start  # noqa: E402
 
 sys.path.pop(0)
 start.load_package()
-from art_cli.environments import Settings, open_environment  # noqa: E402
-from art_cli.environments.listing import look  # noqa: E402
-from art_cli.errors import UsageError  # noqa: E402
+from art_cli.rollouts.environments import Settings, open_environment  # noqa: E402
+from art_cli.rollouts.environments.listing import look  # noqa: E402
+from art_cli.runtime.errors import UsageError  # noqa: E402
 
 told = []
 for name, args, num_seeds in CASES:

@@ -1,0 +1,130 @@
+"""The loop from Python: the stages of the command line as plain calls, also inside a running event loop.
+
+    config = load("config.yaml", "train.steps=3")
+    run = train(config)                                    art train
+    played = generate(config, checkpoint=run.root)         art generate
+    scored = judge(config, played)                         art judge
+    taken = step(config, scored, "step_0004")              art step
+
+Each call returns when its work is done, and raises the ArtError whose line the command would print. If an event loop
+is running already (Jupyter), the work gets a thread and a loop of its own. Interrupting the notebook ends the work as
+Ctrl-C does on a terminal: what is complete is on disk.
+"""
+
+import asyncio
+import tempfile
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from art_cli.config.compose import LoadedConfig, load_config
+from art_cli.loop import open_train as loop
+from art_cli.loop import stages
+from art_cli.loop.stages import StepTaken
+from art_cli.loop.training_run import TrainResult
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
+from art_cli.runtime import threads
+
+Result = TypeVar("Result")
+
+
+def load(path: Path | str, *overrides: str) -> LoadedConfig:
+    """The configuration in a file, with `key=value` overrides as on the command line. Raises ConfigError."""
+    return load_config(path, overrides)
+
+
+def train(config: LoadedConfig, *, fresh: bool = False) -> TrainResult:
+    """Trains until `train.steps` are done. An existing run is resumed; `fresh` starts a new one beside it."""
+    return _wait(lambda: loop.train(config, is_fresh=fresh))
+
+
+def generate(
+    config: LoadedConfig,
+    *,
+    checkpoint: Path | str | None = None,
+    step: int | None = None,
+    output: Path | str | None = None,
+) -> list[Trajectory]:
+    """The trajectories of one step's scenarios, played with a checkpoint, a run, or "base".
+
+    `checkpoint` None is the newest one of the configuration's run. The file `output` keeps the trajectories; those in
+    it already are not played again.
+    """
+    wanted = None if checkpoint is None else Path(checkpoint)
+    with tempfile.TemporaryDirectory(prefix="art-generate-") as scratch:
+        place = Path(scratch) / "trajectories.jsonl" if output is None else Path(output)
+        return _apart(lambda: stages.generate(config, place, checkpoint=wanted, step=step))
+
+
+def judge(config: LoadedConfig, trajectories: Sequence[Trajectory]) -> list[ScoredTrajectory]:
+    """The complete groups among the trajectories, scored by the configuration's judge. Raises JudgeError."""
+    return _wait(lambda: stages.judge(config, trajectories))
+
+
+def step(
+    config: LoadedConfig,
+    scored: Sequence[ScoredTrajectory],
+    output: Path | str,
+    *,
+    checkpoint: Path | str | None = None,
+) -> StepTaken:
+    """The policy after one update on scored trajectories; its checkpoint is written to `output`."""
+    wanted = None if checkpoint is None else Path(checkpoint)
+    return _apart(lambda: stages.take_step(config, scored, Path(output), checkpoint=wanted))
+
+
+# --- beside a running event loop --------------------------------------------------------------------------------------
+
+
+def _wait(make: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+    """The coroutine's result. It runs in this thread, or in another one if this thread has a running event loop."""
+    if not _has_loop():
+        return threads.run(make())
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
+
+    async def work() -> Result:
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine that is run has a task"
+        started.set_result((asyncio.get_running_loop(), task))
+        return await make()
+
+    def cancel() -> None:
+        loop, task = started.result()
+        loop.call_soon_threadsafe(task.cancel)
+
+    return _in_thread(lambda: threads.run(work()), cancel)
+
+
+def _apart(function: Callable[[], Result]) -> Result:
+    """The result of a function that runs event loops itself; in another thread if one is running in this one."""
+    return _in_thread(function, lambda: None) if _has_loop() else function()
+
+
+def _in_thread(function: Callable[[], Result], cancel: Callable[[], None]) -> Result:
+    """The result of the function, which runs in a thread. An interrupt here cancels it and waits until it has ended."""
+    future: Future[Result] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="notebook", daemon=True).start()
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        if not future.done():
+            cancel()
+            future.exception()
+        raise
+
+
+def _has_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,380 @@
+"""The ASGI application over any Backend: the gateway, the embedded engine's server and `art serve` are this.
+
+    POST the path of each wire (wires/)   GET /v1/models   GET /v1/models/{id}   GET /health (no key)
+
+The caller's key chooses the backend (`backend_for`); no backend is a 401. A client that goes away cancels its request.
+Every answer, also an error, is in the protocol that the request's path belongs to; only a defect of ours is a 500.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from art_cli.chat import Backend
+from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.disconnects import unless_disconnected
+from art_cli.chat.prompt_lists import PromptList
+from art_cli.chat.reading import RequestReader
+from art_cli.chat.replies import Chunk, Reply, ReplyBuilder
+from art_cli.chat.request_body import BODY_TIMEOUT_S, BodyLimit, read_body
+from art_cli.chat.requests import Request, Sampling
+from art_cli.chat.wires import WIRES, Wire, Wires
+from art_cli.chat.wires.responses_memory import Memory
+from art_cli.runtime.state_key import STATE_HEADER, read_header
+from art_cli.runtime.unrecorded import NO_RECORD, RECORD_HEADER
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+RefuseKey = Callable[[str | None], ChatError]
+BackendFor = Callable[[str | None], Backend | None]  # the backend for a client's key, which may be None
+
+
+READ_HERE_BYTES = 64 * 2**10  # length up to which a body is parsed on the event loop, which takes 2 ms at most
+CONVERSATION_HEADER = "X-Art-Conversation"  # percent-encoded like X-Art-State, and as long
+SCENARIO_HEADER = "X-Art-Scenario"
+HEALTH = "/health"  # the only path that needs no key
+RETRIES = "x-stainless-retry-count"  # header of many SDKs: how often they have sent this request before
+
+
+def build_app(
+    backend_for: BackendFor,
+    *,
+    wires: Wires = WIRES,
+    defaults: Sampling | None = None,
+    refuse_key: RefuseKey | None = None,
+    body_limit: Callable[[], BodyLimit] = BodyLimit,
+    body_timeout_s: float = BODY_TIMEOUT_S,
+    is_processed: bool = False,
+    more: Sequence[Route] = (),
+) -> Starlette:
+    """The application. `defaults` fill the sampling fields that a client leaves out; a backend may fill them anew.
+
+    `refuse_key` makes the error for a key that has no backend; `wrong_key` unless given. `body_limit` is asked at each
+    request. With `is_processed` clients get the logprobs of the distribution sampled from. `more` are routes of the
+    caller's own.
+    """
+    routes = _Routes(
+        backend_for, wires, refuse_key or wrong_key, defaults or Sampling(), body_limit, body_timeout_s, is_processed
+    )
+    refusals = _Refusals(routes)
+    app = _Application(
+        routes=[
+            *(Route(wire.path, partial(routes.answer, wire), methods=["POST"]) for wire in wires),
+            Route("/v1/models", routes.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", routes.model, methods=["GET"]),
+            Route(HEALTH, _health, methods=["GET"]),
+            *more,
+        ],
+        exception_handlers={
+            ChatError: refusals.refuse,
+            HTTPException: refusals.refuse_route,
+            ClientDisconnect: _gone,
+            Exception: refusals.fail,
+        },
+    )
+    app.router.redirect_slashes = False
+    app.wire_routes, app.refusals = routes, refusals
+    return app
+
+
+class _Application(Starlette):
+    """Takes the requests of wires straight to their answers; Starlette's way through middleware and router is long."""
+
+    wire_routes: "_Routes"
+    refusals: "_Refusals"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self.wire_routes.wires:
+            await super().__call__(scope, receive, send)
+            return
+        http = _WireRequest(scope, receive)
+        try:
+            response = await self.wire_routes.answer(self.wire_routes.wires.at(scope["path"]), http)
+        except ChatError as error:
+            response = await self.refusals.refuse(http, error)
+        except ClientDisconnect as error:
+            response = await _gone(http, error)
+        except Exception as error:  # a defect of ours must not take the connection down
+            response = await self.refusals.refuse(http, _internal(error))
+        await response(scope, receive, send)
+
+
+class _WireRequest(HttpRequest):
+    """A request whose headers are looked for by name, several times."""
+
+    @cached_property
+    def headers(self) -> Headers:
+        return _NamedHeaders(scope=self.scope)
+
+
+class _NamedHeaders(Headers):
+    """Headers by name; of several with one name the first, as in the base class, which looks through all each time."""
+
+    @cached_property
+    def _by_name(self) -> dict[str, str]:
+        return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(self.raw)}
+
+    def __getitem__(self, key: str) -> str:
+        return self._by_name[key.lower()]
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and key.lower() in self._by_name
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._by_name.get(key.lower(), default)
+
+
+@dataclass
+class _Routes:
+    """One method per path."""
+
+    backend_for: BackendFor
+    wires: Wires
+    refuse_key: RefuseKey
+    defaults: Sampling
+    body_limit: Callable[[], BodyLimit]
+    body_timeout_s: float
+    is_processed: bool
+    reader: RequestReader = field(default_factory=RequestReader)
+    memories: WeakKeyDictionary[Backend, Memory] = field(default_factory=WeakKeyDictionary)
+
+    async def answer(self, wire: Wire, http: HttpRequest) -> Response:
+        """The reply to a request of this wire."""
+        key, backend = self.authenticate(http)
+        body = await read_body(http, self.body_limit(), self.body_timeout_s)
+        request = _with_headers(await self._parse(body, wire), http.headers)
+        if self.is_processed:
+            request = msgspec.structs.replace(request, is_processed=True)
+        _check_model(backend, request.model)
+        memory = self.memories.setdefault(backend, Memory())
+        request = memory.recall(request, key)
+        if request.more_prompts:
+            backend = PromptList(backend)
+        if request.is_stream:
+            return _EventStream(backend, request, wire, partial(memory.keep, request, key))
+        reply = await unless_disconnected(http.receive, _guard(backend.reply(request)))
+        memory.keep(request, key, reply)
+        return _json(wire.render(request, reply))
+
+    async def models(self, http: HttpRequest) -> Response:
+        cards = [_model_card(name) for name in self.authenticate(http)[1].models()]
+        pages = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {}
+        return _json(msgspec.json.encode({"object": "list", "data": cards, **pages}))
+
+    async def model(self, http: HttpRequest) -> Response:
+        name = http.path_params["name"]
+        _check_model(self.authenticate(http)[1], name)
+        return _json(msgspec.json.encode(_model_card(name)))
+
+    async def _parse(self, body: bytes, wire: Wire) -> Request:
+        if len(body) <= READ_HERE_BYTES:
+            return _parse(wire, body, self.defaults)
+        return await self.reader.read(_parse, wire, body, self.defaults)
+
+    def authenticate(self, http: HttpRequest) -> tuple[str | None, Backend]:
+        """The client's key and its backend. Raises ChatError if the key has none."""
+        key = self.wires.key(http.scope["path"], http.headers)
+        backend = self.backend_for(key)
+        if backend is None:
+            raise self.refuse_key(key)
+        return key, backend
+
+
+def _parse(wire: Wire, body: bytes, defaults: Sampling) -> Request:
+    digest = hashlib.blake2b(body, digest_size=16).digest()
+    return msgspec.structs.replace(wire.parse(body, defaults), digest=digest)
+
+
+def _with_headers(request: Request, headers: Headers) -> Request:
+    """The request with what its headers say of it."""
+    told: dict[str, Any] = {
+        "num_retries": _num_retries(headers),
+        "state": read_header(headers.get(STATE_HEADER, "")),
+        "conversation": read_header(headers.get(CONVERSATION_HEADER, "")),
+        "scenario": read_header(headers.get(SCENARIO_HEADER, "")),
+    }
+    told = {name: value for name, value in told.items() if value}
+    if headers.get(RECORD_HEADER) == NO_RECORD:
+        told["is_recorded"] = False
+    return msgspec.structs.replace(request, **told) if told else request
+
+
+def _num_retries(headers: Headers) -> int:
+    """The number of earlier sends that the client's SDK reports; 0 for anything that is not a small number."""
+    reported = headers.get(RETRIES, "")
+    return int(reported) if re.fullmatch("[0-9]{1,4}", reported) else 0
+
+
+def _check_model(backend: Backend, name: str) -> None:
+    if name not in (names := backend.models()):
+        message = f"the model {name!r} does not exist here; there is {', '.join(map(repr, names))}"
+        raise ChatError(404, message, param="model", code="model_not_found")
+
+
+def _model_card(name: str) -> dict[str, Any]:
+    """The fields of OpenAI's model and those of Anthropic's, because both protocols have the same path."""
+    openai = {"id": name, "object": "model", "created": 0, "owned_by": "art"}
+    return {
+        **openai,
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+        "lifecycle": "active",
+    }
+
+
+# --- answering while the client is there ------------------------------------------------------------------------------
+
+
+async def _guard(work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of a backend's work. An exception other than ChatError is logged and becomes one."""
+    try:
+        return await work
+    except ChatError:
+        raise
+    except Exception as error:  # boundary to the backend: a defect there must not take the server down
+        raise _internal(error) from error
+
+
+def _internal(error: Exception) -> ChatError:
+    log.error("a request failed inside", exc_info=error)
+    return ChatError(500, "internal error; the server's log has the details")
+
+
+class _EventStream(Response):
+    """Streams a backend's chunks. A failure before the first chunk is an ordinary error reply, later an error event.
+
+    The whole stream runs in one task, because a backend may keep hold of the task that started it.
+    """
+
+    def __init__(self, backend: Backend, request: Request, wire: Wire, keep: Callable[[Reply], None]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._backend = backend
+        self._request = request
+        self._wire = wire
+        self._keep = keep  # takes the reply of a request that is kept, once it is whole
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientDisconnect):
+            await unless_disconnected(receive, self._run(scope, receive, send))
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events = self._wire.stream(self._request)
+        builder = ReplyBuilder(self._request) if self._request.is_kept else None
+        is_open = False
+        try:
+            async with closing_stream(self._backend.stream(self._request)) as chunks:
+                async for chunk in chunks:
+                    if is_open:
+                        await asyncio.sleep(0)  # chunks that are there already would hold up all other requests
+                    if builder is not None:
+                        builder.add(chunk)
+                    rendered = events.render(chunk)
+                    if not is_open:
+                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                        is_open = True
+                    if rendered:
+                        await _send_piece(send, rendered)
+            ending = events.finish()
+            assert is_open, "a stream without chunks"
+            if builder is not None:
+                self._keep(builder.reply())
+        except Exception as error:  # boundary to the backend, as in _guard
+            failure = error if isinstance(error, ChatError) else _internal(error)
+            if not is_open:
+                await error_response(failure, self._wire)(scope, receive, send)
+                return
+            ending = events.fail(failure)
+        await _send_piece(send, ending, is_last=True)
+
+
+@contextlib.asynccontextmanager
+async def closing_stream(chunks: AsyncIterator[Chunk]) -> AsyncIterator[AsyncIterator[Chunk]]:
+    """The stream, closed on the way out. Otherwise one that is left early would end with its garbage collection."""
+    try:
+        yield chunks
+    finally:
+        if isinstance(chunks, AsyncGenerator):
+            await chunks.aclose()
+
+
+async def _send_piece(send: Send, data: bytes, *, is_last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+
+# --- other answers ----------------------------------------------------------------------------------------------------
+
+
+async def _health(http: HttpRequest) -> Response:
+    return _json(b'{"status":"ok"}')
+
+
+def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(body, status, headers, media_type="application/json")
+
+
+def wrong_key(key: str | None) -> ChatError:
+    """The refusal of a key, which it does not repeat, or of a request without one."""
+    message = "no API key in the request" if key is None else "this API key is not, or no longer, valid here"
+    return ChatError(401, message, "authentication_error", None, "invalid_api_key")
+
+
+def error_response(error: ChatError, wire: Wire) -> Response:
+    """The error as HTTP. After a 408 the connection closes, because the rest of the body may never arrive."""
+    headers = {"retry-after": error.retry_after} if error.retry_after else {}
+    if error.status == 408:
+        headers["connection"] = "close"
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return _json(wire.error(error), wire.status(error), headers)
+
+
+class _Refusals:
+    """The answers to requests that end in an exception, in the protocol of their path."""
+
+    def __init__(self, routes: _Routes) -> None:
+        self._wires = routes.wires
+        self._authenticate = routes.authenticate
+
+    async def refuse(self, http: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, ChatError), error
+        return error_response(error, self._wires.at(http.scope["path"], http.headers))
+
+    async def refuse_route(self, http: HttpRequest, error: Exception) -> Response:
+        """No such path, or not with this method. A client without a valid key is refused as everywhere."""
+        assert isinstance(error, HTTPException), error
+        if http.scope["path"] != HEALTH:
+            try:
+                self._authenticate(http)
+            except ChatError as refusal:
+                return await self.refuse(http, refusal)
+        message = f"{http.method} {http.scope['path']}: {error.detail.lower()}"
+        response = await self.refuse(http, ChatError(error.status_code, message))
+        response.headers.update(error.headers or {})
+        return response
+
+    async def fail(self, http: HttpRequest, error: Exception) -> Response:
+        return await self.refuse(http, ChatError(500, "internal error; the server's log has the details"))
+
+
+async def _gone(http: HttpRequest, error: Exception) -> Response:
+    """The client went away, so no client reads this."""
+    return Response(status_code=499)

@@ -1,0 +1,390 @@
+"""What OpenAI's protocols share: where the key stands, the error body, sampling parameters, usage.
+
+A parameter is honoured, or it is harmless to ignore, or it is an error. Beside OpenAI's parameters, clients may send
+vLLM's `top_k`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `return_token_ids` and `chat_template_kwargs`. A reply
+to a request with `return_token_ids` carries vLLM's fields `prompt_token_ids` (in each choice of a plain completion) and
+`choices[].token_ids` and three of our own: `step`, the policy's step, `choices[].raw_logprobs`, each token's logprob
+under the unmodified softmax(logits), and `choices[].sampled_logprobs`, that under the distribution sampled from.
+`logprobs` has the former, as in vLLM (`reported_logprobs`).
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+from starlette.datastructures import Headers
+
+from art_cli.chat.api_keys import bearer
+from art_cli.chat.chat_errors import ChatError, invalid
+from art_cli.chat.reading import convert, decode_object
+from art_cli.chat.replies import Choice, Chunk, Reply, token_bytes, token_text
+from art_cli.chat.requests import RENDERERS_OWN, Request
+
+Json = dict[str, Any]
+
+# Bounds without a source in the protocol keep hostile numbers from reaching tensors: ids and counts fit 32 bits.
+INT32 = 2**31 - 1
+LOWEST_TEMPERATURE = 1e-6  # logits divided by a lower temperature leave the range of float32
+LOWEST_LOGPROB = -9999.0  # OpenAI's and vLLM's stand-in for -inf, which JSON cannot express
+Count = Annotated[int, Meta(ge=1, le=INT32)]
+Name = Annotated[str, Meta(max_length=1024)]  # bounded because errors repeat it
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=INT32)]  # vLLM's parameter; 0 and -1 turn it off
+_Stop = Annotated[str, Meta(min_length=1, max_length=1024)]  # bounded because each token's text is searched for it
+
+_MAX_VARIABLES = 16 * 1024  # characters of chat_template_kwargs as JSON
+_MAX_VARIABLE = 1_000_000  # largest number in chat_template_kwargs; a template may repeat a text that often
+
+# Parameters accepted and ignored: they identify, bill or cache, or ask a hosted service for what a model does anyway.
+HARMLESS = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "reasoning_effort",
+        "verbosity",
+    }
+)
+# Parameters accepted only with the value that changes nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "min_p": (0,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "modalities": (["text"],),
+}
+
+
+# --- the request ------------------------------------------------------------------------------------------------------
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's parameter
+    include_obfuscation: bool | None = None  # harmless: it only pads OpenAI's events
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """The parameters that chat and plain completions share; null means that the client gave none."""
+
+    model: Name
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    max_tokens: Count | None = None
+    stop: _Stop | Annotated[list[_Stop], Meta(max_length=16)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None  # vLLM's parameter
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=INT32)] | None = None  # vLLM's parameter
+    ignore_eos: bool | None = None  # vLLM's parameter
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    return_token_ids: bool | None = None  # vLLM's parameter
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parse_body(body: bytes, kind: type[AnyBody]) -> tuple[Json, AnyBody]:
+    """The fields of a JSON body as the client sent them, and checked. Raises ChatError 400."""
+    fields = decode_object(body)
+    checked = convert(fields, kind)
+    check_names(fields, kind, HARMLESS, NEUTRAL)
+    check_names(fields.get("stream_options") or {}, _StreamOptions, frozenset(), {}, where="stream_options.")
+    return fields, checked
+
+
+def check_names(
+    fields: Json,
+    kind: type[msgspec.Struct],
+    harmless: frozenset[str],
+    neutral: Mapping[str, tuple[Any, ...]],
+    where: str = "",
+) -> None:
+    """Raises ChatError 400 that names all fields that are none of `kind`'s, not harmless, and not neutral.
+
+    `where`: the path of the object that has the fields, with a dot.
+    """
+    others = sorted(fields.keys() - set(kind.__struct_fields__) - harmless)
+    unknown = [f"{where}{name[:80]}" for name in others if name not in neutral]
+    given = [name for name in others if name in neutral and fields[name] is not None]
+    unsupported = [name for name in given if isinstance(fields[name], bool) or fields[name] not in neutral[name]]
+    problems = []
+    if unknown:
+        problems.append(f"unknown parameter{'s' if len(unknown) > 1 else ''}: {', '.join(map(repr, unknown))}")
+    if unsupported:
+        pronoun = "them" if len(unsupported) > 1 else "it"
+        problems.append(f"{', '.join(unsupported)}: this endpoint does not support {pronoun}")
+    if problems:
+        code = "unknown_parameter" if unknown else "unsupported_parameter"
+        raise invalid("; ".join(problems), (unknown or unsupported)[0], code)
+
+
+def given_sampling(*, temperature: float | None, top_k: int | None, **others: Any) -> Json:
+    """What the client gave, under the names of `Sampling`; None: it did not. Raises ChatError 400: too cold."""
+    if temperature is not None and 0 < temperature < LOWEST_TEMPERATURE:
+        raise invalid(f"temperature: 0 (greedy) or at least {LOWEST_TEMPERATURE}", "temperature")
+    given = {"temperature": temperature, "top_k": None if top_k is None else max(top_k, 0), **others}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def sampling_of(body: Body, max_tokens: int | None) -> Json:
+    """The sampling parameters that the client gave, under the names of `Sampling`."""
+    if None not in (body.min_tokens, max_tokens) and (body.min_tokens or 0) > (max_tokens or 0):
+        raise invalid("min_tokens: more than max_tokens", "min_tokens")
+    return given_sampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        max_tokens=max_tokens,
+        stop=(body.stop,) if isinstance(body.stop, str) else None if body.stop is None else tuple(body.stop),
+        seed=body.seed,
+        n=body.n,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=None if body.logit_bias is None else tuple(map(_bias, body.logit_bias.items())),
+        min_tokens=body.min_tokens,
+        ignore_eos=body.ignore_eos,
+    )
+
+
+def _bias(pair: tuple[str, float]) -> tuple[int, float]:
+    """The token id and its bias. Raises ChatError 400: it is no token id."""
+    token = pair[0]
+    if not (token.isascii() and token.isdecimal() and int(token[:11]) <= INT32):
+        raise invalid(f"logit_bias: {token[:80]!r} is no token id", "logit_bias")
+    return int(token), pair[1]
+
+
+def wanted_usage(body: Body) -> Json:
+    """The fields of a Request by which a stream reports usage, at its end and in each event."""
+    options = body.stream_options
+    if options is None:
+        return {}
+    if not body.stream:
+        raise invalid("stream_options needs stream: true", "stream_options")
+    wants = bool(options.include_usage)
+    return {"wants_usage": wants, "wants_running_usage": wants and bool(options.continuous_usage_stats)}
+
+
+def template_kwargs(variables: Json) -> Json:
+    """The variables for the chat template. The backend checks which of them its template reads."""
+    for name in variables:
+        if name in RENDERERS_OWN:
+            param = f"chat_template_kwargs.{name}"
+            raise invalid(f"{param}: only variables of the model's own chat template can be set", param)
+    if len(msgspec.json.encode(variables)) > _MAX_VARIABLES:
+        raise invalid(f"chat_template_kwargs: more than {_MAX_VARIABLES} characters", "chat_template_kwargs")
+    if not all(abs(number) <= _MAX_VARIABLE for number in _numbers(variables)):
+        raise invalid(f"chat_template_kwargs: a number beyond {_MAX_VARIABLE:,}", "chat_template_kwargs")
+    return variables
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """The numbers in a JSON value."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(inner)
+    elif isinstance(value, int | float):
+        yield value
+
+
+# --- the reply --------------------------------------------------------------------------------------------------------
+
+
+def event(data: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + data + b"\n\n"
+
+
+def token_fields(request: Request, choice: Choice) -> Json:
+    if not request.wants_token_ids:
+        return {}
+    return {
+        "token_ids": choice.token_ids,
+        "raw_logprobs": choice.raw_logprobs,
+        "sampled_logprobs": choice.logprobs,
+    }
+
+
+def usage(num_prompt: int, num_sampled: int) -> Json:
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}
+
+
+def tokens_of(choice: Choice) -> list[str]:
+    """Each token as text; empty strings when the backend reports ids only."""
+    return choice.tokens or [""] * len(choice.logprobs)
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob] = []
+
+
+def reported_logprobs(request: Request, choice: Choice) -> list[float]:
+    """Each token's logprob as clients see it, under the same distribution as its `top_logprobs`.
+
+    That is the model's own, softmax(logits), unless the server was set to report what was sampled from, or the backend
+    reports nothing else. A greedy token has the model's own either way.
+    """
+    raw = choice.raw_logprobs
+    wants_sampled = request.is_processed and request.sampling.temperature > 0
+    return choice.logprobs if raw is None or wants_sampled else raw
+
+
+def token_logprobs(request: Request, choice: Choice) -> list[TokenLogprob]:
+    """One entry for each token; its bytes are those of a part of a character where the token is one."""
+    content = [
+        TokenLogprob(token_text(token), max(logprob, LOWEST_LOGPROB), list(token_bytes(token)))
+        for token, logprob in zip(tokens_of(choice), reported_logprobs(request, choice), strict=True)
+    ]
+    for entry, top in zip(content, choice.top_logprobs or (), strict=False):
+        entry.top_logprobs = [
+            TopLogprob(token_text(token), max(logprob, LOWEST_LOGPROB), list(token_bytes(token)))
+            for token, logprob in top
+        ]
+    return content
+
+
+class OpenAI:
+    """The methods that all OpenAI wires have."""
+
+    header = ""
+
+    def key(self, headers: Headers) -> str | None:
+        """The key of `Authorization: Bearer KEY`."""
+        return bearer(headers)
+
+    def error(self, error: ChatError) -> bytes:
+        """`{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}`"""
+        fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+        return msgspec.json.encode({"error": fields})
+
+    def status(self, error: ChatError) -> int:
+        return error.status
+
+    def _body(self, kind: str, request: Request, reply: Reply, choices: list[Json], **more: Any) -> bytes:
+        counts = reply.num_tokens
+        body: Json = {
+            "id": reply.id,
+            "object": kind,
+            "created": reply.created,
+            "model": reply.model,
+            "choices": choices,
+            "usage": usage(*counts),
+        }
+        if request.wants_token_ids:
+            body["step"] = reply.step
+        return msgspec.json.encode(body | more)
+
+
+class OpenAIEvents:
+    """The events of one stream: each choice's beginning, its pieces, at last usage and [DONE].
+
+    A subclass says what the beginning and the pieces of a choice look like.
+    """
+
+    kind: str  # value of the field `object`
+
+    def __init__(self, wire: OpenAI, request: Request) -> None:
+        self._wire = wire
+        self._request = request
+        self._begun: set[int] = set()  # indices of choices whose first event was sent
+        self._num_prompt = 0
+        self._num_sampled = 0
+        self._last: Chunk | None = None
+
+    def render(self, chunk: Chunk) -> bytes:
+        """The events of one chunk; empty when the chunk holds nothing that the client asked for."""
+        self._last = chunk
+        self._num_prompt += len(chunk.prompt_ids or ())
+        self._num_sampled += len(chunk.choice.token_ids)
+        events = b""
+        if chunk.choice.index not in self._begun:
+            self._begun.add(chunk.choice.index)
+            events = self._begin(chunk)
+        content, request = self.content(chunk.choice), self._request
+        wants_tokens = request.wants_logprobs or request.wants_token_ids
+        has_tokens = wants_tokens and bool(chunk.choice.token_ids or chunk.choice.logprobs)
+        if chunk.is_last or has_tokens or any(content.values()):
+            events += self._event(chunk, self._piece(chunk, content))
+        return events
+
+    def finish(self) -> bytes:
+        """The usage chunk if the client asked for it, and the end of the stream."""
+        done = event(b"[DONE]")
+        if self._last is None or not self._request.wants_usage:
+            return done
+        counts = usage(*(self._last.usage or (self._num_prompt, self._num_sampled)))
+        return event(msgspec.json.encode({**self._head(self._last), "choices": [], "usage": counts})) + done
+
+    def fail(self, error: ChatError) -> bytes:
+        """The error; no [DONE] follows."""
+        return event(self._wire.error(error))
+
+    def first_content(self, choice: Choice) -> Json:
+        """The content of a choice's first event; empty when the choice needs none."""
+        raise NotImplementedError
+
+    def with_prompt(self, event: Json, prompt_ids: list[int]) -> Json:
+        """A choice's first event with the prompt's token ids where the protocol has them."""
+        return {**event, "prompt_token_ids": prompt_ids}
+
+    def content(self, choice: Choice) -> Json:
+        """The new text of a choice, under the field's name in this protocol."""
+        raise NotImplementedError
+
+    def logprobs(self, choice: Choice) -> Json:
+        raise NotImplementedError
+
+    def _begin(self, chunk: Chunk) -> bytes:
+        """A choice's first event; the prompt's token ids go with it."""
+        prompt_ids = chunk.prompt_ids if self._request.wants_token_ids else None
+        if not (content := self.first_content(chunk.choice)) and prompt_ids is None:
+            return b""
+        content = content or self.content(Choice(index=chunk.choice.index))
+        choice = {"index": chunk.choice.index, "logprobs": None, **content, "finish_reason": None}
+        body = self._event_body(chunk, choice)
+        return event(msgspec.json.encode(body if prompt_ids is None else self.with_prompt(body, prompt_ids)))
+
+    def _piece(self, chunk: Chunk, content: Json) -> Json:
+        has_logprobs = self._request.wants_logprobs and chunk.choice.logprobs
+        return {
+            "index": chunk.choice.index,
+            **content,
+            "logprobs": self.logprobs(chunk.choice) if has_logprobs else None,
+            "finish_reason": chunk.choice.finish_reason if chunk.is_last else None,
+            **token_fields(self._request, chunk.choice),
+        }
+
+    def _event(self, chunk: Chunk, choice: Json) -> bytes:
+        return event(msgspec.json.encode(self._event_body(chunk, choice)))
+
+    def _event_body(self, chunk: Chunk, choice: Json) -> Json:
+        body = {**self._head(chunk), "choices": [choice]}
+        if self._request.wants_running_usage:
+            body["usage"] = usage(*(chunk.usage or (self._num_prompt, self._num_sampled)))
+        return body
+
+    def _head(self, chunk: Chunk) -> Json:
+        step = {"step": chunk.step} if self._request.wants_token_ids else {}
+        return {"id": chunk.id, "object": self.kind, "created": chunk.created, "model": chunk.model, **step}

@@ -1,0 +1,135 @@
+"""The commands: the table of their names, and the options and findings that several of them share.
+
+The command `art X` is the function `run` of `commands/X.py`; MODULES has the exceptions. Its parameters are the
+arguments and options, and its docstring is the help. The help imports the module, so a module imports anything heavy
+inside its functions.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from art_cli.runtime.errors import UsageError, printable_lines
+
+if TYPE_CHECKING:
+    from art_cli.runs.run_checkpoints import Which
+    from art_cli.runs.storage.fetch import Wants
+
+NAMES = (
+    "init",
+    "check",
+    "train",
+    "join",
+    "generate",
+    "judge",
+    "step",
+    "sft",
+    "eval",
+    "report",
+    "replay",
+    "log",
+    "view",
+    "serve",
+    "gateway",
+    "backend",
+    "export",
+    "import",
+    "checkpoints",
+    "environments",
+    "scenarios",
+    "doctor",
+)
+
+MODULES = {"import": "import_traces", "log": "export_log"}  # `import` is a word of Python, and log.py another module
+
+
+def records(text: str) -> Path:
+    """The path that a user named; of an address, s3://bucket/mine, its copy here of all but weights."""
+    return _at_hand(text, "records")
+
+
+def policy(text: str) -> Path:
+    """The same, with the checkpoints that a command may take and the base model."""
+    return _at_hand(text, "policy")
+
+
+def everything(text: str) -> Path:
+    """The same, with all checkpoints."""
+    return _at_hand(text, "everything")
+
+
+def named_policy(text: str) -> str:
+    """`[NAME=]CHECKPOINT` with the path of its copy here in place of an address."""
+    name, separator, target = text.partition("=") if "=" in text.partition("://")[0] else ("", "", text)
+    return f"{name}{separator}{policy(target)}" if "://" in target else text
+
+
+def _at_hand(text: str, wants: "Wants") -> Path:
+    if "://" not in text:
+        return Path(text)
+    from art_cli.runs.storage.fetch import fetch
+
+    return fetch(text, wants)
+
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Wins over the file: train.steps=10, loss=dapo.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option("--checkpoint", metavar="DIR", parser=policy, help="A checkpoint, a run (its newest one), or base."),
+]
+NewCheckpoint = Annotated[
+    Path, typer.Option("-o", "--output", metavar="DIR", help="Where to write the checkpoint.", show_default=False)
+]
+Best = Annotated[bool, typer.Option("--best", help="Take a run's best evaluated checkpoint, or fail without one.")]
+Last = Annotated[bool, typer.Option("--last", help="Take a run's newest checkpoint, not its best evaluated one.")]
+Base = Annotated[
+    str | None,
+    typer.Option("--base", metavar="MODEL", help="The base model, if it was moved; as in model.base: builtin:tiny."),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option("--api-key", metavar="KEY", envvar="ART_API_KEY", help="Clients must send it.", show_envvar=True),
+]
+MaxBody = Annotated[float, typer.Option("--max-body", metavar="MIB", min=0.001, help="Larger requests get 413.")]
+
+
+class Finding(NamedTuple):
+    """What one check found. Example: Finding("disk", False, "3.1 GB needed, 1.2 GB free", "free some, or ...")."""
+
+    name: str
+    is_good: bool
+    message: str
+    cure: str = ""
+    is_missing: bool = False  # True: the part is optional and not installed, which is no fault
+
+    @property
+    def state(self) -> str:
+        return "missing" if self.is_missing else "ok" if self.is_good else "broken"
+
+
+def which_checkpoint(is_best: bool, is_last: bool) -> "Which":
+    """Which checkpoint of a run --best and --last ask for. Raises UsageError: both."""
+    if is_best and is_last:
+        raise UsageError("--best and --last: one at a time")
+    return "best" if is_best else "newest" if is_last else "offered"
+
+
+def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
+    """Prints one line for each finding, and a second one for its cure; or all of them as one JSON list."""
+    if as_json:
+        sys.stdout.write(json.dumps([finding._asdict() | {"state": finding.state} for finding in findings]) + "\n")
+        return
+    words = ["missing" if finding.is_missing else "ok" if finding.is_good else "FAIL" for finding in findings]
+    width = max(map(len, [*words, "FAIL"]))
+    for finding, word in zip(findings, words, strict=True):
+        cure = f"\n{'':{width}s} {'':10s} -> {finding.cure}" if finding.cure else ""
+        sys.stdout.write(printable_lines(f"{word:{width}s} {finding.name:10s} {finding.message}{cure}\n"))
+    sys.stdout.flush()  # into a pipe, too, line by line

@@ -1,0 +1,198 @@
+"""The command line: imports the module of the command that is called, and reports every failure as one line.
+
+Each command is defined in `commands/<name>.py`. Nothing heavy is imported here, so that help answers at once. A mistake
+or failure that a user can act on becomes a line on standard error and an exit code. Anything else is a bug: it becomes
+one line too, with the traceback under --verbose.
+"""
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from art_cli import cli as commands
+from art_cli.config.packaged import packaged, with_documents
+from art_cli.runtime import log
+from art_cli.runtime.errors import (
+    ArtError,
+    ConfigError,
+    EngineError,
+    Interrupted,
+    LearnerError,
+    Paused,
+    UsageError,
+    is_full_disk,
+    printable,
+    printable_lines,
+)
+
+MAX_ERROR = 4_000  # largest number of characters in an error's line; a file name or a provider's words may be longer
+
+PLAIN: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False, "add_completion": False}
+
+
+class LazyCommands(Mapping[str, Any]):
+    """Name -> Typer's command, made when it is asked for, so that a command does not wait for the others' imports."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in commands.NAMES:
+            raise KeyError(name)
+        single, module = typer.Typer(**PLAIN), import_module(f"art_cli.cli.{commands.MODULES.get(name, name)}")
+        single.command(name, cls=getattr(module, "Command", None))(module.run)
+        command = get_command(single)
+        if any("docs/" in (getattr(told, "help", None) or "") for told in (command, *command.params)):
+            command.epilog = f"\b\ndocs/ is {packaged('docs')}"
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(commands.NAMES)
+
+    def __len__(self) -> int:
+        return len(commands.NAMES)
+
+
+class LazyGroup(TyperGroup):
+    """The group `art`, with `LazyCommands` as its commands."""
+
+    def __init__(self, **knobs: Any) -> None:
+        super().__init__(**knobs | {"commands": LazyCommands()})
+
+
+app = typer.Typer(cls=LazyGroup, **PLAIN)
+
+
+def main() -> NoReturn:
+    """Runs the command line of this process and ends the process with its exit code."""
+    code = run(sys.argv[1:])
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # all work is done, so Ctrl-C ends Python's clean-up at once
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output is gone, so the interpreter must not flush again when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends the process, even while threads still compute. They may be loading a model that is no longer needed.
+
+    Daemon threads outlive the interpreter by a moment. A thread that returns from torch in that moment would abort the
+    process, so the process ends before.
+    """
+    if any(thread.daemon for thread in threading.enumerate()):
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code of a command line; a failure is reported. `--verbose` may stand anywhere in `arguments`."""
+    is_verbose = "--verbose" in arguments
+    rest = [argument for argument in arguments if argument != "--verbose"]
+    code: Any
+    try:
+        log.set_up(verbose=is_verbose)
+        code = app(rest or ["--help"], prog_name="art", standalone_mode=False)
+    except KeyboardInterrupt:  # Typer handles only the Ctrl-C that comes while a command runs
+        code = 130
+    except Exception as error:
+        if is_verbose:
+            sys.stderr.write(printable_lines(traceback.format_exc()))
+        lines, failure = report(error)
+        sys.stderr.writelines(f"{line}\n" for line in lines)
+        return failure
+    if code == 130:  # Typer returns 130 for Ctrl-C too
+        sys.stderr.write("interrupted\n")
+    return code if isinstance(code, int) else 0
+
+
+def report(error: Exception) -> tuple[list[str], int]:
+    """The lines that report a failure, and the exit code. Text of a file, a model or a provider cannot break a line."""
+    lines, code = _lines(error)
+    return [printable(with_documents(line), limit=MAX_ERROR) for line in lines], code
+
+
+def _lines(error: Exception) -> tuple[list[str], int]:
+    match error:
+        case Interrupted() | Paused():
+            return [str(error)], error.exit_code
+        case ConfigError():
+            return [f"error: {problem}" for problem in error.problems], error.exit_code
+        case UsageError() | EngineError() | LearnerError():  # these may have several lines: a process's last log lines
+            return [f"error: {line}" for line in str(error).split("\n")], error.exit_code
+        case ArtError():
+            return [f"error: {error}"], error.exit_code
+        case ExceptionGroup():
+            return _lines(error.exceptions[0])
+        case typer.TyperException():
+            path = getattr(getattr(error, "ctx", None), "command_path", "art")
+            return [f"error: {error.format_message()} (see {path} --help)"], error.exit_code
+        case ModuleNotFoundError(name=str(name)) if extra := _extra_of(package := name.partition(".")[0]):
+            return [f"error: {package} is not installed; pip install 'art-cli[{extra}]'"], 1
+        case Exception() if is_full_disk(error):
+            full = getattr(error, "filename", None)
+            what = f"{full}: " if full else ""
+            return [f"error: {what}no space left on the disk; free some and run the same command again"], 1
+        case OSError(strerror=str(reason)):
+            return [f"error: {error.filename or 'the system says'}: {reason}"], 1
+    text = " ".join(str(error).split())
+    if "KeyboardInterrupt" in text or isinstance(error.__cause__, KeyboardInterrupt):
+        return ["interrupted"], 130  # pydantic turns a Ctrl-C during an import into an error with this text
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    bug = f"error: this is a bug in art: {type(error).__name__}: {text} ({Path(where.filename).name}:{where.lineno})"
+    return [f"{bug}; run it again with --verbose for the traceback"], 1
+
+
+def _extra_of(package: str) -> str | None:
+    """The extra that installs the package; None: no extra of ours does."""
+    from art_cli.cli.doctor import EXTRAS
+
+    return next((extra for extra, (packages, _) in EXTRAS.items() if package in packages), None)
+
+
+def _help(context: typer.Context, is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+def _version(is_wanted: bool) -> None:
+    if is_wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"art {version('art-cli')}")
+        raise typer.Exit
+
+
+@app.callback(add_help_option=False)  # Typer's own help option imports pydantic, which doubles the time of any help
+def art(
+    verbose: Annotated[bool, typer.Option("--verbose", help="More log lines, and tracebacks; goes anywhere.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+    help: Annotated[bool, typer.Option("--help", callback=_help, is_eager=True, help="Show this text.")] = False,
+) -> None:
+    """Trains language-model agents by reinforcement learning, from a YAML file and one Python function.
+
+    \b
+    art init mine && cd mine          a project to start from
+    art check config.yaml             everything a run needs, tried once
+    art train config.yaml             train; run again, it resumes
+    art eval config.yaml --checkpoint runs/mine --gate 'reward>=0.8'
+
+    Results go to standard output, progress and logs to standard error. Exit code 0: done; 1: failed, or below a gate;
+    2: a mistake in the command or the configuration.
+    """

@@ -1,0 +1,205 @@
+"""`art backend`: trains adapters and samples from them for clients of the Tinker protocol on other machines."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from art_cli.cli import ApiKey, Json, MaxBody
+from art_cli.cli.serve import KEY_VARIABLE, is_on_line
+from art_cli.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from art_cli.config.compose import LoadedBackend
+    from art_cli.config.schema import EngineConfig
+    from art_cli.tinker.server.base_model import Base
+
+log = logging.getLogger(__name__)
+
+
+def run(
+    context: typer.Context,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG] [KEY=VALUE...]", help="A YAML file with model, engine, learner.", show_default=False
+        ),
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", metavar="MODEL", help="The base model: a hub id or a directory.")
+    ] = None,
+    directory: Annotated[
+        str, typer.Option("--checkpoints", metavar="DIR", help="Where clients' checkpoints are kept.")
+    ] = "backend",
+    host: Annotated[str, typer.Option("--host", help="Any but this machine's own needs a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8100,
+    api_key: ApiKey = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="One key a line, one for each client.")
+    ] = None,
+    models: Annotated[int, typer.Option("--models", min=1, help="Adapters in training at once; more wait.")] = 8,
+    samplers: Annotated[int, typer.Option("--samplers", min=1, help="Policies kept ready for sampling.")] = 8,
+    rank: Annotated[int, typer.Option("--max-rank", min=1, help="The largest rank of an adapter.")] = 128,
+    quota_gib: Annotated[
+        float | None, typer.Option("--quota", metavar="GIB", min=0.001, help="Checkpoints of one client.")
+    ] = None,
+    session_s: Annotated[
+        float, typer.Option("--session", metavar="SECONDS", min=1, help="A client not heard of so long is gone.")
+    ] = 3600.0,
+    max_body_mib: MaxBody = 64.0,
+    drain_s: Annotated[
+        float, typer.Option("--drain", metavar="SECONDS", min=0, help="When told to stop, how long work may go on.")
+    ] = 30.0,
+    as_json: Json = False,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            "--print", metavar="KIND", help="Starts nothing; prints skypilot, kubernetes, slurm or modal's file."
+        ),
+    ] = None,
+    gpu: Annotated[
+        str, typer.Option("--gpu", metavar="NAME:COUNT", help="With --print: the machine's GPUs.")
+    ] = "H100:1",
+    image: Annotated[
+        str | None, typer.Option("--image", metavar="NAME", help="With --print: an image built from the Dockerfile.")
+    ] = None,
+) -> None:
+    """Train and sample for clients on other machines, by the Tinker protocol.
+
+    \b
+    art backend --base Qwen/Qwen3-8B              on the machine with the GPU
+    art backend config.yaml learner.micro_batch_tokens=16384
+    ART_API_KEY=tml-... art backend --base Qwen/Qwen3-8B --host 0.0.0.0
+
+    \b
+    A client is the tinker SDK (0.24.1 or later), tinker-cookbook, or any other program that speaks it:
+      TINKER_BASE_URL=http://127.0.0.1:8100 TINKER_API_KEY=tml-... python their_script.py
+    The SDK takes only keys that begin with tml-. Without a key on the server, any such key will do.
+
+    Each client trains adapters of its own on the one base model. A checkpoint is written to
+    DIR/RUN/weights/NAME, where art serve and art export take it, and is found again after a restart. SIGTERM and
+    Ctrl-C let running work end. docs/backend.md says the rest.
+
+    --print writes the file that starts the server with these options elsewhere. docs/machines.md has the commands.
+    """
+    if kind is not None:
+        from art_cli.cli.machines import print_file
+
+        return print_file(context, kind, _load(arguments or [], base))
+    if is_on_line(context, "gpu") or is_on_line(context, "image"):
+        raise UsageError("--gpu and --image go with --print")
+    from art_cli.chat.api_keys import check_exposure, read_keys
+    from art_cli.runtime import threads
+    from art_cli.runtime.scratch import scratch
+    from art_cli.tinker.server import BackendLimits
+    from art_cli.tinker.server.tinker_service import BackendService
+
+    if is_on_line(context, "api_key"):
+        log.warning(
+            "--api-key: anyone on this machine can see it in `ps`; set %s, or give --api-key-file", KEY_VARIABLE
+        )
+    keys = read_keys(api_key, api_key_file)
+    check_exposure(host, keys)
+    root = Path(directory).resolve()
+    loaded = _load(arguments or [], base)
+    engine = _choose_engine(loaded)
+    limits = BackendLimits(
+        models=models,
+        samplers=samplers,
+        rank=rank,
+        body_bytes=int(max_body_mib * 2**20),
+        session_s=session_s,
+        quota_bytes=None if quota_gib is None else int(quota_gib * 2**30),
+        drain_s=drain_s,
+    )
+    made = _load_base(loaded, root, base)
+
+    async def serve() -> None:
+        with scratch("backend") as logs:
+            service = BackendService(made, root=root, engine=engine, keys=keys, limits=limits, logs=logs)
+            await service.run(host, port, lambda address: _greet(address, made.name, bool(keys), as_json))
+
+    threads.run(serve())
+
+
+def _load(arguments: list[str], base: str | None) -> "LoadedBackend":
+    """The model, engine and learner of the file and the overrides. Raises UsageError: no model is named."""
+    from art_cli.config.compose import load_backend
+    from art_cli.config.schema import TinkerEngineConfig, TinkerLearnerConfig, VllmEngineConfig
+
+    has_file = bool(arguments) and "=" not in arguments[0]
+    path, overrides = (Path(arguments[0]), arguments[1:]) if has_file else (None, arguments)
+    if path is None and base is None:
+        raise UsageError("which model? art backend --base MODEL, or art backend CONFIG")
+    loaded = load_backend(path, [*overrides, *([] if base is None else [f"model.base={json.dumps(base)}"])])
+    if loaded.model.lora is None and isinstance(loaded.engine, VllmEngineConfig):
+        raise UsageError("model.lora: null trains all weights, and vLLM swaps adapters: engine=embedded, or set it")
+    if isinstance(loaded.learner, TinkerLearnerConfig) or isinstance(loaded.engine, TinkerEngineConfig):
+        raise UsageError("engine, learner: tinker is what a client of this server has; here: engine=auto learner=auto")
+    if loaded.learner.nodes > 1:
+        raise UsageError("learner.nodes: adapters of several clients are trained on one machine; set learner.processes")
+    if loaded.learner.name == "unsloth" and loaded.model.lora is None:
+        raise UsageError("model.lora: null trains all weights, and Unsloth adapters only: learner=torch, or set it")
+    return loaded
+
+
+def _choose_engine(loaded: "LoadedBackend") -> "EngineConfig":
+    """Raises UsageError: an engine that cannot hold the clients' policies beside each other."""
+    from art_cli.config.schema import AutoEngineConfig, EmbeddedEngineConfig, VllmEngineConfig
+
+    engine, is_unsloth = loaded.engine, loaded.learner.name == "unsloth"
+    if isinstance(engine, AutoEngineConfig):
+        return VllmEngineConfig(name="vllm") if is_unsloth else EmbeddedEngineConfig()
+    if isinstance(engine, EmbeddedEngineConfig) and is_unsloth:
+        raise UsageError(
+            "engine: embedded cannot sample from a model that Unsloth loaded: engine=vllm, or learner=torch"
+        )
+    if not isinstance(engine, EmbeddedEngineConfig | VllmEngineConfig):
+        raise UsageError(
+            f"engine: {engine.name}: clients' adapters are loaded beside each other: engine=embedded or vllm"
+        )
+    if isinstance(engine, VllmEngineConfig) and (engine.replicas > 1 or len(engine.urls) > 1):
+        raise UsageError("engine: one vLLM holds all adapters here; set one url, or replicas: 1")
+    if isinstance(engine, VllmEngineConfig) and engine.sleep in (1, 2):
+        raise UsageError("engine.sleep: samples are drawn while the learner works, so vLLM never sleeps here")
+    return engine
+
+
+def _load_base(loaded: "LoadedBackend", root: Path, named: str | None) -> "Base":
+    """The base model without an adapter. Raises UsageError: nothing loadable there."""
+    from art_cli.models import loading as model
+    from art_cli.tinker.server.base_model import Base
+
+    given = named or loaded.model.base
+    found = model.find_base(loaded.model.base, directory=loaded.directory, built=root / "base")
+    log.info("loading %s", given)
+    bare = loaded.model.model_copy(update={"lora": None})
+    if loaded.learner.name == "unsloth":
+        from art_cli.learners import unsloth
+
+        weights = model.load_weights(bare, found, device=loaded.learner.device, load=unsloth.load_bare)
+        unsloth.check_adapters(weights)
+    else:
+        weights = model.load_weights(bare, found, device=loaded.learner.device)
+    lora = loaded.model.lora if "lora" in loaded.model.model_fields_set else None
+    is_whole = loaded.model.lora is None
+    if is_whole:
+        log.info("model.lora is null: each client trains a copy of all weights, whatever rank it asks for")
+    return Base(weights, name=given, lora=lora, learner=loaded.learner, is_whole=is_whole)
+
+
+def _greet(root: str, name: str, has_keys: bool, as_json: bool) -> None:
+    """Prints the address, and how a client gets there."""
+    if as_json:
+        sys.stdout.write(json.dumps({"url": root, "base_model": name}) + "\n")
+    else:
+        key = f"${KEY_VARIABLE}" if has_keys else "tml-any"
+        sys.stdout.write(
+            f"{name} is trained and sampled at {root}\n\n"
+            f"TINKER_BASE_URL={root} TINKER_API_KEY={key} python -c 'import tinker; "
+            f"print(tinker.ServiceClient().get_server_capabilities())'\n"
+        )
+    sys.stdout.flush()

@@ -1,0 +1,54 @@
+"""`art check`: a preflight that changes nothing; prints what it finds, each finding with its cure."""
+
+from typing import Annotated
+
+import typer
+
+from art_cli.cli import Config, Finding, Json, Overrides, print_findings
+from art_cli.runtime.errors import ArtError
+
+
+def run(
+    config: Config,
+    overrides: Overrides = None,
+    asks_judge: Annotated[
+        bool, typer.Option("--judge/--no-judge", help="Ask a judge that costs money once, for cents.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Try everything a run needs, once.
+
+    Composes the configuration, loads the model, plays a rollout twice, takes an update, asks the judge. Each finding
+    is printed when it is known, with its cure. Changes nothing.
+
+    \b
+    art check config.yaml
+    art check config.yaml --no-judge        only says what asking the judge would cost
+    """
+    from art_cli.config.compose import load_config
+    from art_cli.config.references import check_ready
+    from art_cli.loop.auto import resolve_auto
+    from art_cli.runtime.scratch import scratch
+
+    loaded = load_config(config, overrides or [])
+    check_ready(loaded, is_training=True)
+    findings = [Finding("config", True, f"{loaded.path}: composes")]
+    if not as_json:
+        print_findings(findings)
+    loaded = resolve_auto(loaded, "engine", "learner")
+    from art_cli.cli.preflight import Preflight  # seconds of imports, so the first finding comes before it
+
+    with scratch("check") as place:
+        preflight = Preflight(loaded, place, asks_judge)
+        try:
+            for finding in preflight.check():
+                findings.append(finding)
+                if not as_json:
+                    print_findings([finding])
+        finally:
+            if as_json:  # one list, also of an interrupted check
+                print_findings(findings, as_json)
+            preflight.close()
+        bad = [finding.name for finding in findings if not finding.is_good]
+        if bad:  # raised inside the block, so that a log file which a finding names is kept
+            raise ArtError(f"{config}: not ready: {', '.join(bad)}")

@@ -1,0 +1,108 @@
+"""`art checkpoints`: lists a run's checkpoints and says whether they can be used; prunes, forks and imports them."""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from art_cli.cli import Base, Json, everything
+from art_cli.runtime.errors import UsageError, printable_lines
+
+if TYPE_CHECKING:
+    from art_cli.runs.run_checkpoints import Listed
+
+MIB = 2**20
+
+
+def run(
+    named: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
+    is_pruning: Annotated[bool, typer.Option("--prune", help="Remove all but the newest ones and the best.")] = False,
+    keep: Annotated[
+        int | None, typer.Option("--keep", min=1, help="With --prune: how many of the newest to keep.")
+    ] = None,
+    fork: Annotated[
+        str | None, typer.Option("--fork", metavar="NEW_RUN", help="A new run that begins at a checkpoint of this one.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="With --fork: the step; the newest if not given.")
+    ] = None,
+    adapter: Annotated[
+        Path | None,
+        typer.Option("--import", metavar="DIR", help="Make RUN, with a PEFT adapter or a checkpoint as its step 0."),
+    ] = None,
+    base: Base = None,
+    as_json: Json = False,
+) -> None:
+    """List a run's checkpoints; prune, fork, import.
+
+    \b
+    art checkpoints runs/mine
+    art checkpoints runs/mine --prune --keep 2
+    art checkpoints runs/mine --fork mine-again --step 40     then: art train config.yaml name=mine-again
+    art checkpoints runs/new --import adapter                 then: art train config.yaml name=new
+    """
+    from art_cli.runs import run_checkpoints as checkpoints
+    from art_cli.runs.run_dir import RunDir
+
+    if "://" in named and (is_pruning or adapter is not None or (fork is not None and Path(fork).name == fork)):
+        raise UsageError(f"{named}: --prune and --import need a run's directory, and --fork a path for the new run")
+    run = everything(named)
+    if sum((is_pruning, fork is not None, adapter is not None)) > 1:
+        raise UsageError("--prune, --fork and --import: one at a time")
+    if keep is not None and not is_pruning:
+        raise UsageError("--keep goes with --prune")
+    if step is not None and fork is None:
+        raise UsageError("--step goes with --fork")
+    if base is not None and adapter is None:
+        raise UsageError("--base goes with --import")
+    if adapter is not None:
+        made = checkpoints.import_start(adapter, run, base=None if base is None else _base_finder(base))
+        _say(as_json, {"checkpoint": str(made.path)}, f"{made.path}: step 0, from {adapter}")
+    elif fork is not None:
+        made = checkpoints.fork(RunDir(run), _place(run, fork), step=step)
+        assert made.run is not None, made
+        text = f"{made.run.root}: forked from step {made.step}; train it under the name {made.run.root.name}"
+        _say(as_json, {"checkpoint": str(made.path), "step": made.step}, text)
+    elif is_pruning:
+        removed = checkpoints.prune(RunDir(run), keep=keep)
+        freed = sum(entry.num_bytes for entry in removed)
+        text = f"{run}: removed {len(removed)} checkpoints, {freed / MIB:.1f} MiB"
+        _say(as_json, {"removed": [entry.step for entry in removed], "num_bytes": freed}, text)
+    else:
+        entries = checkpoints.listed(RunDir(run))
+        _say(as_json, [checkpoints.as_json(entry) for entry in entries], _as_table(entries))
+
+
+def _base_finder(base: str) -> Callable[[Path], str]:
+    """The function that finds the base model, or builds it in a directory that it is given."""
+
+    def find(built: Path) -> str:
+        from art_cli.models.loading import find_base
+
+        return find_base(base, directory=Path.cwd(), built=built, named="--base")
+
+    return find
+
+
+def _place(run: Path, name: str) -> Path:
+    """The new run's directory: beside the old run for a bare name, else the path that `name` is."""
+    return run.resolve().parent / name if Path(name).name == name else Path(name)
+
+
+def _say(as_json: bool, value: object, text: str) -> None:
+    sys.stdout.write((json.dumps(value) if as_json else printable_lines(text)) + "\n")
+
+
+def _as_table(entries: "Sequence[Listed]") -> str:
+    lines = [f"{'step':>6s}  {'valid':5s}  {'MiB':>8s}  evaluation"]
+    for entry in entries:
+        shown = [
+            f"{name} {value:.3f}" for name, value in sorted(entry.evaluation.items()) if not name.startswith("num_")
+        ]
+        notes = [*shown, *(["best"] if entry.is_best else []), *([entry.problem] if entry.problem else [])]
+        is_valid = "no" if entry.problem else "yes"
+        lines.append(f"{entry.step:6d}  {is_valid:5s}  {entry.num_bytes / MIB:8.1f}  {'  '.join(notes)}".rstrip())
+    return "\n".join(lines) if entries else "no checkpoints yet"

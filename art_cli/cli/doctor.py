@@ -1,0 +1,150 @@
+"""`art doctor`: what this machine has, what works on it, and what to install for the rest. Changes nothing.
+
+A part that is not installed is no fault; its line says what it is for and how to install it. A part that is installed
+and does not work is a fault, and the exit code is 1. API keys are looked up by name, and their values are never shown.
+"""
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from art_cli.cli import Finding, Json, print_findings
+from art_cli.runtime.errors import ArtError
+from art_cli.runtime.openmp import num_cores
+
+if TYPE_CHECKING:
+    from art_cli.loop.auto import Machine
+
+BASE = ("typer", "pydantic", "hydra-core", "omegaconf", "openai", "aiohttp", "msgspec", "starlette", "uvicorn")
+EXTRAS = {  # extra -> (the packages that it installs, what it is for)
+    "train": (("torch", "transformers", "peft", "safetensors", "numpy"), "training, and the embedded engine"),
+    "litellm": (("litellm",), "judges of other providers than OpenAI, and prices"),
+    "vllm": (("vllm",), "the vLLM engine, on a GPU"),
+    "unsloth": (("unsloth",), "the Unsloth learner, on a GPU"),
+    "tinker": (("tinker",), "training and sampling on a server of the Tinker protocol"),
+    "wandb": (("wandb",), "the Weights & Biases tracker"),
+    "tensorboard": (("tensorboard",), "the TensorBoard tracker"),
+    "mlflow": (("mlflow-skinny", "sqlalchemy", "alembic"), "the MLflow tracker"),
+    "trackio": (("trackio",), "the trackio tracker"),
+    "otel": (("opentelemetry-proto",), "the OpenTelemetry and Langfuse trackers, and art log --otlp"),
+    "storage": (("fsspec",), "runs in an object store"),
+    "s3": (("s3fs",), "runs in S3 and what speaks like it"),
+    "reasoning-gym": (("reasoning_gym",), "its puzzles as environments"),
+    "textarena": (("textarena",), "its games as environments"),
+    "ray": (("ray",), "rollouts on the nodes of a Ray cluster"),
+    "mcp": (("mcp",), "the tools of MCP servers as environments"),
+}
+KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "LANGFUSE_SECRET_KEY")
+GIB = 1024**3
+
+
+def run(as_json: Json = False) -> None:
+    """Say what works here, and what to install."""
+    findings = list(examine())
+    print_findings(findings, as_json)
+    if broken := [finding.name for finding in findings if not finding.is_good]:
+        raise ArtError(f"does not work: {', '.join(broken)}; each line above says what to do")
+
+
+def examine() -> Iterator[Finding]:
+    yield _check_python()
+    yield _check_machine()
+    yield _check_base()
+    for extra, (modules, purpose) in EXTRAS.items():
+        yield _check_extra(extra, modules, purpose)
+    yield from check_auto()
+    yield _check_configs()
+    yield _check_keys()
+
+
+def _check_python() -> Finding:
+    found = platform.python_version()
+    is_good = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    return Finding("python", is_good, found, "" if is_good else "use Python 3.11, 3.12 or 3.13")
+
+
+def _check_machine() -> Finding:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    free = shutil.disk_usage(Path.cwd()).free / GIB
+    message = (
+        f"{platform.system()} {platform.machine()}, {num_cores()} cores, {memory:.0f} GiB memory, "
+        f"{free:.0f} GiB disk free"
+    )
+    return Finding("machine", True, message, "free some: a base model takes gigabytes" if free < 2 else "")
+
+
+def _check_base() -> Finding:
+    missing = [name for name in BASE if _version(name) is None]
+    if missing:
+        return Finding("art", False, f"not installed: {', '.join(missing)}", "pip install art-cli")
+    return Finding("art", True, f"{_version('art-cli')}, {', '.join(f'{name} {_version(name)}' for name in BASE)}")
+
+
+def _check_extra(extra: str, modules: tuple[str, ...], purpose: str) -> Finding:
+    cure = f"pip install 'art-cli[{extra}]'"
+    missing = [name for name in modules if _version(name) is None]
+    if missing:
+        return Finding(extra, True, f"{', '.join(missing)} not installed; for {purpose}", cure, is_missing=True)
+    versions = ", ".join(f"{name} {_version(name)}" for name in modules)
+    try:
+        detail = PROOFS[extra]() if extra in PROOFS else ""
+    except Exception as error:  # an installed package may raise anything when it is used; that is the finding
+        line = " ".join(str(error).split())[:200]
+        return Finding(extra, False, f"{versions}: {type(error).__name__}: {line}", f"{cure} with its constraints")
+    return Finding(extra, True, versions + detail)
+
+
+def _prove_train() -> str:
+    """Does what training needs: multiplies on the device, and imports the classes that load a model."""
+    torch = import_module("torch")
+    import_module("peft")
+    assert import_module("transformers").AutoModelForCausalLM
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ones = torch.ones(4, 4, device=device)
+    assert float((ones @ ones).sum()) == 64.0, "4 x 4 ones times 4 x 4 ones is not 64 in sum"
+    if device == "cpu":
+        return f"; no GPU, {torch.get_num_threads()} threads"
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return "; " + ", ".join(f"{gpu.name} {gpu.total_memory / GIB:.0f} GiB" for gpu in found)
+
+
+PROOFS: dict[str, Callable[[], str]] = {"train": _prove_train}
+
+
+def check_auto(machine: "Machine | None" = None) -> Iterator[Finding]:
+    """Which engine and learner `auto` chooses here for a LoRA on a published model, and what would change that."""
+    from art_cli.loop.auto import Machine, choose, engine_facts, learner_facts
+
+    machine = machine or Machine()
+    for group, facts in (("engine", engine_facts(machine)), ("learner", learner_facts(machine))):
+        choice = choose(group, facts)
+        message = f"auto chooses {choice.name}: {choice.reason}"
+        if choice.name == "vllm" and (num := machine.num_gpus()) > 1:
+            message += f"; 1 server, engine.replicas starts up to {num} on the {num} GPUs"
+        yield Finding(group, not facts.is_installed, message, choice.cure)
+
+
+def _check_configs() -> Finding:
+    from art_cli.config.knobs import groups, variants
+    from art_cli.config.schema import RunConfig
+
+    there_are = [f"{group} ({', '.join(sorted(variants(RunConfig, group)))})" for group in groups(RunConfig)]
+    return Finding("configs", True, "; ".join(there_are))
+
+
+def _check_keys() -> Finding:
+    found = [name for name in KEYS if os.environ.get(name)]
+    return Finding("keys", True, ", ".join(found) if found else f"none of {', '.join(KEYS)} is set")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

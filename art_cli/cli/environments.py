@@ -1,0 +1,56 @@
+"""`art environments`: the environments that need no code, and what is to be installed for them."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from art_cli.cli import Json
+from art_cli.runtime.errors import printable
+
+WIDTH = 160  # characters of a line; --json has all of them
+
+
+def run(
+    library: Annotated[
+        str | None, typer.Argument(metavar="LIBRARY", help="Only this library's environments.", show_default=False)
+    ] = None,
+    python: Annotated[
+        Path | None, typer.Option("--python", metavar="DIR", help="What this Python has, as rollout.python names it.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the environments that need no code.
+
+    Each line is a name for rollout.environment and what it is, or why it cannot be played here. A library that is not
+    installed is one line with the command that installs it. Games are tried out, which takes some seconds.
+
+    \b
+    art environments
+    art environments textarena
+    art environments verifiers --python verifiers/.venv
+    art init mine --environment reasoning_gym/countdown
+    """
+    from art_cli.rollouts.environments.listing import look, look_with
+
+    found = look(library) if python is None else look_with(python, library)
+    if as_json:
+        sys.stdout.write(json.dumps(found) + "\n")
+        return
+    for each in found:
+        sys.stdout.writelines(f"{printable(line, limit=WIDTH)}\n" for line in _lines(each))
+
+
+def _lines(look: dict[str, Any]) -> list[str]:
+    """One line for the library, one for each environment."""
+    if look["problem"]:
+        return [f"{look['library']}: {look['about']}; {look['problem']}"]
+    playable = sum(not each["problem"] for each in look["environments"])
+    count = f"{playable} of {len(look['environments'])} can be played here" if look["environments"] else ""
+    lines = [f"{look['library']}: {'; '.join(filter(None, [look['about'], count]))}"]
+    for each in look["environments"]:
+        about = f"not here: {each['problem']}" if each["problem"] else each["about"]
+        lines.append(f"  {each['name']:42s} {about}")
+    return lines

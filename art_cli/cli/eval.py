@@ -1,0 +1,83 @@
+"""`art eval`: plays the evaluation scenarios with each policy, compares them, and checks the gates on the last one."""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from art_cli.cli import Config, Json, Last, Overrides, policy, which_checkpoint
+from art_cli.runtime.errors import UsageError, printable_lines
+
+
+def run(
+    config: Config,
+    overrides: Overrides = None,
+    checkpoints: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--checkpoint", metavar="DIR", parser=policy, help="A checkpoint, run, directory of runs, or base; repeat."
+        ),
+    ] = None,
+    is_last: Last = False,
+    endpoints: Annotated[
+        list[str] | None, typer.Option("--endpoint", metavar="MODEL@URL", help="Any OpenAI-compatible one; repeat.")
+    ] = None,
+    gates: Annotated[
+        list[str] | None,
+        typer.Option("--gate", metavar="METRIC>=X", help="Exit 1 where the last policy misses it; X: baseline-0.02."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="DIR", help="Keep the trajectories.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare policies; gate on the result.
+
+    Plays the evaluation scenarios with each and compares it with the first, scenario by scenario.
+
+    \b
+    art eval config.yaml --checkpoint runs/mine --gate 'reward>=0.8'
+    art eval config.yaml --checkpoint runs/a --checkpoint runs/b --endpoint gpt-5@https://api.openai.com/v1
+    art eval config.yaml --checkpoint base --checkpoint runs/mine --gate 'reward>=baseline-0.02'
+    art eval config.yaml --checkpoint 'runs/sweep-*'          a table over a sweep, the best run on top
+    """
+    from art_cli.cli import eval_comparison as comparison
+    from art_cli.config.compose import load_config
+    from art_cli.config.references import check_ready
+    from art_cli.engines import engine_traits
+    from art_cli.loop.evaluate import spent_by_scenario, values_by_scenario
+    from art_cli.loop.gates import check_gates, check_policy, parse_gate
+    from art_cli.runtime.scratch import scratch
+
+    loaded = load_config(config, overrides or [])
+    if loaded.config.eval is None:
+        raise UsageError(f"{config}: no eval section; add `eval: {{scenarios: FILE}}`")
+    if checkpoints and not engine_traits(loaded.config.engine, loaded.directory).can_train:
+        name = loaded.config.engine.name
+        raise UsageError(f"--checkpoint {checkpoints[0]}: engine {name!r} samples from its own model; use --endpoint")
+    players = comparison.find_players(
+        loaded, checkpoints or [], endpoints or [], which=which_checkpoint(False, is_last)
+    )
+    check_ready(loaded, ("model", "rollout", "gateway", "engine", "eval"))
+    last = list(players)[-1]
+    parsed = [parse_gate(gate, list(players)) for gate in gates or []]
+    check_gates(parsed, last)
+    with contextlib.ExitStack() as stack:
+        place = output or stack.enter_context(scratch("eval"))
+        watch = comparison.Watch(loaded, parsed, num_policies=len(players))
+        played = {name: comparison.play(player, place, name, watch) for name, player in players.items()}
+    results = {
+        name: values_by_scenario(done) | spent_by_scenario(done, players[name].price) for name, done in played.items()
+    }
+    comparison.judge(loaded, played, results)
+    rows = comparison.compare(results)
+    text = (
+        json.dumps([row.as_json() for row in rows]) + "\n"
+        if as_json
+        else printable_lines(comparison.as_text(rows, gates=parsed))
+    )
+    sys.stdout.write(text)
+    comparison.report_failures(played)
+    for gate in parsed:
+        check_policy(gate, results, last)

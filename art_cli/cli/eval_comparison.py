@@ -1,0 +1,252 @@
+"""What `art eval` does: plays the evaluation scenarios with each policy, and compares them.
+
+A policy is a checkpoint, a run (its best evaluated checkpoint, or its newest), the base model ("base", or RUN/base),
+each run in a directory of runs, or a model at any OpenAI-compatible endpoint. Each plays the same scenarios, so
+differences are paired. The others are compared with the first policy.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from art_cli.config.compose import LoadedConfig
+from art_cli.config.schema import JudgeModelConfig, ModelConfig, OpenAIEngineConfig
+from art_cli.engines import engine_traits
+from art_cli.judges import make_judge
+from art_cli.judges.costs import Price, find_price
+from art_cli.judges.smoke_test import require_keys
+from art_cli.loop.auto import resolve_auto
+from art_cli.loop.evaluate import Estimate, estimate, paired_difference, play_evaluation
+from art_cli.loop.gates import COUNTS, SPENT, Gate, NameWatch
+from art_cli.loop.pairwise_eval import is_judged, judge_contest
+from art_cli.loop.policy_sampler import open_sampler
+from art_cli.loop.stage_policy import PolicySource, find_policy, open_policy
+from art_cli.runs.failures import count_failures, find_fault
+from art_cli.runs.run_checkpoints import Which, run_config
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime import threads
+from art_cli.runtime.errors import RolloutError, UsageError
+from art_cli.runtime.log import is_verbose
+
+log = logging.getLogger(__name__)
+
+Values = dict[str, dict[str, float]]  # metric -> scenario id -> value
+FIRST = ("reward", "failed")  # the metrics that are listed before all others
+DETAILS = frozenset((*COUNTS, "num_prompt", "num_completion"))  # metrics that --verbose shows
+SUMMARY_FROM = 3  # number of policies from which a summary, one line for each, comes before the details
+NAME_WIDTH = 40  # characters of a policy's name; of a longer name the end is shown
+
+
+class Player(NamedTuple):
+    """One policy, and the configuration to play it with."""
+
+    loaded: LoadedConfig
+    source: PolicySource
+
+    @property
+    def price(self) -> Price | None:
+        """The price of the endpoint's tokens. None: the policy is our own, or the price is not known."""
+        engine = self.loaded.config.engine
+        return find_price(JudgeModelConfig(model=engine.model)) if isinstance(engine, OpenAIEngineConfig) else None
+
+
+class Row(NamedTuple):
+    """One metric of one policy."""
+
+    policy: str
+    metric: str
+    value: Estimate
+    difference: Estimate | None  # against the first policy; None for the first itself
+
+    def as_json(self) -> dict[str, object]:
+        difference = self.difference and self.difference._asdict()
+        return {"policy": self.policy, "metric": self.metric, **self.value._asdict(), "difference": difference}
+
+
+def find_players(
+    loaded: LoadedConfig, checkpoints: Sequence[Path], endpoints: Sequence[str], *, which: Which = "offered"
+) -> dict[str, Player]:
+    """Policy name -> its player. Endpoints are written MODEL@URL. Raises UsageError."""
+    is_foreign = not engine_traits(loaded.config.engine, loaded.directory).can_train
+    wanted = [path for named in checkpoints for path in _expand(named)] if checkpoints or endpoints else [None]
+
+    def trained(loaded: LoadedConfig, path: Path | None) -> LoadedConfig:
+        return loaded if path in checkpoints or path is None else _as_trained(loaded, path)
+
+    sources = [
+        PolicySource(None, 0) if is_foreign else find_policy(trained(loaded, path), path, which=which)
+        for path in wanted
+    ]
+    loaded = resolve_auto(loaded, "engine") if wanted else loaded
+    players = {}
+    for path, source in zip(wanted, sources, strict=True):
+        name = str(path or source.checkpoint or ("endpoint" if is_foreign else "start"))
+        players[name] = Player(trained(loaded, path), source)
+    for endpoint in endpoints:
+        model, separator, url = endpoint.partition("@")
+        if not separator or not model or not url:
+            raise UsageError(f"--endpoint {endpoint!r}: expected MODEL@URL, for example gpt-5@https://host/v1")
+        engine = OpenAIEngineConfig(name="openai", base_url=url, model=model)
+        config = loaded.config.model_copy(update={"engine": engine})
+        players[model] = Player(replace(loaded, config=config), PolicySource(None, 0))
+    return players
+
+
+def _expand(path: Path) -> list[Path | None]:
+    """The runs in a directory of runs, or those that match a pattern such as 'runs/sweep-*'; else the path itself."""
+    if path.is_dir():
+        is_one = RunDir(path).checkpoints.is_dir() or (path / "manifest.json").exists()
+        places = [] if is_one else sorted(path.iterdir())
+    else:
+        places = sorted(Path().glob(str(path))) if any(c in str(path) for c in "*?[") and not path.is_absolute() else []
+    return [place for place in places if RunDir(place).checkpoints.is_dir()] or [path]
+
+
+def _as_trained(loaded: LoadedConfig, run: Path) -> LoadedConfig:
+    """The configuration with the model section of the run, whose adapter may have another rank."""
+    trained = run_config(RunDir(run)).get("model")
+    if trained is None:
+        return loaded
+    model = ModelConfig.model_validate(trained)
+    return replace(loaded, config=loaded.config.model_copy(update={"model": model}))
+
+
+# --- playing ----------------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """Looks at each attempt when it finishes, and ends an evaluation that cannot be judged or gated as asked."""
+
+    def __init__(self, loaded: LoadedConfig, gates: Sequence[Gate], *, num_policies: int) -> None:
+        self._loaded, self._names = loaded, NameWatch(gates)
+        self._may_judge = num_policies > 1
+
+    def see(self, trajectory: Trajectory) -> None:
+        """Raises UsageError: a gate names an unknown metric, or the judge's key is not set."""
+        self._names.see(trajectory)
+        if self._may_judge and is_judged(self._loaded.config, [trajectory]):
+            self._may_judge = False  # the first such attempt is enough
+            require_keys(self._loaded.config.judge, self._loaded.directory)
+
+
+def play(player: Player, place: Path, name: str, watch: Watch) -> list[Trajectory]:
+    loaded, source = player
+
+    async def play() -> list[Trajectory]:
+        async with open_sampler(loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=place) as sampler:
+            path = place / f"{name.strip('/').replace('/', '_')}.jsonl"
+            return await play_evaluation(sampler, loaded, step=source.step, path=path, title=name, watch=watch.see)
+
+    with open_policy(loaded, source) as policy:
+        return threads.run(play())
+
+
+def judge(loaded: LoadedConfig, played: dict[str, list[Trajectory]], results: dict[str, Values]) -> None:
+    """Adds the judge's reward where rollouts returned none: the share of comparisons won against the first policy."""
+    silent = [name for name, done in played.items() if is_judged(loaded.config, done)]
+    first = next(iter(played))
+    if first not in silent:
+        return
+    if len(played) == 1:
+        log.warning(
+            "no reward: the rollout returns none, and judge=%s compares attempts; name what to compare with first, "
+            "for example --checkpoint base --checkpoint %s",
+            loaded.config.judge.name,
+            first,
+        )
+        return
+
+    async def judge() -> None:
+        judge = make_judge(loaded.config.judge, loaded.directory)
+        try:
+            for name in silent:
+                results[name]["reward"] = await judge_contest(judge, played[name], played[first])
+        finally:
+            await judge.close()
+        log.info("reward: the share of comparisons won against %s, by judge=%s", first, loaded.config.judge.name)
+        if (usage := judge.usage).calls:
+            cost = "price unknown" if usage.cost_usd is None else f"${usage.cost_usd:.4f}"
+            log.info("judge: %d calls, %s tokens, %s", usage.calls, f"{usage.tokens:,}", cost)
+
+    threads.run(judge())
+
+
+def report_failures(played: dict[str, list[Trajectory]]) -> None:
+    """Warns of failed attempts. Raises RolloutError: all attempts of a policy failed, or none called it."""
+    faults = []
+    for name, done in played.items():
+        failures = count_failures(done)
+        if (fault := find_fault(failures, is_called=not all(each.is_silent for each in done))) is not None:
+            faults.append(f"{name}: {fault}")
+        elif failures.num:
+            log.warning("%s: %s", name, failures)
+    if faults:
+        raise RolloutError(" | ".join(faults))
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def compare(results: dict[str, Values]) -> list[Row]:
+    """A row per policy and metric, in the order reward, failed, the rollout's own metrics by name, then costs."""
+    first = next(iter(results.values()))
+    rows = []
+    for name, metrics in results.items():
+        for metric in sorted(metrics, key=_place):
+            by_scenario = metrics[metric]
+            is_first = metrics is first
+            difference = None if is_first else paired_difference(by_scenario, first.get(metric, {}))
+            rows.append(Row(name, metric, estimate(list(by_scenario.values())), difference))
+    return rows
+
+
+def _place(metric: str) -> tuple[int, str]:
+    if metric in FIRST:
+        return FIRST.index(metric), metric
+    return len(FIRST) + (metric in SPENT), metric
+
+
+def as_text(rows: Sequence[Row], *, gates: Sequence[Gate] = ()) -> str:
+    """A line per metric of each policy; a summary comes first if there are many policies, the best one on top.
+
+    Counts of every rollout are left out, except those of `gates` and with --verbose.
+    """
+    is_many = len({row.policy for row in rows}) >= SUMMARY_FROM
+    hidden = set() if is_verbose() else DETAILS - {gate.metric for gate in gates}
+    table = _as_table([row for row in rows if row.metric not in hidden])
+    return (_as_summary(rows) + "\n" if is_many else "") + table
+
+
+def _as_summary(rows: Sequence[Row]) -> str:
+    by_policy: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_policy.setdefault(row.policy, {})[row.metric] = row
+    columns = [*FIRST, *(metric for metric in SPENT if any(metric in found for found in by_policy.values()))]
+    lines = [f"{'policy':{NAME_WIDTH}s} " + " ".join(f"{column:>10s}" for column in columns)]
+    for name, found in sorted(by_policy.items(), key=lambda item: -_mean(item[1], "reward")):
+        cells = (f"{found[c].value.mean:10.4g}" if c in found else f"{'-':>10s}" for c in columns)
+        lines.append(f"{_short(name):{NAME_WIDTH}s} " + " ".join(cells))
+    return "\n".join(lines) + "\n"
+
+
+def _mean(found: dict[str, Row], metric: str) -> float:
+    return found[metric].value.mean if metric in found else float("-inf")
+
+
+def _as_table(rows: Sequence[Row]) -> str:
+    head = f"{'policy':{NAME_WIDTH}s} {'metric':16s} {'mean':>8s}  {'95 % interval':17s} {'n':>5s}"
+    lines = [f"{head}  difference to the first"]
+    for row in rows:
+        value, other = row.value, row.difference
+        paired = f"{other.mean:+.3f} [{other.low:+.3f}, {other.high:+.3f}]" if other else ""
+        interval = f"[{value.low:.3f}, {value.high:.3f}]"
+        name = f"{_short(row.policy):{NAME_WIDTH}s}"
+        lines.append(f"{name} {row.metric:16s} {value.mean:8.3f}  {interval:17s} {value.num:5d}  {paired}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= NAME_WIDTH else "..." + name[3 - NAME_WIDTH :]

@@ -1,0 +1,110 @@
+"""`art log`: the attempts of a run for other tools: as logs of inspect, or as OpenTelemetry traces over OTLP."""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from art_cli.cli import Json, records
+from art_cli.runtime.errors import UsageError, printable_lines
+
+if TYPE_CHECKING:
+    from art_cli.formats.traces.saved import Saved
+    from art_cli.formats.traces.spans import Span
+
+log = logging.getLogger(__name__)
+
+
+def run(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", parser=records, help="A run directory, or a file of trajectories.", show_default=False
+        ),
+    ],
+    is_inspect: Annotated[bool, typer.Option("--inspect", help="Write .eval files, which inspect view opens.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="DIR", help="With --inspect: where; RUN/inspect if not given."),
+    ] = None,
+    otlp: Annotated[
+        str | None,
+        typer.Option("--otlp", metavar="URL", help="Send OpenTelemetry traces to this receiver."),
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="This step only.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a run's attempts for tools that show traces.
+
+    A run that trains, that was killed, or that has no evaluation is read as it stands. Run again, the command writes
+    the same files anew, and sends the same traces under the same ids.
+
+    With --inspect each step has a .eval file for its training attempts and one for its evaluation: a scenario is a
+    sample, an attempt an epoch; scores with the judge's words, model and tool calls, tokens, errors, limits.
+
+    With --otlp each attempt is a trace in OpenTelemetry's conventions for generative AI: turns, tools, judge, scores.
+    Langfuse, Phoenix, MLflow and Weave take it. A key goes into OTEL_EXPORTER_OTLP_HEADERS=name=value.
+
+    \b
+    art log runs/mine --inspect && inspect view --log-dir runs/mine/inspect
+    art log runs/mine --inspect -o logs && inspect view bundle --log-dir logs --output-dir page
+    art log runs/mine --otlp http://localhost:4318                            a collector of OpenTelemetry
+    art log runs/mine --otlp http://localhost:6006 --step 40                  Phoenix
+    """
+    from art_cli.formats.traces.saved import saved_attempts
+
+    if not is_inspect and otlp is None:
+        raise UsageError("name what is wanted: --inspect writes files for inspect view, --otlp URL sends traces")
+    if output is not None and not is_inspect:
+        raise UsageError("-o goes with --inspect")
+    saved = saved_attempts(run, step=step)
+    result: dict[str, Any] = {}
+    if is_inspect:
+        result |= _write(saved, output or (run / "inspect" if run.is_dir() else run.with_name(f"{run.stem}-inspect")))
+    if otlp is not None:
+        result |= _send(saved, otlp)
+    if as_json:
+        sys.stdout.write(json.dumps(result) + "\n")
+        return
+    if is_inspect:
+        text = f"{result['directory']}: {len(result['logs'])} logs, {result['attempts']} attempts"
+        sys.stdout.write(printable_lines(f"{text}; look at them: inspect view --log-dir {result['directory']}\n"))
+    if otlp is not None:
+        sys.stdout.write(printable_lines(f"{result['url']}: {result['traces']} traces, {result['spans']} spans\n"))
+
+
+def _write(saved: "Saved", directory: Path) -> dict[str, Any]:
+    from art_cli.formats.traces.inspect_log import log_path, write_log
+
+    logs, num = [], 0
+    for part in saved.parts:
+        path = log_path(directory, saved, part)
+        if written := write_log(path, saved, part):
+            log.debug("%s: %d attempts", path, written)
+            logs.append(str(path))
+            num += written
+    return {"directory": str(directory), "logs": logs, "attempts": num}
+
+
+def _send(saved: "Saved", url: str) -> dict[str, Any]:
+    import os
+
+    from art_cli.formats.traces.otlp import OtlpSender, headers_from, traces_url
+    from art_cli.formats.traces.spans import spans_of
+
+    num = 0
+
+    def spans() -> "Iterator[Span]":
+        nonlocal num
+        for part in saved.parts:
+            for attempt in part.attempts():
+                num += 1
+                yield from spans_of(attempt, saved.source, split=part.split)
+
+    address = traces_url(url)
+    sent = OtlpSender(address, headers_from(os.environ)).send(spans())
+    return {"url": address, "traces": num, "spans": sent}

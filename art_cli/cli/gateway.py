@@ -1,0 +1,213 @@
+"""`art gateway`: the capturing gateway alone. Prints the addresses for its clients, and at the end what it wrote."""
+
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from art_cli.cli import ApiKey, Best, Checkpoint, Config, Json, Last, MaxBody, Overrides, which_checkpoint
+from art_cli.cli.serve import KEY_VARIABLE, is_on_line
+from art_cli.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from art_cli.config.compose import LoadedGateway
+    from art_cli.engines import Endpoint, Engine
+    from art_cli.runs.run_checkpoints import Which
+    from art_cli.runtime.secrets import Secrets
+    from art_cli.serving.gateway.gateway_service import Totals
+    from art_cli.serving.gateway.journal import Journal
+
+log = logging.getLogger(__name__)
+
+PORT = 8000
+MAX_ESCAPES = 1_000_000  # most escapes in one message; a tool's result of 10 MB of JSON in JSON has as many
+
+
+def run(
+    context: typer.Context,
+    config: Config,
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = None,
+    is_best: Best = False,
+    is_last: Last = False,
+    host: Annotated[
+        str | None, typer.Option("--host", help="Any but this machine's own needs a key. [default: 127.0.0.1]")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="0: any free one. [default: 8000]")
+    ] = None,
+    api_key: ApiKey = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="One key a line, one for each client.")
+    ] = None,
+    max_body_mib: MaxBody = 32.0,
+    drain_s: Annotated[
+        float, typer.Option("--drain", metavar="SECONDS", min=0, help="When told to stop, how long calls may go on.")
+    ] = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Record what agents in production do: their model calls become trajectories.
+
+    It stands in front of an endpoint that the file names, or of a checkpoint. Clients change their base URL and key.
+    Files of trajectories appear in runs/NAME/gateway, for art judge and art step.
+
+    \b
+    art gateway gateway.yaml                      in front of an endpoint; the file needs no more than
+                                                    engine: {name: openai, base_url: https://host/v1, model: NAME}
+    art gateway config.yaml --checkpoint runs/mine
+                                                  in front of a checkpoint, with the configuration it was trained by
+    ART_API_KEY=... art gateway gateway.yaml --host 0.0.0.0
+    cat runs/NAME/gateway/trajectories-*.jsonl > seen.jsonl && art judge seen.jsonl --model openai/o3
+
+    A conversation is what goes on from its own replies. A key KEY:NAME makes all its calls one conversation. What
+    was answered is on the disk, so a kill loses nothing. Ctrl-C and SIGTERM let calls end, and write the last file.
+    docs/gateway.md says the rest.
+    """
+    from art_cli.chat.api_keys import check_exposure, read_key_texts
+    from art_cli.config.compose import load_gateway
+    from art_cli.engines import engine_traits
+    from art_cli.runtime import threads
+    from art_cli.serving.gateway.clients import Clients
+    from art_cli.serving.gateway.gateway_service import GatewayService
+
+    if is_on_line(context, "api_key"):
+        log.warning(
+            "--api-key: anyone on this machine can see it in `ps`; set %s, or give --api-key-file", KEY_VARIABLE
+        )
+    which = which_checkpoint(is_best, is_last)
+    loaded = load_gateway(config, overrides or [])
+    keys = read_key_texts(api_key, api_key_file)
+    clients = Clients(keys)
+    settings = loaded.gateway
+    host, port = settings.host if host is None else host, (settings.port or PORT) if port is None else port
+    check_exposure(host, clients)
+    limits: dict[str, Any] = {"drain_s": drain_s, "max_body_bytes": int(max_body_mib * 2**20)}
+    greet = partial(_greet, loaded, has_keys=bool(clients), file=api_key_file, as_json=as_json)
+    with _journal(loaded) as journal, _policy_engine(loaded, checkpoint, which) as made:
+
+        async def serve() -> "Totals":
+            async with _started(*made) as engine:
+                known = _known_secrets(keys, engine.endpoint)
+                traits = engine_traits(loaded.engine, loaded.directory)
+                service = GatewayService(
+                    engine,
+                    journal,
+                    settings,
+                    clients=clients,
+                    secrets_known=known,
+                    enforces_formats=traits.enforces_formats,
+                    **limits,
+                )
+                await service.run(host, port, lambda root: greet(engine, root))
+                return service.totals
+
+        totals = threads.run(serve())
+    summary = {"directory": str(loaded.trajectories), **totals._asdict()}
+    _write(json.dumps(summary) if as_json else _said(loaded, totals))
+
+
+def _journal(loaded: "LoadedGateway") -> "Journal":
+    from art_cli.serving.gateway.journal import Journal
+
+    settings = loaded.gateway
+    return Journal(
+        loaded.trajectories,
+        group_size=settings.group_size,
+        rotate_bytes=settings.rotate_mb * 1e6,
+        rotate_s=settings.rotate_s,
+    )
+
+
+class _Made(NamedTuple):
+    """An engine that is not started yet, and what it loads then."""
+
+    engine: "Engine"
+    checkpoint: Path | None
+    step: int
+
+
+@contextlib.contextmanager
+def _policy_engine(loaded: "LoadedGateway", checkpoint: Path | None, which: "Which") -> Iterator[_Made]:
+    """Yields the engine that the file names: an endpoint's, or one that samples from a checkpoint of the run."""
+    from art_cli.config.references import check_ready
+    from art_cli.engines import engine_traits, make_engine
+    from art_cli.loop.auto import resolve_auto
+    from art_cli.loop.stage_policy import find_policy, open_policy
+
+    logs, directory, run = loaded.trajectories / "logs", loaded.directory, loaded.run
+    if run is None or not engine_traits(loaded.engine, directory).can_train:
+        if checkpoint is not None:
+            name = loaded.engine.name
+            raise UsageError(f"--checkpoint {checkpoint}: engine {name!r} answers with its own model; leave one out")
+        yield _Made(make_engine(loaded.engine, None, name=loaded.name, logs=logs, directory=directory), None, 0)
+        return
+    source = find_policy(run, checkpoint, which=which)
+    check_ready(run, ("model", "engine"))
+    run = resolve_auto(run, "engine")
+    log.info("policy: %s", source.checkpoint or "the starting policy")
+    with open_policy(run, source) as policy:
+        made = make_engine(
+            run.config.engine, policy, name=run.config.name, step=source.step, logs=logs, directory=directory
+        )
+        yield _Made(made, source.checkpoint, source.step)
+
+
+@contextlib.asynccontextmanager
+async def _started(engine: "Engine", checkpoint: Path | None, step: int) -> AsyncIterator["Engine"]:
+    await engine.start()
+    try:
+        if checkpoint is not None:
+            await engine.load(checkpoint, step)
+        yield engine
+    finally:
+        await engine.close()
+
+
+def _greet(
+    loaded: "LoadedGateway", engine: "Engine", root: str, *, has_keys: bool, file: Path | None, as_json: bool
+) -> None:
+    """Prints the addresses for clients, which key they send, and where the trajectories go."""
+    model = engine.endpoint.model
+    if as_json:
+        _write(json.dumps({"url": f"{root}/v1", "model": model, "directory": str(loaded.trajectories)}))
+        return
+    source = f"one of the keys in {file}" if file is not None else f"the key in {KEY_VARIABLE}"
+    key = source if has_keys else "any word, because this gateway has no keys and only this machine reaches it"
+    _write(
+        f"recording {model} in {loaded.trajectories}\n\n"
+        f"OpenAI clients      base_url {root}/v1   (OPENAI_BASE_URL)\n"
+        f"Anthropic clients   base_url {root}   (ANTHROPIC_BASE_URL)\n"
+        f"model               {model}\n"
+        f"key                 {key};\n"
+        f"                    KEY:NAME makes all calls with it the conversation NAME\n\n"
+        f"Ctrl-C ends it and writes the last file; art judge reads each file"
+    )
+
+
+def _said(loaded: "LoadedGateway", totals: "Totals") -> str:
+    """The last line: what was written, and whether it can be trained on."""
+    text_only = totals.num_trajectories - totals.num_exact
+    kinds = "all token for token" if not text_only else f"{text_only} of them with calls that are text only"
+    wrote = f"{totals.num_trajectories} trajectories in {totals.num_files} files, {kinds}"
+    return f"{totals.num_calls} calls answered; wrote {wrote if totals.num_files else 'nothing'}: {loaded.trajectories}"
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _known_secrets(keys: "Sequence[str]", endpoint: "Endpoint") -> "Secrets":
+    """The keys of the clients and of the endpoint, and the password in the endpoint's address."""
+    from art_cli.runtime.secrets import find_secrets
+
+    values, urls = [*keys, endpoint.api_key], [endpoint.base_url or ""]
+    return find_secrets({}, values=values, urls=urls, max_escapes=MAX_ESCAPES)

@@ -1,0 +1,112 @@
+"""`art generate`: plays one step's scenarios with a checkpoint and writes the trajectories.
+
+Each trajectory is appended when its rollout finishes. Run again, the command plays only the missing ones. --format
+writes them as another tool's traces at the end.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from art_cli.cli import Checkpoint, Config, Json, Overrides
+from art_cli.runtime.errors import RolloutError, UsageError, no_such_option
+
+if TYPE_CHECKING:
+    from art_cli.runs.failures import Failures
+    from art_cli.runs.trajectory import Trajectory
+
+
+def run(
+    config: Config,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="It is appended to.", show_default=False)
+    ],
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="Play this step's scenarios, not the checkpoint's own.")
+    ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option("--format", metavar="NAME", help="openai (messages) or openenv (TrainingTrace), not our own."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Play scenarios, write trajectories.
+
+    Plays the scenarios of one step. Run again, it goes on with what is missing. Exit code 1 if every attempt failed,
+    none called the model, or no group has signal and the configuration's loss compares the rollouts' own rewards.
+    With --format FILE is written whole at the end, for another tool; what it is made of is kept beside it, in
+    NAME.art.jsonl, and run again it goes on from there.
+
+    \b
+    art generate config.yaml -o trajectories.jsonl
+    art generate config.yaml -o trajectories.jsonl --checkpoint runs/mine/checkpoints/step_0004
+    art generate config.yaml -o traces.jsonl --format openenv
+    """
+    from art_cli.config.compose import load_config
+    from art_cli.formats import WRITERS
+    from art_cli.formats.exporting import write_traces
+    from art_cli.loop.stages import generate
+    from art_cli.runs.failures import count_failures, find_fault
+
+    if form is not None and form not in WRITERS:
+        raise UsageError(f"--format: {no_such_option('format', form, list(WRITERS))}")
+    own = output if form is None else output.with_name(f"{output.stem}.art.jsonl")
+    loaded = load_config(config, overrides or [])
+    played = generate(loaded, own, checkpoint=checkpoint, step=step)
+    if form is not None:
+        write_traces(played, output, form)
+    failures, rewards = count_failures(played), _rewards(played)
+    sys.stdout.write(_as_json(output, failures, rewards) if as_json else _as_text(output, failures, rewards))
+    learns_by = loaded.config.learns_by
+    compares = learns_by.compares_attempts and learns_by.needs_rewards and loaded.config.judge.name == "rollout"
+    num_without = rewards.num_without_signal if rewards.num_without_signal == rewards.num_groups else 0
+    is_called = not all(trajectory.is_silent for trajectory in played)
+    fault = find_fault(failures, is_called=is_called, num_without_signal=num_without if compares else 0)
+    if fault is not None:
+        raise RolloutError(f"{output}: {fault}")
+
+
+class _Rewards(NamedTuple):
+    """The rewards that rollouts returned. Example: _Rewards(0.25, 12, 3)"""
+
+    mean: float | None  # None: none returned one
+    num_groups: int  # complete groups of several attempts; 0 if no attempt has a reward
+    num_without_signal: int
+
+
+def _rewards(played: "Sequence[Trajectory]") -> _Rewards:
+    from art_cli.loop.owed_groups import group
+    from art_cli.runs.trajectory import has_signal
+
+    def known(members: "Sequence[Trajectory]") -> list[float]:
+        found = [each.returned_reward for each in members if each.error is None]
+        return [reward for reward in found if reward is not None]
+
+    rewards = known(played)
+    if not rewards:
+        return _Rewards(None, 0, 0)
+    groups = [known(members) for members in group(played).values() if len(members) > 1]
+    return _Rewards(fmean(rewards), len(groups), sum(not has_signal(each) for each in groups))
+
+
+def _as_json(output: Path, failures: "Failures", rewards: _Rewards) -> str:
+    row = {"output": str(output), "trajectories": failures.num_played, "failed": failures.num}
+    cause = {"commonest_cause": failures.cause or None, "num_alike": failures.num_alike}
+    signal = {"groups": rewards.num_groups, "groups_without_signal": rewards.num_without_signal}
+    return json.dumps({**row, **cause, "reward_mean": rewards.mean, **signal}) + "\n"
+
+
+def _as_text(output: Path, failures: "Failures", rewards: _Rewards) -> str:
+    words = [f"{failures.num_played} trajectories"]
+    if rewards.mean is not None:
+        words.append(f"mean reward {rewards.mean:.3f}")
+    if rewards.num_groups:
+        words.append(f"{rewards.num_without_signal} of {rewards.num_groups} groups without signal (equal rewards)")
+    return f"{output}: {', '.join(words)}" + (f"; {failures}" if failures.num else "") + "\n"

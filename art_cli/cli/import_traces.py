@@ -1,0 +1,111 @@
+"""`art import`: reads traces that other tools wrote, and writes them as trajectories in groups."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from art_cli.cli import Json
+from art_cli.runtime.errors import UsageError, no_such_option, printable_lines
+
+if TYPE_CHECKING:
+    from art_cli.formats.importing import Imported
+
+
+def run(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(metavar="SOURCE...", help="Files that another tool wrote: JSON, JSON lines, .eval."),
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--out", "--output", metavar="FILE", help="A new file.", show_default=False)
+    ],
+    form: Annotated[
+        str | None,
+        typer.Option("--from", metavar="NAME", help="openai, openenv, verifiers, inspect or langfuse, not the guess."),
+    ] = None,
+    group_by: Annotated[
+        str | None,
+        typer.Option("--group-by", metavar="KEY", help="The key that names the scenario, such as metadata.task."),
+    ] = None,
+    reward: Annotated[
+        str | None, typer.Option("--reward", metavar="METRIC", help="The score that is the reward, of several.")
+    ] = None,
+    min_reward: Annotated[
+        float | None, typer.Option("--min-reward", metavar="R", help="Only attempts with R or more, for art sft.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Read traces of other tools.
+
+    Reads logs of calls to OpenAI or Anthropic, OpenEnv's TrainingTrace, traces.jsonl of verifiers, logs of inspect,
+    exports of Langfuse, and writes trajectories: attempts at one scenario are a group. What they are is recognised by
+    their content. A record that cannot be read is counted and told, and the others are read.
+
+    \b
+    art import traces.jsonl -o trajectories.jsonl
+    art judge trajectories.jsonl -o scored.jsonl
+    art step config.yaml scored.jsonl -o step_0001          # where the traces have tokens and logprobs
+    art import logs/*.eval -o t.jsonl --reward accuracy     # of several scores, the one that is the reward
+    art import calls.jsonl -o demos.jsonl --min-reward 1    # then: art sft config.yaml demos.jsonl -o warm
+    """
+    from art_cli.formats import READ
+    from art_cli.formats.importing import import_files
+
+    if form is not None and form not in READ:
+        raise UsageError(f"--from: {no_such_option('format', form, READ)}")
+    done = import_files(sources, output, form=form, group_by=group_by, reward=reward, min_reward=min_reward)
+    if as_json:
+        sys.stdout.write(json.dumps(_as_row(output, done)) + "\n")
+    else:
+        sys.stdout.write(printable_lines("".join(f"{line}\n" for line in _as_lines(output, done))))
+
+
+def _as_row(output: Path, done: "Imported") -> dict[str, object]:
+    return {
+        "output": str(output),
+        "records": done.num_records,
+        "attempts": done.num_attempts,
+        "groups": len(done.groups),
+        "formats": dict(done.formats),
+        "with_tokens": done.num_with_tokens,
+        "with_reward": done.num_rewarded,
+        "failed": done.num_failed,
+        "below_min_reward": done.num_below,
+        "not_read": done.unread.counts.total(),
+        "reasons": dict(done.unread.counts.most_common(20)),
+    }
+
+
+def _as_lines(output: Path, done: "Imported") -> list[str]:
+    attempts, tokens = done.num_attempts, done.num_with_tokens
+    formats = " and ".join(done.formats)
+    lines = [f"{output}: {attempts} attempts in {len(done.groups)} groups, of {done.num_records} records ({formats})"]
+    if done.unread.counts:
+        lines.append(f"{done.unread.counts.total()} of {done.num_records} records were not read: {done.unread}")
+    if done.num_below:
+        lines.append(f"{done.num_below} attempts below the lowest reward were left out")
+    if done.num_failed:
+        lines.append(f"{done.num_failed} attempts have an error; they are counted and not trained on")
+    if tokens == attempts:
+        lines.append("tokens and logprobs: art step can train on them")
+    elif tokens:
+        lines.append(f"tokens and logprobs: {tokens} of {attempts} attempts have them; art step trains on these alone")
+    else:
+        lines.append("no tokens and logprobs: art step cannot train on them; art judge and art sft can use them")
+    if done.num_other_temperatures:
+        lines.append(
+            f"{done.num_other_temperatures} attempts were sampled at another temperature than 1: their logprobs must "
+            "be those of that temperature (vLLM: --logprobs-mode processed_logprobs)"
+        )
+    missing = attempts - done.num_rewarded - done.num_failed
+    cure = f"art judge, or --reward with one of {', '.join(sorted(done.scores))}" if done.scores else "art judge"
+    lines.append("rewards: every attempt has one" if missing <= 0 else f"rewards: {missing} attempts have none: {cure}")
+    alone = sum(size == 1 for size in done.groups.values())
+    if alone:
+        lines.append(
+            f"{alone} groups have one attempt, which nothing can be compared with; --group-by names another key"
+        )
+    return lines

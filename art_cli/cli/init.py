@@ -1,0 +1,125 @@
+"""`art init`: copies a packaged recipe, or writes the configuration of an environment, and says what to do there."""
+
+import json
+import re
+import shlex
+import shutil
+import sys
+from contextlib import redirect_stdout
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from art_cli.config.packaged import packaged, with_documents
+from art_cli.runtime.errors import UsageError
+
+MAX_OWN = 80  # characters of a run's name that is taken from its directory
+DEFAULT_RECIPE = "tictactoe"
+CONFIG = """\
+# art train config.yaml
+# A random model of a million parameters shows that everything runs. To learn, take one that knows language, such as
+# {{base: Qwen/Qwen3-0.6B}}, and give it more max_tokens.
+model: {{base: "builtin:tiny"}}
+rollout:
+  environment:
+    name: {name}
+{args}    size: 1000  # scenarios, each with a seed of its own
+  group_size: 8
+  groups_per_step: 4
+  max_turns: {turns}
+  sampling: {{max_tokens: 64}}
+train: {{steps: 10}}
+eval: {{held_out: 0.02, every: 5}}  # a share of the scenarios that is never trained on
+"""
+NOT_COPIED = shutil.ignore_patterns("__pycache__", "runs", "*.pyc")  # files that the use of a recipe leaves in it
+
+
+def run(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.", show_default=False)],
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe",
+            metavar="NAME",
+            help="Which one: blank, tictactoe, 2048, codenames, email-search, temporal-clue, mcp-tools.",
+        ),
+    ] = None,
+    environment: Annotated[
+        str | None, typer.Option("--environment", metavar="NAME", help="One that `art environments` lists.")
+    ] = None,
+) -> None:
+    """Begin a project in a new directory.
+
+    A recipe holds config.yaml, the rollout and the files that the rollout needs; its run gets the directory's name. An
+    environment needs no code, and has a config.yaml alone, with the environment's settings and their defaults. Each
+    gets .agents/skills/art/SKILL.md, from which a coding agent learns these commands.
+
+    \b
+    art init mine                     the demo, which plays tic-tac-toe
+    art init mine --recipe blank      an agent of four lines and three scenarios, to be replaced by yours
+    art init mine --environment reasoning_gym/countdown
+    """
+    if environment is not None and recipe is not None:
+        raise UsageError("--recipe and --environment: one at a time")
+    if environment is not None:
+        write_config(environment, directory)
+        what = f"the environment {environment}"
+    else:
+        copy_recipe(packaged("recipes"), recipe or DEFAULT_RECIPE, directory)
+        what = f"the recipe {recipe or DEFAULT_RECIPE!r}"
+    shutil.copytree(packaged(".agents"), directory / ".agents")
+    sys.stdout.write(
+        f"{directory}: {what}; next:\n"
+        f"  cd {shlex.quote(str(directory))}\n"
+        "  art check config.yaml     # everything a run needs, tried once\n"
+        "  art train config.yaml     # run again, it resumes\n"
+    )
+
+
+def copy_recipe(recipes: Path, name: str, directory: Path) -> None:
+    """Copies the recipe's files to `directory`, which is new or empty. Raises UsageError."""
+    there_are = sorted(config.parent.name for config in recipes.glob("*/config.yaml"))
+    if name not in there_are:
+        near = get_close_matches(name, there_are, n=1)
+        hint = f"did you mean {near[0]!r}? There are: " if near else "there are: "
+        raise UsageError(f"no recipe {name!r}; {hint}{', '.join(there_are)}")
+    _refuse_content(directory)
+    shutil.copytree(recipes / name, directory, ignore=NOT_COPIED, dirs_exist_ok=True)
+    for file in [*directory.glob("*.yaml"), *directory.glob("*.md")]:
+        file.write_text(_as_own(file.read_text(encoding="utf-8"), name, directory), encoding="utf-8")
+
+
+def _as_own(text: str, recipe: str, directory: Path) -> str:
+    """The text of a recipe's file with runs that are named after the directory, and without links out of it."""
+    own = re.sub(r"[^\w.-]", "-", directory.resolve().name, flags=re.ASCII).lstrip("._-")[:MAX_OWN] or recipe
+    text = re.sub(rf'^name: "?{recipe}(-[\w-]+)?"?$', lambda found: f'name: "{own}{found[1] or ""}"', text, flags=re.M)
+    text = text.replace(f"runs/{recipe}", f"runs/{own}")
+    return re.sub(r"\[[^\]]+\]\(\.\./\.\./([^)]+)\)", lambda found: with_documents(found[1]), text)
+
+
+def _refuse_content(directory: Path) -> None:
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UsageError(f"{directory}: not empty; name a new directory, nothing is written over")
+
+
+def write_config(environment: str, directory: Path) -> None:
+    """Writes a config.yaml that plays the environment to `directory`, which is new or empty. Raises UsageError."""
+    from art_cli.rollouts.environments import Settings, find_library, open_environment
+
+    _refuse_content(directory)
+    with redirect_stdout(sys.stderr):  # some games print while they are made
+        library, name = find_library(environment)
+        if not library.makes_scenarios:
+            raise UsageError(
+                f"{environment} has no scenarios of its own; docs/environments.md has a config.yaml for it"
+            )
+        open_environment(Settings(environment))
+        args = library.defaults(name)
+    lines = [f"      {name}: {json.dumps(value)}\n" for name, value in args.items() if value is not None]
+    given = "    args:  # its own settings; these are the defaults\n" + "".join(lines) if lines else ""
+    directory.mkdir(parents=True, exist_ok=True)
+    turns = "1  # a puzzle takes one" if library.takes_one_turn else "20"
+    config = CONFIG.format(name=json.dumps(environment), args=given, turns=turns)
+    (directory / "config.yaml").write_text(config, encoding="utf-8")

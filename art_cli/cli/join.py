@@ -1,0 +1,46 @@
+"""`art join`: this machine as another node of a learner, while `art train` runs on the first one."""
+
+from typing import Annotated
+
+import typer
+
+from art_cli.cli import Config, Overrides
+from art_cli.runtime.errors import UsageError
+
+
+def run(
+    config: Config,
+    overrides: Overrides = None,
+    wait_s: Annotated[
+        float, typer.Option("--wait", metavar="SECONDS", min=1, max=31_536_000, help="Longest wait for the first node.")
+    ] = 600.0,
+) -> None:
+    """Join a learner of several machines.
+
+    The first machine runs `art train CONFIG`, and each other one `art join CONFIG` with the same settings. It needs
+    the base model, and the file of an algorithm of your own; no scenarios, rollouts or judge. It ends with the run.
+    ART_NODES_SECRET has the same value on all machines.
+
+    \b
+    art train config.yaml learner.nodes=2 learner.rendezvous=10.0.0.4:29500     # on 10.0.0.4
+    art join config.yaml learner.nodes=2 learner.rendezvous=10.0.0.4:29500      # on the other machine
+    """
+    from pathlib import Path
+
+    from art_cli.config.compose import load_config
+    from art_cli.config.schema import TorchLearnerConfig
+    from art_cli.learners.processes.job import make_job
+    from art_cli.learners.processes.nodes.node import join
+    from art_cli.loop.auto import resolve_auto
+    from art_cli.models.loading import find_base
+    from art_cli.runtime import threads
+    from art_cli.runtime.scratch import scratch
+
+    loaded = resolve_auto(load_config(config, overrides or []), "learner")
+    learner = loaded.config.learner
+    if not isinstance(learner, TorchLearnerConfig) or learner.nodes == 1:
+        raise UsageError(f"{config}: learner.nodes is 1, so that nothing can be joined; set it and learner.rendezvous")
+    with scratch("node") as place:
+        base = find_base(loaded.config.model.base, directory=loaded.directory, built=place / "base")
+        job = make_job(loaded.config, base, directory=loaded.directory, dtype=loaded.config.model.dtype)
+        threads.run(join(job, files=Path(place), logs=Path(place), wait_s=wait_s))

@@ -1,0 +1,82 @@
+"""`art judge`: scores a file of trajectories group by group, and says how far its judge can be trusted.
+
+Reads trajectories (ours, ART's, plain conversations) and appends scored trajectories as groups finish. Run again, it
+goes on with the groups that are owed. With --report it measures the judge on the scored file.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from art_cli.cli import Json, Overrides
+from art_cli.runtime.errors import UsageError
+
+
+def run(
+    trajectories: Annotated[Path, typer.Argument(metavar="FILE", help="Trajectories.", show_default=False)],
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="T.scored.jsonl beside T.jsonl, if not given.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Which model judges: openai/o3.")] = None,
+    rubric: Annotated[
+        Path | None, typer.Option("--rubric", metavar="FILE", help="A text file with what the judge looks for.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", metavar="CONFIG", help="Use its judge.")] = None,
+    group_by: Annotated[
+        str | None, typer.Option("--group-by", metavar="KEY", help="Group plain conversations by this key.")
+    ] = None,
+    is_partial: Annotated[bool, typer.Option("--partial", help="Judge incomplete groups as they are.")] = False,
+    is_fresh: Annotated[bool, typer.Option("--fresh", help="Begin the output anew.")] = False,
+    is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would cost, and do nothing.")] = False,
+    is_report: Annotated[bool, typer.Option("--report", help="Say how far the judge can be trusted.")] = False,
+    gold: Annotated[
+        str | None, typer.Option("--gold", metavar="KEY", help="Compare with this: metrics.win or returned_reward.")
+    ] = None,
+    gates: Annotated[
+        list[str] | None, typer.Option("--gate", metavar="BOUND", help="Exit 1 if the report misses it.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Score trajectories, group by group, with RULER or another judge; measure the judge.
+
+    \b
+    art judge trajectories.jsonl -o scored.jsonl --model openai/o3
+    art judge trajectories.jsonl judge=function judge.entry=judge.py:judge -o scored.jsonl
+    art judge scored.jsonl --gold metrics.win --gate 'pairwise_accuracy>=0.8'
+    """
+    import msgspec
+
+    from art_cli.cli.judge_reporting import is_scored, report
+    from art_cli.cli.judging import as_text, choose_judge, dry_run, judge_file, refuse_owed
+    from art_cli.judges.files.judged_files import TrajectoryFile
+
+    wants_report = bool(is_report or gold or gates or html)
+    if wants_report and is_scored(trajectories):
+        report(trajectories, gold=gold, gates=gates or [], html=html, as_json=as_json)
+        return
+    output = output or trajectories.with_name(f"{trajectories.name.removesuffix('.jsonl')}.scored.jsonl")
+    if _is_same_file(output, trajectories):
+        raise UsageError(f"{trajectories}: input and output are the same file; name another one with -o")
+    loaded = choose_judge(config, overrides or [], model=model, rubric=rubric)
+    source = TrajectoryFile(trajectories, group_by=group_by)
+    if is_dry_run:
+        dry_run(loaded, source, None if is_fresh else output, is_partial=is_partial, as_json=as_json)
+        return
+    summary = judge_file(loaded, source, output, is_partial=is_partial, is_fresh=is_fresh)
+    before = msgspec.to_builtins(summary) if as_json else as_text(summary)
+    if wants_report and summary.groups + summary.groups_before:
+        is_whole = not summary.owed
+        report(output, gold=gold, gates=gates or [], html=html, as_json=as_json, before=before, is_whole=is_whole)
+    else:
+        sys.stdout.write(json.dumps(before) + "\n" if as_json else before)
+    refuse_owed(summary)
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    """Whether both paths lead to the same file, also through a link."""
+    return one.resolve() == other.resolve() or (one.exists() and other.exists() and one.samefile(other))

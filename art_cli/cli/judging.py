@@ -1,0 +1,167 @@
+"""What `art judge` does: chooses the judge, judges a file with it, or says what judging would cost."""
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from art_cli.config.checks import ranks
+from art_cli.config.compose import LoadedJudge, load_judge
+from art_cli.config.schema import RulerJudgeConfig
+from art_cli.judges import Judge, make_judge, settings_of
+from art_cli.judges.costs import CostEstimate
+from art_cli.judges.files.judged_files import Group, TrajectoryFile
+from art_cli.judges.files.scored import scored_groups
+from art_cli.judges.files.session import Session, Summary, judgeable
+from art_cli.judges.judge_groups import JudgeProgress
+from art_cli.judges.smoke_test import require_keys
+from art_cli.loop.interrupts import Interrupts
+from art_cli.runtime import threads
+from art_cli.runtime.errors import DataError, JudgeError, UsageError, printable
+from art_cli.runtime.log import Bar, shown_bar
+
+SHOWN = 5  # number of owed groups that are named
+
+
+def choose_judge(
+    config: Path | None, overrides: Sequence[str], *, model: str | None = None, rubric: Path | None = None
+) -> LoadedJudge:
+    """The configuration's judge; RULER if none is named, or if `model` or `rubric` is given."""
+    is_named = any(override.partition("=")[0] in ("judge", "judge.name") for override in overrides)
+    if config is None and not is_named:
+        overrides = ["judge=ruler", *overrides]
+    if (model is not None or rubric is not None) and not is_named:
+        others = [override for override in overrides if not override.startswith("judge.")]
+        if not isinstance(load_judge(config, others).config, RulerJudgeConfig):
+            overrides = ["judge=ruler", *overrides]
+    loaded = load_judge(config, overrides)
+    if model is None and rubric is None:
+        return loaded
+    if not isinstance(loaded.config, RulerJudgeConfig):
+        raise UsageError(f"--model and --rubric are for judge=ruler, not judge={loaded.config.name}")
+    if model is not None and loaded.config.panel:
+        raise UsageError("--model: the judge is a panel of several models; change judge.panel instead")
+    chosen: dict[str, Any] = {} if model is None else {"model": model}
+    if rubric is not None:
+        chosen["rubric"] = rubric.resolve()
+    return LoadedJudge(loaded.config.model_copy(update=chosen), loaded.directory)
+
+
+def judge_file(
+    loaded: LoadedJudge, source: TrajectoryFile, output: Path, *, is_partial: bool, is_fresh: bool
+) -> Summary:
+    """Judges the file and returns the summary. Raises Interrupted; complete groups are on disk then.
+
+    Raises UsageError if a key that the judge needs is not set.
+    """
+    require_keys(loaded.config, loaded.directory)
+    interrupts = Interrupts(f"interrupted; what is scored is in {output}; the same command goes on with the rest")
+
+    async def judge() -> Summary:
+        made = make_judge(loaded.config, loaded.directory, job=str(output.resolve()))
+        try:
+            with interrupts.handled(), shown_bar("judging") as bar:
+                session = Session(made, source, output, is_partial=is_partial, least=_least(loaded))
+                return await session.run(is_fresh=is_fresh, progress=partial(_show, made, bar) if bar else None)
+        finally:
+            await made.close()
+
+    with redirect_stdout(sys.stderr):  # a user's judge may print, and standard output is for the summary
+        return threads.run(judge())
+
+
+def _least(loaded: LoadedJudge) -> int:
+    """The number of attempts below which a group has nothing for the judge to compare."""
+    return 2 if ranks(loaded.config) else 1
+
+
+def _show(judge: Judge, bar: Bar, total: int, done: JudgeProgress) -> None:
+    """Moves the bar, with the cost so far."""
+    words = [dollars(judge.usage.cost_usd), f"{judge.usage.tokens:,} tokens"]
+    words += [f"{judge.num_cached} cached"] if judge.num_cached else []
+    words += [f"{len(done.owed)} owed"] if done.owed else []
+    bar(done.num_scored + len(done.owed), total, ", ".join(words))
+
+
+def as_text(summary: Summary) -> str:
+    mean = "no reward" if summary.mean is None else f"mean reward {summary.mean:.3f}"
+    before = f" ({summary.groups_before} were before)" if summary.groups_before else ""
+    lines = [f"{printable(summary.scored)}: {summary.groups} groups scored{before}, {mean}"]
+    if summary.calls or summary.cached_votes:
+        tokens = summary.prompt_tokens + summary.completion_tokens
+        paid = f"{summary.calls} calls, {tokens:,} tokens, {dollars(summary.cost_usd)}"
+        lines.append(f"  {paid}; {summary.cached_votes} votes from the cache")
+    if summary.asked_again:
+        lines.append(f"  {summary.asked_again} groups were asked again, because their votes did not tell them apart")
+    if summary.skipped:
+        lines.append(f"  {summary.skipped} groups skipped: a single attempt has no other to be compared with")
+    owed = [item for item in summary.owed_because.items() if item[1] != summary.stopped]
+    for group_id, reason in owed[:SHOWN]:
+        lines.append(f"  owed: {printable(group_id)}: {printable(reason, limit=1000)}")
+    for group_id, reason in list(summary.incomplete.items())[:SHOWN]:
+        lines.append(f"  incomplete: {printable(group_id)}: {reason} (--partial judges them as they are)")
+    return "\n".join(lines) + "\n"
+
+
+def dollars(usd: float | None) -> str:
+    """Example: "$0.0123"."""
+    return "price unknown" if usd is None else f"${usd:.4f}"
+
+
+def refuse_owed(summary: Summary) -> None:
+    """Raises JudgeError: a group of the file was not scored, or all were skipped."""
+    reasons = [f"{summary.owed} groups were not scored and stay owed"] if summary.owed else []
+    reasons += [f"{len(summary.incomplete)} groups are incomplete"] if summary.incomplete else []
+    if not reasons and summary.skipped and not summary.groups + summary.groups_before:
+        raise JudgeError(
+            f"no group has two attempts to compare, of {summary.skipped}; play several at each scenario "
+            "(rollout.group_size), or take a judge that scores single attempts"
+        )
+    if not reasons:
+        return
+    why = summary.stopped or next(iter(summary.owed_because.values()), None)
+    because = f" ({printable(why, limit=1000)})" if why else ""
+    raise JudgeError(f"{'; '.join(reasons)}{because}; the same command goes on with them")
+
+
+def _estimate_group(judge: Judge, source: TrajectoryFile, group: Group) -> CostEstimate | None:
+    try:
+        return judge.estimate([trajectory for trajectory in source.load(group) if trajectory.error is None])
+    except RecursionError as error:
+        raise DataError("JSON is nested too deeply", source.path, group.first_line) from error
+
+
+def dry_run(
+    loaded: LoadedJudge, source: TrajectoryFile, output: Path | None, *, is_partial: bool, as_json: bool
+) -> None:
+    """Prints what judging would cost. Makes no call and writes nothing."""
+    judge = make_judge(loaded.config, loaded.directory)
+    if judge.estimate([]) is None:
+        raise UsageError(f"--dry-run: judge={loaded.config.name} makes no calls that could be counted beforehand")
+    done = (
+        scored_groups(TrajectoryFile(output), source, settings_of(judge))
+        if output is not None and output.exists()
+        else set()
+    )
+    owed = [
+        group for group in judgeable(source, is_partial=is_partial, least=_least(loaded)) if group.group_id not in done
+    ]
+    total = CostEstimate()
+    for group in owed:
+        total += _estimate_group(judge, source, group) or CostEstimate()
+    threads.run(judge.close())
+    if as_json:
+        sys.stdout.write(json.dumps({"groups": len(owed), **msgspec.structs.asdict(total)}) + "\n")
+        return
+    noise = judge.noise
+    again = f"; up to {noise.ask_again + 1} times that with judge.noise.ask_again" if noise and noise.ask_again else ""
+    price = "price unknown" if total.usd is None else f"about ${total.usd:.4f} and what the model thinks besides"
+    sys.stdout.write(
+        f"{len(owed)} groups to judge: {total.calls} calls ({total.cached} votes are in the cache), "
+        f"about {total.prompt_tokens:,} tokens in and {total.completion_tokens:,} out, {price}{again}\n"
+    )

@@ -1,0 +1,51 @@
+"""`art report`: what happened in a run, and what to try next; as text, as JSON, or as one static page."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from art_cli.cli import Json, records
+from art_cli.runtime.errors import RunError, printable_lines
+
+
+def run(
+    run: Annotated[Path, typer.Argument(metavar="RUN", parser=records, help="A run directory.", show_default=False)],
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as one page, too.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what happened in a run, and what to try next.
+
+    \b
+    Evaluations with intervals, best and last checkpoint, reward, signal, entropy, clipping, gradients and lengths over
+    the steps, failures, time and cost, what each point of reward took, and what went wrong since when. It works on a
+    run that trains, that was killed, and that has no evaluations. Exit code 1 if the run has learned nothing so far:
+    every attempt failed, none called the model, or no step had a group with signal.
+
+    \b
+    art report runs/mine
+    art report runs/mine --html report.html
+    art report s3://bucket/prefix/mine
+    art report runs/mine --json | jq '.findings[] | {step, text}'
+    """
+    import msgspec
+
+    from art_cli.reports.run_report import read_report
+    from art_cli.runs.run_dir import RunDir
+
+    plain = msgspec.to_builtins(read_report(RunDir(run)))
+    if html is not None:
+        from art_cli.reports.pages.report_page import report_page
+        from art_cli.runs.durable import write_file
+
+        write_file(html, report_page(plain).encode(errors="replace"))
+    if as_json:
+        sys.stdout.write(json.dumps(plain) + "\n")
+    else:
+        from art_cli.reports.pages.report_text import report_text
+
+        sys.stdout.write(printable_lines(report_text(plain)))
+    if plain["fault"]:
+        raise RunError(f"{run}: {plain['fault']}")

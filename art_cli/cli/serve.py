@@ -1,0 +1,223 @@
+"""`art serve`: checkpoints behind an OpenAI-compatible API. Prints commands that call it and work as printed."""
+
+import json
+import logging
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+import typer
+
+from art_cli.cli import ApiKey, Base, Best, Json, Last, MaxBody, named_policy, which_checkpoint
+from art_cli.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from art_cli.config.schema import EngineConfig
+    from art_cli.loop.auto import Machine
+    from art_cli.runs.run_checkpoints import Which
+    from art_cli.serving.served_model import Source
+
+log = logging.getLogger(__name__)
+
+# How long a thread that reads a hostile request may keep the interpreter from the event loop. With Python's 5 ms a
+# request of the loop, which takes several turns, waited 38 ms in the median under attack (benchmarks/serve_attack.py).
+SWITCH_S = 0.0005
+
+KEY_VARIABLE = "ART_API_KEY"
+
+
+def run(
+    context: typer.Context,
+    checkpoints: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[NAME=]CHECKPOINT...", help="A checkpoint, a run, an adapter, a base model.", show_default=False
+        ),
+    ],
+    is_best: Best = False,
+    is_last: Last = False,
+    is_following: Annotated[
+        bool, typer.Option("--follow", help="Change to a run's next checkpoint: a better one, or with --last each.")
+    ] = False,
+    base: Base = None,
+    engine: Annotated[
+        str, typer.Option("--engine", metavar="NAME", help="auto, embedded or vllm; auto: what the machine has.")
+    ] = "auto",
+    knobs: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An engine's key: max_batch=256; repeat.")
+    ] = None,
+    is_trusted: Annotated[
+        bool, typer.Option("--trust", help="Run the vLLM that the run's config.json names: python, args, env.")
+    ] = False,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="The base's: float32, bfloat16; its run's, if not given.")
+    ] = None,
+    host: Annotated[str, typer.Option("--host", help="Any but this machine's own needs a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8000,
+    api_key: ApiKey = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="One key a line; any of them will do.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests answered at once.")] = 256,
+    queue: Annotated[int, typer.Option("--queue", min=0, help="Requests that wait besides; more get 429.")] = 1024,
+    max_body_mib: MaxBody = 32.0,
+    drain_s: Annotated[
+        float, typer.Option("--drain", metavar="SECONDS", min=0, help="When told to stop, how long requests may go on.")
+    ] = 30.0,
+    logprobs_mode: Annotated[
+        Literal["raw_logprobs", "processed_logprobs"],
+        typer.Option("--logprobs-mode", help="The model's own, or those after temperature, as vLLM's option."),
+    ] = "raw_logprobs",
+    logs_content: Annotated[bool, typer.Option("--log-content", help="Log prompts and replies.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Put checkpoints behind an OpenAI-compatible API.
+
+    \b
+    art serve runs/mine                           its best evaluated checkpoint, as model `mine`
+    art serve runs/mine --last --follow           its newest, and each new one as training writes it
+    art serve small=runs/a large=runs/b/checkpoints/step_0040
+    ART_API_KEY=... art serve runs/mine --host 0.0.0.0
+
+    SIGTERM and Ctrl-C let what runs end, and refuse what is new with 503.
+    """
+    from art_cli.chat.api_keys import check_exposure, read_keys
+    from art_cli.runtime import threads
+    from art_cli.runtime.scratch import scratch
+    from art_cli.serving.loader import Loader
+    from art_cli.serving.serve_service import Limits, Service
+    from art_cli.serving.served_policies import Policies, ServedPolicy
+
+    if is_on_line(context, "api_key"):
+        log.warning(
+            "--api-key: anyone on this machine can see it in `ps`; set %s, or give --api-key-file", KEY_VARIABLE
+        )
+    which = which_checkpoint(is_best, is_last)
+    if is_following and any("://" in text for text in checkpoints):
+        raise UsageError("--follow: name a run's directory on this machine; an object store is read once")
+    keys = read_keys(api_key, api_key_file)
+    check_exposure(host, keys)
+    with scratch("serve") as place:
+        sources = _find_sources(checkpoints, which=which, base=base, dtype=dtype, place=place)
+        if is_following and not all(source.run is not None for source in sources):
+            raise UsageError("--follow: name a run (or a checkpoint in one); nothing else has new checkpoints")
+        loader = Loader(_choose_engine(engine, knobs or [], sources, is_trusted=is_trusted), logs=place)
+        if loader.swaps_adapters and len(sources) > 1:
+            raise UsageError("--engine vllm serves one checkpoint; start one server for each, or --engine embedded")
+        log.info("loading %s into %s", ", ".join(map(str, sources)), loader.config.name)
+        service = Service(
+            Policies([ServedPolicy(source, loader) for source in sources]),
+            keys=keys,
+            limits=Limits(concurrency, queue, int(max_body_mib * 2**20), drain_s=drain_s),
+            follows=which if is_following else None,
+            logs_content=logs_content,
+            is_processed=logprobs_mode == "processed_logprobs",
+        )
+        key = _how_to_get_key(bool(keys), api_key_file)
+        sys.setswitchinterval(SWITCH_S)
+        threads.run(service.run(host, port, lambda root: _greet(root, sources, key, as_json)))
+
+
+def is_on_line(context: typer.Context, name: str) -> bool:
+    """Whether the parameter was given on the command line, not by its environment variable or default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _find_sources(
+    texts: Sequence[str], *, which: "Which", base: str | None, dtype: str | None, place: Path
+) -> "list[Source]":
+    """The source of each `[NAME=]CHECKPOINT`. Raises UsageError: it is neither here nor on the hub."""
+    from art_cli.models.loading import find_base, require_base
+    from art_cli.serving.served_model import find_source
+
+    if base is not None:
+        base = find_base(base, directory=Path.cwd(), built=place / "base", named="--base")
+    sources = [find_source(named_policy(text), which=which, base=base, dtype=dtype) for text in texts]
+    for source in sources:
+        require_base(source.base, source.named)
+    return sources
+
+
+def _choose_engine(
+    name: str,
+    knobs: Sequence[str],
+    sources: "Sequence[Source]",
+    machine: "Machine | None" = None,
+    *,
+    is_trusted: bool = False,
+) -> "EngineConfig":
+    """The engine that is asked for; `auto` is what this machine has and these sources can be served with.
+
+    Raises UsageError: the run decides which program vLLM is, and is not trusted; nothing was run then.
+    """
+    from art_cli.loop.auto import Machine, choose, engine_facts
+    from art_cli.serving.loader import check_trust, engine_config, read_knobs
+
+    settings, trained, machine = read_knobs(knobs), _trained_engine(sources), machine or Machine()
+    obstacle = "vLLM serves one checkpoint only" if len(sources) > 1 else ""
+    may_be_vllm = name == "vllm" or (name == "auto" and machine.has_gpu() and not obstacle)
+    if may_be_vllm and not is_trusted and sources[0].run is not None:
+        check_trust(trained, settings, place=sources[0].run.config_path)
+    if name == "auto":
+        of_trained = trained.get("python") if trained.get("name") == "vllm" else None
+        python = settings.get("python", of_trained)
+        facts = engine_facts(
+            machine, obstacle=obstacle, base=sources[0].base, python=Path(str(python)) if python else None
+        )
+        choice = choose("engine", facts)
+        log.info("engine %s (auto: %s)", choice.name, choice.reason)
+        name = choice.name
+    return engine_config(name, settings, trained)
+
+
+def _trained_engine(sources: "Sequence[Source]") -> dict[str, object]:
+    """The engine section of the first source's run."""
+    from art_cli.runs.run_checkpoints import run_config
+
+    section = run_config(sources[0].run).get("engine")
+    return section if isinstance(section, dict) else {}
+
+
+class _Key(NamedTuple):
+    """Expressions that read the key in a shell and in Python. The key itself is never printed."""
+
+    in_shell: str
+    in_python: str
+
+
+def _how_to_get_key(has_keys: bool, file: Path | None) -> _Key | None:
+    if not has_keys:
+        return None
+    if file is None:
+        return _Key(f"${KEY_VARIABLE}", f'os.environ["{KEY_VARIABLE}"]')
+    in_python = f'next(k.strip() for k in open({json.dumps(str(file))}) if k.strip() and k.strip()[0] != "#")'
+    return _Key(f"$(grep -v -e '^ *#' -e '^ *$' {shlex.quote(str(file))} | head -n 1 | tr -d ' ')", in_python)
+
+
+def _greet(root: str, sources: "Sequence[Source]", key: _Key | None, as_json: bool) -> None:
+    """Prints the address and commands that call it."""
+    if as_json:
+        models = [{"id": source.name, "step": source.step, "base": source.base} for source in sources]
+        _write(json.dumps({"url": f"{root}/v1", "models": models}))
+        return
+    model, messages = json.dumps(sources[0].name), '[{"role": "user", "content": "Hello"}]'
+    header = f'-H "Authorization: Bearer {key.in_shell}" ' if key else ""
+    body = shlex.quote(f'{{"model": {model}, "messages": {messages}}}')
+    program = (
+        f"import openai, os; client = openai.OpenAI(base_url={json.dumps(root + '/v1')}, "
+        f"api_key={key.in_python if key else json.dumps('none')}); "
+        f"print(client.chat.completions.create(model={model}, messages={messages}).choices[0].message.content)"
+    )
+    _write(
+        f"serving {', '.join(map(str, sources))} at {root}/v1\n\n"
+        f"curl {root}/v1/chat/completions -H 'Content-Type: application/json' {header}-d {body}\n\n"
+        f"python -c {shlex.quote(program)}\n"
+    )
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

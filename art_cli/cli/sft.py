@@ -1,0 +1,157 @@
+"""`art sft`: warm-starts a policy from chat transcripts, or from the best of its own scored attempts; writes a
+checkpoint."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from art_cli.cli import Checkpoint, Config, Json, NewCheckpoint, Overrides
+from art_cli.runtime.errors import ConfigError, Problem, UsageError, printable
+
+if TYPE_CHECKING:
+    from art_cli.config.compose import LoadedConfig
+    from art_cli.learners.sft.examples import Examples
+    from art_cli.loop.warm_up import WarmUp
+
+
+class Command(TyperCommand):
+    """The command `sft`, whose --best-of may stand without its number. Typer has no option with an optional value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        following = [*args[1:], ""]
+        is_bare = [word == "--best-of" and not after.isdecimal() for word, after in zip(args, following, strict=True)]
+        words = ["--best-of=1" if bare else word for word, bare in zip(args, is_bare, strict=True)]
+        return super().parse_args(ctx, words)
+
+
+def run(
+    config: Config,
+    demos: Annotated[
+        Path,
+        typer.Argument(metavar="DEMOS...", help="Chat transcripts, JSON lines; or scored ones.", show_default=False),
+    ],
+    output: NewCheckpoint,
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = None,
+    best_of: Annotated[
+        int | None,
+        typer.Option("--best-of", metavar="[N]", min=1, help="DEMOS are scored: the best N of each group, 1 if bare."),
+    ] = None,
+    min_reward: Annotated[
+        float | None, typer.Option("--min-reward", metavar="R", help="With --best-of: only attempts with R or more.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Warm-start from chat transcripts, or from the best scored attempts.
+
+    Trains on the assistant's tokens only, with the config's `sft` section or its defaults, and writes a checkpoint.
+    With --best-of it learns from scored trajectories, a file or a run: the best attempts of each group, with the tokens
+    that were sampled. An attempt must be better than the worst of its group, or have --min-reward.
+
+    \b
+    art sft config.yaml demos.jsonl -o warm
+    art sft config.yaml demos.jsonl more.jsonl -o warm sft.epochs=3 sft.batch_tokens=4096
+    art sft config.yaml demos.jsonl -o warm sft.held_out=0.1 sft.patience=3 sft.epochs=20
+    art sft config.yaml scored.jsonl --best-of -o warm
+    art sft config.yaml runs/mine --best-of 2 --min-reward 0.8 -o warm --checkpoint runs/mine
+    """
+    from art_cli.config.compose import load_config
+    from art_cli.config.references import check_ready
+    from art_cli.learners.sft.examples import load_examples
+    from art_cli.loop.auto import resolve_auto
+    from art_cli.loop.stage_policy import PolicySource, as_trained, find_policy, open_base, open_learner, save_learner
+    from art_cli.loop.warm_up import WarmUp
+    from art_cli.runtime import threads
+
+    files, settings = _files(demos, overrides or [])
+    loaded = load_config(config, [*settings, *_own_section(config, files, settings)])
+    loaded = _with_options(loaded, files, best_of=best_of, min_reward=min_reward)
+    check_ready(loaded, ("model", "algorithm"))
+    assert loaded.config.sft is not None
+    examples = load_examples(loaded.config.sft, loaded.directory, [str(file.resolve()) for file in files])
+    source = find_policy(loaded, checkpoint) if checkpoint else PolicySource(None, 0)
+    loaded = resolve_auto(loaded, "learner")
+    with open_base(loaded, source) as base:
+        loaded = as_trained(loaded, source, base)
+        with open_learner(loaded, source, base=base) as learner:
+            warm_up = WarmUp(learner, loaded, examples, base=base, start=source.checkpoint)
+            metrics = threads.run(_make(warm_up))
+            save_learner(learner, output, loaded, base=base, step=source.step, metrics=metrics)
+    sys.stdout.write(_as_json(output, examples, metrics) if as_json else _as_text(output, examples, metrics))
+
+
+def _files(demos: Path, words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """The files to learn from, and the settings among the words after the first file.
+
+    Raises UsageError: no such file.
+    """
+    settings = [word for word in words if ("=" in word or word.startswith("~")) and not Path(word).exists()]
+    files = [demos, *(Path(word) for word in words if word not in settings)]
+    for file in files:
+        if not file.exists() and ":" not in file.name:  # file.py:function
+            raise UsageError(f"{file}: no such file")
+    return files, settings
+
+
+def _own_section(config: Path, files: Sequence[Path], settings: Sequence[str]) -> list[str]:
+    """Returns the setting of `sft.demos` that the command line's files stand for, unless it is given besides.
+
+    So the section `sft` of a configuration may leave it out. Raises ConfigError if the setting names other examples.
+    """
+    values = {key.lstrip("+"): value for key, _, value in (setting.partition("=") for setting in settings)}
+    from art_cli.config.key_locations import COMMAND_LINE
+
+    said = values.get("sft.demos")
+    if said is not None and [(config.parent / said.strip("'\"")).resolve()] != [file.resolve() for file in files]:
+        message = f"the transcripts are {' '.join(map(str, files))}, not {said}; leave one out"
+        raise ConfigError([Problem("sft.demos", COMMAND_LINE, message)])
+    if said is not None:
+        return []
+    quoted = str(files[0].resolve()).replace("\\", "\\\\").replace("'", "\\'")
+    return [f"sft.demos='{quoted}'"]
+
+
+def _with_options(
+    loaded: "LoadedConfig", files: Sequence[Path], *, best_of: int | None, min_reward: float | None
+) -> "LoadedConfig":
+    """The configuration with the command's options in its `sft` section.
+
+    Raises UsageError: a directory, or a lowest reward, without --best-of.
+    """
+    section = loaded.config.sft
+    assert section is not None, "the command names its transcripts"
+    given = {"best_of": best_of, "min_reward": min_reward}
+    section = section.model_copy(update={name: value for name, value in given.items() if value is not None})
+    if section.best_of is None:
+        if min_reward is not None:
+            raise UsageError("--min-reward: used with --best-of only")
+        if directory := next((file for file in files if file.is_dir()), None):
+            raise UsageError(f"{directory}: a directory; a run's scored attempts are learned from with --best-of")
+    return replace(loaded, config=loaded.config.model_copy(update={"sft": section}))
+
+
+async def _make(warm_up: "WarmUp") -> dict[str, float]:
+    from art_cli.loop.interrupts import Interrupts
+    from art_cli.loop.warm_up import make_warm_up
+
+    interrupts = Interrupts(f"interrupted; what is done is in {warm_up.run.root}; the same command goes on from there")
+    with interrupts.handled():
+        return await make_warm_up(warm_up, interrupts)
+
+
+def _as_json(output: Path, examples: "Examples", metrics: dict[str, float]) -> str:
+    counts = {"trained": len(examples.trained), "evaluated": len(examples.evaluated)}
+    return json.dumps({"checkpoint": str(output), **counts, "metrics": metrics}) + "\n"
+
+
+def _as_text(output: Path, examples: "Examples", metrics: dict[str, float]) -> str:
+    what = "attempts" if "turns" in examples.trained[0] else "transcripts"
+    held_out = f", {len(examples.evaluated)} to evaluate on" if examples.evaluated else ""
+    lines = [f"{output}: sft on {len(examples.trained)} {what}{held_out}"]
+    return "\n".join([*lines, *(f"  {printable(name)} {value:.6g}" for name, value in metrics.items())]) + "\n"

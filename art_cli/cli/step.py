@@ -1,0 +1,57 @@
+"""`art step`: one policy update from a file of scored trajectories; writes a checkpoint."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from art_cli.cli import Checkpoint, Config, Json, NewCheckpoint, Overrides
+from art_cli.runtime.errors import DataError, UsageError, printable
+
+if TYPE_CHECKING:
+    from art_cli.runs.trajectory import ScoredTrajectory
+
+
+def run(
+    config: Config,
+    scored: Annotated[Path, typer.Argument(metavar="SCORED", help="Scored trajectories.", show_default=False)],
+    output: NewCheckpoint,
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = None,
+    as_json: Json = False,
+) -> None:
+    """Take one policy update from a file.
+
+    Writes the checkpoint that `art train` would have written after the same trajectories. Exit code 1, and no
+    checkpoint, if nothing can be learned from them: no attempt has tokens, all failed, or no group has signal.
+
+    \b
+    art step config.yaml scored.jsonl -o step_0001
+    """
+    from art_cli.config.compose import load_config
+    from art_cli.loop.owed_groups import group
+    from art_cli.loop.stages import take_step
+
+    loaded = load_config(config, overrides or [])
+    trajectories = _read(scored)
+    taken = take_step(loaded, trajectories, output, checkpoint=checkpoint)
+    if as_json:
+        result = {"checkpoint": str(output), "step": taken.step, "metrics": taken.metrics}
+        sys.stdout.write(json.dumps(result) + "\n")
+    else:
+        sys.stdout.write(f"{output}: step {taken.step} from {len(group(trajectories))} groups\n")
+        sys.stdout.writelines(f"  {printable(name)} {value:.6g}\n" for name, value in taken.metrics.items())
+
+
+def _read(path: Path) -> "list[ScoredTrajectory]":
+    from art_cli.runs.durable import read_lines
+    from art_cli.runs.trajectory import ScoredTrajectory
+
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file")
+    scored = list(read_lines(path, ScoredTrajectory))
+    if not scored:
+        raise DataError("no scored trajectories: nothing to learn from", path)
+    return scored

@@ -1,0 +1,71 @@
+"""`art train`: one run, or a sweep of them one after the other."""
+
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from art_cli.cli import Config, Json, Overrides
+from art_cli.runtime.errors import RunError, printable_lines
+
+if TYPE_CHECKING:
+    from art_cli.loop.training_run import TrainResult
+    from art_cli.reports.run_report import RunReport
+
+
+def run(
+    config: Config,
+    overrides: Overrides = None,
+    is_fresh: Annotated[bool, typer.Option("--fresh", help="A new run beside an existing one, never over it.")] = False,
+    is_multirun: Annotated[bool, typer.Option("-m", "--multirun", help="A run for each of a=1,2 b=x,y.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train; run again, it resumes.
+
+    It stops when train.steps are done. A run that was interrupted at any moment goes on where it stopped. Exit code 1
+    if the whole run learned nothing: every attempt failed, none called the model, or no step had a group with signal.
+
+    \b
+    art train config.yaml
+    art train config.yaml train.learning_rate=1e-4 judge=rollout
+    art train config.yaml -m train.learning_rate=1e-4,5e-4 loss=grpo,dapo
+    """
+    from art_cli.config.compose import load_config, load_sweep
+    from art_cli.config.references import check_ready
+    from art_cli.loop.open_train import train
+    from art_cli.loop.startup import Startup, process_begin
+    from art_cli.reports.run_report import read_report
+    from art_cli.runs.run_dir import RunDir
+    from art_cli.runtime import threads
+
+    runs = load_sweep(config, overrides or []) if is_multirun else [load_config(config, overrides or [])]
+    if is_multirun:
+        for loaded in runs:  # a mistake in the last run is reported before the first one begins
+            check_ready(loaded, is_training=True)
+    faults = []
+    for number, loaded in enumerate(runs):
+        startup = Startup(process_begin() if number == 0 else None)
+        result = threads.run(train(loaded, is_fresh=is_fresh, startup=startup))
+        report = read_report(RunDir(result.root))
+        sys.stdout.write(_as_json(result, report) if as_json else printable_lines(_as_text(result, report)))
+        faults += [f"{result.root}: {report.fault}"] if report.fault else []
+    if faults:
+        raise RunError(" | ".join(faults))
+
+
+def _as_json(result: "TrainResult", report: "RunReport") -> str:
+    return json.dumps({**asdict(result), "root": str(result.root), "fault": report.fault or None}) + "\n"
+
+
+def _as_text(result: "TrainResult", report: "RunReport") -> str:
+    """How the run ended, its first, best and last evaluation, and the checkpoint to serve."""
+    import msgspec
+
+    from art_cli.reports.pages.summary import closing_text
+
+    line = f"{result.root}: finished, {result.step} steps"
+    if result.was_finished:
+        line += "; nothing left to do (more train.steps go on from here, --fresh starts anew beside it)"
+    return f"{line}\n{closing_text(msgspec.to_builtins(report))}"

@@ -1,0 +1,123 @@
+"""`art view`: runs and trajectories as a local web page, or as one HTML file."""
+
+import contextlib
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from art_cli.cli import records
+from art_cli.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from art_cli.view.chat import ChatRelay
+    from art_cli.view.page_answers import Answers
+
+log = logging.getLogger(__name__)
+
+PORT = 7860
+
+
+def run(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PATH...", parser=records, help="A run, a directory of runs, or a JSONL file.", show_default=False
+        ),
+    ],
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = PORT,
+    host: Annotated[str, typer.Option("--host", help="At another address others can read everything.")] = "127.0.0.1",
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write one HTML file instead, and end.")
+    ] = None,
+    max_mb: Annotated[float, typer.Option("--max-mb", min=0.1, help="Size of that file, at most.")] = 64.0,
+    endpoint: Annotated[
+        str | None, typer.Option("--endpoint", metavar="URL", help="A served model to talk to beside a trajectory.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Its name; the first it has.")] = None,
+    drawing: Annotated[
+        Path | None, typer.Option("--drawing", metavar="FILE", help="A drawing of states: docs/view.md.")
+    ] = None,
+    is_open: Annotated[bool, typer.Option("--open/--no-open", help="Open the browser, where there is one.")] = True,
+) -> None:
+    """See what the agent does: a local page of curves, groups, attempts and conversations.
+
+    \b
+    art view runs/mine                      follows the run while it trains; Ctrl-C ends
+    art view runs/a runs/b                  curves over each other, and how the configurations differ
+    art view runs                           every run in the directory
+    art view s3://bucket/prefix/mine        as it is in the store now
+    art view trajectories.jsonl             any file of trajectories: ours, OpenPipe ART's, {"messages": [...]} lines
+    art view runs/mine --html mine.html     one file that opens from disk without a network
+    ART_API_KEY=... art view runs/mine --endpoint http://127.0.0.1:8000/v1
+                                            with a chat beside each trajectory; art serve runs/mine is such an endpoint
+
+    Nothing is uploaded, and nothing is written but the file of --html.
+    """
+    from art_cli.view.page_answers import Answers
+    from art_cli.view.sources import Sources
+
+    if model is not None and endpoint is None:
+        raise UsageError("--model: name its --endpoint too")
+    if drawing is not None and not drawing.is_file():
+        raise UsageError(f"--drawing {drawing}: no such file")
+    answers = Answers(Sources(paths), has_chat=endpoint is not None and html is None, drawing=drawing)
+    if html is not None:
+        from art_cli.view.page_file import write_page
+
+        written = write_page(answers, html, max_bytes=int(max_mb * 1e6))
+        sys.stdout.write(f"{written}\n")
+        return
+    from art_cli.chat.api_keys import is_loopback
+    from art_cli.runtime import threads
+
+    if not is_loopback(host):
+        log.warning("--host %s: everyone who reaches this address can read these files; there is no key", host)
+    with contextlib.suppress(KeyboardInterrupt):
+        threads.run(_serve(answers, host, port, endpoint, model, is_open=is_open))
+
+
+async def _serve(
+    answers: "Answers", host: str, port: int, endpoint: str | None, model: str | None, *, is_open: bool
+) -> None:
+    """Serves until it is told to stop."""
+    import asyncio
+
+    from art_cli.chat.http_server import serve
+    from art_cli.view.view_app import build_app
+
+    relay = await _relay(endpoint, model)
+    answers.start()
+    try:
+        async with serve(build_app(answers, host=host, chat=relay), host, port, grace_s=1) as root:
+            sys.stdout.write(f"{root}/\n")
+            sys.stdout.flush()
+            if is_open:
+                _open_browser(f"{root}/")
+            await asyncio.Event().wait()
+    finally:
+        answers.close()
+        if relay is not None:
+            await relay.close()
+
+
+async def _relay(endpoint: str | None, model: str | None) -> "ChatRelay | None":
+    if endpoint is None:
+        return None
+    from art_cli.view.chat import ChatRelay, find_key, find_model
+
+    key = find_key()
+    return ChatRelay(endpoint, model or await find_model(endpoint, key), key)
+
+
+def _open_browser(url: str) -> None:
+    """Opens the page where there is a screen; elsewhere the printed address is enough."""
+    import webbrowser
+
+    has_screen = sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if has_screen and sys.stdout.isatty():
+        with contextlib.suppress(webbrowser.Error):
+            webbrowser.open(url)

@@ -1,0 +1,204 @@
+"""The `engine` section: what samples from the policy, one class for each engine."""
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from art_cli.config.sections.base_config import PositiveInt, Seconds, Section
+
+
+class EngineSection(Section):
+    """The section of one engine. It says what the engine can do (engines.EngineTraits explains each)."""
+
+    can_train: ClassVar[bool] = True
+    swaps_adapters: ClassVar[bool] = False
+    enforces_formats: ClassVar[bool] = True
+    needs_weights: ClassVar[bool] = False
+
+
+class AutoEngineConfig(EngineSection):
+    """vLLM where there is a vLLM, a GPU and a model that it can serve; else embedded. A run that sets an engine's keys
+    names that engine."""
+
+    name: Literal["auto"] = "auto"
+
+
+class EmbeddedEngineConfig(EngineSection):
+    """Samples in this process with torch: CPU or GPU, one copy of the weights with the learner.
+
+    On a CPU float32 weights of up to an eighth of the machine's memory are copied, because a copy with the adapter
+    merged is up to a third faster.
+    """
+
+    needs_weights = True
+
+    name: Literal["embedded"] = "embedded"
+    max_batch: PositiveInt = 128
+    """The number of sequences that are decoded together; further ones wait."""
+    prefill_tokens: PositiveInt = 8192
+    """The number of prompt tokens in one forward pass."""
+
+
+class OpenAIEngineConfig(EngineSection):
+    """Any OpenAI-compatible endpoint, for `art gateway`, `art generate` and `art eval`. Its model cannot be trained."""
+
+    can_train = False
+
+    name: Literal["openai"]
+    base_url: str
+    """The endpoint's base URL: https://host/v1."""
+    model: str
+    """The model, as the endpoint names it."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """The environment variable that holds the key. The key itself never stands in a file."""
+    timeout_s: Seconds = 300.0
+    """The longest time for one request."""
+
+
+class AnthropicEngineConfig(EngineSection):
+    """Any endpoint of Anthropic's Messages, for `art gateway`, `art generate` and `art eval`. Its model cannot be
+    trained, and its replies are text without token ids."""
+
+    can_train = False
+
+    name: Literal["anthropic"]
+    base_url: str = "https://api.anthropic.com"
+    """The endpoint's base URL, without /v1/messages."""
+    model: str
+    """The model, as the endpoint names it."""
+    api_key_env: str = "ANTHROPIC_API_KEY"
+    """The environment variable that holds the key. The key itself never stands in a file."""
+    max_tokens: PositiveInt = 8192
+    """The largest number of tokens of a reply to a call that sets none, because this protocol needs one."""
+    timeout_s: Seconds = 300.0
+    """The longest time for one request."""
+
+
+HostedEngineConfig = OpenAIEngineConfig | AnthropicEngineConfig
+
+
+# The arguments and variables of vLLM that art sets itself -> the configuration key to use instead, if there is one.
+VLLM_OWN_ARGS = {
+    "model": "model.base",
+    "dtype": "model.dtype",
+    "max-model-len": "model.max_length",
+    "chat-template": "model.chat_template",
+    "max-lora-rank": "model.lora.rank",
+    "enable-sleep-mode": "engine.sleep",
+    "hf-token": "the environment variable HF_TOKEN",
+    **dict.fromkeys(("host", "port", "uds", "root-path", "ssl-keyfile", "ssl-certfile", "api-key", "config")),
+    **dict.fromkeys(("enable-lora", "served-model-name", "logprobs-mode", "generation-config", "headless")),
+}
+VLLM_OWN_ENV = ("VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE")
+
+
+class VllmEngineConfig(EngineSection):
+    """vLLM, which art starts as a process, or which runs already at `base_url`. It swaps LoRA adapters: `model.lora` is
+    set."""
+
+    swaps_adapters = True
+
+    name: Literal["vllm"]
+    python: Path | None = None
+    """The Python of the environment that has vLLM. null: the Python that art runs in."""
+    args: dict[str, JsonValue] = {}
+    """vLLM's arguments, by its own names: {tensor-parallel-size: 2, enforce-eager: true}. null removes an argument that
+    art sets by default."""
+    env: dict[str, str] = {}
+    """Environment variables of the server. They stand in the run's config.json, so put no secrets here."""
+    sleep: Literal["auto", 0, 1, 2] = "auto"
+    """What happens to the weights while the learner works. 1: they move to the host's memory. 2: they are dropped.
+    0: they stay on the GPU. auto: 1 where engine and learner share a GPU, else 0."""
+    start_timeout_s: Seconds = 600.0
+    """The longest time from the start of the process to its first answer."""
+    replicas: PositiveInt = 1
+    """The number of servers that art starts. Each has GPUs of its own, as many as its arguments say. The attempts of a
+    group stay with one server, and the calls of a server that ends move to the others."""
+    base_url: str | list[str] | None = None
+    """A vLLM server that runs already and sees the run's files: http://127.0.0.1:8000. A list is several servers, used
+    like replicas. null: art starts them."""
+    api_key_env: str = "VLLM_API_KEY"
+    """The environment variable that holds the key of the server at `base_url`."""
+    timeout_s: Seconds = 600.0
+    """The longest time for one request."""
+
+    @field_validator("args")
+    @classmethod
+    def _not_our_args(cls, args: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for name in args:
+            plain = name.lstrip("-").replace("_", "-")
+            if plain in VLLM_OWN_ARGS:
+                where = VLLM_OWN_ARGS[plain]
+                raise ValueError(f"{name!r} is set by art itself" + (f"; use {where}" if where else "; remove it"))
+            if name.startswith("-"):
+                raise ValueError(f"{name!r}: write it without dashes in front: {plain!r}")
+        return args
+
+    @field_validator("env")
+    @classmethod
+    def _not_our_env(cls, env: dict[str, str]) -> dict[str, str]:
+        if ours := [name for name in VLLM_OWN_ENV if name in env]:
+            raise ValueError(f"{', '.join(ours)} is set by art itself; remove it")
+        return env
+
+    @model_validator(mode="after")
+    def _own_or_running(self) -> Self:
+        of_own = {"python", "args", "env", "sleep", "start_timeout_s", "replicas"} & self.model_fields_set
+        if self.base_url is not None and of_own:
+            raise ValueError(f"with 'base_url' the server is somebody else's: remove {', '.join(sorted(of_own))}")
+        if self.base_url is None and "api_key_env" in self.model_fields_set:
+            raise ValueError(
+                "'api_key_env' is the key of a server at 'base_url'; a server of our own gets a random one"
+            )
+        plain = [url.rstrip("/").removesuffix("/v1") for url in self.urls]
+        if self.base_url == [] or len(set(plain)) < len(plain):
+            raise ValueError("'base_url' names each server once, and at least one")
+        return self
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers that run already; empty where art starts them."""
+        return [self.base_url] if isinstance(self.base_url, str) else self.base_url or []
+
+    @property
+    def num_servers(self) -> int:
+        return len(self.urls) or self.replicas
+
+
+class TinkerEngineConfig(EngineSection):
+    """A server of the Tinker protocol on another machine, such as `art backend`. `learner: tinker` trains on it."""
+
+    enforces_formats = False
+
+    name: Literal["tinker"]
+    base_url: str = Field(pattern=r"^https?://[^\s/@]+(/[^\s@]*)?$", max_length=2000)
+    """The server's root: http://gpu:8100."""
+    api_key_env: str = "TINKER_API_KEY"
+    """The environment variable that holds the key. The key itself never stands in a file."""
+    base_model: str | None = None
+    """The base model's name at the server. null: that of model.base."""
+    timeout_s: Seconds = 3600.0
+    """The longest time for one request, also for one that waits until the server has room."""
+
+
+class OwnEngineConfig(EngineSection):
+    """A user's own engine: a class in a file beside the configuration."""
+
+    name: Literal["entry"]
+    entry: str
+    """ "file.py:Class", made as art_cli.engines says: Class(setup)."""
+    options: dict[str, JsonValue] = {}
+    """What the class gets as `setup.options`; no secrets: they stand in config.json."""
+
+
+EngineConfig = Annotated[
+    AutoEngineConfig
+    | EmbeddedEngineConfig
+    | OpenAIEngineConfig
+    | AnthropicEngineConfig
+    | VllmEngineConfig
+    | TinkerEngineConfig
+    | OwnEngineConfig,
+    Field(discriminator="name"),
+]

@@ -1,0 +1,250 @@
+"""The `judge` section: what scores rollouts, one class for each judge."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
+
+from art_cli.config.sections.base_config import (
+    Count,
+    Device,
+    Float,
+    Int,
+    NonNegative,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+    Seed,
+    UnitInterval,
+)
+
+FlipRate = Annotated[Float, Field(ge=0, lt=1)]
+
+
+class NoiseConfig(Section):
+    """What is known of the judge's errors. With flip rates: of verdicts 0 and 1. Without (`noise: votes`): the votes
+    on each attempt say how far its score can be trusted."""
+
+    false_positive: FlipRate | None = None
+    """The share of wrong attempts that the judge gives a 1. `art judge --report --gold` measures it."""
+    false_negative: FlipRate | None = None
+    """The share of right attempts that the judge gives a 0."""
+    min_reliability: UnitInterval = 0.0
+    """A group is left out, and counts as one without signal, unless more than this share of its reward differences is
+    true. 0: unless its attempts differ by no more than their votes do."""
+    ask_again: Count = 0
+    """With votes: how many further rounds of votes a group may get before it is left out, as many votes in each as in
+    the first. Those of all rounds count together."""
+
+    @property
+    def is_from_votes(self) -> bool:
+        return self.false_positive is None
+
+    @model_validator(mode="after")
+    def _pair_of_rates(self) -> Self:
+        if (self.false_positive is None) != (self.false_negative is None):
+            raise ValueError("set both 'false_positive' and 'false_negative', or neither")
+        if (self.false_positive or 0.0) + (self.false_negative or 0.0) >= 1:
+            raise ValueError("false_positive + false_negative must be below 1: such a judge says nothing of the truth")
+        if self.ask_again and not self.is_from_votes:
+            raise ValueError("'ask_again' asks for further votes, and flip rates are of a judge that has none")
+        return self
+
+
+def _noise_from_votes(section: Any) -> Any:
+    return {} if section == "votes" else section
+
+
+class ScoringJudgeConfig(Section):
+    noise: Annotated[NoiseConfig | None, BeforeValidator(_noise_from_votes)] = None
+    """The judge's errors, by which advantages are corrected: {false_positive: 0.1, false_negative: 0.2}, or votes.
+    null: rewards are taken as they are."""
+
+
+class RolloutJudgeConfig(ScoringJudgeConfig):
+    """The reward that the rollout itself returned."""
+
+    name: Literal["rollout"] = "rollout"
+
+
+class NoJudgeConfig(Section):
+    """No judge, for a loss that learns from no rewards. A rollout's reward is what it returned, or 0."""
+
+    name: Literal["none"]
+
+
+class FunctionJudgeConfig(ScoringJudgeConfig):
+    """A user's own judge: a class, or a function `judge(group: list[Trajectory])`, which returns a list of rewards or a
+    dict from id to reward. `judge: {entry: ...}` means this one."""
+
+    name: Literal["function"]
+    entry: str
+    """The function as "file.py:function".
+
+    Or a class as "file.py:Class", a subclass of art_cli.Judge (docs/judges.md)."""
+    options: dict[str, JsonValue] = {}
+    """Keyword arguments that the class is made with."""
+    timeout_s: Seconds = 600.0
+    """The longest time for one group."""
+
+
+class PriceConfig(Section):
+    """US dollars per million tokens, for a model that the packaged price table does not know."""
+
+    input: NonNegative
+    """The price of a million prompt tokens."""
+    output: NonNegative
+    """The price of a million completion tokens."""
+
+
+# The names in `judge.params` that litellm uses itself, and does not send as fields of the request.
+LITELLM_PARAMS = frozenset(
+    {
+        *("api_key", "api_base", "api_version", "base_url", "organization", "headers", "extra_headers", "extra_body"),
+        *("drop_params", "additional_drop_params", "allowed_openai_params", "fallbacks", "mock_response"),
+    }
+)
+
+
+class JudgeModelConfig(Section):
+    """A model that judges, and how it is reached."""
+
+    model: str = "openai/o3"
+    """The model, as litellm names it (openai/o3, anthropic/claude-sonnet-4-5), or with `base_url` as that server names
+    it. Other providers than OpenAI need litellm: pip install 'art-cli[litellm]'."""
+    base_url: str | None = None
+    """Any OpenAI-compatible endpoint: http://127.0.0.1:8000/v1. null: the provider that `model` names (OpenAI is asked
+    at OPENAI_BASE_URL, if that is set)."""
+    api_key_env: str | None = None
+    """The variable, in the environment or in .env, that holds the key. null: the provider's usual one; OPENAI_API_KEY
+    for a `base_url`."""
+    params: dict[str, JsonValue] = {}
+    """Parameters that each call passes on: {temperature: 0}, {reasoning_effort: low}."""
+    response_format: Literal["auto", "json_schema", "text"] = "auto"
+    """How the answer is asked for. auto: by a JSON schema if the model takes one, else as text."""
+    price: PriceConfig | None = None
+    """What the model costs. null: litellm's packaged table; unknown where litellm is not installed."""
+
+    @property
+    def needs_litellm(self) -> bool:
+        """Whether the model is asked through litellm. OpenAI's own models and those at a `base_url` are not."""
+        if self.base_url is not None:
+            return False
+        is_plain = self.model.startswith("openai/") and not self.model.startswith("openai/responses/")
+        return not is_plain or any(name in LITELLM_PARAMS for name in self.params)
+
+
+def no_litellm(member: JudgeModelConfig) -> str:
+    """What to tell a user whose judge needs litellm, which is not installed."""
+    cure = "pip install 'art-cli[litellm]', or name an OpenAI-compatible endpoint in base_url"
+    return f"{member.model} is asked through litellm, which is not installed: {cure}"
+
+
+class PanelMemberConfig(JudgeModelConfig):
+    weight: PositiveFloat = 1.0
+    """The weight of its score in the panel's mean."""
+
+
+class RulerJudgeConfig(JudgeModelConfig, ScoringJudgeConfig):
+    """RULER: a language model sees all attempts of a group at once and scores each in [0, 1] against the others."""
+
+    name: Literal["ruler"]
+    panel: list[PanelMemberConfig] = []
+    """Several models instead of `model`, each with the keys of a judge's model and a `weight`. The score is their
+    weighted mean."""
+    rubric: Path | None = None
+    """A text file with what the judge looks for. null: the packaged rubric."""
+    instructions: Path | None = None
+    """A text file with the whole system prompt, in which the rubric replaces `{rubric}`. null: the packaged prompt."""
+    votes: PositiveInt = 1
+    """How often each model is asked, each time with the attempts in another order and under other ids."""
+    aggregate: Literal["mean", "median"] = "mean"
+    """How the votes become one score."""
+    seed: Seed = 0
+    """The seed of the orders and ids."""
+    max_group: Annotated[Int, Field(ge=4, le=64)] = 16
+    """The largest number of attempts in one call. A larger group is judged in parts that share anchors, and put on one
+    scale."""
+    max_tokens_per_attempt: Annotated[Int, Field(ge=100)] = 10_000
+    """The largest number of tokens of an attempt, estimated at 4 bytes a token. In a longer one tool outputs are cut in
+    the middle first, then the other long texts."""
+    attempts: PositiveInt = 3
+    """How often a vote is asked for again when its answer cannot be used. Each time the model is once sent its answer
+    with what is wrong in it."""
+    retries: Count = 6
+    """How often a call is made again after a rate limit, a server error, a lost connection or its deadline."""
+    timeout_s: Seconds = 300.0
+    """The longest time for one call."""
+    concurrency: PositiveInt = 32
+    """The number of calls at once."""
+    budget_usd: PositiveFloat | None = None
+    """The most that may be spent. Judging stops before a call would exceed it, and everything so far is saved. null: no
+    limit."""
+    budget_tokens: PositiveInt | None = None
+    """The largest number of prompt and completion tokens together. null: no limit."""
+    cache: Path | Literal["user"] | None = "user"
+    """The SQLite file of verdicts already paid for. user: art/verdicts.sqlite in the user's cache directory. null:
+    none."""
+
+    @model_validator(mode="after")
+    def _model_or_panel(self) -> Self:
+        fields = JudgeModelConfig.model_fields
+        single = [name for name in fields if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
+        if self.panel and single:
+            raise ValueError(f"with a panel, each member has its own: remove {', '.join(single)}")
+        return self
+
+
+class RewardModelJudgeConfig(ScoringJudgeConfig):
+    """A local sequence-classification model: the score is one logit (or its probability) of the whole conversation."""
+
+    name: Literal["reward_model"]
+    model: str
+    """A hub id or a directory with a model that `AutoModelForSequenceClassification` loads."""
+    label: Count = 0
+    """The index of the model's output that is the score."""
+    activation: Literal["none", "sigmoid", "softmax"] = "none"
+    """How the logit becomes the score. none: it is the score, and may lie outside [0, 1]."""
+    batch_size: PositiveInt = 8
+    """The number of conversations in one forward pass."""
+    max_length: PositiveInt | None = None
+    """The largest number of tokens of a conversation; only the end of a longer one counts. null: the model's own
+    context length."""
+    device: Device = "auto"
+    """The torch device. auto: the GPU if there is one."""
+
+
+def _own_judge(section: Any) -> Any:
+    """A judge without a name but with an `entry` is a user's own."""
+    is_own = isinstance(section, dict) and "entry" in section and "name" not in section
+    return {"name": "function", **section} if is_own else section
+
+
+_OneJudgeConfig = RolloutJudgeConfig | FunctionJudgeConfig | RulerJudgeConfig | RewardModelJudgeConfig
+NamedJudgeConfig = Annotated[_OneJudgeConfig, Field(discriminator="name"), BeforeValidator(_own_judge)]
+
+
+class BlendJudgeConfig(ScoringJudgeConfig):
+    """The weighted mean of several judges' rewards."""
+
+    name: Literal["blend"]
+    blend: dict[str, PositiveFloat]
+    """The weight of each judge: {ruler: 0.7, rollout: 0.3}. A name is one of `judges`, or a judge with its defaults."""
+    judges: dict[str, NamedJudgeConfig] = {}
+    """The judges in `blend` that need keys of their own: {strict: {name: ruler, rubric: strict.txt}}."""
+
+    @model_validator(mode="after")
+    def _known_names(self) -> Self:
+        if not self.blend:
+            raise ValueError("'blend' needs at least one judge")
+        if inner := [name for name, judge in self.judges.items() if judge.noise is not None]:
+            raise ValueError(f"'noise' is of the blended reward: set it beside 'blend', not in {', '.join(inner)}")
+        if unknown := sorted(set(self.blend) - set(self.judges) - {"rollout", "ruler"}):
+            raise ValueError(f"define {', '.join(unknown)} under 'judges'; only 'rollout' and 'ruler' have defaults")
+        if unused := sorted(set(self.judges) - set(self.blend)):
+            raise ValueError(f"{', '.join(unused)} under 'judges' has no weight in 'blend'")
+        return self
+
+
+JudgeConfig = Annotated[_OneJudgeConfig | BlendJudgeConfig | NoJudgeConfig, Field(discriminator="name")]

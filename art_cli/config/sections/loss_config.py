@@ -1,0 +1,405 @@
+"""The `loss` and `algorithm` sections: how scored groups become a gradient."""
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
+
+from pydantic import Field, JsonValue, model_validator
+
+from art_cli.config.sections.base_config import (
+    Count,
+    Float,
+    NonNegative,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+    UnitInterval,
+)
+
+
+class TruncateConfig(Section):
+    """Truncated importance sampling (Yao et al. 2025, fengyao.notion.site/off-policy-rl): the weight is min(ρ, cap)."""
+
+    name: Literal["truncate"]
+    cap: PositiveFloat = 2.0
+    """The largest weight of a token."""
+
+
+class IcepopConfig(Section):
+    """IcePop (Ring-1T 2025, arXiv:2510.18855): the weight is ρ, and tokens whose ρ is out of bounds are left out."""
+
+    name: Literal["icepop"]
+    low: PositiveFloat = 0.5
+    """The smallest ρ of a token that is trained on."""
+    high: PositiveFloat = 5.0
+    """The largest ρ of a token that is trained on."""
+
+    @model_validator(mode="after")
+    def _bounds_hold_1(self) -> Self:
+        return _check_bounds(self, self.low, self.high)
+
+
+class SequenceMaskConfig(Section):
+    """Samples whose geometric mean of ρ is out of bounds are left out whole (Liu et al. 2025, "When Speed Kills
+    Stability"); the weight of other tokens is min(ρ, cap)."""
+
+    name: Literal["sequence_mask"]
+    low: PositiveFloat = 0.8
+    """The smallest geometric mean of ρ of a sample that is trained on."""
+    high: PositiveFloat = 1.25
+    """The largest geometric mean of ρ of a sample that is trained on."""
+    cap: PositiveFloat = 2.0
+    """The largest weight of a token."""
+
+    @model_validator(mode="after")
+    def _bounds_hold_1(self) -> Self:
+        return _check_bounds(self, self.low, self.high)
+
+
+class DppoConfig(Section):
+    """DPPO (Qi et al. 2026, arXiv:2602.04879): tokens whose probability moved further than delta, and that the update
+    would move on, are left out; the weight of others is min(ρ, cap)."""
+
+    name: Literal["dppo"]
+    divergence: Literal["tv", "kl"] = "tv"
+    """tv: the difference of the token's probabilities. kl: KL(engine || learner) of the token against all others."""
+    delta: PositiveFloat = 0.15
+    """The largest divergence; for kl a third of it is usual."""
+    cap: PositiveFloat = 20.0
+    """The largest weight of a token."""
+
+
+OffPolicyConfig = TruncateConfig | IcepopConfig | SequenceMaskConfig | DppoConfig
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def _check_bounds(section: AnySection, low: float, high: float) -> AnySection:
+    if not low < 1 < high:
+        raise ValueError(f"low {low:g} and high {high:g}: a ratio of 1, which is on-policy, must lie between them")
+    return section
+
+
+MeanOver = Literal["trained", "all"]
+
+
+class BaseLossConfig(Section):
+    compares_attempts: ClassVar[bool] = True  # whether an attempt's worth is relative to the others of its group
+
+    kl: NonNegative = 0.0
+    """Weight of KL(policy || reference), k3 estimate; the reference is the model, adapter off. 0: not computed."""
+    off_policy: Annotated[OffPolicyConfig, Field(discriminator="name")] | None = None
+    """Which weight a token has that an older policy sampled, or an engine that rounds differently. ρ is the token's
+    probability under the learner, at the start of the step, over that of the engine. null: PPO's ratio is to the
+    engine's probability instead, and there are no weights."""
+    echo: NonNegative = 0.0
+    """ECHO (Shrivastava et al. 2026, arXiv:2605.24517): weight of the cross entropy of what the environment answered
+    to a reply (tool outputs, further user messages), over these tokens' own count. Attempts of groups without signal
+    are learned from too. 0: off."""
+    mean_over: MeanOver = "all"
+    """What the loss is a mean over. `all`: every finished trajectory of the step, so that steps shrink with the signal
+    instead of getting noisier. `trained`: the trajectories of groups with signal, so that a step of few such groups is
+    as large as one of many."""
+    entropy_floor: PositiveFloat | None = None
+    """The mean entropy in nats per token below which the loss rewards entropy, with a coefficient that grows by
+    `entropy_step` in every step below the floor and falls by as much in every other (Skywork-OR1, arXiv:2505.22312).
+    null: no reward."""
+    entropy_step: PositiveFloat = 0.005
+    """By how much the coefficient changes in a step."""
+    clip_cov: Annotated[Float, Field(gt=0, lt=1)] | None = None
+    """The share of an optimizer step's sampled tokens without gradient: those whose logprob and advantage are furthest
+    above their means together, because they cost most entropy (Clip-Cov, arXiv:2505.22617). null: none."""
+    kl_cov: Annotated[Float, Field(gt=0, lt=1)] | None = None
+    """The share of an optimizer step's sampled tokens, chosen as for `clip_cov`, that are held near their probability
+    before the step (KL-Cov, arXiv:2505.22617, which takes 0.0002 to 0.002). null: none."""
+    kl_cov_weight: PositiveFloat = 1.0
+    """Weight of KL(before the step || now), k3 estimate, of these tokens."""
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether it learns from the rewards of a group, so that every attempt must have one."""
+        return True
+
+    @property
+    def takes_noise(self) -> bool:
+        """Whether judge.noise can correct its advantages: comparisons of a group's rewards, and of nothing else."""
+        return self.compares_attempts
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """(knob, message) for each knob that is set and has no effect."""
+        if "entropy_step" in self.model_fields_set and self.entropy_floor is None:
+            yield "entropy_step", "used with entropy_floor only"
+        if "kl_cov_weight" in self.model_fields_set and self.kl_cov is None:
+            yield "kl_cov_weight", "used with kl_cov only"
+        if self.kl_cov is not None and self.clip_cov is not None:
+            yield "kl_cov", "holds back the tokens whose gradient clip_cov takes away; set one of the two"
+
+
+class ScaledLossConfig(BaseLossConfig):
+    scale_advantages: bool = True
+    """Divide advantages by the group's standard deviation."""
+
+
+class ClippedLossConfig(BaseLossConfig):
+    clip: PositiveFloat = 0.2
+    """The ratio of new to old probability counts from 1 - clip to 1 + clip."""
+
+
+class GrpoConfig(ScaledLossConfig, ClippedLossConfig):
+    """GRPO (Shao et al. 2024, arXiv:2402.03300): PPO clip, mean over all sampled tokens of the step."""
+
+    name: Literal["grpo"] = "grpo"
+
+
+class DrGrpoConfig(ClippedLossConfig):
+    """Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): no division by length or standard deviation."""
+
+    name: Literal["dr_grpo"]
+    max_tokens: PositiveInt | None = None
+    """The constant each trajectory's sum is divided by. null: rollout.sampling.max_tokens."""
+
+
+class DapoConfig(ScaledLossConfig):
+    """DAPO (Yu et al. 2025, arXiv:2503.14476): clip-higher, token-level mean, soft punishment of overlong replies."""
+
+    name: Literal["dapo"]
+    clip: PositiveFloat = 0.2
+    """The ratio of new to old probability counts down to 1 - clip."""
+    clip_high: PositiveFloat = 0.28
+    """The ratio of new to old probability counts up to 1 + clip_high."""
+    overlong: Literal["keep", "mask", "penalty"] = "keep"
+    """Trajectories cut off by a length limit: train as they are, leave out, or lower the reward near the limit."""
+    overlong_buffer: PositiveInt = 256
+    """Tokens before the limit in which the penalty grows from 0 to 1 (equation 13)."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from super().conflicts()
+        if "overlong_buffer" in self.model_fields_set and self.overlong != "penalty":
+            yield "overlong_buffer", f"used with loss.overlong 'penalty' only, which is {self.overlong!r}"
+
+
+class GspoConfig(ScaledLossConfig):
+    """GSPO (Zheng et al. 2025, arXiv:2507.18071): the ratio of a whole sequence, its geometric mean over tokens."""
+
+    name: Literal["gspo"]
+    clip: PositiveFloat = 3e-4
+    """The ratio of new to old probability counts down to 1 - clip."""
+    clip_high: PositiveFloat = 4e-4
+    """The ratio of new to old probability counts up to 1 + clip_high."""
+
+
+class CispoConfig(ScaledLossConfig):
+    """CISPO (MiniMax-M1 2025, arXiv:2506.13585): the clipped, detached ratio as a weight on the log-likelihood."""
+
+    name: Literal["cispo"]
+    clip: PositiveFloat = 1.0
+    """Lower bound 1 - clip; at 1 there is none."""
+    clip_high: PositiveFloat = 4.0
+    """The ratio of new to old probability counts up to 1 + clip_high."""
+
+
+class GigpoConfig(ScaledLossConfig, ClippedLossConfig):
+    """GiGPO (Feng et al. 2025, arXiv:2505.10978): GRPO, and each reply against the group's others in equal states."""
+
+    name: Literal["gigpo"]
+    step_weight: NonNegative = 1.0
+    """Weight of the advantage within equal states, beside that of the whole attempt. 0: GRPO."""
+    gamma: UnitInterval = 0.95
+    """Discount per turn: with k turns still to come, a reply's return is gamma^k times the reward."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from super().conflicts()
+        if "gamma" in self.model_fields_set and self.step_weight == 0:
+            yield "gamma", "used within equal states only, and loss.step_weight is 0"
+
+
+class GagpoConfig(ScaledLossConfig, ClippedLossConfig):
+    """GAGPO (Zhu et al. 2026, arXiv:2605.13217): GAE over turns; a state's value is the group's mean return there."""
+
+    name: Literal["gagpo"]
+    gamma: UnitInterval = 0.95
+    """Discount per turn: with k turns still to come, a reply's return is gamma^k times the reward."""
+    gae_lambda: UnitInterval = 0.95
+    """How far a change of value counts for the replies before it. 0: for the reply before it only; 1: for all."""
+
+
+class MaxrlConfig(ClippedLossConfig):
+    """MaxRL (Tajwar et al. 2026, arXiv:2602.02710): advantages are divided by the group's mean reward, so that a
+    scenario counts the more the seldomer it is solved. For rewards of at least 0."""
+
+    name: Literal["maxrl"]
+
+
+class RlooConfig(ClippedLossConfig):
+    """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): the baseline is the mean reward of the others in the group, and a
+    whole trajectory is one action."""
+
+    name: Literal["rloo"]
+    clip: PositiveFloat = 0.2
+    """The ratio of new to old probability of a whole sample counts from 1 - clip to 1 + clip."""
+
+
+class ReinforcePlusPlusConfig(ClippedLossConfig):
+    """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): rewards are normalized over all trajectories of the step."""
+
+    name: Literal["reinforce++"]
+    baseline: bool = False
+    """true: the group's mean is subtracted before (REINFORCE++ w/ baseline)."""
+
+
+class GdpoConfig(ClippedLossConfig):
+    """GDPO (Liu et al. 2026, arXiv:2601.05242): a reward in several parts, each normalized within its group."""
+
+    name: Literal["gdpo"]
+    reward_parts: dict[str, Float] = Field(min_length=1)
+    """The weight of each part: {win: 1.0, brevity: 0.2}. A name is one of the rollout's metrics, or `reward`, which is
+    the reward of the rollout or the judge. The reward as such does not count otherwise."""
+
+    @property
+    def takes_noise(self) -> bool:
+        return False
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from super().conflicts()
+        for name, weight in self.reward_parts.items():
+            if weight == 0:
+                yield f"reward_parts.{name}", "a part of weight 0 has no effect; leave it out"
+
+
+class TeacherConfig(Section):
+    """The model whose logprobs of the policy's tokens are taught. It must have the policy's tokenizer."""
+
+    model: str
+    """A directory, a hub id, a run or a checkpoint of art; with `base_url` the name that the server knows it by, and
+    with `protocol: tinker` a base model of the server or saved weights (tinker://...)."""
+    base_url: str | None = None
+    """A server: http://127.0.0.1:8000/v1 of vLLM, or http://10.0.0.7:8100 of the Tinker protocol. null: the model is
+    loaded beside the policy, on the learner's device."""
+    protocol: Literal["vllm", "tinker"] = "vllm"
+    """What the server speaks. tinker: as `art backend` does, through the extra art-cli[tinker]."""
+    api_key_env: str | None = None
+    """The variable, in the environment or in .env, that holds the server's key. null: no key is sent to vLLM, and
+    TINKER_API_KEY holds that of a server of the Tinker protocol."""
+    timeout_s: Seconds = 120.0
+    """The longest time for one request to the server."""
+    retries: Count = 5
+    """How often a request is made again after a rate limit, a server error, a lost connection or its deadline."""
+    concurrency: PositiveInt = 16
+    """The number of requests at once."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """(knob, message) for each knob that is set and has no effect."""
+        for knob in ("protocol", "api_key_env", "timeout_s", "retries", "concurrency"):
+            if self.base_url is None and knob in self.model_fields_set:
+                yield knob, "used with loss.teacher.base_url only: a model that is loaded here needs no requests"
+        if self.base_url is not None and self.protocol == "tinker" and "retries" in self.model_fields_set:
+            yield "retries", "used with protocol=vllm only: the SDK of the Tinker protocol asks again until timeout_s"
+
+
+class TaughtLossConfig(ScaledLossConfig, ClippedLossConfig):
+    reward_weight: NonNegative = 0.0
+    """Weight of GRPO's advantage, which is added to the teacher's of each token. 0: rewards are not learned from."""
+    divergence: Literal["reverse_kl", "jensen_shannon"] = "reverse_kl"
+    """What the teacher's advantages lower. reverse_kl: KL(policy || teacher), where a token that the teacher never
+    writes outweighs all others. jensen_shannon: twice the Jensen-Shannon divergence; no advantage is below -0.69."""
+
+    @property
+    def needs_rewards(self) -> bool:
+        return self.reward_weight > 0
+
+    @property
+    def takes_noise(self) -> bool:
+        return False
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from super().conflicts()
+        if "scale_advantages" in self.model_fields_set and not self.needs_rewards:
+            yield (
+                "scale_advantages",
+                "used with loss.reward_weight above 0 only: the teacher's advantages are not scaled",
+            )
+
+
+class DistillConfig(TaughtLossConfig):
+    """On-policy distillation (Thinking Machines 2025): a teacher's log-ratio as each sampled token's advantage."""
+
+    name: Literal["distill"]
+    teacher: TeacherConfig
+    prefix_weight: NonNegative = 0.0
+    """IW-OPD (Xie et al. 2026, arXiv:2606.22600): tokens before the policy left the teacher count up to 1 + this."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from super().conflicts()
+        yield from ((f"teacher.{knob}", message) for knob, message in self.teacher.conflicts())
+
+
+class SdpoConfig(TaughtLossConfig):
+    """SDPO (2026, arXiv:2601.20802): the policy that has read the judge's explanation teaches the one that has not."""
+
+    name: Literal["sdpo"]
+    teacher_rate: Annotated[Float, Field(gt=0, le=1)] = 0.05
+    """The teacher is a moving average of the policy, as in the paper: after each step it moves by this share toward the
+    policy's weights. 1: the teacher is the policy itself."""
+    feedback: str | None = None
+    """The text added to the first user message, where {explanation}, {score}, {rank} and {attempts} are the judge's.
+    null: the one on docs/teachers.md."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from super().conflicts()
+        if self.feedback is not None and "{explanation}" not in self.feedback:
+            yield "feedback", "has no {explanation}, so that the policy would not read what the judge said"
+
+
+class PpoConfig(ClippedLossConfig):
+    """PPO with a critic (Schulman et al. 2017, arXiv:1707.06347), with advantages of turns as in Turn-PPO (Li et al.
+    2025, arXiv:2512.17008). It compares no attempts with each other, so rollout.group_size may be 1."""
+
+    compares_attempts: ClassVar[bool] = False
+
+    name: Literal["ppo"]
+    gamma: UnitInterval = 0.99
+    """The discount of the reward for each turn that follows."""
+    gae_lambda: UnitInterval = 0.9
+    """Generalized advantage estimation: 0 trusts the critic's value of the next turn, 1 the reward that was got."""
+    value_learning_rate: PositiveFloat = 1e-2
+    """AdamW's learning rate of the critic's value head, in units of the reward; else as in `train`."""
+    value_clip: PositiveFloat | None = 0.2
+    """By how much a value may move toward its target in one step that has several updates. null: by any amount."""
+    value_trunk: bool = False
+    """Whether the critic's gradient also moves the policy's weights, and not its value head alone."""
+    value_coefficient: PositiveFloat = 0.5
+    """Weight of the critic's error in the loss, where `value_trunk` is true."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from super().conflicts()
+        if "mean_over" in self.model_fields_set:
+            yield "mean_over", "has no effect here: with a critic every group has signal, so both means are the same"
+        if "value_coefficient" in self.model_fields_set and not self.value_trunk:
+            yield "value_coefficient", "used with loss.value_trunk=true only; else loss.value_learning_rate says it all"
+
+
+LossConfig = Annotated[
+    GrpoConfig
+    | DrGrpoConfig
+    | DapoConfig
+    | GspoConfig
+    | CispoConfig
+    | GigpoConfig
+    | GagpoConfig
+    | MaxrlConfig
+    | RlooConfig
+    | ReinforcePlusPlusConfig
+    | GdpoConfig
+    | DistillConfig
+    | SdpoConfig
+    | PpoConfig,
+    Field(discriminator="name"),
+]
+
+
+class AlgorithmConfig(BaseLossConfig):
+    """A user's own algorithm, instead of a named loss."""
+
+    entry: str
+    """ "file.py:Class", a subclass of art_cli.learners.algorithms.Algorithm (docs/algorithms.md)."""
+    options: dict[str, JsonValue] = {}
+    """Keyword arguments that the class is made with."""

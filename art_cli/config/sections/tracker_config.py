@@ -1,0 +1,105 @@
+"""The `tracker` section: where metrics go besides metrics.jsonl, one class for each tracker."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue
+
+from art_cli.config.sections.base_config import Count, PositiveInt, Seconds, Section
+
+
+class NoTrackerConfig(Section):
+    """metrics.jsonl only."""
+
+    name: Literal["none"] = "none"
+
+
+class WandbTrackerConfig(Section):
+    """Weights & Biases: every metric, rewards as a histogram, a table of samples for each step, checkpoints."""
+
+    name: Literal["wandb"]
+    project: str = "art"
+    """The W&B project."""
+    entity: str | None = None
+    """The W&B user or team. null: the default one of the key."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: nothing is sent, and neither a key nor a network is needed."""
+    checkpoint_every: Count = 0
+    """Every so many steps, and after the last one, the checkpoint is sent as an artifact; 0: none is."""
+
+
+class TensorBoardTrackerConfig(Section):
+    """TensorBoard: every metric, rewards as a histogram, samples as text, in `tensorboard` of the run's directory."""
+
+    name: Literal["tensorboard"]
+
+
+class MlflowTrackerConfig(Section):
+    """MLflow: every metric, the configuration as parameters, a table of samples for each step, checkpoints."""
+
+    name: Literal["mlflow"]
+    url: str | None = None
+    """The tracking server or database. null: MLFLOW_TRACKING_URI; without it the SQLite file `mlflow.db` beside the
+    run's directory."""
+    experiment: str = "art"
+    """The MLflow experiment; it is made if there is none."""
+    checkpoint_every: Count = 0
+    """Every so many steps, and after the last one, the checkpoint is stored as an artifact; 0: none is."""
+
+
+class TrackioTrackerConfig(Section):
+    """trackio: every metric, rewards as a histogram, samples as traces, on this machine or in a Space."""
+
+    name: Literal["trackio"]
+    project: str = "art"
+    """The trackio project."""
+    space: str | None = None
+    """A Hugging Face Space that shows it, "name" or "organisation/name". null: a file on this machine."""
+
+
+class LangfuseTrackerConfig(Section):
+    """Langfuse: a trace for each attempt, with generations and tools, its rewards as scores. The keys are in
+    LANGFUSE_PUBLIC_KEY and LANGFUSE_SECRET_KEY."""
+
+    name: Literal["langfuse"]
+    url: str | None = None
+    """The server. null: LANGFUSE_BASE_URL or LANGFUSE_HOST; without them https://cloud.langfuse.com."""
+    max_groups: PositiveInt | None = None
+    """The number of groups of each step, and of each evaluation, whose attempts are sent. null: all."""
+    timeout_s: Seconds = 30.0
+    """The longest time for one request, with all that it is tried again. What takes longer is lost to Langfuse."""
+
+
+class OtelTrackerConfig(Section):
+    """OpenTelemetry: a trace for each attempt, sent over OTLP/HTTP. Keys are in OTEL_EXPORTER_OTLP_HEADERS."""
+
+    name: Literal["otel"]
+    url: str | None = None
+    """The receiver. null: OTEL_EXPORTER_OTLP_ENDPOINT; without it http://localhost:4318."""
+    max_groups: PositiveInt | None = None
+    """The number of groups of each step, and of each evaluation, whose attempts are sent. null: all."""
+    timeout_s: Seconds = 30.0
+    """The longest time for one request, with all that it is tried again. What takes longer is lost to the receiver."""
+
+
+class OwnTrackerConfig(Section):
+    """A user's own tracker: a class with log, log_trajectories and close (art_cli.reports.trackers.Tracker)."""
+
+    name: Literal["entry"]
+    """May be left out beside `entry`."""
+    entry: str
+    """ "file.py:Class", made as Class(run, **options) (docs/trackers.md)."""
+    options: dict[str, JsonValue] = {}
+    """Keyword arguments that the class is made with."""
+
+
+TrackerConfig = Annotated[
+    NoTrackerConfig
+    | WandbTrackerConfig
+    | TensorBoardTrackerConfig
+    | MlflowTrackerConfig
+    | TrackioTrackerConfig
+    | LangfuseTrackerConfig
+    | OtelTrackerConfig
+    | OwnTrackerConfig,
+    Field(discriminator="name"),
+]

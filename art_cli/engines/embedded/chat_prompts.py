@@ -1,0 +1,403 @@
+"""Chat requests as prompt tokens, and sampled text as assistant messages.
+
+`render` uses the tokenizer's chat template. `MessageParser` reads the sampled text: calls in the syntax that the
+template writes (call_syntax.py) become tool calls, and a leading `<think>` block becomes `reasoning_content`.
+Everything else stays content, byte for byte, apart from the line break that templates put before a call. So the prompt
+of the next turn, rendered from this message, continues the sampled tokens.
+
+A block that is no call (broken JSON, no name) stays content. `tool_choice` "required" or a named function puts the
+opening of a call into the prompt, as the template writes it, and a grammar (formats.py) holds the rest to the tools'
+schemas. Another grammar holds a reply to `response_format`.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from art_cli.chat.chat_errors import ChatError, invalid
+from art_cli.chat.control_tokens import Guard
+from art_cli.chat.reading import check_size
+from art_cli.chat.requests import Request, demands_format, text_of
+from art_cli.engines.embedded.call_syntax import HERMES, SPACE, CallSyntax, Schemas, find_syntax, schemas_of
+from art_cli.engines.embedded.formats import Format, Thoughts, reply_format
+from art_cli.engines.embedded.reply_text import MARKERS, Vocabulary, overlap
+from art_cli.engines.embedded.templates import TooLong
+
+Json = dict[str, Any]
+
+CALL, _, THINK, THINK_END = MARKERS
+_WRITES_ANEW = re.compile(r"\barguments\s*\|\s*tojson")
+MAX_ASIDE = 2**20  # most characters of messages and tools that a template may leave out, as thoughts of earlier turns
+SHORT = 4096  # characters of a request that is rendered at once; a tokenizer takes 1 us for each at most
+VALUE = 8  # characters that take as long as one JSON value of a request
+MAX_LENGTH = 2**20  # tokens of the context where the caller gives no length
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A request's prompt, and how to read its reply."""
+
+    ids: list[int]
+    opening: str = ""  # the beginning of the reply, which the prompt already holds
+    has_tools: bool = False
+    has_thinking: bool = False
+    format: Format | None = None  # the grammar of the reply; None: it is free
+    syntax: CallSyntax = HERMES  # the way this model writes calls
+    schemas: Schemas = field(default_factory=dict)
+    is_guarded: bool = False  # whether the tokenizer alone would have made control tokens of a text
+
+    def parser(self) -> "MessageParser":
+        return MessageParser(
+            has_tools=self.has_tools,
+            has_thinking=self.has_thinking,
+            opening=self.opening,
+            is_held=self.format is not None,
+            syntax=self.syntax,
+            schemas=self.schemas,
+        )
+
+
+def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGTH) -> Prompt:
+    """The prompt of a request, for a context of `max_length` tokens. It may take seconds, so not in an event loop.
+
+    Raises ChatError 400: the template refuses the request, the context cannot hold it, or the engine cannot do it.
+    """
+    if request.prompt is not None:
+        text = request.prompt
+        return Prompt(text if isinstance(text, list) else _encode(vocabulary, text, max_length, request))
+    tools = request.tools if request.tool_choice != "none" else []
+    if _num_letters([request.messages, tools]) > max_length * vocabulary.longest + MAX_ASIDE:
+        raise too_long(request, f"more than {max_length}", max_length)
+    template = vocabulary.tokenizer.chat_template or ""
+    text, guard = _apply_template(vocabulary, request, tools, max_length)
+    syntax = find_syntax(template)
+    opening = _call_opening(guard.value(request.tool_choice), template, syntax) if tools else ""
+    has_thinking = THINK_END in template
+    thoughts: Thoughts = "free" if has_thinking and not text.rstrip().endswith(THINK_END) else "none"
+    if has_thinking and text.rstrip().endswith(THINK):
+        opening, thoughts = "", "begun"  # the call has to come after the thought
+    ids = _encode(vocabulary, text + opening, max_length, request, guard)
+    is_guarded = vocabulary.controls.differ(text, guard.restored(text))
+    format = reply_format(vocabulary, request, tools, thoughts)
+    begun = THINK if thoughts == "begun" else guard.restored(opening)
+    return Prompt(ids, begun, bool(tools), has_thinking, format, syntax, schemas_of(tools), is_guarded)
+
+
+def is_short(request: Request) -> bool:
+    """Whether `render` takes at most some milliseconds, whatever the request holds."""
+    if request.template_kwargs or demands_format(request):
+        return False
+    left = SHORT
+    waiting: list[Any] = [request.prompt, request.messages, request.tools]
+    while waiting and left >= 0:
+        value = waiting.pop()
+        left -= VALUE
+        if isinstance(value, dict):
+            left -= len(value)
+            if left >= 0:
+                waiting += value.values()
+                left -= sum(map(len, value))
+        elif isinstance(value, list):
+            left -= len(value)
+            waiting += value if left >= 0 else ()
+        elif isinstance(value, str):
+            left -= len(value)
+    return left >= 0
+
+
+def _num_letters(value: Any) -> int:
+    """Number of characters of all texts in a JSON value."""
+    if isinstance(value, dict):
+        return sum(map(_num_letters, value.values()))
+    return sum(map(_num_letters, value)) if isinstance(value, list) else len(value) if isinstance(value, str) else 0
+
+
+def num_wanted(request: Request) -> int:
+    """Number of tokens that the reply needs: the client's max_tokens, or one where that is only a bound."""
+    asked = request.sampling.max_tokens
+    is_needed = "max_tokens" in request.user_set and not request.caps_tokens
+    return asked if asked is not None and is_needed else 1
+
+
+def too_long(request: Request, num_prompt: int | str, most: int) -> ChatError:
+    """The refusal of a prompt that, with its reply, exceeds the context's `most` tokens."""
+    return ChatError(
+        400,
+        f"this model's context holds {most} tokens (model.max_length); the prompt has {num_prompt} and the reply was "
+        f"to have {num_wanted(request)}; shorten one of them",
+        param="messages" if request.messages is not None else "prompt",
+        code="context_length_exceeded",
+    )
+
+
+def _encode(
+    vocabulary: Vocabulary, text: str, max_length: int, request: Request, guard: Guard | None = None
+) -> list[int]:
+    param = "messages" if request.messages is not None else "prompt"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise invalid(f"{param}: a lone surrogate (\\ud800 to \\udfff) is no text", param) from None
+    try:
+        if guard is None:  # a prompt in plain text is the client's own, with the control tokens in it
+            ids = vocabulary.encode(text, most=max_length, adds_special=True)
+        else:
+            ids = vocabulary.encode_chat(text, guard, most=max_length)
+    except ValueError as error:
+        raise invalid(f"{param}: {error}", param) from error
+    if ids is None:
+        raise too_long(request, f"more than {max_length}", max_length)
+    return ids
+
+
+def _apply_template(vocabulary: Vocabulary, request: Request, tools: list[Json], max_length: int) -> tuple[str, Guard]:
+    """The prompt's text with the guard's stand-ins in it."""
+    assert request.messages is not None, "a request has messages or a prompt"
+    template = vocabulary.tokenizer.chat_template or ""
+    keeps_text = "arguments is string" in template or "arguments is not string" in template  # Qwen3; Mistral
+    messages = [for_template(message, keeps_text) for message in request.messages]
+    stand_ins = StandIns(request.messages if _writes_anew(template) and not keeps_text else ())
+    most = max_length * vocabulary.longest
+    wishes = {} if request.thinks is None else {"enable_thinking": request.thinks}
+    guard = Guard(vocabulary.controls, messages, request.messages, tools, request.template_kwargs, request.tool_choice)
+    messages, tools, variables = guard.messages(messages), guard.value(tools), guard.value(request.template_kwargs)
+    stand_ins.texts = {place: guard.json(text) for place, text in stand_ins.texts.items()}
+
+    def rendered(messages: list[Json]) -> str:
+        return vocabulary.template.render(messages, tools, variables, most=most, wishes=wishes)
+
+    try:
+        text = stand_ins.replaced(rendered(stand_ins.put_into(messages))) if stand_ins.texts else None
+        if text is None:
+            return rendered(messages), guard
+        if len(text) > most:
+            raise TooLong
+        return text, guard
+    except TooLong:
+        raise too_long(request, f"more than {max_length}", max_length) from None
+
+
+@cache
+def _writes_anew(template: str) -> bool:
+    return _WRITES_ANEW.search(template) is not None
+
+
+class StandIns:
+    """Keeps the arguments of calls as they were written, where a template would write them anew (`arguments | tojson`).
+
+    The template gets an object of a name that nobody can guess in their place, and its text is put right afterwards. So
+    a call that the model wrote with other spaces than Python's continues the tokens that were sampled.
+    """
+
+    def __init__(self, messages: Sequence[Json]) -> None:
+        calls = [(m, c) for m, message in enumerate(messages) for c in range(len(message.get("tool_calls") or ()))]
+        given = {place: messages[place[0]]["tool_calls"][place[1]]["function"].get("arguments") for place in calls}
+        self.texts = {place: text for place, text in given.items() if isinstance(text, str) and text[:1] == "{"}
+        self._name = secrets.token_hex(12) if self.texts else ""
+
+    def put_into(self, messages: list[Json]) -> list[Json]:
+        changed = list(messages)
+        for number, (m, c) in enumerate(self.texts):
+            calls = list(changed[m]["tool_calls"])
+            calls[c] = {**calls[c], "function": {**calls[c]["function"], "arguments": {self._name: number}}}
+            changed[m] = {**changed[m], "tool_calls": calls}
+        return changed
+
+    def replaced(self, text: str) -> str | None:
+        """The text with the arguments in it. None: the template did something else with an object than write it."""
+        for number, arguments in enumerate(self.texts.values()):
+            stand_in = json.dumps({self._name: number})
+            if text.count(stand_in) != 1:
+                return None
+            text = text.replace(stand_in, arguments)
+        return None if self._name in text else text
+
+
+def for_template(message: Json, keeps_text: bool) -> Json:
+    """The message as templates expect it: content as a string, arguments of calls as an object (or as they were)."""
+    role = "system" if message["role"] == "developer" else message["role"]
+    message = {**message, "role": role, "content": text_of(message.get("content"))}
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_call_for_template(call, keeps_text) for call in message["tool_calls"]]
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _call_for_template(call: Json, keeps_text: bool) -> Json:
+    function = dict(call["function"])
+    arguments = function.get("arguments") or "{}"
+    try:
+        parsed = _read_arguments(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        raise invalid(f"messages: arguments of a call to {function.get('name')!r} are not JSON", "messages") from None
+    function["arguments"] = arguments if keeps_text else parsed
+    return {**call, "function": function}
+
+
+def _read_arguments(arguments: str) -> Any:
+    check_size(arguments.encode(errors="replace"), "messages: a call's arguments", "messages")
+    return json.loads(arguments)
+
+
+def _call_opening(choice: str | Json, template: str, syntax: CallSyntax) -> str:
+    if choice in ("auto", "none"):
+        return ""
+    if CALL not in template or not syntax.can_be_forced:
+        raise invalid(f"tool_choice: only 'auto' and 'none' here, the chat template writes no {CALL}{{", "tool_choice")
+    if isinstance(choice, dict):
+        return f'{CALL}\n{{"name": {json.dumps(choice["function"]["name"], ensure_ascii=False)}, "arguments": '
+    return f'{CALL}\n{{"name": "'
+
+
+# --- parsing ----------------------------------------------------------------------------------------------------------
+
+
+class MessageParser:
+    """An assistant message that grows by text. Each push returns the new parts as OpenAI deltas.
+
+    `message` is the sum of the deltas, so that streamed and whole replies are the same.
+    """
+
+    def __init__(
+        self,
+        *,
+        has_tools: bool,
+        has_thinking: bool,
+        opening: str = "",
+        is_held: bool = False,
+        syntax: CallSyntax = HERMES,
+        schemas: Schemas | None = None,
+    ) -> None:
+        """`is_held`: a grammar holds the reply, so that a reply that does not begin with a call has none."""
+        self._has_tools, self._is_held = has_tools, is_held
+        self._syntax, self._schemas = syntax, schemas or {}
+        self._held = opening  # text whose meaning is not decided yet
+        self._state = "start" if has_thinking else "content"  # start, think, content, call
+        self._gap = ""  # white space after a call; it is shown if text follows
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self.calls: list[Json] = []
+
+    def push(self, text: str) -> list[Json]:
+        """The deltas that this text adds."""
+        self._held += text
+        return self._advance(is_last=False)
+
+    def flush(self) -> list[Json]:
+        """The deltas of the text held back, now that no text follows."""
+        return self._advance(is_last=True)
+
+    @property
+    def message(self) -> Json:
+        message: Json = {"role": "assistant", "content": "".join(self._content)}
+        if self._reasoning:
+            message["reasoning_content"] = "".join(self._reasoning)
+        if self.calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = self.calls
+        return message
+
+    def _advance(self, is_last: bool) -> list[Json]:
+        deltas: list[Json] = []
+        state = ""
+        while state != self._state:
+            state = self._state
+            deltas += getattr(self, f"_in_{state}")(is_last)
+        return deltas
+
+    def _in_start(self, is_last: bool) -> list[Json]:
+        """A think block counts only at the very beginning."""
+        text = self._held.lstrip(SPACE)
+        if text.startswith(THINK):
+            self._held, self._state = text[len(THINK) :].lstrip("\n"), "think"
+        elif is_last or not THINK.startswith(text):
+            self._state = "content"
+        return []
+
+    def _in_think(self, is_last: bool) -> list[Json]:
+        if not self._reasoning:
+            self._held = self._held.lstrip("\n")
+        thought, end, rest = self._held.partition(THINK_END)
+        if end:
+            self._held, self._state = rest, "after_think"
+            return self._think(thought.rstrip("\n"))
+        keep = (
+            0 if is_last else max(overlap(thought, THINK_END), len(thought) - len(_before_marker(thought, THINK_END)))
+        )
+        self._held = thought[len(thought) - keep :]
+        return self._think(thought[: len(thought) - keep])
+
+    def _in_after_think(self, is_last: bool) -> list[Json]:
+        """Skips the line breaks that templates put between thought and answer."""
+        self._held = self._held.lstrip("\n")
+        if self._held:
+            self._state = "content"
+        return []
+
+    def _in_content(self, is_last: bool) -> list[Json]:
+        begin = self._syntax.begin
+        if self._is_held and self._held and not self.calls and not overlap(self._held, begin):
+            self._has_tools = self._has_tools and self._held.startswith(begin)
+        if not self._has_tools:
+            text, self._held = self._held, ""
+            return self._show(text)
+        if self._may_be_bare_call() and not is_last:
+            return []
+        if self._may_be_bare_call() and (calls := self._syntax.read(self._held, self._schemas)):
+            self._held = ""
+            return self._call(calls)
+        before, call, rest = self._held.partition(begin)
+        if call:
+            self._held, self._state = rest, "call"
+            return self._show(before.removesuffix("\n"))
+        keep = max(overlap(before, begin), overlap(before, "\n" + begin))
+        if is_last and not self._is_held:  # of a reply that a grammar holds, it is a call that was cut
+            keep = 0
+        self._held = "" if is_last else before[len(before) - keep :]
+        return self._show(before[: len(before) - keep], is_last)
+
+    def _in_call(self, is_last: bool) -> list[Json]:
+        end = self._syntax.end
+        body, found, rest = self._held.partition(end) if end else (self._held, "", "")
+        if not found and not is_last:
+            return []
+        self._state, self._held = "content", rest
+        if not found and self._is_held and end:
+            return []  # max_tokens has cut it, and its markup is no content
+        calls = self._syntax.read(body, self._schemas)
+        return self._show(self._syntax.begin + body + found) if calls is None else self._call(calls)
+
+    def _may_be_bare_call(self) -> bool:
+        """Whether the whole reply may still be one call without a marker."""
+        is_first = not self.calls and not self._content
+        return self._syntax.is_bare_json and is_first and self._held.lstrip(SPACE)[:1] in ("", "{")
+
+    def _call(self, calls: list[Json]) -> list[Json]:
+        first = len(self.calls)
+        self.calls += calls
+        return [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(calls, first)]
+
+    def _show(self, text: str, is_last: bool = False) -> list[Json]:
+        """The text as content. White space after a call is held back until other text follows."""
+        if self.calls:
+            text = self._gap + text
+            bare = text.rstrip(SPACE)
+            self._gap, text = text[len(bare) :], bare
+        if not text:
+            return []
+        self._content.append(text)
+        return [{"content": text}]
+
+    def _think(self, text: str) -> list[Json]:
+        if not text:
+            return []
+        self._reasoning.append(text)
+        return [{"reasoning_content": text}]
+
+
+def _before_marker(text: str, marker: str) -> str:
+    """The text without its end, where that is line breaks and a beginning of the marker."""
+    return text[: len(text) - overlap(text, marker)].rstrip("\n")

@@ -1,0 +1,447 @@
+"""EmbeddedEngine: samples from the policy in this process. This is its asyncio side; engine_thread.py runs the model.
+
+    Request -> messages.render -> Generations -> the thread samples -> Pieces -> text, messages -> Reply or Chunks
+
+It answers requests (`backend` is the engine itself) and serves no port. With `shares_weights` a learner in this process
+updates the same weights that it samples from, so `load` only records the step. Otherwise `load` reads the checkpoint.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import threading
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar
+
+import msgspec
+import numpy as np
+
+from art_cli.chat import Backend
+from art_cli.chat.chat_errors import ChatError, invalid
+from art_cli.chat.reading import RequestReader
+from art_cli.chat.replies import Choice, Chunk, Echo, Reply
+from art_cli.chat.requests import Request, needs_echo
+from art_cli.config.sections.engine_config import EmbeddedEngineConfig
+from art_cli.engines import Endpoint, EngineSetup
+from art_cli.engines.embedded import chat_prompts as messages
+from art_cli.engines.embedded import token_sampling as sampling
+from art_cli.engines.embedded.chat_prompts import Prompt
+from art_cli.engines.embedded.choices import ChoiceWriter, Piece, context_of, echo_of, reply_limit, stop_ids
+from art_cli.engines.embedded.engine_thread import EngineThread, Generation
+from art_cli.engines.embedded.grammars import GrammarError, Grammars
+from art_cli.engines.embedded.model_runner import ForwardRunner, ScoredPart
+from art_cli.engines.embedded.reply_text import Detokenizer, Vocabulary
+from art_cli.engines.embedded.scheduler import Scheduler, TokenSequence
+from art_cli.engines.embedded.token_sampling import Reshaping
+from art_cli.models import loading as model
+from art_cli.models.loading import Weights
+from art_cli.runtime import openmp, threads
+from art_cli.runtime.errors import EngineError
+
+Json = dict[str, Any]
+Result = TypeVar("Result")
+
+LOCK_DEADLINE_S = 600.0  # longest wait for the weights; a learner holds them for a whole step
+REPLY_DEADLINE_S = 3600.0
+CLOSE_DEADLINE_S = 60.0
+WATCH_EVERY_S = 1.0
+MAX_ALTERNATIVES = 2**21  # top_logprobs of all whole replies being sampled; each takes some 160 bytes
+
+
+class EmbeddedEngine:
+    """Engine and Backend in one. All requests in flight are sampled together."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        *,
+        name: str,
+        config: EmbeddedEngineConfig,
+        step: int = 0,
+        shares_weights: bool = True,
+    ) -> None:
+        self.endpoint = Endpoint(base_url=None, api_key="", model=name, step=step)
+        self._weights, self._config, self._shares_weights = weights, config, shares_weights
+        self._vocabulary = Vocabulary(weights.tokenizer)
+        vocab, stop_ids = weights.model.config.vocab_size, _stop_ids(weights)
+        self._stop_ids = [id for id in stop_ids if id < vocab]
+        self._grammars = Grammars(weights.tokenizer, vocab=vocab, stop_ids=stop_ids)
+        self._reader = RequestReader()
+        self._room = _Room(MAX_ALTERNATIVES)
+        self._thread: EngineThread | None = None
+        self._runner: ForwardRunner | None = None
+        self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, config: EmbeddedEngineConfig, setup: EngineSetup) -> Self:
+        assert setup.weights is not None, "the embedded engine samples from weights in this process"
+        return cls(setup.weights, name=setup.name, config=config, step=setup.step, shares_weights=setup.shares_weights)
+
+    @property
+    def backend(self) -> Backend:
+        return self
+
+    # --- Engine -------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Raises EngineError: a model that cannot run here."""
+        assert self._thread is None, "started twice"
+        self._runner = ForwardRunner(self._weights)
+        scheduler = Scheduler(
+            max_slots=self._config.max_batch,
+            prefill_tokens=self._config.prefill_tokens,
+            max_length=self._weights.max_length,
+            max_tokens=self._runner.token_budget(),
+        )
+        self._thread = EngineThread(
+            self._runner,
+            scheduler,
+            stop_ids=_stop_ids(self._weights),
+            vocab=self._weights.model.config.vocab_size,
+            step=self.endpoint.step,
+        )
+        self._thread.start()
+        openmp.release_pool()  # the runner's check of the model used this thread's pool
+
+    async def load(self, checkpoint: Path, step: int) -> None:
+        """Raises CheckpointError: the checkpoint does not fit; EngineError: the weights are held for too long."""
+        thread = self._running_thread()
+
+        def load() -> None:
+            if not self._shares_weights:
+                model.load_checkpoint(self._weights, checkpoint)
+            thread.set_step(step)
+
+        await self._with_weights(load)
+        self.endpoint = msgspec.structs.replace(self.endpoint, step=step)
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        self._running_thread()
+        assert self._runner is not None
+        return await self._with_weights(partial(self._runner.score, token_ids))
+
+    def longest_prompt(self) -> int:
+        return self._weights.max_length * self._vocabulary.longest
+
+    async def sleep(self) -> None:
+        """Frees keys and values; the weights stay, because the learner holds them. Running generations go on later."""
+        await self._with_weights(self._running_thread().let_go)
+
+    async def wake(self) -> None:
+        """Nothing to do: sampling starts with the next request."""
+
+    async def watch(self) -> NoReturn:
+        while True:
+            self._running_thread()
+            await asyncio.sleep(WATCH_EVERY_S)
+
+    async def close(self) -> None:
+        self._grammars.close()
+        if self._thread is not None and not await asyncio.to_thread(self._thread.close, CLOSE_DEADLINE_S):
+            raise EngineError(f"the embedded engine's thread did not end within {CLOSE_DEADLINE_S:.0f} s")
+
+    async def _with_weights(self, work: Callable[[], Result]) -> Result:
+        def locked() -> Result:
+            if not self._weights.lock.acquire(timeout=LOCK_DEADLINE_S):
+                raise EngineError(f"the weights were not free within {LOCK_DEADLINE_S:.0f} s; is the learner stuck?")
+            try:
+                return work()
+            finally:
+                self._weights.lock.release()
+
+        return await threads.compute(locked)
+
+    def _running_thread(self) -> EngineThread:
+        if self._thread is None:
+            raise EngineError("the embedded engine was not started")
+        self._thread.check()
+        return self._thread
+
+    # --- Backend ------------------------------------------------------------------------------------------------------
+
+    def models(self) -> list[str]:
+        return [self.endpoint.model]
+
+    async def reply(self, request: Request) -> Reply:
+        job = await self._job(request)
+        async with self._room.taken(job.num_alternatives):
+            with self._submitted(job):
+                async with _deadline():
+                    pieces = [await job.next() for _ in range(request.sampling.n)]
+        pieces.sort(key=lambda taken: taken.choice)
+        return Reply(
+            id=job.id,
+            created=job.created,
+            model=request.model,
+            choices=[self._whole_choice(job, index, piece) for index, piece in pieces],
+            prompt_ids=job.prompt.ids,
+            step=min(piece.step for _, piece in pieces),
+            sampling=job.sampling,
+        )
+
+    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        job = await self._job(request, is_stream=True)
+        writers = [
+            ChoiceWriter(self._vocabulary, job.request, job.prompt, index, job.echo)
+            for index in range(request.sampling.n)
+        ]
+        open_choices, is_first = len(writers), True
+        with self._submitted(job):
+            while open_choices:
+                async with _deadline():
+                    index, piece = await job.next()
+                yield Chunk(
+                    id=job.id,
+                    created=job.created,
+                    model=request.model,
+                    choice=writers[index].write(piece),
+                    is_last=piece.finish_reason is not None,
+                    prompt_ids=job.prompt.ids if is_first else None,
+                    step=piece.step,
+                    sampling=job.sampling,
+                )
+                open_choices -= piece.finish_reason is not None
+                is_first = False
+
+    async def _job(self, request: Request, *, is_stream: bool = False) -> "_Job":
+        if request.model != self.endpoint.model:
+            raise ChatError(404, f"the model {request.model!r} does not exist", param="model", code="model_not_found")
+        prompt = await self._prompt(request)
+        if prompt.format is not None and (request.sampling.min_tokens or request.sampling.ignore_eos):
+            raise invalid("min_tokens, ignore_eos: not with a format or a forced call, whose end decides", "min_tokens")
+        mailbox = self._mailboxes.setdefault(loop := asyncio.get_running_loop(), _Mailbox(loop))
+        job = _Job(request, prompt, self._weights, self._vocabulary, mailbox, is_stream, self._stop_ids)
+        if not job.generations:
+            job.end_unsampled(self.endpoint.step)
+        if needs_echo(request):
+            job.echo = await self._echo(request, prompt.ids)
+        if prompt.format is not None:
+            matcher = await self._grammars.compile(prompt.format)
+            for generation in job.generations:
+                generation.matcher = matcher.deep_copy()
+        return job
+
+    async def _echo(self, request: Request, ids: list[int]) -> Echo:
+        """The prompt with its logprobs, if they are asked for. A part at a time holds the weights, so that others are
+        sampled meanwhile; if the weights change between two parts, it begins again."""
+        version: object = None
+        found: list[ScoredPart] = []
+        thread, runner = self._running_thread(), self._runner
+        assert runner is not None
+        num_top = min(request.top_logprobs, self._weights.model.config.vocab_size)
+
+        def next_part() -> tuple[object, ScoredPart | None]:
+            return (self._weights.version, thread.step), next(parts, None)
+
+        parts: Iterator[ScoredPart] = iter(())
+        is_whole = not request.wants_logprobs
+        while not is_whole:
+            now, part = await self._with_weights(next_part)
+            if now != version:
+                version, found, parts = now, [], runner.score_parts(ids, num_top)
+            elif part is not None:
+                found.append(part)
+            else:
+                is_whole = True
+        logprobs = [logprob for part in found for logprob in part.logprobs]
+        top = [likeliest for part in found for likeliest in part.top]
+        return await threads.call_in_thread(echo_of, self._vocabulary, request, ids, logprobs, top)
+
+    async def _prompt(self, request: Request) -> Prompt:
+        """Rendered on the event loop where that is sooner done than handed to a thread."""
+        if messages.is_short(request):
+            return messages.render(self._vocabulary, request, self._weights.max_length)
+        return await self._reader.read(messages.render, self._vocabulary, request, self._weights.max_length)
+
+    @contextlib.contextmanager
+    def _submitted(self, job: "_Job") -> Iterator[None]:
+        """The job's generations are sampled inside. Leaving early cancels those that have not ended."""
+        try:
+            thread = self._running_thread()
+            thread.add(job.generations)
+        except EngineError as error:
+            raise ChatError(500, str(error)) from error
+        try:
+            yield
+        finally:
+            if job.num_open:
+                thread.cancel(job.generations)
+
+    def _whole_choice(self, job: "_Job", index: int, piece: Piece) -> Choice:
+        writer = ChoiceWriter(self._vocabulary, job.request, job.prompt, index, job.echo)
+        choice = writer.write(piece)
+        choice.text = writer.text
+        choice.message = writer.message
+        return choice
+
+
+class _Mailbox:
+    """Passes the pieces of one step to an event loop in one call. It drops them when the loop is closed."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+
+    def __call__(self, pieces: list[tuple[Generation, Piece]]) -> None:
+        with contextlib.suppress(RuntimeError):
+            if (loop := self._loop()) is not None:
+                loop.call_soon_threadsafe(self._hand_out, pieces)
+
+    @staticmethod
+    def _hand_out(pieces: list[tuple[Generation, Piece]]) -> None:
+        for generation, piece in pieces:
+            generation.owner.put(generation, piece)
+
+
+class Taken(NamedTuple):
+    choice: int
+    piece: Piece
+
+
+class _Job:
+    """One request being answered: its generations, and the pieces that have come and were not taken yet."""
+
+    def __init__(
+        self,
+        request: Request,
+        prompt: Prompt,
+        weights: Weights,
+        vocabulary: Vocabulary,
+        mailbox: _Mailbox,
+        is_stream: bool,
+        ends: Sequence[int],
+    ) -> None:
+        limit = reply_limit(request, prompt, weights.max_length, weights.model.config.vocab_size)
+        self.id = f"{'chatcmpl' if request.messages is not None else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.request, self.prompt, self._ends = request, prompt, ends
+        self.sampling = msgspec.structs.replace(request.sampling, max_tokens=limit - len(prompt.ids))
+        self.num_open = request.sampling.n
+        self.echo: Echo | None = None
+        self._pieces: asyncio.Queue[Taken] = asyncio.Queue()
+        ids = np.array(prompt.ids, np.int64)
+        seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64)
+        self.generations = [
+            self._generation(ids, limit, sampling.seed_of(seed, index), vocabulary, mailbox, is_stream)
+            for index in range(request.sampling.n if limit > len(ids) else 0)
+        ]
+        self._index = {id(generation): index for index, generation in enumerate(self.generations)}
+
+    def _generation(
+        self, ids: Any, limit: int, seed: int, vocabulary: Vocabulary, mailbox: _Mailbox, is_stream: bool
+    ) -> Generation:
+        knobs = self.request.sampling
+        reshaping = None
+        if knobs.reshaping:
+            reshaping = Reshaping(knobs, ids, np.array([*self._ends, *knobs.stop_ids], np.int64))
+        generation = Generation(
+            sequence=TokenSequence(ids, limit),
+            temperature=knobs.temperature,
+            top_p=knobs.top_p,
+            top_k=knobs.top_k,
+            seed=seed,
+            owner=self,
+            mailbox=mailbox,
+            is_stream=is_stream,
+            num_top=self.request.top_logprobs if self.request.wants_logprobs else 0,
+            top_temperature=knobs.temperature if self.request.is_processed else 0.0,
+            stops=knobs.stop,
+            stop_ids=frozenset(knobs.stop_ids),
+            min_tokens=knobs.min_tokens,
+            ignores_ends=knobs.ignore_eos,
+            reshaping=reshaping,
+            text=Detokenizer(vocabulary, context_of(self.prompt)) if knobs.stop else None,
+        )
+        generation.sequence.payload = generation
+        return generation
+
+    def end_unsampled(self, step: int) -> None:
+        """Ends every choice of a request that samples nothing."""
+        for index in range(self.num_open):
+            self._pieces.put_nowait(Taken(index, Piece([], [], [], None, step, "length")))
+
+    @property
+    def num_alternatives(self) -> int:
+        """The number of top_logprobs that the reply may have."""
+        num_top = self.request.top_logprobs if self.request.wants_logprobs else 0
+        return self.sampling.n * (self.sampling.max_tokens or 0) * num_top
+
+    def put(self, generation: Generation, piece: Piece) -> None:
+        self._pieces.put_nowait(Taken(self._index[id(generation)], piece))
+
+    async def next(self) -> Taken:
+        """The next piece of any choice. Raises ChatError 400: its grammar failed; 500: the engine failed."""
+        taken = await self._pieces.get()
+        if isinstance(taken.piece.failure, GrammarError):
+            assert self.prompt.format is not None
+            raise invalid(f"{self.prompt.format.param}: {taken.piece.failure}", self.prompt.format.param)
+        if taken.piece.failure is not None:
+            raise ChatError(500, str(taken.piece.failure))
+        self.num_open -= taken.piece.finish_reason is not None
+        return taken
+
+
+class _Room:
+    """Room for so many numbers. Those who take some wait for it, first come, first served, on any event loop."""
+
+    def __init__(self, size: int) -> None:
+        self._size = self._free = size
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._lock = threading.Lock()
+
+    @contextlib.asynccontextmanager
+    async def taken(self, num: int) -> AsyncIterator[None]:
+        """Raises ChatError 400 if they never fit."""
+        if num > self._size:
+            message = f"n x max_tokens x top_logprobs is {num}, more than {self._size}; ask for fewer, or a stream"
+            raise invalid(message, "top_logprobs")
+        if num == 0:
+            yield
+            return
+        place = num, asyncio.get_running_loop().create_future()
+        self._change(0, joins=place)
+        try:
+            await place[1]
+            yield
+        finally:
+            self._change(num, leaves=place)
+
+    def _change(self, freed: int, *, joins: Any = None, leaves: Any = None) -> None:
+        with self._lock:
+            if joins is not None:
+                self._waiting.append(joins)
+            if leaves in self._waiting:  # its client went before there was room
+                self._waiting.remove(leaves)
+            else:
+                self._free += freed
+            while self._waiting and self._waiting[0][0] <= self._free:
+                num, entered = self._waiting.popleft()
+                self._free -= num
+                try:
+                    entered.get_loop().call_soon_threadsafe(_enter, entered)
+                except RuntimeError:  # its event loop is closed
+                    self._free += num
+
+
+def _enter(entered: "asyncio.Future[None]") -> None:
+    if not entered.done():
+        entered.set_result(None)
+
+
+def _stop_ids(weights: Weights) -> list[int]:
+    """The tokens that end a reply of the model."""
+    return stop_ids(getattr(weights.model, "generation_config", None), weights.model.config, weights.tokenizer)
+
+
+@contextlib.asynccontextmanager
+async def _deadline() -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(REPLY_DEADLINE_S):
+            yield
+    except TimeoutError as error:
+        raise ChatError(504, f"no answer within {REPLY_DEADLINE_S:.0f} s") from error

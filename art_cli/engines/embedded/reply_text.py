@@ -1,0 +1,195 @@
+"""Sampled tokens as text, piece by piece: Detokenizer, and StopWatch on top of it.
+
+The text of streamed and of whole replies comes from here, so that the streamed pieces joined are the whole reply. It
+knows neither messages (chat_prompts.py) nor torch.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache, cached_property, lru_cache
+from typing import Any
+
+from art_cli.chat.control_tokens import ControlTokens, Guard
+from art_cli.engines.embedded.encoding import TextEncoder
+from art_cli.engines.embedded.templates import ChatTemplate
+
+UNKNOWN = "\ufffd"  # the replacement character: bytes that are no character are decoded to it
+MAX_WAITING = 16  # most tokens that wait for the end of a character; its bytes are in 4, the others have no text
+FEW = 12  # most tokens whose text is remembered; the ends of prompts, and short replies, come again and again
+MAX_KNOWN = 4096  # number of texts that are remembered
+MAX_UNKNOWN = 3  # most U+FFFD that the beginning of a character is decoded to, one for each byte
+SURE = 8  # characters per token; a text with more is tokenized in parts first; English has 4 to 5
+SMALLEST_PART = 4096  # characters
+MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+# Markers that stay in the text even where they are special tokens, because messages are read from them.
+SHOWN = (*MARKERS, "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|tool_call|>", "<|/tool_call|>")
+
+
+class Vocabulary:
+    """A tokenizer as the engine uses it: tokens of text, text of tokens, and which tokens are never shown."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer)
+        self.controls = ControlTokens(tokenizer)
+        self._encoder = TextEncoder(tokenizer)
+        shown = {tokenizer.convert_tokens_to_ids(marker) for marker in SHOWN} - {tokenizer.unk_token_id}
+        special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.hidden = frozenset(special | set(tokenizer.all_special_ids)) - shown
+        self._size = 1 + max(tokenizer.get_vocab().values())
+        self._texts: dict[int, str] = {}
+        self._decode_few = lru_cache(MAX_KNOWN)(self._decode)
+
+    @cached_property
+    def longest(self) -> int:
+        """Number of characters of the longest token. A text of more than n times as many has more than n tokens."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    def encode(self, text: str, *, most: int, adds_special: bool) -> list[int] | None:
+        """The tokens of a text; None: more than `most`. A text that is far too long is not tokenized as a whole."""
+        if len(text) > most * self.longest or (len(text) > SURE * most and self._is_too_long(text, most)):
+            return None
+        ids = self._encoder.encode(text, adds_special=adds_special)
+        return ids if len(ids) <= most else None
+
+    def encode_chat(self, text: str, guard: Guard, *, most: int) -> list[int] | None:
+        """The same of a text that the chat template made of guarded values. Raises ValueError as ControlTokens does."""
+        whole = guard.restored(text)
+        if len(whole) > most * self.longest or (len(whole) > SURE * most and self._is_too_long(whole, most)):
+            return None
+        ids = self._encoder.encode_chat(text, guard, self.controls)
+        return ids if len(ids) <= most else None
+
+    def _is_too_long(self, text: str, most: int) -> bool:
+        """Whether the parts of a text have more tokens than `most`, with room for extra tokens at the cuts."""
+        num_tokens = 0
+        for number, start in enumerate(range(0, len(text), size := max(most, SMALLEST_PART)), 1):
+            num_tokens += len(self.tokenizer.encode(text[start : start + size], add_special_tokens=False))
+            if num_tokens > most + most // 8 + 8 * number:
+                return True
+        return False
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of these tokens without the hidden ones."""
+        shown = tuple(self.shown(ids))
+        return self._decode_few(shown) if len(shown) <= FEW else self._decode(shown)
+
+    def _decode(self, shown: tuple[int, ...]) -> str:
+        return str(self.tokenizer.decode(list(shown), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def shown(self, ids: Iterable[int]) -> list[int]:
+        """The tokens that have text. A model may have rows beyond its tokenizer's last token."""
+        return [id for id in ids if id < self._size and id not in self.hidden]
+
+    def text_of(self, id: int) -> str:
+        """One token as text; "" for a hidden one. A character's part becomes lone surrogates, one a byte (PEP 383)."""
+        if id not in self._texts:
+            text = self.decode([id])
+            data = _bytes_of(self.tokenizer.convert_ids_to_tokens(id)) if UNKNOWN in text else None
+            self._texts[id] = text if data is None else data.decode(errors="surrogateescape")
+        return self._texts[id]
+
+
+def _bytes_of(token: str | None) -> bytes | None:
+    """The bytes of a byte-level token or of a byte token such as <0xE4>; None: it is neither."""
+    if token is None:
+        return None
+    if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
+        return bytes.fromhex(byte[1])
+    letters = _byte_letters()
+    return bytes(letters[letter] for letter in token) if all(letter in letters for letter in token) else None
+
+
+@cache
+def _byte_letters() -> dict[str, int]:
+    """The byte of each letter in a byte-level vocabulary: `bytes_to_unicode` of GPT-2's encoder.py."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = sorted(set(range(256)) - set(plain))
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+class Detokenizer:
+    """Text that grows by tokens and never shows a part of a character.
+
+    In some tokenizers a token's text depends on the token before it (a leading space dropped at the start). So each
+    piece is the end of a decoding that begins where the text was whole. At most MAX_WAITING tokens wait for the end of
+    a character, so that each token is decoded a bounded number of times.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, context: Sequence[int] = ()) -> None:
+        """`context`: the last tokens of the prompt."""
+        self._vocabulary = vocabulary
+        self._ids = vocabulary.shown(context)  # tokens that the next decoding begins with
+        self._num_shown = len(self._ids)  # how many of them have been shown, apart from held characters
+        self._length = len(vocabulary.decode(self._ids))  # characters of the decoding that have been shown
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that these tokens add. An unfinished character waits for the next call."""
+        self._ids.extend(self._vocabulary.shown(ids))
+        text = self._new_text()
+        if not text.endswith(UNKNOWN):
+            return self._show(text, 0)
+        if len(self._ids) - self._num_shown <= MAX_WAITING:
+            return ""
+        return self._show(text, min(MAX_UNKNOWN, len(text) - len(text.rstrip(UNKNOWN))))
+
+    def flush(self) -> str:
+        """The text that still waits, with U+FFFD for an unfinished character."""
+        return self._show(self._new_text(), 0)
+
+    def _new_text(self) -> str:
+        return self._vocabulary.decode(self._ids)[self._length :]
+
+    def _show(self, text: str, num_held: int) -> str:
+        """The text without its last `num_held` characters, which may yet change. The next decoding begins later."""
+        if text and not num_held:
+            self._begin(self._ids[self._num_shown :], 0)
+        elif len(self._ids) - self._num_shown > MAX_WAITING:
+            self._begin(self._ids[-MAX_WAITING:], num_held)
+        return text[: len(text) - num_held]
+
+    def _begin(self, ids: list[int], num_held: int) -> None:
+        self._ids, self._num_shown = ids, len(ids)
+        self._length = len(self._vocabulary.decode(ids)) - num_held
+
+
+class StopWatch:
+    """Cuts a growing text before the first stop string. Holds back an end that may begin a stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.found: str | None = None  # the stop string that the text was cut before
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.found is not None
+
+    def push(self, text: str) -> str:
+        """The text that may be shown now; "" after a stop string was found."""
+        if self.is_stopped:
+            return ""
+        text = self._held + text
+        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:
+            place, self.found = min(found)
+            self._held = ""
+            return text[:place]
+        keep = max((overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `marker`. overlap("a <to", "<tool>") is 3.
+
+    A whole `marker` does not count.
+    """
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0

@@ -1,0 +1,395 @@
+"""VllmEngine: samples from a vLLM server, one that it starts and owns, or one that runs already.
+
+    request -> waits while the server restarts or sleeps -> HttpBackend of the step's adapter -> the server
+
+A watcher sees the server's end at once, starts a new one, once, and loads the current adapter again. Requests in flight
+fail as failures of transport, so that their rollouts are played again; new ones wait. When the second server ends, the
+engine has failed: `watch` and every other call raise. Several of these engines are the replicas of replicas.py.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import msgspec
+
+from art_cli.chat import Backend
+from art_cli.chat.chat_app import closing_stream
+from art_cli.chat.chat_errors import INVALID_REQUEST, ChatError
+from art_cli.chat.client import HttpBackend
+from art_cli.chat.replies import Choice, Chunk, Reply
+from art_cli.chat.requests import Request, demands_format
+from art_cli.config.sections.engine_config import VllmEngineConfig
+from art_cli.engines import Endpoint
+from art_cli.engines.vllm.adapters import Adapters
+from art_cli.engines.vllm.chats import Chats
+from art_cli.engines.vllm.control import Refused, Scored, Unreachable
+from art_cli.engines.vllm.ready import Ready
+from art_cli.engines.vllm.traffic import Traffic
+from art_cli.engines.vllm.verbatim import restore_arguments
+from art_cli.engines.vllm.vllm_server import OwnServer, RunningServer
+from art_cli.models.policy_spec import PolicySpec
+from art_cli.runtime.errors import DriftError, EngineError
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+MAX_RESTARTS = 1
+MAX_REPLICA_RESTARTS = 3  # the same for each of several replicas, because the others answer meanwhile
+DEATH_S = 2.0  # longest time between a failed request and the news that the server ended
+NOTICE_S = 10.0  # the same for calls that can be made again
+DRAIN_S = 600.0  # longest wait for requests in flight to end before a sleep
+POLL_S = 0.05
+TOO_LONG = ("maximum context length", "max_model_len")  # phrases of vLLM's errors
+# Largest mean |difference| in nats of the likeliest next tokens, computed with the prefix cache and without it. In
+# float32 other kernels round differently. In bfloat16 8 bits of mantissa give about 0.01 nats a token.
+STALE_BOUNDS = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
+
+
+class VllmEngine:
+    """Engine and Backend in one. Before the first `load` it samples from the base model."""
+
+    def __init__(
+        self,
+        config: VllmEngineConfig,
+        model: PolicySpec,
+        *,
+        name: str,
+        step: int = 0,
+        logs: Path,
+        number: int | None = None,
+        chats: Chats | None = None,
+    ) -> None:
+        """`number` is for one of several replicas, and begins at 1; `chats` is what they share.
+
+        Raises EngineError: no such Python, or a setting that this machine cannot have.
+        """
+        self.endpoint = Endpoint(base_url=None, api_key="", model=name, step=step)
+        self._config, self._dtype = config, model.dtype
+        self._server: OwnServer | RunningServer
+        if not config.urls:
+            log_name = "vllm.log" if number is None else f"vllm-{number}.log"
+            self._server = OwnServer(config, model, name=name, log=logs / log_name)
+        else:
+            self._server = RunningServer(config, is_watched=number is not None)
+        self._chats = chats or Chats(model)
+        self._traffic = Traffic()
+        self._scores_alone = isinstance(self._server, OwnServer) and not self._server.has_gpu
+        self._name = name
+        self._max_restarts = MAX_RESTARTS if number is None else MAX_REPLICA_RESTARTS
+        self.num_ends = 0  # number of times that the server ended
+        self._adapters: Adapters | None = None  # those of the newest server
+        self._loaded: tuple[Path, int] | None = None  # checkpoint and step
+        self._ready = Ready(config.start_timeout_s)
+        self._awake, self._may_restart = asyncio.Event(), asyncio.Event()
+        self._steering = asyncio.Lock()
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def backend(self) -> Backend:
+        return self
+
+    @property
+    def pid(self) -> int:
+        """The server's process id; 0 where it is not ours or not started."""
+        return self._server.pid
+
+    @property
+    def ready(self) -> Ready:
+        """Whether the server answers."""
+        return self._ready
+
+    @property
+    def is_awake(self) -> bool:
+        return self._awake.is_set()
+
+    @property
+    def loaded(self) -> tuple[Path, int] | None:
+        """The checkpoint and the step that it samples from; None: the base model."""
+        return self._loaded
+
+    # --- Engine -------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        assert self._watcher is None, "started twice"
+        self._awake.set()
+        self._may_restart.set()
+        try:
+            await self._chats.start()
+            await self._bring_up()
+        except BaseException:
+            await self._server.stop()
+            raise
+        self._watcher = asyncio.create_task(self._watch_server())
+
+    async def load(self, checkpoint: Path, step: int) -> None:
+        """Raises CheckpointError: no adapter there; EngineError: the server refuses it, or is gone for good."""
+
+        async def load(adapters: Adapters) -> None:
+            await adapters.load(checkpoint, step)
+            self._loaded = checkpoint, step
+
+        await self._steer(load)
+        self.endpoint = msgspec.structs.replace(self.endpoint, step=step)
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """Raises DriftError: other weights computed what the prefix cache holds."""
+
+        async def score(adapters: Adapters) -> tuple[Scored, Scored]:
+            timeout_s = self._config.timeout_s
+            async with self.scoring():
+                with adapters.lease() as backend:
+                    cached = await adapters.control.score(backend.model, token_ids, is_cached=True, timeout_s=timeout_s)
+                    anew = await adapters.control.score(backend.model, token_ids, is_cached=False, timeout_s=timeout_s)
+            return cached, anew
+
+        cached, anew = await self._steer(score)
+        self._check_cache(cached, anew)
+        return anew.logprobs
+
+    def sampling(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """A request that samples. Any number of them run at once."""
+        return self._traffic.shared()
+
+    def scoring(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """A request for the logprobs of a prompt. Where vLLM could not do both, it waits for the requests that sample
+        to end, and new ones wait for it."""
+        return self._traffic.alone() if self._scores_alone else self._traffic.shared()
+
+    def longest_prompt(self) -> None:
+        """Unknown, because the tokenizer is the server's."""
+
+    async def sleep(self) -> None:
+        """Requests in flight are answered, then the GPU's memory is the learner's; nothing where they share none."""
+        if self._server.sleep_level == 0:
+            return
+        self._awake.clear()
+
+        async def sleep(adapters: Adapters) -> None:
+            await _until(lambda: adapters.num_requests == 0, DRAIN_S, "requests in flight did not end before its sleep")
+            await adapters.control.sleep(self._server.sleep_level)
+
+        await self._steer(sleep)
+        self._may_restart.clear()  # a server that dies now comes back when there is memory for it
+
+    async def wake(self) -> None:
+        """Answers again; the learner has let go of the memory that it does not hold on to."""
+        if self._server.sleep_level == 0:
+            return
+        slept = self._adapters
+        self._may_restart.set()
+        drops_base = self._server.sleep_level == 2
+
+        async def wake(adapters: Adapters) -> None:
+            if adapters is not slept:  # it was started anew meanwhile
+                return
+            await adapters.control.wake(reload_base=drops_base)
+            if drops_base and self._loaded is not None:  # adapters went with the base weights
+                await adapters.load(*self._loaded)
+
+        await self._steer(wake)
+        self._awake.set()
+
+    async def watch(self) -> NoReturn:
+        """Returns never; raises EngineError once the engine has failed for good."""
+        await self._ready.failure()
+
+    async def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.wait((self._watcher,))
+        self._ready.fail("the engine is closed")
+        if self._adapters is not None:
+            await self._adapters.close(unload=isinstance(self._server, RunningServer))
+        await self._server.stop()
+
+    # --- Backend ------------------------------------------------------------------------------------------------------
+
+    def models(self) -> list[str]:
+        return [self.endpoint.model]
+
+    async def reply(self, request: Request) -> Reply:
+        chat = await self._chats.rendered(request)
+        asked = self._server.verbatim.put_into(request) if chat is None else chat.request
+        async with self._admitted(request) as (adapters, backend), self._failures(adapters):
+            reply = await backend.reply(asked)
+        reply = reply if chat is None else chat.reply(reply)
+        for choice in reply.choices:
+            _complete_logprobs(request, choice)
+            restore_arguments(choice)
+        return reply
+
+    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        chat = await self._chats.rendered(request)
+        asked = self._server.verbatim.put_into(request) if chat is None else chat.request
+        async with (
+            self._admitted(request) as (adapters, backend),
+            self._failures(adapters),
+            closing_stream(backend.stream(asked)) as chunks,
+        ):
+            async for chunk in chunks:
+                _complete_logprobs(request, chunk.choice)
+                yield chunk if chat is None else chat.chunk(chunk)
+
+    @contextlib.asynccontextmanager
+    async def _admitted(self, request: Request) -> AsyncIterator[tuple[Adapters, HttpBackend]]:
+        """The server's adapters and the client of the current one, as soon as the request may begin. Raises ChatError:
+        no such model, or the engine has failed."""
+        await self._admit(request)
+        async with self.sampling():
+            adapters = await self._admit(request)  # a new server may have come while a prompt was scored
+            with adapters.lease() as backend:
+                yield adapters, backend
+
+    async def _admit(self, request: Request) -> Adapters:
+        """The server's adapters as soon as it answers. Raises ChatError: no such model, or the engine has failed."""
+        if request.model != self.endpoint.model:
+            raise ChatError(404, f"the model {request.model!r} does not exist", param="model", code="model_not_found")
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                await self._awake.wait()
+            return await self._ready_adapters()
+        except TimeoutError:
+            raise ChatError(503, "the engine sleeps, and was not woken in time", code="engine_asleep") from None
+        except EngineError as error:
+            raise ChatError(503, str(error).partition("\n")[0], code="engine_failed") from error
+
+    @contextlib.asynccontextmanager
+    async def _failures(self, adapters: Adapters) -> AsyncIterator[None]:
+        """Holds back a failure until it is known whether the server died, so that the next try waits for a new one."""
+        try:
+            yield
+        except ChatError as error:
+            _put_in_openai_words(error)
+            if error.status >= 500 and self.pid:
+                with contextlib.suppress(EngineError):
+                    await _until(partial(self._is_lost, adapters), DEATH_S, "it lives")
+            raise
+
+    # --- the server ---------------------------------------------------------------------------------------------------
+
+    async def _bring_up(self) -> None:
+        """Returns when a new server answers and has loaded the current adapter."""
+        await self._server.start()
+        adapters = Adapters(
+            self._server.control,
+            self._make_backend,
+            base=self._server.base_name,
+            prefix=self._prefix(),
+            step=self.endpoint.step,
+        )
+        self._adapters = adapters
+        if self._loaded is not None:
+            await adapters.load(*self._loaded)
+        self._ready.set()
+
+    def _prefix(self) -> str:
+        """The beginning of the adapters' names. The random part keeps apart those that others, an earlier run of this
+        name, or a connection that was lost, left in a running server."""
+        return self._name if isinstance(self._server, OwnServer) else f"{self._name}-{secrets.token_hex(4)}"
+
+    def _make_backend(self, name: str, step: int) -> HttpBackend:
+        url = f"{self._server.control.root}/v1"
+        return HttpBackend(url, self._server.key, name, step=step, timeout_s=self._config.timeout_s)
+
+    async def _watch_server(self) -> None:
+        """Starts the server anew when it ends, a few times."""
+        try:
+            for number in range(self._max_restarts + 1):
+                reason = await self._server.ended()
+                self.num_ends += 1
+                self._ready.clear()
+                message = f"vllm: the server ended ({reason}); {self._server.last_lines()}"
+                await self._clear_away()
+                if number == self._max_restarts:
+                    raise EngineError(message)
+                for line in (*message.splitlines(), self._server.cure):
+                    log.warning("%s", line)
+                await self._may_restart.wait()
+                await self._bring_up()
+                log.warning("vllm: the server answers again")
+        except (
+            Exception
+        ) as error:  # the boundary of this task, because those who wait for the server must get the error
+            self._ready.fail(str(error) if isinstance(error, EngineError) else f"vllm: {type(error).__name__}: {error}")
+
+    async def _clear_away(self) -> None:
+        assert self._adapters is not None
+        await self._adapters.close(unload=False)
+        await self._server.stop()
+
+    async def _steer(self, work: Callable[[Adapters], Awaitable[Result]]) -> Result:
+        """The result of `work`, which is done again when the server ends in the middle of it and a new one answers."""
+        async with self._steering:
+            for _ in range(self._max_restarts + 1):
+                adapters = await self._ready_adapters()
+                try:
+                    return await work(adapters)
+                except (Unreachable, Refused) as error:
+                    if isinstance(error, Refused) and error.status < 500:
+                        raise
+                    await _until(partial(self._is_lost, adapters), NOTICE_S, str(error))
+            await self._ready.wait()  # raises, because the watcher has given up
+            raise AssertionError("more restarts than allowed")
+
+    def _is_lost(self, adapters: Adapters) -> bool:
+        return self._adapters is not adapters or not self._ready.is_set
+
+    async def _ready_adapters(self) -> Adapters:
+        await self._ready.wait()
+        assert self._adapters is not None, "ready without a server"
+        return self._adapters
+
+    def _check_cache(self, cached: Scored, anew: Scored) -> None:
+        common = cached.next.keys() & anew.next.keys()
+        gaps = [abs(cached.next[token] - anew.next[token]) for token in common] or [float("inf")]
+        gap, bound = sum(gaps) / len(gaps), STALE_BOUNDS.get(self._dtype, STALE_BOUNDS["bfloat16"])
+        if not gap <= bound:
+            raise DriftError(
+                f"step {self.endpoint.step}: vLLM's prefix cache holds what other weights computed: the likeliest next "
+                f"tokens of the probe differ by {gap:.2e} nats with it and without, bound {bound:.0e}"
+            )
+
+
+async def _until(is_so: Callable[[], bool], timeout_s: float, otherwise: str) -> None:
+    """Returns when `is_so()`. Raises EngineError with the words `otherwise` when it is not so in time."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not is_so():
+        if asyncio.get_running_loop().time() > deadline:
+            raise EngineError(f"vllm: {otherwise}")
+        await asyncio.sleep(POLL_S)
+
+
+def _put_in_openai_words(error: ChatError) -> None:
+    """Gives a refusal OpenAI's type and code. vLLM has the name of a Python class and the status there."""
+    if error.status >= 500:
+        return
+    error.type = INVALID_REQUEST
+    if error.code == str(error.status):
+        error.code = None
+    if error.status == 400 and any(words in error.message for words in TOO_LONG):
+        error.code = "context_length_exceeded"
+
+
+def _complete_logprobs(request: Request, choice: Choice) -> None:
+    """Completes the two logprobs of our records from the one that vLLM reports, that of its processed logits.
+
+    At temperature 0 vLLM reports the raw logprob, and the token was certain. At temperature 1 with nothing cut the two
+    are the same. Otherwise the raw ones stay unknown. With a format, a forced call, a penalty or a bias the logits are
+    changed, which no learner can compute, so the learner uses its own logprobs.
+    """
+    sampling = request.sampling
+    if choice.raw_logprobs is not None:
+        return
+    choice.is_masked = demands_format(request) or bool(sampling.reshaping)
+    if choice.is_masked:
+        return
+    if sampling.temperature == 0:
+        choice.raw_logprobs, choice.logprobs = choice.logprobs, [0.0] * len(choice.logprobs)
+    elif sampling.temperature == 1 and sampling.top_p == 1 and sampling.top_k == 0:
+        choice.raw_logprobs = list(choice.logprobs)

@@ -1,0 +1,210 @@
+"""VllmPolicies: several policies beside each other in one vLLM server, an adapter each.
+
+    VllmPolicies.open(adapter) -> VllmPolicy: scores, replies; close() unloads it
+
+The server is that of a VllmEngine which never loads anything itself: it is started anew once when it ends, and a policy
+loads its adapter again when it is used then. Every load has a name of its own, so that no prefix cache is stale.
+"""
+
+import asyncio
+import itertools
+import logging
+import math
+import secrets
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.client import HttpBackend
+from art_cli.chat.replies import Choice, Reply
+from art_cli.chat.requests import Request
+from art_cli.config.sections.engine_config import VllmEngineConfig
+from art_cli.engines.proof import Proof
+from art_cli.engines.vllm.adapters import FILES, Adapters
+from art_cli.engines.vllm.control import Unreachable
+from art_cli.engines.vllm.vllm_engine import MAX_RESTARTS, VllmEngine, _complete_logprobs, _until
+from art_cli.engines.vllm.vllm_server import OwnServer
+from art_cli.models.policy_spec import PolicySpec
+from art_cli.runtime.errors import CheckpointError, EngineError
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+NOTICE_S = 10.0  # longest time between a failed call and the news that the server ended
+
+
+class VllmPolicies(VllmEngine):
+    """One server for several policies."""
+
+    def __init__(self, config: VllmEngineConfig, model: PolicySpec, *, logs: Path) -> None:
+        super().__init__(config, model, name="policy", logs=logs)
+        self.max_length, self.timeout_s = model.max_length, config.timeout_s
+        self._numbers = itertools.count(1)
+        # Clients sample and score at once all the time, and a server at an address may have no GPU.
+        self._scores_alone = not (isinstance(self._server, OwnServer) and self._server.has_gpu)
+        self.policies: set[VllmPolicy] = set()  # those that are open
+        self._own = secrets.token_hex(4)  # keeps apart what others, or an earlier run, left in a running server
+
+    async def open(self, adapter: Path | None, proof: Proof) -> "VllmPolicy":
+        """The policy of an adapter's directory, which stays there while it is open; None: the base model.
+
+        Raises CheckpointError: no adapter there; DriftError: the server has other weights; EngineError: it refuses the
+        adapter, or is gone for good.
+        """
+        if adapter is not None and (missing := [name for name in FILES if not (adapter / name).is_file()]):
+            raise CheckpointError(f"{adapter}: no {missing[0]}: not a LoRA adapter")
+        policy = VllmPolicy(self, adapter, proof)
+        await policy.ask(_nothing)
+        return policy
+
+    async def close(self) -> None:
+        """Ends an own server. A running one is left as it was found."""
+        for policy in list(self.policies):
+            await policy.close(unload=not isinstance(self._server, OwnServer))
+        await super().close()
+
+    async def present(self) -> Adapters:
+        """The server that answers now. Raises EngineError: none will any more."""
+        return await self._ready_adapters()
+
+    def new_name(self) -> str:
+        return f"policy-{self._own}@{next(self._numbers):04d}"
+
+    def client(self, name: str) -> HttpBackend:
+        return self._make_backend(name, 0)
+
+    async def is_lost(self, adapters: Adapters) -> bool:
+        """Whether the server of a call that failed has ended. A server at an address is never known to."""
+        if not self.pid:
+            return False
+        try:
+            await _until(lambda: self._is_lost(adapters), NOTICE_S, "it lives")
+        except EngineError:
+            return False
+        return True
+
+
+class VllmPolicy:
+    """One adapter in the server, or the base model. It proves its weights in every server that it is loaded into."""
+
+    def __init__(self, server: VllmPolicies, adapter: Path | None, proof: Proof) -> None:
+        self._server, self._adapter, self._proof = server, adapter, proof
+        self._there: Adapters | None = None  # the server that has it
+        self._client: HttpBackend | None = None
+        self._loading = asyncio.Lock()
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """[L - 1] logprobs in nats of each token after the first, at temperature 1, computed without a cache."""
+
+        async def score(client: HttpBackend, adapters: Adapters) -> list[float]:
+            return await self._score(client, adapters, token_ids)
+
+        return await self.ask(score)
+
+    async def reply(self, request: Request) -> Reply:
+        """Samples of a prompt of token ids, with the policy's own logprobs of every token (`raw_logprobs`)."""
+        assert isinstance(request.prompt, list), "clients' prompts are token ids"
+        asked = self._bounded(request, request.prompt)
+
+        async def reply(client: HttpBackend, adapters: Adapters) -> Reply:
+            async with self._server.sampling():
+                return await client.reply(asked)
+
+        found = await self.ask(reply)
+        for choice in found.choices:
+            _complete_logprobs(asked, choice)
+        unknown = [choice for choice in found.choices if choice.raw_logprobs is None]
+        await asyncio.gather(*(self._score_choice(request.prompt, choice) for choice in unknown))
+        _check(found)
+        return found
+
+    async def close(self, *, unload: bool = True) -> None:
+        """Unloads it. A server that is gone has unloaded it already."""
+        self._server.policies.discard(self)
+        there, self._there = self._there, None
+        client, self._client = self._client, None
+        if client is None:
+            return
+        await client.close()
+        if unload and there is not None and self._adapter is not None:
+            try:
+                await there.control.unload_adapter(client.model)
+            except EngineError as error:
+                log.info("%s was not unloaded: %s", client.model, error)
+
+    async def ask(self, work: Callable[[HttpBackend, Adapters], Awaitable[Result]]) -> Result:
+        """The result of `work`, which is done again where the server ended in the middle of it and a new one answers.
+
+        Raises EngineError or ChatError.
+        """
+        for number in range(MAX_RESTARTS + 1):
+            adapters = await self._server.present()
+            try:
+                return await work(await self._ready(adapters), adapters)
+            except (Unreachable, ChatError) as error:
+                is_refused = isinstance(error, ChatError) and error.status < 500
+                if is_refused or number == MAX_RESTARTS or not await self._server.is_lost(adapters):
+                    raise
+        raise AssertionError("the last round returns or raises")
+
+    async def _ready(self, adapters: Adapters) -> HttpBackend:
+        """The client of this policy in that server, which has it loaded then."""
+        async with self._loading:
+            if self._client is None or self._there is not adapters:
+                if self._client is not None:
+                    await self._client.close()
+                    self._client = None
+                self._server.policies.add(self)
+                self._client, self._there = self._server.client(await self._load(adapters)), adapters
+                try:
+                    self._proof.check(await self._score(self._client, adapters, self._proof.probe))
+                except BaseException:
+                    await self.close()
+                    raise
+            return self._client
+
+    async def _score(self, client: HttpBackend, adapters: Adapters, token_ids: list[int]) -> list[float]:
+        timeout_s = self._server.timeout_s
+        async with self._server.scoring():
+            found = await adapters.control.score(client.model, token_ids, is_cached=False, timeout_s=timeout_s)
+        return found.logprobs
+
+    async def _load(self, adapters: Adapters) -> str:
+        if self._adapter is None:
+            return adapters.current.name
+        name = self._server.new_name()
+        await adapters.control.load_adapter(name, self._adapter.resolve())
+        return name
+
+    async def _score_choice(self, prompt: list[int], choice: Choice) -> None:
+        """Adds the policy's own logprobs, which vLLM does not report at other temperatures or with cuts."""
+        scores = await self.score([*prompt, *choice.token_ids])
+        choice.raw_logprobs = scores[len(prompt) - 1 :]
+
+    def _bounded(self, request: Request, prompt: list[int]) -> Request:
+        """The request with a bound that leaves room in the context to score what it gives: scoring samples a token."""
+        sampling, room = request.sampling, self._server.max_length - len(prompt)
+        if sampling.temperature not in (0, 1) or sampling.top_p < 1 or sampling.top_k:
+            room -= 1
+        bound = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        if bound < 1:
+            raise ChatError(400, f"prompt: {len(prompt)} tokens leave no room in the context")
+        return msgspec.structs.replace(request, sampling=msgspec.structs.replace(sampling, max_tokens=bound))
+
+
+async def _nothing(client: HttpBackend, adapters: Adapters) -> None:
+    """Only makes the policy ready."""
+
+
+def _check(reply: Reply) -> None:
+    """Raises EngineError: a reply whose tokens and logprobs do not belong together."""
+    for choice in reply.choices:
+        logprobs = choice.raw_logprobs or []
+        if len(logprobs) != len(choice.token_ids) or not all(map(math.isfinite, logprobs)):
+            raise EngineError(
+                f"vLLM gave {len(choice.token_ids)} tokens and {len(logprobs)} logprobs; is its logprobs-mode "
+                "processed_logprobs?"
+            )

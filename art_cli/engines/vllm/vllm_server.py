@@ -1,0 +1,274 @@
+"""A vLLM server that answers: OwnServer starts one and sees it die, RunningServer finds one at an address.
+
+start()     returns when the server answers
+control     steers it; a new object after every start
+base_name   the base model's name there
+verbatim    how requests keep the arguments of earlier calls as they were written
+ended()     returns why the server can no longer be used, as soon as it cannot
+stop()      ends an own server; a running one is left as it is
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import socket
+import sys
+from pathlib import Path
+
+from art_cli.config.sections.engine_config import VllmEngineConfig
+from art_cli.engines.vllm import arguments
+from art_cli.engines.vllm.control import Control, Refused, Unreachable
+from art_cli.engines.vllm.verbatim import Verbatim
+from art_cli.models.policy_spec import PolicySpec
+from art_cli.runs.durable import write_file
+from art_cli.runtime.errors import EngineError
+from art_cli.runtime.permissions import make_directory, owner_only
+from art_cli.runtime.processes.child import ChildProcess, describe_end, last_lines
+from art_cli.runtime.scratch import Scratch
+
+log = logging.getLogger(__name__)
+
+MAX_PORTS = 3  # ports tried when other processes are quicker to take them
+POLL_S = 0.25  # time between health checks while it starts
+HEALTH_EVERY_S = 1.0
+HEALTH_TIMEOUT_S = 10.0
+HANG_S = 120.0  # a server without an answer for this long hangs; long prefills on a CPU take seconds
+AWAY_S = 5.0  # the same for one of several running servers, because the others answer meanwhile
+PROMPT = [1, 2, 3, 4]  # any tokens do
+SAME = 1e-6  # nats; logprobs that differ by less are the same
+TERM_GRACE_S = 10.0  # time that vLLM has to free a GPU, which takes a few seconds
+TAIL_LINES = 15
+
+
+class OwnServer:
+    """A child process of this one. Its port and key are new at every start."""
+
+    cure = "it is started once more"
+
+    def __init__(self, config: VllmEngineConfig, model: PolicySpec, *, name: str, log: Path) -> None:
+        """Raises EngineError: no such Python, or a setting that this machine cannot have."""
+        self.base_name = f"{name}@base"
+        self.log = log
+        self.has_gpu = arguments.has_gpu({**os.environ, **config.env})
+        self.sleep_level = arguments.sleep_level(config, model, inherited=os.environ, has_gpu=self.has_gpu)
+        self._python = config.python or Path(sys.executable)
+        if not self._python.is_file():
+            raise EngineError(f"engine.python: no such file: {self._python}")
+        self._config, self._model = config, model
+        self.verbatim = Verbatim(model.chat_template)
+        self._child: ChildProcess | None = None
+        self._sockets: Scratch | None = None  # where the server's own processes talk to each other
+        self._log_start = 0  # where this server's part of the log begins
+        self.pid = 0  # process id of the server itself; 0: not started
+
+    async def start(self) -> None:
+        """Returns when it answers. Raises EngineError with the log's last lines: it ended, or was silent too long."""
+        log.info("vllm: starting %s for %s; its log: %s", self._python, self._model.base, self.log)
+        for _ in range(MAX_PORTS):
+            if await self._start_at(free_port()):
+                return
+        raise EngineError(f"vllm: {MAX_PORTS} ports in a row were taken by others while it started; see {self.log}")
+
+    async def _start_at(self, port: int) -> bool:
+        """Whether the server answers; False where another process has that port."""
+        self.key = secrets.token_urlsafe(32)
+        self.control = Control(f"http://127.0.0.1:{port}", self.key)
+        try:
+            self._child = await self._start_child(port)
+            self.pid = await self._child.program_pid()
+            if await self._until_healthy():
+                with contextlib.suppress(Refused):  # another process's server, which does not know our key
+                    if self.base_name in await self.control.models():
+                        return True
+        except BaseException:
+            await self.stop()
+            raise
+        await self.stop()
+        return False
+
+    async def _start_child(self, port: int) -> ChildProcess:
+        make_directory(self.log.parent)
+        self._sockets = Scratch("vllm")
+        environment = arguments.environment(
+            self._config,
+            self._model,
+            inherited=os.environ,
+            key=self.key,
+            sockets=self._sockets.path,
+            sleep=self.sleep_level,
+            has_gpu=self.has_gpu,
+        )
+        with open(self.log, "ab", opener=owner_only) as log:
+            self._log_start = log.tell()
+            return await ChildProcess.start(
+                self._command(port), environment=environment, stdout=log, stderr=log, grace_s=TERM_GRACE_S
+            )
+
+    def _command(self, port: int) -> list[str]:
+        template = None
+        if self.verbatim.template is not None:
+            template = self.log.with_name(f"{self.log.stem}_chat_template.jinja").resolve()
+            write_file(template, self.verbatim.template.encode())
+        return arguments.command(
+            self._config,
+            self._model,
+            python=self._python,
+            port=port,
+            name=self.base_name,
+            template=template,
+            sleep=self.sleep_level,
+            has_gpu=self.has_gpu,
+        )
+
+    async def _until_healthy(self) -> bool:
+        """Whether a server answers; False where ours ended because another process was quicker to take the port."""
+        assert self._child is not None
+        ended = asyncio.ensure_future(self._child.wait())
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                while not ended.done():
+                    with contextlib.suppress(Unreachable):
+                        if await self.control.is_healthy(timeout_s=HEALTH_TIMEOUT_S):
+                            return True
+                    await asyncio.wait({ended}, timeout=POLL_S)
+        except TimeoutError as error:
+            limit = f"{self._config.start_timeout_s:g} s (engine.start_timeout_s)"
+            raise EngineError(f"vllm: no answer within {limit}; {self.last_lines()}") from error
+        finally:
+            ended.cancel()
+        lines = self.last_lines()
+        if os.strerror(errno.EADDRINUSE).lower() in lines.lower():
+            return False
+        if "No module named 'vllm'" in lines or "No module named vllm" in lines:
+            raise EngineError(f"engine.python: {self._python} has no vLLM; `pip install vllm` there, or name another")
+        raise EngineError(f"vllm: the server ended while it started ({describe_end(ended.result())}); {lines}")
+
+    async def ended(self) -> str:
+        assert self._child is not None, "not started"
+        died = asyncio.ensure_future(self._child.wait())
+        hung = asyncio.ensure_future(_unhealthy(self.control, HANG_S))
+        try:
+            done, _ = await asyncio.wait({died, hung}, return_when=asyncio.FIRST_COMPLETED)
+            return describe_end(died.result()) if died in done else hung.result()
+        finally:
+            died.cancel()
+            hung.cancel()
+
+    def last_lines(self) -> str:
+        tail = last_lines(self.log, count=TAIL_LINES, start=self._log_start, secrets=[self.key])
+        return f"the last lines of {self.log}:\n{tail}"
+
+    async def stop(self) -> None:
+        if self._child is not None:
+            await self.control.close()
+            await self._child.stop()
+        if self._sockets is not None:  # a server that is killed leaves its sockets behind
+            self._sockets.close()
+
+
+class RunningServer:
+    """A server that the user runs at `engine.base_url`, on a machine that sees the run's files under the same paths."""
+
+    pid = 0
+    sleep_level = 0
+    cure = "it is used again once it answers"
+
+    def __init__(self, config: VllmEngineConfig, *, is_watched: bool = False) -> None:
+        """`is_watched` is for one of several, whose calls go to the others while it is away."""
+        (url,) = config.urls
+        self._config, self._is_watched = config, is_watched
+        self._root = url.rstrip("/").removesuffix("/v1")
+        self._was_started = False
+        self._key_variable = config.api_key_env
+        self.key = os.environ.get(config.api_key_env, "")
+        self.control = Control(self._root, self.key)
+        self.verbatim = Verbatim(None)  # its template is the user's
+        self.base_name = ""
+
+    async def start(self) -> None:
+        """Raises EngineError: it does not answer, refuses the key, or reports logprobs of another distribution.
+
+        A server that answered before is waited for.
+        """
+        if self._was_started:
+            self.control = Control(self._root, self.key)  # the one before was closed
+            await self._until_back()
+        self._was_started = True
+        try:
+            self.base_name = (await self.control.models())[0]
+            await self._check_logprobs()
+        except Unreachable as error:
+            raise EngineError(f"engine.base_url: {error}; start the server first") from error
+        except Refused as error:
+            if error.status in (401, 403):
+                raise EngineError(f"engine.api_key_env: {error} (the key is read from {self._key_variable})") from error
+            raise
+
+    async def _check_logprobs(self) -> None:
+        """Raises EngineError: the server reports raw logprobs, which do not change with the temperature.
+
+        Those of the distribution sampled from do. Only tokens that both replies list are compared, because each also
+        lists the token that it happened to sample.
+        """
+        warm, hot = [
+            await self.control.score(self.base_name, PROMPT, is_cached=True, temperature=temperature, timeout_s=60.0)
+            for temperature in (1.0, 4.0)
+        ]
+        if all(abs(warm.next[token] - hot.next[token]) < SAME for token in warm.next.keys() & hot.next.keys()):
+            raise EngineError(
+                f"engine.base_url: {self.control.root} reports logprobs of another distribution than it samples from; "
+                "start it with --logprobs-mode processed_logprobs"
+            )
+
+    async def _until_back(self) -> None:
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                while True:
+                    with contextlib.suppress(Unreachable, Refused):
+                        if await self.control.is_healthy(timeout_s=HEALTH_TIMEOUT_S):
+                            return
+                    await asyncio.sleep(HEALTH_EVERY_S)
+        except TimeoutError:
+            limit = f"{self._config.start_timeout_s:g} s"
+            raise EngineError(f"engine.base_url: {self._root} ended, and did not come back within {limit}") from None
+
+    async def ended(self) -> str:
+        """Never returns for a single server, because the user watches it. Requests fail while it is away."""
+        if self._is_watched:
+            return await _unhealthy(self.control, AWAY_S)
+        await asyncio.Event().wait()
+        raise AssertionError("the event was set")
+
+    def last_lines(self) -> str:
+        return f"the log of {self.control.root} says more"
+
+    async def stop(self) -> None:
+        await self.control.close()
+
+
+async def _unhealthy(control: Control, silence_s: float) -> str:
+    """Why a server can no longer be used, as soon as it cannot: it says so, or gives no answer for `silence_s`."""
+    loop = asyncio.get_running_loop()
+    answered = loop.time()
+    while loop.time() - answered < silence_s:
+        try:
+            if not await control.is_healthy(timeout_s=HEALTH_TIMEOUT_S):
+                return "its engine core died"
+            answered = loop.time()
+        except Unreachable:
+            pass  # it may answer again before silence_s have passed
+        except Refused as refusal:
+            return f"its health check says {refusal}"
+        await asyncio.sleep(HEALTH_EVERY_S)
+    return f"no answer for {silence_s:.0f} s"
+
+
+def free_port() -> int:
+    """A port of the loopback interface that no process listens on now; another process may be quicker to take it."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

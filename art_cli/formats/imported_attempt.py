@@ -1,0 +1,230 @@
+"""Attempt: what a record of another tool says of one rollout, and the Trajectory that becomes of it."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from art_cli.chat.replies import Choice, Reply
+from art_cli.chat.requests import Request, Sampling
+from art_cli.rollouts.recorder import Recorder
+from art_cli.runs.outcome import MAX_NUMBER
+from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, score_trajectory
+
+ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
+MAX_TOKEN_ID = 2**31 - 1
+MAX_ID = 1000  # characters of the id of an attempt or of a scenario
+
+
+class Tokens(NamedTuple):
+    """The tokens of one call. Example: Tokens([1, 2, 3], [4, 5], [-0.1, -0.7])"""
+
+    prompt_ids: Sequence[int]
+    sampled_ids: Sequence[int]  # [L]
+    logprobs: Sequence[Any]  # [L] in nats; what is no number is refused when it is added
+    mask: Sequence[bool] | None = None  # [L] which of them are trained; None: all
+
+
+class TracedCall(NamedTuple):
+    """One model call: the messages that were sent, and the reply."""
+
+    messages: Sequence[Json] | None  # OpenAI's form; None: the record has none
+    message: Json | None  # the assistant's
+    tools: Sequence[Json] = ()
+    tokens: Tokens | None = None
+    sampling: Sampling = Sampling()
+    finish_reason: str = "stop"
+
+
+@dataclass
+class TracedAttempt:
+    """One rollout. `scenario` is the id of its group; None: it is derived from what the model was first asked."""
+
+    id: str | None = None
+    scenario: str | None = None
+    task: Json = field(default_factory=dict)  # further keys of the scenario
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    metadata: Json = field(default_factory=dict)
+    error: str | None = None
+    started_at: float = 0.0
+    duration_s: float = 0.0
+    whole: Trajectory | None = None  # a trajectory of ours, as it was before it was written in another format
+    _messages: Recorder = field(default_factory=Recorder)  # calls without their tokens
+    _tokens: Recorder = field(default_factory=Recorder)  # tokens without their calls
+
+    def add(self, call: TracedCall) -> None:
+        """Adds one call, in the order of their time. Raises ValueError: messages or tokens that cannot be."""
+        if call.messages is not None and call.message is not None:
+            sent, message = [plain_message(each) for each in call.messages], plain_message(call.message)
+            request = Request(
+                model="", sampling=call.sampling, messages=sent, tools=[plain_tool(t) for t in call.tools]
+            )
+            choice = Choice(index=0, message=message)
+            self._messages.record(request, Reply(id="", created=0, model="", choices=[choice], prompt_ids=[]))
+        for prompt, sampled, logprobs in _trained(call.tokens) if call.tokens is not None else ():
+            choice = Choice(index=0, token_ids=sampled, logprobs=logprobs, finish_reason=call.finish_reason)
+            request = Request(model="", sampling=call.sampling, prompt=prompt)
+            self._tokens.record(request, Reply(id="", created=0, model="", choices=[choice], prompt_ids=prompt))
+
+    def trajectory(self) -> ScoredTrajectory:
+        """The trajectory, in a group that is not counted yet: index 0 of 1. Its reward is the one that it came with."""
+        if self.whole is not None:
+            return score_trajectory(self.whole, self.whole.returned_reward if self.whole.error is None else None)
+        recorder = self._messages
+        if not recorder.messages and not self._tokens.turns:
+            raise ValueError("no model call with messages or tokens in it")
+        if max(len(self.scenario or ""), len(self.id or "")) > MAX_ID:
+            raise ValueError(f"an id of more than {MAX_ID} characters")
+        scenario = self.scenario or first_question(recorder.messages, [t.prompt_ids for t in self._tokens.turns[:1]])
+        trajectory = Trajectory(
+            id=self.id or "",
+            group_id=scenario,
+            group_size=1,
+            index=0,
+            scenario={**self.task, "id": scenario},
+            messages=recorder.messages,
+            branches=recorder.branches,
+            tools=recorder.tools,
+            turns=self._tokens.turns,
+            metrics=self.metrics,
+            metadata=self.metadata,
+            returned_reward=self.reward,
+            error=self.error,
+            started_at=self.started_at,
+            duration_s=self.duration_s,
+        )
+        return score_trajectory(trajectory, self.reward if self.error is None else None)
+
+
+def first_question(messages: Sequence[Json], otherwise: Any = None) -> str:
+    """The scenario of a conversation that names none: a hash of all that was said before the first reply."""
+    asked = []
+    for message in messages:
+        if message["role"] == "assistant":
+            break
+        asked.append([message["role"], message.get("content")])
+    text = json.dumps(asked or otherwise, sort_keys=True)
+    return f"asked-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:16]}"
+
+
+def _trained(tokens: Tokens) -> Iterator[tuple[list[int], list[int], list[float]]]:
+    """(prompt, sampled, logprobs) of each run of tokens that is trained; what is not is part of the next one's prompt.
+
+    Raises ValueError: the numbers of tokens and logprobs differ, or they are none.
+    """
+    prompt, sampled = list(tokens.prompt_ids), list(tokens.sampled_ids)
+    logprobs = list(tokens.logprobs)
+    mask = [True] * len(sampled) if tokens.mask is None else [bool(each) for each in tokens.mask]
+    if not len(sampled) == len(logprobs) == len(mask):
+        raise ValueError(f"{len(sampled)} sampled tokens, {len(logprobs)} logprobs, {len(mask)} places in the mask")
+    if not all(type(id) is int and 0 <= id <= MAX_TOKEN_ID for id in (*prompt, *sampled)):
+        raise ValueError("token ids are whole numbers from 0")
+    if not all(isinstance(each, float | int) and each <= 1e-6 and math.isfinite(each) for each in logprobs):
+        raise ValueError("logprobs are finite numbers of at most 0")
+    start = 0
+    while start < len(sampled):
+        end = start + 1
+        while end < len(sampled) and mask[end] == mask[start]:
+            end += 1
+        if mask[start]:
+            yield prompt + sampled[:start], sampled[start:end], [min(0.0, float(each)) for each in logprobs[start:end]]
+        start = end
+
+
+# --- values of other tools --------------------------------------------------------------------------------------------
+
+
+def plain_message(message: Any) -> Json:
+    """A message in OpenAI's form. Raises ValueError: it has no role or no content that can be one."""
+    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+        raise ValueError(f"a message without a role of {', '.join(sorted(ROLES))}")
+    content, calls = message.get("content"), message.get("tool_calls")
+    if not isinstance(content, str | list | None):
+        raise ValueError(f"a message whose content is a {type(content).__name__}")
+    if isinstance(content, list) and not all(isinstance(part, dict) for part in content):
+        raise ValueError("a message whose content is a list of something else than parts")
+    plain = dict(message)
+    if calls:
+        plain["tool_calls"] = [_plain_call(call) for call in as_list(calls, "tool_calls")]
+    return plain
+
+
+def _plain_call(call: Any) -> Json:
+    """A tool call in OpenAI's form: {"id", "type", "function": {"name", "arguments": text}}."""
+    if not isinstance(call, dict):
+        raise ValueError("a tool call that is no object")
+    function = call.get("function")
+    if not isinstance(function, dict):  # name and arguments stand in the call itself
+        function = {"name": call.get("name", function), "arguments": call.get("arguments")}
+    if not isinstance(function.get("name"), str):
+        raise ValueError("a tool call without a name")
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+    return {"id": str(call.get("id") or ""), "type": "function", "function": {**function, "arguments": text}}
+
+
+def plain_tool(tool: Any) -> Json:
+    """A tool in OpenAI's form. Raises ValueError: it has no name."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if isinstance(function, dict) and isinstance(function.get("name"), str):
+        return dict(tool)
+    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
+        raise ValueError("a tool without a name")
+    kept = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
+    return {"type": "function", "function": kept}
+
+
+def as_list(value: Any, name: str) -> list[Any]:
+    """A list; none for null. Raises ValueError: it is something else."""
+    if not isinstance(value, list | None):
+        raise ValueError(f"{name!r} is a {type(value).__name__}, not a list")
+    return value or []
+
+
+def as_object(value: Any, name: str) -> Json:
+    """An object; an empty one for null. Raises ValueError: it is something else."""
+    if not isinstance(value, dict | None):
+        raise ValueError(f"{name!r} is a {type(value).__name__}, not an object")
+    return value or {}
+
+
+def as_number(value: Any) -> float | None:
+    """A number that a reward or a metric can be, true and false as 1 and 0; None for all else."""
+    if not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
+        return None
+    return float(value)
+
+
+def numbers(values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, float]:
+    """Those of the values that are numbers."""
+    pairs = values.items() if isinstance(values, Mapping) else values
+    return {str(name): number for name, value in pairs if (number := as_number(value)) is not None}
+
+
+def named(record: Mapping[str, Any], keys: Iterable[str]) -> str | None:
+    """The first of these keys that is an id: text or a whole number. None: none of them is."""
+    return next((str(record[key]) for key in keys if isinstance(record.get(key), str | int)), None)
+
+
+def seconds(text: Any) -> float:
+    """Seconds since the epoch; 0 for what is no time."""
+    try:
+        return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return 0.0
+
+
+def sampling_of(*sources: Any) -> Sampling:
+    """Temperature, top_p and top_k of the first object that names each; else 1, 1 and off."""
+
+    def first(name: str, default: float) -> float:
+        found = (as_number(source.get(name)) for source in sources if isinstance(source, dict))
+        return next((value for value in found if value is not None), default)
+
+    return Sampling(
+        temperature=first("temperature", 1.0), top_p=first("top_p", 1.0), top_k=max(0, int(first("top_k", 0)))
+    )

@@ -1,0 +1,157 @@
+"""Exports of Langfuse, as JSON or JSON lines: observations, traces with their observations, and scores.
+
+The generations of a trace, in the order of their time, are the calls of one attempt. Names are in camelCase in the API
+and the UI, in snake_case in exports to blob storage; input and output may be JSON in a text. There are no tokens.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from art_cli.formats.imported_attempt import (
+    TracedAttempt,
+    TracedCall,
+    as_list,
+    as_number,
+    as_object,
+    named,
+    sampling_of,
+    seconds,
+)
+from art_cli.runs.trajectory import Json
+
+KINDS = {"GENERATION", "AGENT", "TOOL", "CHAIN", "RETRIEVER", "EVALUATOR", "EMBEDDING", "GUARDRAIL", "SPAN", "EVENT"}
+GROUPS = ("scenario_id", "group_id", "task_id", "dataset_item_id", "datasetItemId")
+
+
+class LangfuseExport:
+    name = "langfuse"
+    about = "exports of Langfuse: observations, traces, scores"
+
+    def __init__(self) -> None:
+        self._traces: dict[str, Json] = {}  # id -> what a record of the trace itself says
+        self._generations: dict[str, list[Json]] = {}
+        self._scores: dict[str, dict[str, float]] = {}
+        self._groups: dict[str, str] = {}  # id -> the scenario that the caller names
+
+    @staticmethod
+    def recognises(record: Json) -> bool:
+        is_observation = record.get("type") in KINDS and _get(record, "traceId") is not None
+        is_score = "dataType" in record or "data_type" in record
+        return is_observation or _is_trace(record) or (is_score and _get(record, "traceId") is not None)
+
+    def read(self, record: Json, group: str | None = None) -> TracedAttempt | None:
+        if group is not None:
+            self._groups.setdefault(str(record["id"] if _is_trace(record) else _get(record, "traceId")), group)
+        if _is_trace(record):
+            self._keep_trace(record)
+        elif record.get("type") in KINDS:
+            self._keep(record)
+        else:
+            self._keep_score(str(_get(record, "traceId")), record)
+        return None
+
+    def finish(self) -> Iterator[TracedAttempt]:
+        for trace, generations in self._generations.items():
+            attempt = _attempt(trace, self._traces.get(trace, {}), generations, self._scores.get(trace, {}))
+            attempt.scenario = self._groups.get(trace, attempt.scenario)
+            yield attempt
+
+    def _keep_trace(self, record: Json) -> None:
+        trace = str(record["id"])
+        self._traces[trace] = {key: value for key, value in record.items() if key not in ("observations", "scores")}
+        for observation in as_list(record.get("observations"), "observations"):
+            if isinstance(observation, dict):
+                self._keep({"traceId": trace, **observation})
+        for score in as_list(record.get("scores"), "scores"):
+            if isinstance(score, dict):
+                self._keep_score(trace, score)
+
+    def _keep(self, observation: Json) -> None:
+        if observation.get("type") == "GENERATION":
+            call = _call(observation)  # a wrong one is this record's problem, and not the whole trace's
+            self._generations.setdefault(str(_get(observation, "traceId")), []).append({**observation, "call": call})
+        if scenario := _scenario(observation):
+            self._groups.setdefault(str(_get(observation, "traceId")), scenario)
+
+    def _keep_score(self, trace: str, score: Json) -> None:
+        value = as_number(score.get("value"))
+        if value is not None and isinstance(score.get("name"), str):
+            self._scores.setdefault(trace, {})[score["name"]] = value
+
+
+def _attempt(trace: str, about: Json, generations: list[Json], scores: dict[str, float]) -> TracedAttempt:
+    generations.sort(key=lambda each: str(_get(each, "startTime") or ""))
+    times = [seconds(_get(generations[0], "startTime")), seconds(_get(generations[-1], "endTime"))]
+    failed = [each for each in generations if each.get("level") == "ERROR"]
+    attempt = TracedAttempt(
+        id=trace,
+        scenario=_scenario(about),
+        reward=next(iter(scores.values())) if len(scores) == 1 else None,
+        metrics=scores,
+        metadata={key: about[key] for key in ("name", "tags", "metadata") if about.get(key)},
+        error=f"langfuse: {_get(failed[-1], 'statusMessage') or 'the last call failed'}" if failed else None,
+        started_at=times[0],
+        duration_s=max(0.0, times[1] - times[0]),
+    )
+    for each in generations:
+        attempt.add(each["call"])
+    return attempt
+
+
+def _scenario(record: Json) -> str | None:
+    """The scenario that the metadata of a trace or of one of its observations names."""
+    return named(_object(record.get("metadata")), GROUPS)
+
+
+def _call(observation: Json) -> TracedCall:
+    """One generation. Raises ValueError: its input has no messages, or its output no reply."""
+    asked, answered = _value(observation.get("input")), _value(observation.get("output"))
+    tools: list[Any] = []
+    if isinstance(asked, dict):
+        tools, asked = as_list(asked.get("tools"), "tools"), asked.get("messages", asked)
+    if isinstance(asked, str):
+        asked = [{"role": "user", "content": asked}]
+    messages = [asked] if isinstance(asked, dict) and "role" in asked else asked
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("a generation whose input has no messages")
+    found = _get(observation, "modelParameters")
+    return TracedCall(messages, _reply(answered), tools, sampling=sampling_of(_object(found)))
+
+
+def _reply(output: Any) -> Json:
+    if isinstance(output, list) and output:
+        output = output[-1]
+    if isinstance(output, dict) and isinstance(choices := output.get("choices"), list) and choices:
+        output = as_object(choices[0], "choices").get("message")
+    if isinstance(output, str):
+        return {"role": "assistant", "content": output}
+    if isinstance(output, dict) and (output.get("role") == "assistant" or "tool_calls" in output):
+        return {"content": None, **output, "role": "assistant"}
+    raise ValueError("a generation whose output is no reply")
+
+
+def _is_trace(record: Json) -> bool:
+    has_parts = isinstance(record.get("observations"), list)
+    return "id" in record and has_parts and ("sessionId" in record or "timestamp" in record or "name" in record)
+
+
+def _get(record: Json, name: str) -> Any:
+    """The value of a key in camelCase or in snake_case."""
+    snake = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
+    return record.get(name, record.get(snake))
+
+
+def _value(value: Any) -> Any:
+    """A value; a text that is a JSON list or object is that."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def _object(value: Any) -> Json:
+    found = _value(value)
+    return found if isinstance(found, dict) else {}

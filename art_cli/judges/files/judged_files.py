@@ -1,0 +1,261 @@
+"""Reads the files that can be judged: our trajectories, ART's own JSONL, plain {"messages": [...]} lines.
+
+A file is read twice: once for its outline (which groups, which lines), then group by group as they are judged, so that
+memory does not grow with the file's texts. The keys of a line tell what it is:
+
+    {"id": .., "group_id": .., "group_size": .., "index": ..}       a trajectory of ours (or a scored one)
+    {"trajectories": [{"messages_and_choices": [..]}, ..]}          a group of ART's
+    {"messages": [..], "group_id": ..}                              a conversation; or ART's, with messages_and_choices
+
+Other keys of a foreign line are kept in `metadata`, its reward in `returned_reward`. A line that belongs to no group
+makes the whole file an error. A mistake inside a line is found when its group is loaded, and concerns that group alone.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from art_cli.runs.durable import newer_schema
+from art_cli.runs.json_lines import Line, decode, is_torn, lines
+from art_cli.runs.trajectory import SCHEMA_VERSION, Json, Trajectory
+from art_cli.runtime.errors import DataError, UsageError, printable
+
+log = logging.getLogger(__name__)
+
+MAX_GROUP_SIZE = 1_000_000  # most attempts of one group; a larger number in a file is a mistake
+
+
+class _Head(msgspec.Struct):
+    """The fields of a line that the outline needs; the others are skipped."""
+
+    schema_version: int = SCHEMA_VERSION
+    id: Any = None
+    group_id: Any = None
+    group_size: int | None = None
+    index: int | None = None
+    trajectories: list[msgspec.Raw] | None = None
+    exceptions: list[msgspec.Raw] | None = None
+    messages: msgspec.Raw = msgspec.Raw()
+    messages_and_choices: msgspec.Raw = msgspec.Raw()
+
+
+class _History(msgspec.Struct):
+    messages_and_choices: list[Json] = []
+
+
+class _Foreign(msgspec.Struct):
+    """The fields of a foreign line that we know."""
+
+    id: str | int | None = None
+    messages: list[Json] | None = None
+    messages_and_choices: list[Json] | None = None
+    additional_histories: list[_History] | None = None
+    tools: list[Json] | None = None
+    reward: float | None = None
+    metrics: dict[str, float | bool | None] | None = None
+    metadata: Json | None = None
+
+
+class _ArtGroup(msgspec.Struct):
+    trajectories: list[Json]
+    exceptions: list[Json] | None = None
+
+
+_HEAD = msgspec.json.Decoder(_Head)
+_OWN = msgspec.json.Decoder(Trajectory)
+_ANY = msgspec.json.Decoder(Json)
+
+Kind = Literal["own", "art", "plain"]  # a group's lines are our trajectories, one group of ART's, or conversations
+
+
+@dataclass
+class Group:
+    """One group of the outline. Example: Group("s1", "own", size=4, lines={0: (1, 0), 1: (2, 812)}): two of four."""
+
+    group_id: str
+    kind: Kind
+    size: int  # number of trajectories that it should have
+    lines: dict[int, tuple[int, int]] = field(default_factory=dict)  # index in the group -> (line number, byte offset)
+    count: int = 0  # number of trajectories that it has
+
+    @property
+    def is_complete(self) -> bool:
+        return self.count == self.size
+
+    @property
+    def first_line(self) -> int:
+        return min(number for number, _ in self.lines.values())
+
+
+class TrajectoryFile:
+    """The outline of a file, and its groups on demand. Raises DataError with the line for what cannot be read.
+
+    When the same trajectory has several lines, the last one counts.
+    """
+
+    def __init__(self, path: Path, *, group_by: str | None = None) -> None:
+        if not path.is_file():
+            raise UsageError(f"{path}: no such file")
+        self.path, self.group_by = path, group_by
+        self.groups: dict[str, Group] = {}
+        self._owners: dict[tuple[str, int], str] = {}  # (group, index in it) -> id of the trajectory
+        for line in lines(path):
+            if is_torn(line.data):
+                log.warning("%s:%d: the last line is torn; left out", path, line.number)
+                break
+            try:
+                self._add(decode(line.data, _HEAD), line)
+            except ValueError as error:
+                raise DataError(str(error), path, line.number) from error
+
+    def _add(self, head: _Head, line: Line) -> None:
+        """Puts one line into its group. Raises ValueError, which says what is wrong with the line."""
+        if head.schema_version > SCHEMA_VERSION:
+            raise ValueError(newer_schema(head.schema_version))
+        if head.trajectories is not None:
+            self._add_art_group(head, line)
+        elif _is_own(head):
+            self._add_own(head, line)
+        else:
+            group = self._open_group(self._find_group_id(head, line.data), "plain", size=0)
+            group.lines[group.count] = (line.number, line.offset)
+            group.size = group.count = len(group.lines)
+
+    def _add_art_group(self, head: _Head, line: Line) -> None:
+        size = len(head.trajectories or ()) + len(head.exceptions or ())
+        if not size:
+            log.warning("%s:%d: a group without trajectories; left out", self.path, line.number)
+            return
+        group = self._open_group(f"line-{line.number}", "art", size=size)
+        group.lines, group.count = {0: (line.number, line.offset)}, size
+
+    def _add_own(self, head: _Head, line: Line) -> None:
+        assert head.index is not None and head.group_size is not None
+        if not isinstance(head.id, str) or not isinstance(head.group_id, str):
+            raise ValueError('"id" and "group_id" of a trajectory are strings')
+        if not 1 <= head.group_size <= MAX_GROUP_SIZE:
+            raise ValueError(f'"group_size" is {_brief(head.group_size)}, not between 1 and {MAX_GROUP_SIZE:,}')
+        if not 0 <= head.index < head.group_size:
+            raise ValueError(f'"index" is {_brief(head.index)}, not between 0 and group_size - 1')
+        group = self._open_group(head.group_id, "own", size=head.group_size)
+        name = _brief(group.group_id)
+        if group.size != head.group_size:
+            raise ValueError(f"group {name} has {group.size} attempts by an earlier line, {head.group_size} by this")
+        owner = self._owners.setdefault((group.group_id, head.index), head.id)
+        if owner != head.id:
+            raise ValueError(f"place {head.index} of group {name} is {_brief(owner)} already, not {_brief(head.id)}")
+        group.lines[head.index] = (line.number, line.offset)
+        group.count = len(group.lines)
+
+    def _open_group(self, name: str, kind: Kind, *, size: int) -> Group:
+        """The group of that name, added if it is new. Raises ValueError: its lines are of another kind."""
+        group = self.groups.setdefault(name, Group(name, kind, size))
+        if group.kind != kind or (kind == "art" and group.lines):
+            raise ValueError(f"group {_brief(name)} is there already, in line {group.first_line}, in another format")
+        return group
+
+    def _find_group_id(self, head: _Head, line: bytes) -> str:
+        if not bytes(head.messages) and not bytes(head.messages_and_choices):
+            raise ValueError('expected a trajectory, an ART group, or {"messages": [...]}')
+        key = self.group_by or "group_id"
+        found = _select(decode(line, _ANY), key) if self.group_by else head.group_id
+        if found is None or isinstance(found, dict | list):
+            raise ValueError(f"no {key!r} to group by; name the key with --group-by")
+        return str(found)
+
+    def load(self, group: Group) -> list[Trajectory]:
+        """The trajectories of one group, in the order of their index. Raises DataError: a line cannot be read."""
+        trajectories: list[Trajectory] = []
+        names: set[str] = set()
+        with self.path.open("rb") as file:
+            for index, (number, offset) in sorted(group.lines.items()):
+                file.seek(offset)
+                try:
+                    read = read_line(file.readline(), group, index)
+                except (ValueError, RecursionError) as error:
+                    raise DataError(_words(error), self.path, number) from error
+                for trajectory in read:
+                    if trajectory.id in names:
+                        raise DataError(f"id {_brief(trajectory.id)} is used twice in its group", self.path, number)
+                    names.add(trajectory.id)
+                trajectories += read
+        return trajectories
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.groups.values())
+
+
+def _is_own(head: _Head) -> bool:
+    return None not in (head.id, head.group_id, head.group_size, head.index)
+
+
+def _brief(value: object) -> str:
+    """A value of the file, short and printable, for an error message."""
+    return printable(repr(value), limit=80)
+
+
+def _words(error: Exception) -> str:
+    return "JSON is nested too deeply" if isinstance(error, RecursionError) else printable(str(error))
+
+
+def _select(record: Any, dotted: str) -> Any:
+    """`record["metadata"]["task"]` for "metadata.task"; None when there is no such key."""
+    for key in dotted.split("."):
+        record = record.get(key) if isinstance(record, dict) else None
+    return record
+
+
+def read_line(line: bytes, group: Group, index: int) -> list[Trajectory]:
+    """The trajectories of one line; `index` is that of the first, unless the line itself has one."""
+    if group.kind == "own":
+        trajectory = decode(line, _OWN)
+        if (trajectory.group_id, trajectory.index) != (group.group_id, index):
+            raise ValueError("the file was changed while it was read; run the same command again")
+        return [trajectory]
+    record = decode(line, _ANY)
+    return _read_art_group(record, group) if group.kind == "art" else [_read_foreign(record, group, index)]
+
+
+def _read_art_group(record: Json, group: Group) -> list[Trajectory]:
+    """An ART group: its trajectories, then its exceptions as trajectories with an error; each gets its metadata."""
+    found = msgspec.convert(record, _ArtGroup)
+    about = {key: value for key, value in record.items() if key not in ("trajectories", "exceptions") and value}
+    read = [_read_foreign(one, group, index) for index, one in enumerate(found.trajectories)]
+    for trajectory in read if about else ():
+        trajectory.metadata = trajectory.metadata | {"group": about}
+    for index, failure in enumerate(found.exceptions or (), len(read)):
+        error = f"{failure.get('type')}: {failure.get('message')}"
+        read.append(_make_foreign(group, index, error=error))
+    return read
+
+
+def _read_foreign(record: Json, group: Group, index: int) -> Trajectory:
+    """A plain conversation, or one of ART's trajectories. Raises msgspec.ValidationError for fields of a wrong type."""
+    found = msgspec.convert(record, _Foreign)
+    known = _Foreign.__struct_fields__
+    rest = {key: value for key, value in record.items() if key not in known and value not in (None, [], {})}
+    return _make_foreign(
+        group,
+        index,
+        id=None if found.id is None else str(found.id),
+        messages=_messages(found.messages_and_choices or found.messages or []),
+        branches=[_messages(history.messages_and_choices) for history in found.additional_histories or ()],
+        tools=found.tools or [],
+        metrics={key: float(value) for key, value in (found.metrics or {}).items() if value is not None},
+        metadata=(found.metadata or {}) | rest,
+        returned_reward=found.reward,
+    )
+
+
+def _make_foreign(group: Group, index: int, *, id: str | None = None, **fields: Any) -> Trajectory:
+    name = id or f"{group.group_id}/{index}"
+    return Trajectory(id=name, group_id=group.group_id, group_size=group.size, index=index, **fields)
+
+
+def _messages(items: Sequence[Json]) -> list[Json]:
+    """Messages; a choice that ART recorded is replaced by the message in it."""
+    return [item["message"] if isinstance(item.get("message"), dict) else item for item in items]

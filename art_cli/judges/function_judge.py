@@ -1,0 +1,169 @@
+"""FunctionJudge: a user's own judge, a function over a group or a class, sync or async, with a deadline.
+
+    def judge(group: list[Trajectory]) -> list[float] | dict[str, float]
+
+    class Mine(art_cli.Judge):
+        def __init__(self, strictness=1): ...                # judge.options
+        async def judge(self, group): ...                    # as the function, or a dict of Verdicts
+
+A list is in the order of the group, a dict by trajectory id. Either must be complete and finite; nothing is filled in.
+"""
+
+import asyncio
+import copy
+import hashlib
+import inspect
+import logging
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from art_cli.config.sections.judge_config import FunctionJudgeConfig
+from art_cli.judges import Judge, Verdict, make_key
+from art_cli.judges.costs import CostEstimate, Usage
+from art_cli.runs.trajectory import Score, Trajectory
+from art_cli.runtime.errors import JudgeError, UsageError, describe
+from art_cli.runtime.plugins import place_of, resolve
+from art_cli.runtime.threads import LoopThread, call_in_thread
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 5.0  # longest wait for a user's code to end
+
+
+class FunctionJudge(Judge):
+    """Runs the user's code, checks its answers, and passes on what a user's class says of itself.
+
+    Raises UsageError when it is made: the code cannot be loaded, or a class cannot be made with `judge.options`.
+    """
+
+    title = "function"
+
+    def __init__(self, config: FunctionJudgeConfig, directory: Path, *, job: str = "") -> None:
+        self._entry = config.entry
+        self.timeout_s = config.timeout_s
+        self._root = directory.resolve()
+        found = resolve(config.entry, base=directory)
+        self._own = self._make(found, config.options) if isinstance(found, type) else Judge()
+        self._function: Callable[[list[Trajectory]], Any] = self._own.judge if isinstance(found, type) else found
+        if not callable(self._function):
+            raise UsageError(f"{config.entry}: not a function but {type(self._function).__name__}")
+        if config.options and not isinstance(found, type):
+            raise UsageError(f"judge.options: {config.entry} is a function, and only a class is made with options")
+        self._source = _digest(config.entry, directory, config.options)
+        self.in_flight, self.needs_reward = self._own.in_flight, self._own.needs_reward
+        self.has_rounds = self._own.has_rounds
+        self._loop = LoopThread("judge")
+
+    def _make(self, found: type, options: Mapping[str, Any]) -> Judge:
+        if not issubclass(found, Judge):
+            raise UsageError(f"{self._entry}: the class is no subclass of art_cli.Judge")
+        try:
+            return found(**options)
+        except Exception as error:  # the boundary to the user's class
+            raise UsageError(f"{self._entry}: {describe(error)}{self._where(error)}") from error
+
+    @property
+    def settings(self) -> str:
+        """A digest of the code and its options, and of what a user's class adds to it."""
+        return make_key(source=self._source, own=self._own.settings)[:12] if self._own.settings else self._source
+
+    async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
+        """Raises JudgeError: the code raised, took too long, or did not give each trajectory one finite number."""
+        if not group:
+            return {}
+        return self._check(await self._call(self._function, copy.deepcopy(list(group))), group)
+
+    async def judge_again(self, group: Sequence[Trajectory], num_rounds: int) -> Mapping[str, Verdict]:
+        """As `judge`, by a user's class that has rounds of votes."""
+        return self._check(await self._call(self._own.judge_again, copy.deepcopy(list(group)), num_rounds), group)
+
+    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            async with asyncio.timeout(self.timeout_s) as limit:
+                if inspect.iscoroutinefunction(function):
+                    return await self._loop.run(function(*arguments))
+                return await call_in_thread(function, *arguments)
+        except JudgeError:  # a user's class may say itself that a group stays owed
+            raise
+        except Exception as error:  # the boundary to the user's code
+            if limit.expired():
+                raise JudgeError(f"{self._entry}: no answer within {self.timeout_s:g} s (judge.timeout_s)") from error
+            raise JudgeError(f"{self._entry}: {describe(error)}{self._where(error)}") from error
+
+    def _where(self, error: Exception) -> str:
+        place = place_of(error, self._root)
+        return f" ({place})" if place else ""
+
+    def _check(self, answer: Any, group: Sequence[Trajectory]) -> dict[str, Verdict]:
+        """The answer by id, each with a finite reward."""
+        ids = [trajectory.id for trajectory in group]
+        answer = answer.tolist() if hasattr(answer, "tolist") else answer  # an array or a tensor
+        if isinstance(answer, Mapping):
+            if missing := [id for id in ids if id not in answer]:
+                raise JudgeError(f"{self._entry}: no reward for {missing[0]} ({len(missing)} of {len(ids)} missing)")
+            if unknown := [id for id in answer if id not in ids]:
+                raise JudgeError(f"{self._entry}: a reward for {unknown[0]!r}, which is not in the group")
+            return {id: self._verdict(answer[id], id) for id in ids}
+        if isinstance(answer, str | bytes) or not isinstance(answer, Sequence):
+            raise JudgeError(f"{self._entry}: must return a list of numbers or a dict by id, not {_kind(answer)}")
+        if len(answer) != len(ids):
+            raise JudgeError(f"{self._entry}: returned {len(answer)} rewards for {len(ids)} trajectories")
+        return {id: self._verdict(value, id) for id, value in zip(ids, answer, strict=True)}
+
+    def _verdict(self, value: Any, id: str) -> Verdict:
+        if isinstance(value, Verdict):
+            self._number(value.reward, id)
+            return value
+        reward = self._number(value, id)
+        return Verdict(reward=reward, scores=[Score(judge="function", score=reward)])
+
+    def _number(self, value: Any, id: str) -> float:
+        try:
+            number = float(value) if isinstance(value, Real) else math.nan
+        except (OverflowError, ValueError):  # a whole number beyond all floats
+            number = math.inf
+        if not math.isfinite(number):
+            raise JudgeError(f"{self._entry}: the reward of {id} is {value!r:.60}, not a finite number")
+        return number
+
+    # --- what a user's class says of itself ---------------------------------------------------------------------------
+
+    @property
+    def usage(self) -> Usage:
+        return self._own.usage
+
+    @property
+    def num_cached(self) -> int:
+        return self._own.num_cached
+
+    def estimate(self, group: Sequence[Trajectory]) -> CostEstimate | None:
+        return self._own.estimate(group)
+
+    async def close(self) -> None:
+        """Ends the user's code: first what its class holds, then the thread that runs it."""
+        if type(self._own) is not Judge:
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._loop.run(self._own.close())
+            except Exception as error:  # the boundary to the user's class
+                log.warning("%s: close: %s", self._entry, describe(error))
+        await self._loop.close(CLOSE_TIMEOUT_S)
+
+
+def _digest(entry: str, directory: Path, options: Mapping[str, Any]) -> str:
+    """A digest of the code's name, its file and its options; what that file imports is not looked at."""
+    module, _, name = entry.rpartition(":")
+    source = (
+        directory / module if module.endswith(".py") else Path(getattr(sys.modules[module], "__file__", None) or "")
+    )
+    text = source.read_bytes() if source.is_file() else entry.encode()
+    given = {"options": dict(options)} if options else {}  # absent from digests of files scored before options
+    return make_key(function=name, source=hashlib.sha256(text).hexdigest(), **given)[:12]
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else type(value).__name__

@@ -1,0 +1,329 @@
+"""What a scored file says of its judge: order bias, spread, agreement with a gold reward, cost, groups without signal.
+
+Reads the scored lines, and of each only the fields it needs. Writes nothing: judge_report_text.py puts the report in
+words, and `views.judge_page` makes a page of it.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from art_cli.judges.files.judged_files import MAX_GROUP_SIZE
+from art_cli.judges.judge_groups import MAX_REWARD, by_group
+from art_cli.judges.report import agreement
+from art_cli.judges.report.agreement import Measure, Ratio
+from art_cli.judges.report.noise import FlipRates, VoteReliability, flip_rates, vote_reliability
+from art_cli.runs.durable import read_lines
+from art_cli.runs.trajectory import EQUAL_REWARDS, Score
+from art_cli.runtime.errors import DataError, UsageError, printable
+
+# the fields of Agreement
+MEASURES = (agreement.pairwise, agreement.pair_flips, agreement.kendall_tau, agreement.best_of_group)
+MAX_POINTS = 2000  # most points that one plot gets
+
+
+class ScoredRow(msgspec.Struct):
+    """One scored line, with the fields that a report needs."""
+
+    group_id: str
+    index: int = 0
+    error: str | None = None
+    reward: float | None = None
+    returned_reward: float | None = None
+    metrics: dict[str, float] = {}
+    scores: list[Score] = []
+    schema_version: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: a number too large to be added up, or votes and positions that do not fit together."""
+        for score in self.scores:
+            _check_score(score)
+        for value in (self.reward, self.returned_reward, *self.metrics.values()):
+            if value is not None and not abs(value) <= MAX_REWARD:
+                raise ValueError(f"the number {value:g} is beyond {MAX_REWARD:g}")
+
+
+def _check_score(score: Score) -> None:
+    shares = (score.spread, score.cost_usd, score.prompt_tokens, score.completion_tokens, score.latency_s)
+    for value in (score.score, *score.votes, *shares):
+        if value is not None and not abs(value) <= MAX_REWARD:
+            raise ValueError(f"the number {value:g} in a score is beyond {MAX_REWARD:g}")
+    if score.positions and len(score.positions) != len(score.votes):
+        raise ValueError(f"a score has {len(score.votes)} votes and {len(score.positions)} positions")
+    if not all(0 <= position < MAX_GROUP_SIZE for position in score.positions):
+        raise ValueError("a score has a position outside of its group")
+
+
+class Agreement(msgspec.Struct, frozen=True):
+    """How a score agrees with the gold; None: the gold is equal within every group."""
+
+    pairwise_accuracy: Measure | None
+    pair_flips: Measure | None
+    kendall_tau: Measure | None
+    best_of_group: Measure | None
+
+
+class JudgeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One judge and model. Times are seconds, costs are US dollars for the whole file; None: unknown."""
+
+    judge: str
+    model: str | None
+    num_votes: int  # the most that one attempt got
+    order_bias: Measure | None  # score added to the first place over the last
+    reliability: VoteReliability | None  # None: one vote an attempt, or votes and attempts that never differ
+    spread: float | None  # standard deviation of one vote about its attempt's mean, pooled over attempts
+    agreement: Agreement | None  # agreement of its score (all votes) with the gold
+    one_vote: Agreement | None  # agreement of each single vote with the gold, pooled
+    cost_usd: float | None
+    prompt_tokens: float | None
+    completion_tokens: float | None
+    latency_s: float | None  # median over groups of one vote's time
+    latency_p95_s: float | None
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole file."""
+
+    path: str
+    gold: str | None
+    num_groups: int
+    num_trajectories: int
+    num_failed: int  # trajectories with an error, not judged
+    num_without_signal: int  # groups whose rewards are all equal
+    reward_mean: float | None
+    reward_std: float | None  # within groups, pooled
+    agreement: Agreement | None  # agreement of the reward with the gold
+    flips: FlipRates | None  # flip rates of the reward; None: no gold, or reward or gold has other values than 0 and 1
+    judges: list[JudgeReport]
+
+    def values(self) -> dict[str, float]:
+        """The values that a gate can bound, by name: `name` is the first judge's, `MODEL.name` that of any judge."""
+        found: dict[str, float] = {}
+        for place, judge in enumerate(self.judges):
+            for name, value in _judge_values(judge).items():
+                if place == 0:
+                    found[name] = value
+                found[f"{judge.model or judge.judge}.{name}"] = value
+        shares = {"no_signal_share": self.num_without_signal / self.num_groups} if self.num_groups else {}
+        counts = {"num_groups": float(self.num_groups), "num_without_signal": float(self.num_without_signal)}
+        return found | counts | shares | _agreement_values(self.agreement) | _flip_values(self.flips)
+
+
+@dataclass
+class PlotPoints:
+    """Points for the plots."""
+
+    positions: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # (position in [0, 1], vote minus its attempt's mean)
+    gold: list[tuple[float, float]] = field(default_factory=list)  # (gold, reward)
+    rewards: list[float] = field(default_factory=list)
+    spreads: list[float] = field(default_factory=list)
+
+
+def read_rows(path: Path) -> dict[str, list[ScoredRow]]:
+    """The scored lines by group, in the order of their index; the last line with an index counts."""
+    return by_group(read_lines(path, ScoredRow))
+
+
+def make_report(path: Path, *, gold: str | None = None) -> tuple[Report, PlotPoints]:
+    """The report on a scored file. Raises DataError (no rewards in it) and UsageError (no such gold)."""
+    groups = read_rows(path)
+    judged = {name: [row for row in rows if row.reward is not None] for name, rows in groups.items()}
+    if not any(judged.values()):
+        raise DataError("no rewards in it; judge it first: art judge FILE -o SCORED", path)
+    golds = read_gold(judged, gold) if gold else None
+    rewards = [_rewards(rows) for rows in judged.values() if rows]
+    flat = [reward for group in rewards for reward in group]
+    spreads = [statistics.pvariance(group) for group in rewards if len(group) > 1]
+    report = Report(
+        path=str(path),
+        gold=gold,
+        num_groups=len(groups),
+        num_trajectories=sum(map(len, groups.values())),
+        num_failed=sum(row.error is not None for rows in groups.values() for row in rows),
+        num_without_signal=sum(max(group) - min(group) <= EQUAL_REWARDS for group in rewards)
+        + sum(not rows for rows in judged.values()),
+        reward_mean=statistics.fmean(flat) if flat else None,
+        reward_std=math.sqrt(statistics.fmean(spreads)) if spreads else None,
+        agreement=_agree(judged, golds, [[[row.reward for row in rows]] for rows in judged.values()]),
+        flips=None if golds is None else flip_rates([_rewards(rows) for rows in judged.values()], list(golds.values())),
+        judges=[_judge(*name, judged, golds) for name in _judges(judged)],
+    )
+    return report, _sample(judged, golds)
+
+
+def _rewards(rows: Sequence[ScoredRow]) -> list[float]:
+    return [row.reward for row in rows if row.reward is not None]
+
+
+def read_gold(groups: dict[str, list[ScoredRow]], name: str) -> dict[str, list[float]]:
+    """The gold rewards of each group, in its order: `returned_reward`, or `metrics.NAME`. Raises UsageError."""
+    found = {}
+    for group_id, rows in groups.items():
+        values = [_gold_of(row, name) for row in rows]
+        if any(value is None for value in values):
+            metrics = sorted({metric for row in rows for metric in row.metrics})
+            known = ["returned_reward", *(f"metrics.{metric}" for metric in metrics)]
+            raise UsageError(
+                f"--gold {name}: not every trajectory of {printable(repr(group_id))} has it; choose of "
+                + ", ".join(map(printable, known))
+            )
+        found[group_id] = [value for value in values if value is not None]
+    return found
+
+
+def _gold_of(row: ScoredRow, name: str) -> float | None:
+    return row.returned_reward if name == "returned_reward" else row.metrics.get(name.removeprefix("metrics."))
+
+
+def _judges(groups: dict[str, list[ScoredRow]]) -> list[tuple[str, str | None]]:
+    """The (judge, model) pairs in order of appearance."""
+    return list(
+        dict.fromkeys((score.judge, score.model) for rows in groups.values() for row in rows for score in row.scores)
+    )
+
+
+def _judge(
+    name: str, model: str | None, groups: dict[str, list[ScoredRow]], golds: dict[str, list[float]] | None
+) -> JudgeReport:
+    by_group = [
+        [next((score for score in row.scores if (score.judge, score.model) == (name, model)), None) for row in rows]
+        for rows in groups.values()
+    ]
+    scores = [[score for score in group if score is not None] for group in by_group]
+    flat = [score for group in scores for score in group]
+    costs = [score.cost_usd for score in flat]
+    latencies = sorted(group[0].latency_s for group in scores if group and group[0].latency_s is not None)
+    num_votes = max((len(score.votes) for score in flat), default=0)
+    return JudgeReport(
+        judge=name,
+        model=model,
+        num_votes=num_votes,
+        order_bias=agreement.measure([_order_bias(group) for group in scores]),
+        reliability=vote_reliability([[score.votes for score in group] for group in scores]),
+        spread=_pooled([score.spread for score in flat if score.spread is not None]),
+        agreement=_agree(groups, golds, [[[score.score if score else None for score in group]] for group in by_group]),
+        one_vote=_agree(groups, golds, [_single_votes(group, num_votes) for group in by_group])
+        if num_votes > 1
+        else None,
+        cost_usd=None if any(cost is None for cost in costs) else math.fsum(cost for cost in costs if cost is not None),
+        prompt_tokens=_total(score.prompt_tokens for score in flat),
+        completion_tokens=_total(score.completion_tokens for score in flat),
+        latency_s=statistics.median(latencies) if latencies else None,
+        latency_p95_s=latencies[math.ceil(0.95 * len(latencies)) - 1] if latencies else None,
+    )
+
+
+def _order_bias(scores: Sequence[Score]) -> Ratio:
+    """One group's share in the order bias: the score that the first position adds over the last.
+
+    With several votes each attempt is compared with itself in other positions. With one vote the attempts of a
+    group are compared with each other. Because their order is drawn at random, their quality adds noise and no bias.
+    """
+    points = [_places(scores, vote) for vote in range(min((len(score.positions) for score in scores), default=0))]
+    if not points:
+        return Ratio(0.0, 0.0)
+    if len(points) == 1:
+        return agreement.slope([-place for place in points[0]], [score.votes[0] for score in scores])
+    parts = [
+        agreement.slope([-vote[at] for vote in points], score.votes[: len(points)]) for at, score in enumerate(scores)
+    ]
+    return Ratio(math.fsum(part.numerator for part in parts), math.fsum(part.denominator for part in parts))
+
+
+def _places(scores: Sequence[Score], vote: int) -> list[float]:
+    """[G] the position of each attempt in a vote's prompt, 0 first, 1 last."""
+    last = max(score.positions[vote] for score in scores)
+    return [score.positions[vote] / last if last else 0.0 for score in scores]
+
+
+def _single_votes(scores: Sequence[Score | None], num_votes: int) -> list[list[float | None]]:
+    """[k][G] the scores of each single vote; None where an attempt lacks it."""
+    return [
+        [score.votes[vote] if score and len(score.votes) == num_votes else None for score in scores]
+        for vote in range(num_votes)
+    ]
+
+
+def _agree(
+    groups: dict[str, list[ScoredRow]],
+    golds: dict[str, list[float]] | None,
+    rankings: Iterable[Sequence[Sequence[float | None]]],
+) -> Agreement | None:
+    """Agreement of each group's rankings with the gold, pooled; an attempt without a score is left out."""
+    if golds is None:
+        return None
+    parts: list[list[Ratio]] = [[] for _ in MEASURES]
+    for group_id, group_rankings in zip(groups, rankings, strict=True):
+        known = [
+            [(score, true) for score, true in zip(ranking, golds[group_id], strict=True) if score is not None]
+            for ranking in group_rankings
+        ]
+        for part, compare in zip(parts, MEASURES, strict=True):
+            ratios = [compare([score for score, _ in pairs], [true for _, true in pairs]) for pairs in known]
+            part.append(Ratio(sum(ratio.numerator for ratio in ratios), sum(ratio.denominator for ratio in ratios)))
+    return Agreement(*map(agreement.measure, parts))
+
+
+def _pooled(deviations: Sequence[float]) -> float | None:
+    return math.sqrt(statistics.fmean(d * d for d in deviations)) if deviations else None
+
+
+def _total(values: Iterable[float | None]) -> float | None:
+    known = list(values)
+    return None if any(value is None for value in known) else math.fsum(value for value in known if value is not None)
+
+
+def _judge_values(judge: JudgeReport) -> dict[str, float]:
+    found: dict[str, float | None] = {"spread": judge.spread, "cost_usd": judge.cost_usd, "latency_s": judge.latency_s}
+    if judge.order_bias is not None:
+        found |= {"order_bias": judge.order_bias.value, "order_bias_size": abs(judge.order_bias.value)}
+    if judge.reliability is not None:
+        found |= {
+            "reliability": judge.reliability.all_votes.value,
+            "one_vote.reliability": judge.reliability.one_vote.value,
+        }
+    found |= _agreement_values(judge.agreement)
+    found |= {f"one_vote.{name}": value for name, value in _agreement_values(judge.one_vote).items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _agreement_values(found: Agreement | None) -> dict[str, float]:
+    if found is None:
+        return {}
+    measures: dict[str, Any] = msgspec.structs.asdict(found)
+    return {name: each.value for name, each in measures.items() if each is not None}
+
+
+def _flip_values(found: FlipRates | None) -> dict[str, float]:
+    if found is None:
+        return {}
+    return {"false_positive": found.false_positive.value, "false_negative": found.false_negative.value}
+
+
+def _sample(groups: dict[str, list[ScoredRow]], golds: dict[str, list[float]] | None) -> PlotPoints:
+    """Points for the plots, from the first judge of each trajectory: at most MAX_POINTS of each kind."""
+    sample = PlotPoints()
+    for group_id, rows in groups.items():
+        firsts = [row.scores[0] for row in rows if row.scores and row.scores[0].positions]
+        for vote in range(min((len(score.positions) for score in firsts), default=0)):
+            centre = statistics.fmean(score.votes[vote] for score in firsts)
+            for place, score in zip(_places(firsts, vote), firsts, strict=True):
+                mean = statistics.fmean(score.votes) if len(score.votes) > 1 else centre
+                sample.positions.append((place, score.votes[vote] - mean))
+        sample.rewards += [row.reward for row in rows if row.reward is not None]
+        sample.spreads += [score.spread for score in firsts if score.spread is not None]
+        if golds is not None:
+            sample.gold += [
+                (true, row.reward) for true, row in zip(golds[group_id], rows, strict=True) if row.reward is not None
+            ]
+    for name in ("positions", "gold", "rewards", "spreads"):
+        points = getattr(sample, name)
+        setattr(sample, name, points[:: max(1, len(points) // MAX_POINTS)])
+    return sample

@@ -1,0 +1,31 @@
+"""RolloutJudge: the reward that the rollout itself returned, as it is."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from art_cli.config.sections.judge_config import RolloutJudgeConfig
+from art_cli.judges import Judge, Verdict
+from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime.errors import JudgeError
+
+
+class RolloutJudge(Judge):
+    settings = "rollout"  # nothing about it can be set
+    title = "rollout"
+    needs_reward = True
+
+    def __init__(self, config: RolloutJudgeConfig, directory: Path, *, job: str = "") -> None:
+        """Uses none of the arguments, which every judge is made with."""
+
+    async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
+        """Raises JudgeError: a rollout returned no reward, which is never taken for a zero."""
+        return {trajectory.id: Verdict(reward=_reward(trajectory)) for trajectory in group}
+
+
+def _reward(trajectory: Trajectory) -> float:
+    if trajectory.returned_reward is None:
+        raise JudgeError(
+            f"trajectory {trajectory.id}: the rollout returned no reward; "
+            "return a number from it, or let another judge score it (judge=ruler)"
+        )
+    return trajectory.returned_reward

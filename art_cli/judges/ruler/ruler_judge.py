@@ -1,0 +1,178 @@
+"""RULER: a language model sees all attempts of a group at once and scores each against the others.
+
+Relative Universal LLM-Elicited Rewards. No labels and no reward function: the task is read from the attempts. The
+judge model is not trusted: it votes in several orders, several models can form a panel, answers are matched by id and
+refused unless complete. Reads rubric and instructions from text files, writes the verdict cache. A group that cannot
+be scored stays owed (JudgeError).
+
+    group -> group.py: different attempts -> ask.py: votes of each model -> prompt.py -> providers/ -> verdict.py
+          -> votes.py: one score of each model -> here: weighted mean of the panel -> Verdict by id
+"""
+
+import asyncio
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from art_cli.config.schema import JudgeModelConfig, PanelMemberConfig, RulerJudgeConfig
+from art_cli.judges import Judge, Verdict, make_key
+from art_cli.judges.costs import Budget, CostEstimate, Spent, Usage, find_price
+from art_cli.judges.providers.caller import FIRST_DELAY_S, Caller, make_provider
+from art_cli.judges.providers.judge_keys import missing_key, openai_base
+from art_cli.judges.ruler.group import read_group
+from art_cli.judges.ruler.prompt import read_instructions
+from art_cli.judges.ruler.verdict_cache import VerdictCache, user_cache_path
+from art_cli.judges.ruler.voter import Voter, all_of
+from art_cli.runs.reliability import error_variance
+from art_cli.runs.trajectory import Score, Trajectory
+from art_cli.runtime.dotenv import load_environment
+from art_cli.runtime.errors import UsageError
+from art_cli.runtime.secrets import find_secrets
+
+TRIAL_RETRIES = 1  # tries after a failed call of a trial; few, because a user waits for it
+
+
+class RulerJudge(Judge):
+    """The judge of `judge=ruler`. `rubric` is a rubric as text, in place of the configuration's file.
+
+    Raises UsageError when it is made: an unreadable rubric or cache, a budget in dollars for a model without a price.
+    """
+
+    settings = ""  # the digest of what the judge is told
+    has_rounds = True
+
+    def __init__(
+        self,
+        config: RulerJudgeConfig,
+        directory: Path,
+        *,
+        job: str = "",
+        rubric: str | None = None,
+        first_delay_s: float = FIRST_DELAY_S,
+    ) -> None:
+        self.config = config
+        self.panel = _panel(config)
+        self.title = ", ".join(member.model for member in self.panel)
+        self.in_flight = config.concurrency + 8  # every call has its slot while other groups are read and written
+        _check_prices(config, self.panel)
+        load_environment(directory)
+        instructions = read_instructions(config, directory, rubric=rubric)
+        self.settings = _settings(config, self.panel, instructions)
+        self.cache = VerdictCache(_cache_path(config, directory))
+        spent = self.cache.spent(job) if job else Spent(usd=0.0, tokens=0)
+        self.spent_usd = spent.usd
+        self.is_priced = all(find_price(member) is not None for member in self.panel)
+        self.budget = Budget(config.budget_usd, config.budget_tokens, spent)
+        secrets = find_secrets(
+            os.environ,
+            names=[member.api_key_env or "" for member in self.panel],
+            urls=[member.base_url or openai_base() for member in self.panel],
+            params=[member.params for member in self.panel],
+        )
+        slots = asyncio.Semaphore(config.concurrency)
+        self.voters = []
+        for member in self.panel:
+            caller = Caller(
+                member,
+                make_provider(member, secrets),
+                slots=slots,
+                budget=self.budget,
+                timeout_s=config.timeout_s,
+                retries=config.retries,
+                first_delay_s=first_delay_s,
+            )
+            self.voters.append(Voter(config, caller, self.cache, instructions=instructions, job=job))
+
+    async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
+        """One verdict per trajectory id; the reward is the panel's weighted mean, in [0, 1]. Raises JudgeError."""
+        return await self._judge(group, num_rounds=1) if group else {}
+
+    async def judge_again(self, group: Sequence[Trajectory], num_rounds: int) -> Mapping[str, Verdict]:
+        """As `judge`, by `num_rounds` times as many votes of each model. Earlier votes come from the cache."""
+        return await self._judge(group, num_rounds=num_rounds)
+
+    async def _judge(self, group: Sequence[Trajectory], *, num_rounds: int) -> Mapping[str, Verdict]:
+        judged = read_group(group, self.config)
+        by_model = await all_of(
+            [voter.score(judged, settings=self.settings, num_rounds=num_rounds) for voter in self.voters]
+        )
+        weights = [member.weight for member in self.panel]
+        variance = self._error_variance(by_model)
+        verdicts: dict[str, Verdict] = {}
+        for ids, *scores in zip(judged.members, *by_model, strict=True):
+            reward = sum(weight * score.score for weight, score in zip(weights, scores, strict=True)) / sum(weights)
+            verdict = Verdict(reward=min(1.0, max(0.0, reward)), scores=scores, variance=variance)
+            verdicts |= dict.fromkeys(ids, verdict)
+        return verdicts
+
+    def _error_variance(self, by_model: Sequence[Sequence[Score]]) -> float | None:
+        """The error variance of each attempt's reward, a weighted mean of the models' scores; None: too few votes.
+
+        That of a median is pi / 2 times that of a mean, which holds for many votes with normal errors.
+        """
+        variances = [error_variance([score.votes for score in scores]) for scores in by_model]
+        known = [variance for variance in variances if variance is not None]
+        if len(known) < len(variances):
+            return None
+        total = sum(member.weight for member in self.panel)
+        variance = sum((member.weight / total) ** 2 * each for member, each in zip(self.panel, known, strict=True))
+        return variance * (math.pi / 2 if self.config.aggregate == "median" and self.config.votes > 2 else 1.0)
+
+    @property
+    def usage(self) -> Usage:
+        return sum((voter.usage for voter in self.voters), Usage())
+
+    @property
+    def num_cached(self) -> int:
+        return sum(voter.num_cached for voter in self.voters)
+
+    def estimate(self, group: Sequence[Trajectory]) -> CostEstimate:
+        if not group:
+            return CostEstimate()
+        judged = read_group(group, self.config)
+        return sum((voter.estimate(judged) for voter in self.voters), CostEstimate())
+
+    @classmethod
+    def for_trial(cls, config: RulerJudgeConfig, directory: Path) -> "RulerJudge":
+        asked_once = {"votes": 1, "attempts": 1, "retries": min(config.retries, TRIAL_RETRIES), "cache": None}
+        return cls(config.model_copy(update=asked_once), directory)
+
+    @classmethod
+    def missing_keys(cls, config: RulerJudgeConfig, directory: Path) -> dict[str, str]:
+        """Reads .env files as the judge does."""
+        load_environment(directory)
+        return {name: member.model for member in _panel(config) if (name := missing_key(member))}
+
+    async def close(self) -> None:
+        for voter in self.voters:
+            await voter.caller.close()
+        self.cache.close()
+
+
+def _panel(config: RulerJudgeConfig) -> list[PanelMemberConfig]:
+    """The panel; without one, a panel of the configuration's own model."""
+    alone = {name: getattr(config, name) for name in JudgeModelConfig.model_fields}
+    return config.panel or [PanelMemberConfig(**alone)]
+
+
+def _cache_path(config: RulerJudgeConfig, directory: Path) -> Path | None:
+    if config.cache is None:
+        return None
+    return user_cache_path() if config.cache == "user" else directory / Path(config.cache).expanduser()
+
+
+def _check_prices(config: RulerJudgeConfig, panel: Sequence[JudgeModelConfig]) -> None:
+    for member in panel if config.budget_usd is not None else ():
+        if find_price(member) is None:
+            raise UsageError(
+                f"judge.budget_usd: no price is known for {member.model}; set judge.price: {{input: .., output: ..}} "
+                "in dollars per million tokens, or use judge.budget_tokens"
+            )
+
+
+def _settings(config: RulerJudgeConfig, panel: Sequence[JudgeModelConfig], instructions: str) -> str:
+    """A digest of everything that changes what the judge says: two files with the same digest can be compared."""
+    told = {"votes", "aggregate", "seed", "max_group", "max_tokens_per_attempt"}
+    models = [member.model_dump(mode="json", include={"model", "params", "weight"}) for member in panel]
+    return make_key(told=config.model_dump(mode="json", include=told), models=models, instructions=instructions)[:12]

@@ -1,0 +1,157 @@
+"""ShadowJudges: judges that score a share of the groups beside the trained reward, and are never trained on.
+
+Their scores stand apart on the scored lines (`ScoredTrajectory.shadow`) and in a step's metrics. A shadow judge that
+fails or hangs costs its own scores and nothing else: each group is waited for within a deadline, and after a few
+failures in a row the judge is left alone until the next start.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+
+from art_cli.config.schema import RulerJudgeConfig, RunConfig, ShadowConfig
+from art_cli.config.sections.judge_config import BlendJudgeConfig, JudgeConfig
+from art_cli.judges import Judge, Verdict, make_judge
+from art_cli.judges.judge_groups import MAX_REWARD
+from art_cli.runs.trajectory import Score, ScoredTrajectory, Trajectory
+from art_cli.runtime.errors import describe, printable
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 3  # failures in a row after which a shadow judge is left alone
+CLOSE_TIMEOUT_S = 10.0  # longest wait for one to close
+
+Shadows = Mapping[str, list[Score]]  # trajectory id -> its shadow scores
+
+
+class ShadowJudges:
+    """The judges of the `shadow` section. Raises UsageError when it is made: one cannot be loaded."""
+
+    def __init__(self, config: Mapping[str, ShadowConfig], directory: Path, *, job: str = "") -> None:
+        self.judges: dict[str, Judge] = {
+            name: make_judge(each.judge, directory, job=f"{job}#shadow/{name}" if job else "")
+            for name, each in config.items()
+        }
+        self._config = config
+        self._failures = dict.fromkeys(config, 0)  # those in a row
+
+    async def score(self, group: Sequence[Trajectory]) -> Shadows:
+        """The shadow scores of a group's finished trajectories. Raises nothing."""
+        finished = [trajectory for trajectory in group if trajectory.error is None]
+        chosen = [name for name, each in self._config.items() if finished and is_chosen(name, group[0], each.share)]
+        scores: dict[str, list[Score]] = {}
+        for name, verdicts in zip(chosen, await asyncio.gather(*(self._ask(n, finished) for n in chosen)), strict=True):
+            for id, verdict in verdicts.items():
+                scores.setdefault(id, []).append(_score(name, verdict))
+        return scores
+
+    async def _ask(self, name: str, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
+        """The verdicts of one judge; empty: it failed, took too long, or is left alone."""
+        if self._failures[name] >= MAX_FAILURES:
+            return {}
+        limit = self._config[name].timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                verdicts = await self.judges[name].judge(group)
+            if bad := [id for id in (each.id for each in group) if not _is_sound(verdicts.get(id))]:
+                raise ValueError(f"no sound score for {bad[0]}")
+        except TimeoutError:
+            self._fail(name, f"no scores within {limit:g} s (shadow.{name}.timeout_s)")
+            return {}
+        except Exception as error:  # the boundary to a judge that training must not depend on
+            self._fail(name, describe(error))
+            return {}
+        self._failures[name] = 0
+        return verdicts
+
+    def _fail(self, name: str, reason: str) -> None:
+        self._failures[name] += 1
+        if self._failures[name] == 1:
+            log.warning("shadow %s: %s; training goes on without its scores", name, printable(reason, limit=300))
+        elif self._failures[name] == MAX_FAILURES:
+            log.warning(
+                "shadow %s: failed %d times in a row; it is left alone until the next start", name, MAX_FAILURES
+            )
+
+    async def close(self) -> None:
+        for judge in self.judges.values():
+            with contextlib.suppress(Exception):  # the run has no use for its end
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await judge.close()
+
+
+def is_chosen(name: str, trajectory: Trajectory, share: float) -> bool:
+    """Whether a shadow judge scores the trajectory's group: the same in every start of the run."""
+    digest = hashlib.sha256(f"{name}\0{trajectory.group_id}".encode(errors="replace")).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def _is_sound(verdict: Verdict | None) -> bool:
+    return verdict is not None and abs(verdict.reward) <= MAX_REWARD
+
+
+def _score(name: str, verdict: Verdict) -> Score:
+    """The verdict as a score of that name, with the words and votes of the judge if it has one score."""
+    if len(verdict.scores) == 1:
+        return msgspec.structs.replace(verdict.scores[0], judge=name, score=verdict.reward)
+    return Score(judge=name, score=verdict.reward)
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def shadow_numbers(groups: Sequence[Sequence[ScoredTrajectory]], config: RunConfig) -> dict[str, float]:
+    """For each shadow NAME, over the trajectories that have both its score and a reward:
+
+    shadow/NAME               its mean score
+    shadow/NAME.reward        the mean reward of the same trajectories
+    shadow/NAME.gap           reward - score; not for judges that only compare the attempts of a group
+    shadow/NAME.correlation   of the two, within groups, as advantages are; not where one of them does not vary
+    shadow/NAME.num           the number of these trajectories; 0: no group was chosen, or the judge failed
+    """
+    numbers: dict[str, float] = {}
+    for name, each in config.shadow.items():
+        pairs = [[pair for trajectory in group if (pair := _pair(trajectory, name)) is not None] for group in groups]
+        pairs = [group for group in pairs if group]
+        numbers[f"shadow/{name}.num"] = sum(map(len, pairs))
+        if not pairs:
+            continue
+        reward, score = (fmean(pair[place] for group in pairs for pair in group) for place in (0, 1))
+        numbers |= {f"shadow/{name}": score, f"shadow/{name}.reward": reward}
+        if not compares_only(each.judge) and not compares_only(config.judge):
+            numbers[f"shadow/{name}.gap"] = reward - score
+        if (found := _correlation(pairs)) is not None:
+            numbers[f"shadow/{name}.correlation"] = found
+    return numbers
+
+
+def compares_only(judge: JudgeConfig) -> bool:
+    """Whether a judge's scores of different groups cannot be compared, because it compares the attempts of one."""
+    if isinstance(judge, BlendJudgeConfig):
+        return "ruler" in judge.blend or any(map(compares_only, judge.judges.values()))
+    return isinstance(judge, RulerJudgeConfig)
+
+
+def _pair(trajectory: ScoredTrajectory, name: str) -> tuple[float, float] | None:
+    score = next((score.score for score in trajectory.shadow if score.judge == name), None)
+    return None if score is None or trajectory.reward is None else (trajectory.reward, score)
+
+
+def _correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
+    """Pearson's, of the differences from the means of each group."""
+    centered: list[tuple[float, float]] = []
+    for pairs in groups:
+        means = [fmean(pair[place] for pair in pairs) for place in (0, 1)]
+        centered += [(reward - means[0], score - means[1]) for reward, score in pairs]
+    square = [math.fsum(pair[place] ** 2 for pair in centered) for place in (0, 1)]
+    scale = math.sqrt(square[0]) * math.sqrt(square[1])
+    if not 1e-12 < scale < math.inf:
+        return None
+    return max(-1.0, min(1.0, math.fsum(reward * score for reward, score in centered) / scale))

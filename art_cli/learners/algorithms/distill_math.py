@@ -1,0 +1,121 @@
+"""Teaching: a second opinion on each sampled token as its advantage. Numpy only.
+
+    advantage of a token = reward weight * the trajectory's group advantage + the teacher's advantage
+
+The second part follows from log teacher - log student: on-policy distillation (Thinking Machines 2025), and SDPO
+(arXiv:2601.20802), whose teacher is the policy with feedback.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from art_cli.learners.samples import Sample, trajectory_samples
+from art_cli.learners.token_weights import NUM_ROWS, POLICY, Credit, Floats
+from art_cli.runs.trajectory import Trajectory
+
+Read = Callable[[Sequence[Sample]], Sequence[Floats]]  # samples -> [N] a model's logprobs of the targets of each
+
+
+def sampled_tokens(trajectory: Trajectory) -> list[Sample]:
+    """The trajectory's samples with every sampled token as a target. Its policy weight is its index among the M tokens.
+
+    A sampled token that no sample holds (the rollout never saw it), and the first token of a sequence, is no target.
+    """
+    lengths = [(len(turn.prompt_ids), len(turn.sampled_ids)) for turn in trajectory.turns]
+    is_sampled = np.repeat(np.tile([False, True], len(lengths)), np.array(lengths, dtype=np.int64).ravel())
+    weights = np.full((NUM_ROWS, len(is_sampled)), np.nan)
+    weights[POLICY, is_sampled] = np.flatnonzero(is_sampled)
+    return trajectory_samples(trajectory, weights)
+
+
+def student_logprobs(samples: Sequence[Sample], policy: Read) -> list[Floats]:
+    """[N] of each sample, under the weights and the temperature that sampled.
+
+    They are the engine's. A sample that was drawn from a cut distribution is read by the policy itself.
+    """
+    unknown = [index for index, sample in enumerate(samples) if np.isnan(sample.logprobs).any()]
+    found = [sample.logprobs for sample in samples]
+    for index, logprobs in zip(unknown, policy([samples[index] for index in unknown]), strict=True):
+        found[index] = logprobs
+    return found
+
+
+def prefix_weights(log_ratios: Floats, gamma: float) -> Floats:
+    """[N] 1 + gamma * (1 - D_t), with D_t the share of the sequence's |log ratios| that lies before token t.
+
+    IW-OPD, Xie et al. 2026 (arXiv:2606.22600), algorithm 1: what the teacher says of a text that has left its own
+    distribution teaches less. The first token has 1 + gamma. Example: ratios 1, -3, 0 and gamma 0.5 give 1.5, 1.375, 1.
+    """
+    sizes = np.abs(log_ratios)
+    total = sizes.sum()
+    if total == 0:
+        return np.full(len(sizes), 1 + gamma)
+    weights: Floats = 1 + gamma * (1 - (np.cumsum(sizes) - sizes) / total)
+    return weights
+
+
+def teacher_advantages(log_ratios: Floats, divergence: Literal["reverse_kl", "jensen_shannon"]) -> Floats:
+    """[N] advantages whose policy gradient lowers that divergence of student p and teacher q, of r = log q/p.
+
+    reverse_kl       r                     of KL(p || q): unbounded, so that one token may outweigh all others
+    jensen_shannon   log((1 + q/p) / 2)    of 2 JS(p, q): never below -log 2 = -0.69, and r / 2 for small r
+
+    Where m = (p + q) / 2, 2 JS = KL(p || m) + KL(q || m), and its derivative by p(y) is log(p(y) / m(y)). Example: the
+    ratios -5, 0 and 2 give -5, 0 and 2, or -0.69, 0 and 1.43.
+    """
+    if divergence == "reverse_kl":
+        return log_ratios
+    values: Floats = np.logaddexp(0.0, log_ratios) - np.log(2.0)
+    return values
+
+
+class Lesson(NamedTuple):
+    """What a teacher says of the M tokens of one trajectory."""
+
+    advantages: Floats  # [M] NaN where it was not asked
+    log_ratios: Floats  # [N] log teacher - log student of the tokens it was asked for
+
+
+def lesson(
+    trajectory: Trajectory, samples: Sequence[Sample], advantages: Sequence[Floats], log_ratios: Sequence[Floats]
+) -> Lesson:
+    """Each advantage [N] of the samples' targets at its token; `samples` come from `sampled_tokens`."""
+    row = np.full(sum(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in trajectory.turns), np.nan)
+    for sample, values in zip(samples, advantages, strict=True):
+        row[sample.advantages.astype(np.int64)] = values
+    return Lesson(row, np.concatenate([np.empty(0), *log_ratios]))
+
+
+def taught_credit(trajectory: Trajectory, taught: Floats | None, reward_part: float | None) -> Credit | float | None:
+    """The teacher's advantages [M] plus the part of the rewards, for each token of the trajectory.
+
+    `taught` None: there is no lesson, so that the rewards alone are learned from. `reward_part` None: rewards count
+    nothing, so that only tokens with a lesson are trained, and a trajectory without one is left out.
+    """
+    if taught is None:
+        return reward_part
+    row = taught if reward_part is None else np.where(np.isnan(taught), reward_part, taught + reward_part)
+    sizes = [(len(turn.prompt_ids), len(turn.sampled_ids)) for turn in trajectory.turns]
+    parts, start = [], 0
+    for num_prompt, num_sampled in sizes:
+        part = row[start : start + num_prompt + num_sampled].copy()
+        part[:num_prompt] = np.nan
+        parts.append(part)
+        start += len(part)
+    return Credit(policy=parts)
+
+
+def lesson_numbers(lessons: Collection[Lesson], num_trajectories: int) -> dict[str, float]:
+    """What a step reports of its lessons: the mean distance to the teacher in nats, and the share that had one.
+
+    The mean of log student - log teacher over sampled tokens estimates KL(student || teacher) per token.
+    """
+    if not num_trajectories:
+        return {}
+    numbers = {"taught_share": len(lessons) / num_trajectories}
+    values = np.concatenate([np.empty(0), *(each.log_ratios for each in lessons)])
+    if len(values):
+        numbers["teacher_kl"] = -float(values.mean())
+    return numbers

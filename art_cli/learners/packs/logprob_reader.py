@@ -1,0 +1,91 @@
+"""Reader: a model's logprobs of given tokens, or a critic's values, without a gradient, in the learner's packs.
+
+Tokens that samples share are computed once. A reader of the policy itself runs in all processes of the learner
+together; any other model is whole in each process, and `divided` gives each process a part of the samples.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from art_cli.learners.packs.logprobs import TokenScores
+from art_cli.learners.packs.pack_runner import PackRunner
+from art_cli.learners.packs.packing import Pack
+from art_cli.learners.packs.packing_check import PackingCheck
+from art_cli.learners.packs.side_by_side import side_by_side
+from art_cli.learners.processes.ranks import Ranks
+from art_cli.learners.samples import Sample
+from art_cli.learners.token_weights import Floats
+from art_cli.runtime.errors import ArtError, LearnerError
+
+
+class Reader:
+    """Reads with the weights of a runner. `packing`: the check of that runner; None: it gets one."""
+
+    def __init__(self, runner: PackRunner, packing: PackingCheck | None = None) -> None:
+        self.runner, self.packing = runner, packing or PackingCheck(runner)
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        """[N] of each sample: log p of its targets under softmax(logits / temperature), in nats."""
+        return self._read(samples, lambda scores: scores.logprobs)
+
+    def values(self, samples: Sequence[Sample]) -> list[Floats]:
+        """[N] of each sample: the critic's value of the state before each of its targets. The policy's reader only."""
+        return self._read(samples, _values)
+
+    def _read(self, samples: Sequence[Sample], choose: Callable[[TokenScores], Tensor]) -> list[Floats]:
+        if not samples:
+            return []
+
+        @torch.no_grad()
+        def read_pack(pack: Pack) -> Floats:
+            return choose(self.runner.run(pack)).double().cpu().numpy()
+
+        places = {id(sample): index for index, sample in enumerate(samples)}
+        found: dict[int, Floats] = {}
+        with self.runner.weights.lock, torch.no_grad():
+            self.packing.probe(samples[0])
+            with self.runner.running():
+                packs = self.runner.deal(samples)
+                num_threads = None if self.runner.is_side_by_side(packs) else 1
+                for pack, read in zip(packs, side_by_side(read_pack, packs, num_threads=num_threads), strict=True):
+                    numbers = read[pack.terms.edges]
+                    for index, sample in enumerate(pack.samples):
+                        found[places[id(sample)]] = numbers[pack.terms.samples == index]
+        return _in_order(found, self.runner.ranks, len(samples))
+
+
+def _values(scores: TokenScores) -> Tensor:
+    assert scores.values is not None, "a reader of values needs a critic's head"
+    return scores.values
+
+
+def divided(
+    samples: Sequence[Sample], ranks: Ranks, read: Callable[[Sequence[Sample]], Sequence[Floats]]
+) -> list[Floats]:
+    """What `read` gives for the samples, of which each process of a learner reads a part.
+
+    Raises LearnerError in all processes if `read` raises an ArtError in one.
+    """
+    alike = sorted(range(len(samples)), key=lambda index: samples[index].token_ids.tobytes())
+    mine = alike[len(alike) * ranks.rank // ranks.size : len(alike) * (ranks.rank + 1) // ranks.size]
+    found: dict[int, Floats] = {}
+    faults: list[str] = []
+    try:
+        found = dict(zip(mine, read([samples[index] for index in mine]), strict=True))
+    except ArtError as error:
+        if ranks.size == 1:
+            raise
+        faults = [str(error)]
+    if faults := [fault for of_rank in ranks.gather(faults, list[str]) for fault in of_rank]:
+        raise LearnerError(faults[0])
+    return _in_order(found, ranks, len(samples))
+
+
+def _in_order(found: dict[int, Floats], ranks: Ranks, num_samples: int) -> list[Floats]:
+    """What all processes found, by the index of the sample."""
+    whole: dict[int, Floats] = {}
+    for part in ranks.gather(found, dict[int, Floats]):
+        whole |= part
+    return [whole[index] for index in range(num_samples)]

@@ -1,0 +1,247 @@
+"""Runs the policy over packs: the logprobs of a pack's edges, with or without gradients.
+
+Two ways give the same numbers. The packed one runs the model's layers once over the row, with tree attention, and its
+head on the predicting positions only; it serves every model that is causal softmax attention and a head. The plain one
+runs the model as it is on one sample at a time. packing_check.py compares the two and decides which one a model gets.
+"""
+
+import contextlib
+import copy
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from art_cli.config.schema import BaseLearnerConfig
+from art_cli.learners.packs.flex_attention import FlexAttention
+from art_cli.learners.packs.logprobs import TokenScores, token_scores
+from art_cli.learners.packs.packing import Pack, pack_small, reuse
+from art_cli.learners.packs.padding import padded
+from art_cli.learners.packs.tree_attention import Tree, attend, tree_attention
+from art_cli.learners.processes.ranks import Ranks, deal, pack_evenly
+from art_cli.learners.samples import Ints, Sample
+from art_cli.learners.value_head import ValueHead
+from art_cli.models.decoder.layers import known_layers
+from art_cli.models.loading import Weights, count_parameters
+from art_cli.runtime import openmp
+from art_cli.runtime.errors import LearnerError
+
+log = logging.getLogger(__name__)
+
+# Tokens of a pack where the config gives none. On a CPU this is the smallest budget: larger packs, up to twice the
+# longest sample, are made where trees would be cut and their stems computed again. Measured with a 24M-parameter Qwen3
+# and 9,728 tokens a step: 8192 takes 17.4 s of CPU time, 2048 12.4 s, 1024 11.7 s, because larger packs do not fit into
+# the caches.
+MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
+# Least ratio of the tokens in rows to the tokens in trees at which trees pay, because each shared span costs a second
+# attention. Measured with 1M and 24M parameters: trees are 3 to 12 % slower at 1.01, equal at 1.03, 7 % faster at 1.13.
+WORTH = 1.04
+# Number of parameters below which a CPU trains with one thread for each pack, and with several packs side by side: the
+# products are too small to be divided. The demo's warm-up (1.2M, two cores) divided takes 0.9 times as long on an idle
+# machine as with one thread, and 1.5 times as long beside three busy processes (python benchmarks/busy.py); the updates
+# of the demo take 2.9 s with one thread, 3.2 s divided, and 1.7 to 2.3 s with two packs side by side.
+SMALL = 2_000_000
+
+
+class PackRunner:
+    """Scores the edges of packs with the weights it is given. Use inside `running()`."""
+
+    def __init__(self, weights: Weights, config: BaseLearnerConfig, ranks: Ranks | None = None) -> None:
+        """`ranks`: the processes that share the packs; None: this process is alone."""
+        self.weights, self.config = weights, config
+        self.ranks = ranks or Ranks()
+        self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS.get(weights.device.type, 1024)
+        self.model = weights.model.get_base_model() if weights.has_adapter else weights.model
+        self._is_small = weights.device.type == "cpu" and count_parameters(weights.model).whole < SMALL
+        self.can_pack: bool | None = None  # None: not decided yet, see packing_check.py
+        self.value_head: ValueHead | None = None  # set by a critic; then scores have values
+        self.flex = FlexAttention(self.micro_batch_tokens) if weights.device.type == "cuda" else None
+        if config.gradient_checkpointing is not False:
+            _enable_checkpointing(self.model)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Holds the weights while inside, and makes the model's layers attend to packs."""
+        with self.weights.lock, contextlib.ExitStack() as stack:
+            if self._is_small:
+                stack.enter_context(openmp.single_threaded())
+            if self.can_pack:
+                stack.enter_context(_packing(self.model))
+            yield
+
+    def decide(self, can_pack: bool, reason: str) -> None:
+        """Runs packs from now on, or plain rows for that reason."""
+        self.can_pack = can_pack
+        if not can_pack:
+            log.warning("%s; training one sample at a time, slower", reason)
+
+    def using_packs(self, can_pack: bool) -> "PackRunner":
+        """The same policy packed, or as plain rows that keep as little for the backward pass as they can.
+
+        A model's own layers keep several times what packs do, and a comparison is not to be a step's peak of memory.
+        """
+        other = copy.copy(self)
+        other.can_pack = can_pack
+        if not can_pack and torch.is_grad_enabled():
+            other.config = self.config.model_copy(update={"gradient_checkpointing": True})
+            _enable_checkpointing(self.model)
+        return other
+
+    def pack(self, samples: Sequence[Sample], *, share: bool | None = None) -> list[Pack]:
+        """The samples as packs for `run`. `share`: whether packs are trees; None: the config and the samples decide."""
+        if share is None:
+            share = self._shares(samples)
+        return pack_small(samples, budgets=self._budgets(samples), share=share)
+
+    def _shares(self, samples: Sequence[Sample]) -> bool:
+        """Whether shared tokens of the samples are computed once."""
+        assert self.can_pack is not None, "PackingCheck.probe comes first"
+        if not self.can_pack or self.config.packing == "rows":
+            return False
+        return self.config.packing == "tree" or reuse(samples) >= WORTH
+
+    def _budgets(self, samples: Sequence[Sample]) -> list[int]:
+        """Sizes that a pack may have, in tokens, ascending."""
+        budgets = [self.micro_batch_tokens]
+        if self.config.micro_batch_tokens is None and self.weights.device.type == "cpu":
+            longest = max((len(sample.token_ids) for sample in samples), default=0)
+            while budgets[-1] < 2 * longest:
+                budgets.append(2 * budgets[-1])
+        return budgets
+
+    def deal(self, samples: Sequence[Sample]) -> list[Pack]:
+        """The packs that this process runs."""
+        if self.ranks.size == 1:
+            return self.pack(samples)
+        share = self._shares(samples)
+        # a plain pack takes a forward pass for each row, so packs of one row give all processes as many passes
+        budget = self.micro_batch_tokens if self.can_pack else 1
+        packs = pack_evenly(samples, self.ranks.size, budget=budget, share=share)
+        return deal(packs, self.ranks.rank, self.ranks.size)
+
+    def is_side_by_side(self, packs: Sequence[Pack]) -> bool:
+        """Whether these packs can be run in several threads at a time, and should, as the model is small."""
+        is_apart = self.ranks.size == 1 and self.can_pack is True and not any(map(self._checkpoints, packs))
+        return self._is_small and is_apart
+
+    def run(self, pack: Pack, *, entropy_gradient: bool = False) -> TokenScores:
+        """[E] scores of the pack's edges. `entropy_gradient`: the entropies carry a gradient too."""
+        with contextlib.ExitStack() as stack:
+            if self._checkpoints(pack):
+                stack.enter_context(_checkpointing_layers(self.model))
+            if not self.can_pack:
+                return self._run_plain(pack, entropy_gradient)
+            run = functools.partial(self._run_packed, entropy_gradient=entropy_gradient)
+            return self.ranks.forward(self.model, run, pack)
+
+    def _checkpoints(self, pack: Pack) -> bool:
+        """Whether the backward pass computes the pack's activations again instead of keeping them."""
+        setting = self.config.gradient_checkpointing
+        return setting is not False and len(pack.token_ids) >= setting and torch.is_grad_enabled()
+
+    def _run_packed(self, pack: Pack, entropy_gradient: bool) -> TokenScores:
+        backbone = self.model.base_model
+        if self.weights.device.type == "cpu":
+            pack = padded(pack)
+        tree = Tree.of(pack, self.weights.device, self.flex)
+        output = backbone(
+            input_ids=self._tensor(pack.token_ids)[None],
+            position_ids=self._tensor(pack.depths)[None],
+            tree=tree,
+            use_cache=False,
+        )
+        hidden = output.last_hidden_state[0]  # [T, H], or of `tree.rows` only (models/decoder/layers.py)
+        positions = self._tensor(pack.edges.positions)
+        if len(hidden) == len(tree.rows):
+            positions = torch.searchsorted(tree.rows, positions)
+        hidden = hidden[positions]  # [E, H]
+        scores = self._score(hidden, self.model.get_output_embeddings(), pack, entropy_gradient)
+        return scores if self.value_head is None else scores._replace(values=self.value_head(hidden))
+
+    def _run_plain(self, pack: Pack, entropy_gradient: bool) -> TokenScores:
+        starts, ends, _, parents = pack.segments
+        assert all(parent < 0 for parent in parents), "a shared pack cannot be run one sample at a time"
+        rows = [
+            self._run_row(pack.token_ids[start:end], positions - start)
+            for start, end, positions in zip(starts, ends, _split(pack.edges.positions, starts[1:]), strict=True)
+        ]
+        logits = torch.cat([logits for logits, _ in rows])
+        # the logits are there, so the head only copies them
+        scores = self._score(logits, torch.clone, pack, entropy_gradient)
+        if self.value_head is None:
+            return scores
+        return scores._replace(values=self.value_head(torch.cat([hidden for _, hidden in rows])))
+
+    def _run_row(self, token_ids: Ints, positions: Ints) -> tuple[Tensor, Tensor]:
+        """Logits [len(positions), V] and last hidden states of one sequence, the whole model run as it is.
+
+        The hidden states are [len(positions), H] where there is a value head, else empty.
+        """
+        first = int(positions.min())
+        with contextlib.ExitStack() as stack:
+            hidden = [] if self.value_head is None else stack.enter_context(_head_input(self.model))
+            output = self.model(
+                input_ids=self._tensor(token_ids)[None], use_cache=False, logits_to_keep=len(token_ids) - first
+            )
+        chosen = self._tensor(positions - first)
+        logits: Tensor = output.logits[0, chosen]
+        if self.value_head is None:
+            return logits, logits[:, :0]
+        if len(hidden) != 1 or hidden[0].shape[:2] != output.logits.shape[:2]:
+            name = type(self.model).__name__
+            raise LearnerError(f"{name} does not show the hidden states that a value head reads: choose another loss")
+        return logits, hidden[0][0, chosen]
+
+    def _score(self, hidden: Tensor, head: Any, pack: Pack, entropy_gradient: bool) -> TokenScores:
+        temperatures = self._tensor(pack.edges.temperatures).float()
+        targets = self._tensor(pack.edges.targets)
+        return token_scores(hidden, head, targets, temperatures, entropy_gradient=entropy_gradient)
+
+    def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.weights.device)
+
+
+@contextlib.contextmanager
+def _packing(model: Any) -> Iterator[None]:
+    """While inside, the model's layers compute packs."""
+    with tree_attention(model), known_layers(model, attend):
+        yield
+
+
+@contextlib.contextmanager
+def _head_input(model: Any) -> Iterator[list[Tensor]]:
+    """Collects what the model's output head is called with while inside: the last hidden states [1, n, H]."""
+    inputs: list[Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda head, given: inputs.append(given[0]))
+    try:
+        yield inputs
+    finally:
+        hook.remove()
+
+
+def _split(positions: Ints, bounds: list[int]) -> list[Ints]:
+    """Ascending positions of a pack, cut where each row after the first begins."""
+    return np.split(positions, np.searchsorted(positions, bounds))
+
+
+def _enable_checkpointing(model: Any) -> None:
+    # transformers 5.23 renamed it and warns under the old name; drop the fallback when 5.23 is the floor
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+@contextlib.contextmanager
+def _checkpointing_layers(model: Any) -> Iterator[None]:
+    """Puts the layers that checkpoint into training mode, which they need for it, but not the dropouts inside them."""
+    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False

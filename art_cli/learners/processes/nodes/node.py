@@ -1,0 +1,244 @@
+"""Another node of a learner: `art join`. It joins the first one, and passes its calls on to processes here.
+
+Its job is its own: base model, settings and code come from the configuration on this machine. From the network come
+records of scored trajectories, tokens, demos and checkpoints, as JSON and safetensors, and each is checked where it is
+read. What its processes write stays in a temporary directory. It ends with the learner.
+"""
+
+import asyncio
+import base64
+import contextlib
+import logging
+import re
+import shutil
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from art_cli.learners import Progress
+from art_cli.learners.processes.job import Job
+from art_cli.learners.processes.nodes.node_address import Address, NodePlace, interface_of, keep_alive
+from art_cli.learners.processes.nodes.node_identity import Identity, identity_of
+from art_cli.learners.processes.nodes.node_secret import VARIABLE, read_secret
+from art_cli.learners.processes.nodes.rendezvous import Introduction, Welcome
+from art_cli.learners.processes.worker import HEARTBEAT_S
+from art_cli.learners.processes.workers import Workers
+from art_cli.runtime import signals
+from art_cli.runtime.errors import Interrupted, LearnerError, printable
+from art_cli.runtime.processes import authenticated as sealed
+from art_cli.runtime.processes.process_calls import MAX_LINE_BYTES, Json
+from art_cli.runtime.processes.process_server import answer
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+DIAL_DEADLINE_S = 10.0  # longest wait for one connection
+DIAL_EVERY_S = 0.5
+REMIND_S = 30.0  # how often a line says that nothing answers yet
+ADMISSION_DEADLINE_S = 60.0
+WATCH_EVERY_S = 1.0
+FILE_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/){0,2}[A-Za-z0-9][\w.-]*\.(safetensors|json)", re.ASCII)
+
+
+async def join(job: Job, *, files: Path, logs: Path, wait_s: float) -> None:
+    """Returns when the learner is closed. `files` is a directory for the checkpoints that come.
+
+    Raises LearnerError: the first node refuses this one, did not answer within `wait_s`, or the learner failed;
+    UsageError: no secret; Interrupted: a signal came.
+    """
+    assert job.learner.rendezvous is not None, "checked by the configuration"
+    address = Address.parse(job.learner.rendezvous)
+    secret = read_secret(address)
+    with _interrupts() as interrupted:
+        identity = await _or_interrupt(asyncio.to_thread(identity_of, job), interrupted)
+        first = await _or_interrupt(_meet(address, secret, identity, wait_s), interrupted)
+        log.info("learner: this node belongs to the run at %s; it starts when all nodes are there", address)
+        job = job.model_copy(update={"model": job.model.model_copy(update={"dtype": first.dtype})})
+        place = NodePlace(nodes=job.learner.nodes, host=address.host, interface=interface_of(first.own_host))
+        node = JoinedNode(job, place, files=files, logs=logs)
+        try:
+            await answer(*first.connection, node, heartbeat_s=HEARTBEAT_S, watch=lambda: node.watch(interrupted))
+        finally:
+            first.connection.writer.close()
+            await asyncio.to_thread(node.close)
+    if node.end is None:
+        raise LearnerError(f"the run at {address} is gone; start it there again, and run the same command again here")
+    if node.end:
+        raise LearnerError(f"the run at {address} ended: {node.end}")
+    log.info("learner: the run at %s has closed its learner", address)
+
+
+# --- meeting the first node -------------------------------------------------------------------------------------------
+
+
+class _First(NamedTuple):
+    connection: sealed.Sealed
+    dtype: str
+    own_host: str  # this machine's address in that connection
+
+
+async def _meet(address: Address, secret: bytes, identity: Identity, wait_s: float) -> _First:
+    """The first node, which has admitted this one. Raises LearnerError: it refuses, or nothing answers in time."""
+    loop = asyncio.get_running_loop()
+    deadline, reminder = loop.time() + wait_s, loop.time() + REMIND_S
+    while True:
+        try:
+            async with asyncio.timeout(min(DIAL_DEADLINE_S, wait_s)):
+                reader, writer = await asyncio.open_connection(*address, limit=2**20)
+            break
+        except (OSError, TimeoutError) as error:
+            if loop.time() > deadline:
+                why = printable(getattr(error, "strerror", None) or "no answer", limit=100)
+                raise LearnerError(
+                    f"nothing listens at {address} after {wait_s:.0f} s ({why}); start the run there with "
+                    "`art train CONFIG`, and look whether this machine reaches that port"
+                ) from error
+        if loop.time() > reminder:
+            log.info("learner: nothing listens at %s yet; waiting for `art train` there", address)
+            reminder += REMIND_S
+        await asyncio.sleep(DIAL_EVERY_S)
+    try:
+        keep_alive(writer.get_extra_info("socket"))
+        connection = await sealed.dial(reader, writer, secret)
+        connection.writer.write(msgspec.json.encode(Introduction(identity)))
+        async with asyncio.timeout(ADMISSION_DEADLINE_S):
+            said = msgspec.json.decode(await connection.reader.readline(), type=Welcome)
+    except sealed.SecretRefused as error:
+        writer.close()
+        raise LearnerError(f"the run at {address} has another {VARIABLE} than this machine") from error
+    except (OSError, TimeoutError, ValueError) as error:  # msgspec's errors are ValueErrors
+        writer.close()
+        raise LearnerError(f"what answers at {address} is no learner that waits for nodes: {_words(error)}") from error
+    if said.refusal:
+        writer.close()
+        raise LearnerError(f"the run at {address} refuses this node: {printable(said.refusal, limit=1000)}")
+    connection.reader.max_bytes = MAX_LINE_BYTES
+    return _First(connection, said.dtype, str(writer.get_extra_info("sockname")[0]))
+
+
+def _words(error: BaseException) -> str:
+    return printable(error, limit=200) or "too slow"
+
+
+# --- its calls --------------------------------------------------------------------------------------------------------
+
+
+class JoinedNode:
+    """Answers the first node. Its public methods are called with what comes from the network."""
+
+    def __init__(self, job: Job, place: NodePlace, *, files: Path, logs: Path) -> None:
+        self.end: str | None = None  # why the learner ended; "": it was closed; None: the first node has not said
+        self._job, self._place, self._files, self._logs = job, place, files, logs
+        self._workers: Workers | None = None
+        self._is_busy = False  # a call is running, which notices deaths itself
+
+    def start(self, node: int, port: int) -> None:
+        """Starts the processes here. This is the learner's node number `node`; torch's store is at `port`."""
+        if not 0 < node < self._place.nodes or not 0 < port < 65536 or self._workers is not None:
+            raise LearnerError(f"no place for a node: {node}, port {port}")
+        place = self._place._replace(node=node, port=port)
+        workers = Workers(self._job.learner.processes, logs=self._logs, place=place)
+        workers.start()
+        self._workers = workers
+
+    def open(self) -> None:
+        self._call("open", self._job.model_dump(mode="json"))
+
+    def step(self, groups: str, progress: Progress) -> Any:
+        return self._call("step", {"groups": groups}, progress=progress)
+
+    def write_learned(self) -> None:
+        """Drops the lines that the first node writes."""
+        self._call("write_learned", {"path": str(self._files / "learned.jsonl")})
+
+    def begin_sft(self, examples: list[Json], evaluated: list[Json]) -> Any:
+        return self._call("begin_sft", {"examples": examples, "evaluated": evaluated})
+
+    def take_sft(self, num_updates: int) -> Any:
+        return self._call("take_sft", {"num_updates": num_updates})
+
+    def end_sft(self) -> None:
+        self._call("end_sft", {})
+
+    def score(self, token_ids: list[int], temperature: float) -> Any:
+        return self._call("score", {"token_ids": token_ids, "temperature": temperature})
+
+    def save(self) -> None:
+        """Takes part in gathering a checkpoint, which the first node writes."""
+        self._empty("saved").mkdir()
+        self._call("save", {"directory": str(self._files / "saved")})
+
+    def receive(self, name: str, offset: int, data: str) -> None:
+        """Writes a part of a file of the checkpoint that `load` reads. Raises LearnerError: no such file can be."""
+        if not FILE_NAME.fullmatch(name) or offset < 0:
+            raise LearnerError(f"no file of a checkpoint: {printable(name, limit=80)}")
+        path = self._files / "loaded" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("r+b" if offset else "wb") as file:
+            file.seek(offset)
+            file.write(base64.b64decode(data, validate=True))
+
+    def load(self) -> None:
+        """Continues from the checkpoint that came."""
+        try:
+            self._call("load", {"directory": str(self._files / "loaded")})
+        finally:
+            self._empty("loaded")
+
+    async def finish(self, reason: str) -> None:
+        """The learner is over."""
+        self.end = printable(reason, limit=2000)
+
+    async def watch(self, interrupted: asyncio.Event) -> None:
+        """Raises LearnerError when a process here has died between calls, and Interrupted when a signal came."""
+        while True:
+            await _or_interrupt(asyncio.sleep(WATCH_EVERY_S), interrupted)
+            if self._workers is not None and not self._is_busy:
+                await asyncio.to_thread(self._workers.check)
+
+    def close(self) -> None:
+        """No process is left here."""
+        if self._workers is not None:
+            self._workers.close()
+
+    def _call(self, method: str, params: Json, *, progress: Progress | None = None) -> Any:
+        if self._workers is None:
+            raise LearnerError(f"{method} came before the processes were started")
+        self._is_busy = True
+        try:
+            return self._workers.call(method, params, progress=progress)
+        finally:
+            self._is_busy = False
+
+    def _empty(self, name: str) -> Path:
+        """A place for a directory, where none is."""
+        shutil.rmtree(self._files / name, ignore_errors=True)
+        return self._files / name
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[asyncio.Event]:
+    """Yields an event that is set by Ctrl-C and SIGTERM."""
+    interrupted = asyncio.Event()
+    with signals.calling(interrupted.set):
+        yield interrupted
+
+
+async def _or_interrupt(work: Awaitable[Result], interrupted: asyncio.Event) -> Result:
+    """The result of `work`. Raises Interrupted: a signal came before it."""
+    working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(interrupted.wait())
+    try:
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Interrupted(
+                "interrupted; the run on the first node stops as well, and goes on with the same commands"
+            )
+        return working.result()
+    finally:
+        for task in (working, waiting):
+            task.cancel()

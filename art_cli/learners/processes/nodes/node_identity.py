@@ -1,0 +1,131 @@
+"""Identity: what must be the same on all nodes of a learner, so that they take the same step; how two of them differ.
+
+A node sends digests of its settings, so that the first one can name what differs, and their values stay where they are.
+Paths may differ. The files that they lead to may not.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from art_cli.config.schema import AlgorithmConfig, DistillConfig
+from art_cli.learners.processes.job import Job
+from art_cli.models.base_files import INDEX, SINGLE, TEMPLATE
+from art_cli.runs.manifest import hash_file
+from art_cli.runtime.errors import UsageError, printable
+
+Identity = dict[str, str]  # name of a part -> its version or digest
+
+BASE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model")
+# Settings that may differ between nodes: where things are, how they are reached, and what only the first one does.
+FREE = frozenset(
+    {
+        *("base", "directory", "model.base", "model.dtype", "model.chat_template"),
+        *("learner.device", "learner.rendezvous", "learner.join_timeout_s"),
+        *("train.steps", "train.keep_checkpoints", "train.keep_best"),
+        *("loss.teacher.base_url", "loss.teacher.api_key_env", "loss.teacher.timeout_s", "loss.teacher.retries"),
+        "loss.teacher.concurrency",
+    }
+)
+KINDS = {"package": "other versions", "setting": "other settings", "model": "another base model"}
+KINDS |= {"teacher": "another teacher", "code": "another algorithm", "device": "another kind of device"}
+MAX_NAMED = 6  # parts that a message names
+
+
+def identity_of(job: Job) -> Identity:
+    """The identity of this machine as a node with that job. Raises UsageError: a file of it cannot be read."""
+    try:
+        files = dict(_files(job))
+        with ThreadPoolExecutor(4) as pool:
+            digests = dict(zip(files, pool.map(hash_file, files.values()), strict=True))
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}") from error
+    settings = {f"setting {key}": _digest(value) for key, value in _flat("", job.model_dump(mode="json"))}
+    if job.train.decay != "none":  # the learning rate depends on the number of steps
+        settings["setting train.steps"] = _digest(job.train.steps)
+    versions = {"package art": version("art-cli"), "package torch": version("torch")}
+    return versions | {"device": _device(job.learner.device)} | settings | digests
+
+
+def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """How another node differs from this one, in a line; "" if it does not.
+
+    Example: "other settings (train.learning_rate), other versions (torch 2.12.0 there, 2.13.0 here)".
+    """
+    found: dict[str, list[str]] = {}
+    for part in sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)):
+        kind, _, name = part.partition(" ")
+        if kind in ("package", "device"):
+            there, here = theirs.get(part, "none"), ours.get(part, "none")
+            name = f"{name} {there} there, {here} here".strip()
+        found.setdefault(KINDS.get(kind, "another node"), []).append(printable(name, limit=80))
+    return ", ".join(f"{kind} ({_named(names)})" for kind, names in found.items())
+
+
+def _device(name: str) -> str:
+    import torch
+
+    return "cpu" if name == "cpu" or not torch.cuda.is_available() else "cuda"
+
+
+def _named(names: list[str]) -> str:
+    rest = len(names) - MAX_NAMED
+    return ", ".join(names[:MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _files(job: Job) -> Iterator[tuple[str, Path]]:
+    """The files whose content decides what a step computes."""
+    yield from ((f"model {name}", path) for name, path in _model_files(find_files(job.base)))
+    if job.model.chat_template is not None:
+        yield "model chat_template", job.model.chat_template
+    if isinstance(job.loss, AlgorithmConfig) and (file := job.directory / job.loss.entry.partition(":")[0]).is_file():
+        yield f"code {file.name}", file
+    if isinstance(job.loss, DistillConfig) and job.loss.teacher.base_url is None:
+        teacher = job.directory / job.loss.teacher.model
+        yield from ((f"teacher {name}", path) for name, path in _model_files(teacher) if teacher.is_dir())
+
+
+def find_files(base: str) -> Path:
+    """The directory of the base's files; those of a hub id are fetched if they are not there yet."""
+    if Path(base).is_dir():
+        return Path(base)
+    import huggingface_hub
+
+    cached = huggingface_hub.try_to_load_from_cache(base, "config.json")
+    if isinstance(cached, str) and _has_weights(Path(cached).parent):
+        return Path(cached).parent
+    try:
+        wanted = [*BASE_FILES, TEMPLATE, "*.safetensors", INDEX, "generation_config.json"]
+        return Path(huggingface_hub.snapshot_download(base, allow_patterns=wanted))
+    except Exception as error:  # the boundary to the hub's client
+        raise UsageError(f"model.base: {base}: {printable(error, limit=300)}") from error
+
+
+def _has_weights(directory: Path) -> bool:
+    return (directory / SINGLE).exists() or (directory / INDEX).exists()
+
+
+def _model_files(directory: Path) -> list[tuple[str, Path]]:
+    weights = [path.name for path in directory.glob("*.safetensors")]
+    names = sorted(name for name in (*BASE_FILES, TEMPLATE, *weights) if (directory / name).is_file())
+    return [(name, directory / name) for name in names]
+
+
+def _flat(prefix: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every setting that must be the same."""
+    for name, value in section.items():
+        key = f"{prefix}.{name}" if prefix else name
+        if key in FREE:
+            continue
+        if isinstance(value, Mapping) and value:
+            yield from _flat(key, value)
+        else:
+            yield key, value
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,52 @@
+"""A learner's processes as one group of torch.distributed: how each joins it, on which device, and what they share.
+
+A process that holds the whole model is one of GroupRanks: each runs its own packs, and the gradients are added up over
+all of them once, after the last pack. That costs more memory than a model that is divided (sharding.py), and any number
+of adapters can stand on it.
+"""
+
+import os
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from art_cli.learners.processes import record_bytes as exchange
+from art_cli.learners.processes.ranks import Ranks
+from art_cli.runtime.errors import LearnerError
+
+Value = TypeVar("Value")
+
+
+class GroupRanks(Ranks):
+    """One process of a process group, which exists already."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def gather(self, value: Value, kind: type[Value]) -> list[Value]:
+        return exchange.gather(value, kind, self.size)
+
+    def add_up(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor)
+
+
+def join(device: torch.device, deadline_s: float) -> None:
+    """Makes this process one of the group that torchrun started. `deadline_s` is the longest wait in a collective."""
+    if not dist.is_initialized():
+        backends = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backends, timeout=timedelta(seconds=deadline_s))
+
+
+def device_of(name: str) -> torch.device:
+    """The CPU, which all processes share, or a GPU of this process's own. Raises LearnerError: not enough of them."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    size, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if gpus < size:
+        raise LearnerError(f"learner.processes is {size}, and there are {gpus} GPUs: each process needs one of its own")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,87 @@
+"""Ranks: the processes that share a learner's work. FsdpRanks, in sharding.py, has several.
+
+Every process of a learner holds the whole batch and makes the same plan for it. Each runs its own packs. Every layer of
+every pass is a collective, so all processes must run as many passes: one that has no pack left runs an idle pack.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from art_cli.learners.packs.logprobs import TokenScores
+from art_cli.learners.packs.packing import PACK_COST, Pack, Terms, pack_samples
+from art_cli.learners.samples import Sample, bare_sample
+from art_cli.learners.token_weights import NUM_ROWS
+
+Value = TypeVar("Value")
+
+
+class Ranks:
+    """This process among those of its learner: here the only one.
+
+    All processes call `gather`, `forward`, `add_up` and `whole`, in the same order.
+    """
+
+    rank, size = 0, 1
+
+    def gather(self, value: Value, kind: type[Value]) -> list[Value]:
+        """Every process's value, a record of type `kind` (record_bytes.py), in the order of their ranks."""
+        return [value]
+
+    def forward(self, model: Any, run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
+        """`run(pack)`, which calls parts of the model, as one forward pass of the model."""
+        return run(pack)
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Replaces a tensor that every process holds by the sum over all processes."""
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The whole tensor of which this process holds a part."""
+        return tensor
+
+    def part(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """This process's part of a whole tensor, on the device of `like` and divided as `like` is."""
+        return tensor.to(like.device)
+
+
+def pack_evenly(samples: Sequence[Sample], size: int, *, budget: int, share: bool) -> list[Pack]:
+    """Packs of at most `budget` tokens, or smaller ones where `size` processes finish those sooner."""
+    packs = pack_samples(samples, budget=budget, share=share)
+    if len(packs) % size == 0:
+        return packs
+    num_packs = len(packs) + -len(packs) % size
+    even = min(budget, -(-sum(len(pack.token_ids) for pack in packs) // num_packs))
+    smaller = pack_samples(samples, budget=even, share=share)
+    return min(packs, smaller, key=lambda packs: _duration(packs, size))
+
+
+def deal(packs: Sequence[Pack], rank: int, size: int) -> list[Pack]:
+    """The packs that process `rank` of `size` runs. Every process runs as many; idle packs make up the number.
+
+    The processes wait for each other in every pass, so packs of about the same length run in the same pass.
+    """
+    if size == 1 or not packs:
+        return list(packs)
+    mine = _longest_first(packs)[rank::size]
+    num_passes = -(-len(packs) // size)
+    return [*mine, *[_idle(packs[0])] * (num_passes - len(mine))]
+
+
+def _duration(packs: Sequence[Pack], size: int) -> int:
+    """How long an update takes, in tokens. Each pass takes as long as its longest pack."""
+    return sum(len(pack.token_ids) + PACK_COST for pack in _longest_first(packs)[::size])
+
+
+def _longest_first(packs: Sequence[Pack]) -> list[Pack]:
+    return sorted(packs, key=lambda pack: -len(pack.token_ids))
+
+
+def _idle(pack: Pack) -> Pack:
+    """A pack of two tokens with nothing to train, so that its loss and gradient are zero."""
+    [short] = pack_samples([bare_sample(pack.token_ids[:2], np.array([1]), "idle")], budget=2)
+    floats, ints, weights = np.empty(0), np.empty(0, dtype=np.int64), np.empty((NUM_ROWS, 0))
+    nothing = Terms(edges=ints, samples=ints, weights=weights, logprobs=floats, raw_logprobs=floats)
+    return replace(short, terms=nothing, samples=[])

@@ -1,0 +1,139 @@
+"""One process of a learner that has several, started by torchrun: `worker SOCKET LOGS`.
+
+It answers the calls that workers.py makes to every process: `open` makes its TorchLearner, sharded over all of them;
+the rest are the Learner's methods. It ends, whatever it is doing, when the process that calls it has ended.
+"""
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.runtime import log
+from art_cli.runtime import permissions as private
+from art_cli.runtime.processes.process_server import run_and_exit, serve
+
+if TYPE_CHECKING:
+    from art_cli.learners import Progress
+    from art_cli.learners.processes.adapter_worker import ServedAdapters
+    from art_cli.learners.processes.job import Job
+    from art_cli.learners.torch_learner import TorchLearner
+
+COLLECTIVE_DEADLINE_S = 300.0  # longest wait in a collective; ranks drift apart most while each reads the model
+HEARTBEAT_S = 1.0
+LOST = 71  # exit status of a process that ended because it lost another one
+CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words for it
+
+Json = dict[str, Any]
+
+
+def main() -> None:
+    address, logs = sys.argv[1:]
+    rank = int(os.environ["RANK"])
+    _write_to(Path(logs) / f"learner_{rank}.log")
+    log.set_up(verbose=True)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    run_and_exit(serve(connection, ServedLearner(rank), heartbeat_s=HEARTBEAT_S), status_of=_status_of)
+
+
+def _status_of(error: BaseException) -> int:
+    """LOST where another process is the cause, which ended before this one and closed its connections."""
+    is_network = type(error).__name__ in ("DistNetworkError", "DistBackendError", "DistStoreError")
+    return LOST if is_network or any(words in str(error) for words in CLOSED) else 1
+
+
+def _write_to(path: Path) -> None:
+    """Sends all output of this process to a file from here on, whether Python writes it or C code."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, private.FILE)
+    for number in (1, 2):
+        os.dup2(file, number)
+
+
+class ServedLearner:
+    """This process's part of the learner, with the methods that workers.py calls."""
+
+    _learner: "TorchLearner"
+    _adapters: "ServedAdapters"
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def identify(self) -> tuple[int, int]:
+        """Its rank and its process id."""
+        return self._rank, os.getpid()
+
+    def open(self, adapters: Json | None = None, **job: Any) -> None:
+        """Makes the learner of a job, or with `adapters` what holds those of several clients."""
+        if adapters is not None:
+            from art_cli.learners.processes.adapter_worker import AdapterJob, ServedAdapters
+
+            self._adapters = ServedAdapters(AdapterJob.model_validate(adapters), COLLECTIVE_DEADLINE_S)
+            return
+        from art_cli.learners.processes.job import Job
+
+        self._learner = make_learner(Job.model_validate(job))
+
+    def step(self, groups: str, progress: "Progress") -> dict[str, float]:
+        """`groups` is JSON, as parallel.py writes it."""
+        trajectories = msgspec.json.decode(groups, type=list[list[ScoredTrajectory]])
+        return self._learner.step(trajectories, progress=progress).known()
+
+    def write_learned(self, path: str) -> None:
+        self._learner.write_learned(Path(path))
+
+    def begin_sft(self, examples: list[Json], evaluated: list[Json]) -> int:
+        return self._learner.begin_sft(examples, evaluated)
+
+    def take_sft(self, num_updates: int) -> Json:
+        return msgspec.structs.asdict(self._learner.take_sft(num_updates))
+
+    def end_sft(self) -> None:
+        self._learner.end_sft()
+
+    def score(self, token_ids: list[int], temperature: float) -> list[float]:
+        return self._learner.score(token_ids, temperature=temperature)
+
+    def save(self, directory: str) -> None:
+        self._learner.save(Path(directory))
+
+    def load(self, directory: str) -> None:
+        self._learner.load(Path(directory))
+
+    def on_adapters(self, method: str, params: Json) -> Any:
+        """What a method of ServedAdapters gives."""
+        return getattr(self._adapters, method)(**params)
+
+
+def make_learner(job: "Job") -> "TorchLearner":
+    """This process's part of the learner. Raises LearnerError: fewer GPUs than processes."""
+    from art_cli.learners.processes import process_group
+    from art_cli.learners.processes.sharding import FsdpRanks, make_mesh, shard
+    from art_cli.learners.torch_learner import TorchLearner
+    from art_cli.models.loading import load_weights
+
+    device = process_group.device_of(job.learner.device)
+    process_group.join(device, COLLECTIVE_DEADLINE_S)
+    # loaded on the CPU, so that a GPU holds no more of the model than one layer and its own share
+    weights = load_weights(job.model, job.base, device="cpu", seed=job.train.seed)
+    mesh = make_mesh(device, nodes=job.learner.nodes if job.learner.shard == "node" else 1)
+    shard(weights.model.get_base_model() if weights.has_adapter else weights.model, mesh)
+    weights.device = device
+    return TorchLearner(
+        weights,
+        train=job.train,
+        loss=job.loss,
+        directory=job.directory,
+        learner=job.learner,
+        sft=job.sft,
+        sampling_max_tokens=job.sampling_max_tokens,
+        ranks=FsdpRanks(),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,354 @@
+"""Workers: the processes of a learner that has several, seen from their owner.
+
+torch's own launcher (torchrun) starts them, once and without restarts, as one child of this process. Each connects to a
+Unix socket in a directory that only this user can enter, and answers calls (runtime/processes/process_calls.py). Every
+call goes to all of them. If the learner has several nodes, it goes once to each of the others as well, which has
+Workers of its own.
+
+They live and end together. When one dies, or lives and does not go on (watchdog.py), all are ended. When this process
+dies, they end with it (runtime/processes/supervisor.py).
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from art_cli.learners import Progress
+from art_cli.learners.processes.nodes.node_address import NodePlace, interface_of, listening_on, reserved_port
+from art_cli.learners.processes.nodes.node_end import NodeEnd
+from art_cli.learners.processes.nodes.node_secret import VARIABLE
+from art_cli.learners.processes.nodes.rendezvous import Rendezvous
+from art_cli.learners.processes.watchdog import POLL_S, Watchdog
+from art_cli.learners.processes.worker import LOST
+from art_cli.runtime.errors import LearnerError, PeersLost, ProcessDied
+from art_cli.runtime.permissions import make_directory, owner_only
+from art_cli.runtime.processes.child import ChildProcess, describe_end, last_lines
+from art_cli.runtime.processes.process_calls import CallingEnd, ConnectionEnded, Message
+from art_cli.runtime.scratch import Scratch, scratch
+from art_cli.runtime.threads import LoopThread
+
+log = logging.getLogger(__name__)
+
+WORKER = "art_cli.learners.processes.worker"
+START_DEADLINE_S = 300.0  # longest wait for every process to connect: Python has started, torch is not imported yet
+# Longest silence of a process that works. A heartbeat comes every second, so this is long enough for a machine that
+# swaps. The first call has START_DEADLINE_S, because it imports torch, during which nothing else runs, from a disk that
+# may be slow.
+HUNG_S = 60.0
+STOP_DEADLINE_S = 10.0
+SETTLE_S = 8.0  # longest wait for the word of a node, after processes here have lost others
+AGAIN = "nothing is lost: run the same command again to go on"
+AGAIN_ON_NODES = "nothing is lost: run the same commands again, here and on the other nodes, to go on"
+TAIL_LINES = 8
+
+
+class Workers:
+    """Started once, closed once. Rank r's log is `learner_<r>.log` in `logs`, the launcher's `learner.log`."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        logs: Path | None,
+        rendezvous: Rendezvous | None = None,
+        place: NodePlace | None = None,
+    ) -> None:
+        """`size` is the number of processes here. `logs`: None for a temporary directory.
+
+        `rendezvous` is where the first node meets the others; `place` is that of another node.
+        """
+        place = place or NodePlace(interface=interface_of("127.0.0.1"))
+        nodes = rendezvous.meeting.nodes if rendezvous is not None else place.nodes
+        self.size = size * nodes  # number of processes of the whole learner
+        self._here, self._rendezvous, self._place = size, rendezvous, place._replace(nodes=nodes)
+        self._again = AGAIN if nodes == 1 else AGAIN_ON_NODES
+        self._scratch = Scratch("learner") if logs is None else None
+        self.logs = self._scratch.path if self._scratch is not None else (logs or Path())
+        self.pids: dict[int, int] = {}
+        self._loop = LoopThread("learner processes")
+        self._launcher: ChildProcess | None = None
+        self._ends: dict[str, _ProcessEnd | NodeEnd] = {}  # "process 0" or "node 1 (10.0.0.5)" -> its connection
+        self._death: LearnerError | None = None
+        self._dying = asyncio.Lock()
+
+    # --- beginning and end --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """All processes are connected when it returns. Raises LearnerError: one ended, or did not start in time."""
+        assert self._launcher is None, "started twice"
+        make_directory(self.logs)
+        log.info("learner: processes to start here: %d; their logs: %s", self._here, self.logs / "learner*.log")
+        try:
+            self._loop.run_here(self._start())
+        except BaseException as error:
+            self._death = (
+                error if isinstance(error, LearnerError) else LearnerError("it was interrupted while starting")
+            )
+            self._loop.run_here(self._let_nodes_go())
+            self._loop.run_here(self._kill())
+            if self._scratch is not None:  # the error names a log
+                self._scratch.keep_logs()
+            raise
+
+    async def _start(self) -> None:
+        nodes: list[NodeEnd] = []
+        if self._rendezvous is not None:
+            nodes = await self._rendezvous.meet()
+            meeting = self._rendezvous.meeting
+            self._place = NodePlace(0, meeting.nodes, meeting.address.host, interface=self._rendezvous.interface)
+        with contextlib.ExitStack() as held:
+            home = held.enter_context(scratch("socket"))
+            listener = held.enter_context(socket.socket(socket.AF_UNIX))
+            if self._place.node == 0:
+                self._place = self._place._replace(port=held.enter_context(reserved_port()))
+            address = home / "s"  # short, because a socket's path has 108 characters at most
+            listener.bind(str(address))
+            listener.listen(self._here)
+            listener.setblocking(False)
+            self._launcher = await self._launch(address)
+            connected = asyncio.ensure_future(self._join(listener, nodes))
+            ended = asyncio.ensure_future(self._launcher.wait())
+            try:
+                await asyncio.wait({connected, ended}, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+                if connected.done():
+                    connected.result()
+                    self._log_store()
+                    return
+                if ended.done():
+                    raise LearnerError(f"the learner's processes did not start{self._last_lines(self._log())}")
+                raise LearnerError(f"the learner's processes did not start within {START_DEADLINE_S:.0f} s")
+            finally:
+                connected.cancel()
+                ended.cancel()
+
+    def _log_store(self) -> None:
+        """Logs where torch's store listens, which asks nobody for a key."""
+        if self._place.node == 0:
+            where = ", ".join(listening_on(self._place.port)) or f"port {self._place.port} of every address"
+            log.info("learner: torch's store listens on %s without a key: keep others from it (docs/safety.md)", where)
+
+    async def _launch(self, address: Path) -> ChildProcess:
+        threads, place = max(1, (os.cpu_count() or 1) // self._here), self._place
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        environment.pop(VARIABLE, None)
+        if place.interface:
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                environment.setdefault(name, place.interface)
+        with open(self._log(), "wb", opener=owner_only) as file:
+            return await ChildProcess.start(
+                [
+                    # not c10d's rendezvous, whose store holds a pickle and listens to every network
+                    *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "static"),
+                    *("--nnodes", str(place.nodes), "--node-rank", str(place.node)),
+                    *("--master-addr", place.host, "--master-port", str(place.port)),
+                    *("--rdzv-conf", f"timeout={START_DEADLINE_S:.0f}", "--local-addr", place.host),
+                    *("--max-restarts", "0", "--nproc-per-node", str(self._here)),
+                    *("-m", WORKER, str(address), str(self.logs.resolve())),
+                ],
+                stdout=file,
+                stderr=file,
+                environment=environment,
+            )
+
+    async def _join(self, listener: socket.socket, nodes: Sequence[NodeEnd]) -> None:
+        """All processes and nodes can be called. Raises LearnerError: a node's processes did not start."""
+        await asyncio.gather(self._accept(listener), *(self._start_node(*each) for each in enumerate(nodes, 1)))
+        self._ends = dict(sorted(self._ends.items(), key=lambda item: isinstance(item[1], NodeEnd)))
+
+    async def _accept(self, listener: socket.socket) -> None:
+        ends: dict[int, _ProcessEnd] = {}
+        while len(ends) < self._here:
+            connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+            end = await _ProcessEnd.open(connection)
+            with contextlib.suppress(ConnectionEnded):  # it died; then the launcher ends as well
+                rank, pid = map(int, await end.call("identify", {}))
+                ends[rank], self.pids[rank] = end, pid
+        self._ends |= {f"process {rank}": ends[rank] for rank in sorted(ends)}
+
+    async def _start_node(self, number: int, node: NodeEnd) -> None:
+        self._ends[node.name] = node
+        try:
+            await node.start(number, self._place.port)
+        except ConnectionEnded as error:
+            raise LearnerError(f"{node.name} is gone: {error.fault or 'its connection ended'}") from error
+        except LearnerError as error:
+            raise LearnerError(f"{node.name}: {error}") from error
+
+    def close(self) -> None:
+        """No process is left."""
+        self._loop.run_here(self._close())
+        self._loop.end(STOP_DEADLINE_S)
+        if self._scratch is not None and self._death is None:
+            self._scratch.close()
+        elif self._scratch is not None:  # the error names a log
+            self._scratch.keep_logs()
+
+    async def _close(self) -> None:
+        await self._let_nodes_go()
+        for end in self._ends.values():
+            end.hang_up()
+        if self._launcher is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._launcher.wait(), STOP_DEADLINE_S)
+        await self._kill()
+        self._ends = {}
+
+    async def _let_nodes_go(self) -> None:
+        """The other nodes know why their work is over."""
+        reason = "" if self._death is None else str(self._death).split("\n", 1)[0]
+        if self._rendezvous is not None:
+            await self._rendezvous.close(reason)
+
+    async def _kill(self) -> None:
+        if self._launcher is not None:
+            await self._launcher.stop()
+        for end in self._ends.values():
+            await end.close()
+
+    # --- while they live ----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises LearnerError: one of them is dead."""
+        for name, end in list(self._ends.items()):
+            if end.has_ended:
+                self._loop.run_here(self._on_death(name, {}))
+
+    def call(self, method: str, params: dict[str, Any], *, progress: Progress | None = None) -> Any:
+        """What the first process answers when all have. Raises the error that all of them answer with.
+
+        LearnerError: one died or hangs, or only some failed; then all of them are gone.
+        """
+        return self._loop.run_here(self._call(method, params, progress))
+
+    async def _call(self, method: str, params: dict[str, Any], progress: Progress | None) -> Any:
+        watchdog = Watchdog(self._ends, START_DEADLINE_S if method == "open" else HUNG_S)
+        calls = {}
+        for name, end in self._ends.items():
+            end.listen(partial(watchdog.hear, name))
+            calls[name] = asyncio.ensure_future(end.call(method, params, progress=progress))
+        try:
+            await self._watch(calls, watchdog)
+            failed = {name: call.exception() for name, call in calls.items() if call.done() and call.exception()}
+            if 0 < len(failed) < len(calls):
+                name = next(iter(failed))
+                await self._end(f"{self._among(name)} failed alone: {failed[name]}")
+            return next(iter(calls.values())).result()
+        finally:
+            for call in calls.values():
+                call.cancel()
+            await asyncio.gather(*calls.values(), return_exceptions=True)
+
+    async def _watch(self, calls: "Calls", watchdog: Watchdog) -> None:
+        """Returns when all processes have answered, or some failed and the others have not said so in time."""
+        waiting = set(calls.values())
+        while waiting and not watchdog.has_disagreement:
+            _, waiting = await asyncio.wait(waiting, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            for name, call in calls.items():
+                if call.done() and isinstance(call.exception(), ConnectionEnded | ProcessDied | PeersLost):
+                    await self._on_death(name, calls)
+            if (problem := watchdog.problem()) is not None:
+                await self._end(f"{problem}; {self._again}")
+
+    # --- how they die -------------------------------------------------------------------------------------------------
+
+    async def _on_death(self, name: str, calls: "Calls") -> NoReturn:
+        """Ends the others and says how the first one died. A call and `check` may find it out at the same time."""
+        async with self._dying:
+            if self._death is None:
+                self._death = await self._find_cause(name, calls)
+                await self._let_nodes_go()
+                await self._kill()
+        raise self._death
+
+    async def _find_cause(self, name: str, calls: "Calls") -> LearnerError:
+        """Who ended first, and how. `name` is the one whose end was noticed first, which may have lost another one."""
+        end = self._ends[name]
+        if isinstance(end, _ProcessEnd) and end.fault:
+            return ProcessDied(f"{self._among(name)} died ({end.fault}); {self._again}")
+        here: tuple[str, int | None] | None = None
+        if any(each.has_ended for each in self._ends.values() if isinstance(each, _ProcessEnd)):
+            here = await self._first_death(name)
+            if here[1] != LOST:
+                return ProcessDied(self._told(*here))
+        if (elsewhere := await self._find_cause_elsewhere(calls)) is not None:
+            return elsewhere
+        return ProcessDied(f"{self._among(name)} died; {self._again}") if here is None else PeersLost(self._told(*here))
+
+    async def _find_cause_elsewhere(self, calls: "Calls") -> LearnerError | None:
+        """How a node ended, or a process there; None: none of them says so within SETTLE_S."""
+        nodes = {name: end for name, end in self._ends.items() if isinstance(end, NodeEnd)}
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + SETTLE_S
+        while nodes and loop.time() < deadline:
+            for name in nodes:
+                error = calls[name].exception() if name in calls and calls[name].done() else None
+                if isinstance(error := error or nodes[name].farewell, ProcessDied):
+                    return ProcessDied(f"{name}: {error}")
+            for name, end in nodes.items():
+                if end.has_ended and not isinstance(end.farewell, PeersLost):
+                    how = f"{name}: {end.fault}" if end.fault else f"{self._among(name)} is gone"
+                    return ProcessDied(f"{how}; {self._again}")
+            await asyncio.sleep(POLL_S)
+        return None
+
+    async def _end(self, message: str) -> NoReturn:
+        self._death = LearnerError(message)
+        await self._let_nodes_go()
+        await self._kill()
+        raise self._death
+
+    async def _first_death(self, name: str) -> tuple[str, int | None]:
+        """Which process here died first, and its exit status; `name` and None where the launcher says nothing of it.
+
+        The launcher may see several deaths at once. A killed process comes first then, because the others fail when
+        they lose it; those that say so by their exit status come last.
+        """
+        assert self._launcher is not None
+        with contextlib.suppress(TimeoutError):  # the launcher knows how its children died
+            await asyncio.wait_for(self._launcher.wait(), STOP_DEADLINE_S / 2)
+        _, _, failures = self._log().read_text(errors="replace").rpartition("\nFailures:")
+        others, _, root = failures.partition("Root Cause")
+        deaths = [
+            (int(rank), int(status))
+            for rank, status in re.findall(r"rank\s*: (\d+) .*?\n\s*exitcode\s*: (-?\d+)", root + others)
+        ]
+        deaths.sort(key=lambda death: (death[1] >= 0, death[1] == LOST))
+        return (f"process {deaths[0][0]}", deaths[0][1]) if deaths else (name, None)
+
+    def _told(self, name: str, status: int | None) -> str:
+        how = "how is not known" if status is None else describe_end(status)
+        if status == LOST:
+            how = "it lost another process"
+        log = self._log(name.removeprefix("process ")) if name.startswith("process ") else self._log()
+        return f"{self._among(name)} died ({how}); {self._again}{self._last_lines(log)}"
+
+    def _among(self, name: str) -> str:
+        """Example: "process 1 of the learner's 4"."""
+        total = self.size if name.startswith("process ") else f"{self._place.nodes} nodes"
+        return f"{name} of the learner's {total}"
+
+    def _log(self, rank: str | None = None) -> Path:
+        return self.logs / ("learner.log" if rank is None else f"learner_{rank}.log")
+
+    def _last_lines(self, log: Path) -> str:
+        """The end of a message; empty where the log is."""
+        lines = last_lines(log, count=TAIL_LINES)
+        return f"; the last lines of {log}:\n{lines}" if lines else ""
+
+
+class _ProcessEnd(CallingEnd):
+    """The connection to a process here."""
+
+    def listen(self, heard: Callable[[Message], None]) -> None:
+        self.heard = heard
+
+
+Calls = Mapping[str, "asyncio.Future[Any]"]  # the name of a process or node -> its answer

@@ -1,0 +1,1 @@
+"""Supervised training on examples: the warm-up before a run, and `art sft`."""

@@ -1,0 +1,63 @@
+"""LocalTeacher: a teacher's weights in this process, on the learner's device. It trains nothing and saves nothing."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from art_cli.config.schema import ModelConfig
+from art_cli.learners.packs.logprob_reader import Reader, divided
+from art_cli.learners.packs.pack_runner import PackRunner
+from art_cli.learners.samples import Sample
+from art_cli.learners.teachers.vocabulary import check_vocabulary
+from art_cli.learners.token_weights import Floats
+from art_cli.models.loading import Weights, load_weights, on_base
+from art_cli.runs import run_checkpoints as checkpoints
+from art_cli.runtime.errors import LearnerError, UsageError
+
+
+class LocalTeacher:
+    def __init__(self, model: str, policy: Reader, directory: Path) -> None:
+        """`model` is a directory relative to `directory` (a base, a checkpoint, a run's newest), or a hub id.
+
+        Raises UsageError: nothing loadable there, or another vocabulary than the policy's.
+        """
+        own = policy.runner.weights
+        self.name, self._ranks = f"loss.teacher.model {model!r}", policy.runner.ranks
+        weights = load_teacher(model, directory, device=str(own.device), name=self.name)
+        check_vocabulary(weights.tokenizer, own.tokenizer, self.name)
+        # nothing is kept for a backward pass, so that nothing need be computed again
+        config = policy.runner.config.model_copy(update={"gradient_checkpointing": False})
+        self._reader = Reader(PackRunner(weights, config))
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        most = self._reader.runner.weights.max_length
+        for sample in samples:
+            if len(sample.token_ids) > most:
+                raise LearnerError(
+                    f"{self.name}: trajectory {sample.trajectory_id} has {len(sample.token_ids)} tokens, and the "
+                    f"teacher's context holds {most}"
+                )
+        return divided(samples, self._ranks, self._reader.logprobs)
+
+
+def load_teacher(model: str, directory: Path, *, device: str, name: str) -> Weights:
+    """The weights that `model` names; `name` is what errors call them. Raises UsageError: nothing loadable there."""
+    found = checkpoints.find(directory / model)
+    if found is None:
+        if model.startswith((".", "/", "~")):
+            raise UsageError(f"{name}: no such directory")
+        return load_weights(ModelConfig(base=model, lora=None), model, device=device, named=name)
+    trained = checkpoints.run_config(found.run).get("model", {})
+    base = checkpoints.base_of(found) if found.is_adapter else str(found.path.resolve())
+    template = found.path / checkpoints.TEMPLATE_FILE
+    config = ModelConfig.model_validate(
+        {
+            "base": base,
+            "lora": None,
+            "dtype": (found.manifest.dtype if found.manifest is not None else "") or "auto",
+            "max_length": trained.get("max_length"),
+            "quantize": trained.get("quantize"),
+            "chat_template": template if template.is_file() else None,
+        }
+    )
+    weights = load_weights(config, base, device=device, named=name)
+    return on_base(weights, found.path) if found.is_adapter else weights

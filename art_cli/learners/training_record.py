@@ -1,0 +1,191 @@
+"""StepRecord: what a step computes of each trained token, collected pack by pack; and the lines of learned.jsonl.
+
+It only copies numbers that the step computes anyway, so that a step trains the same with it and without. Numbers of
+tokens are float32, as the loss computes with them, each written with the fewest digits that give it back.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+
+from art_cli.learners.samples import Ints, Sample
+from art_cli.learners.token_weights import Floats, sampled_tokens
+from art_cli.runs.reliability import is_left_out
+from art_cli.runs.trajectory import LearnedTrajectory, LeftOut, PerToken, ScoredTrajectory, Trajectory, has_signal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from art_cli.learners.algorithms.pack_loss import LossTerms, PackLoss
+    from art_cli.learners.packs.packing import Pack
+
+
+class _Piece(NamedTuple):
+    """The N terms of one sample."""
+
+    places: Ints  # [N] index of each among the trajectory's tokens
+    advantages: Floats  # [N] weights in policy; NaN: not in it
+    logprobs: Floats  # [N] nats
+    importance: Floats | None  # [N] weights that loss.off_policy gives; None: it is not set
+    reference: Floats | None  # [N] nats, under the reference policy; None: not computed
+    loss: float
+    update: int
+
+
+class StepRecord(msgspec.Struct):
+    """Collects the numbers of one step. Each process of a learner has one, of the packs that it runs."""
+
+    pieces: dict[str, list[_Piece]] = {}  # trajectory id -> its samples
+    masked: dict[str, dict[str, int]] = {}  # trajectory id -> number of tokens masked before packing, by reason
+
+    def add(self, pack: "Pack", terms: "LossTerms", loss: "PackLoss", *, update: int) -> None:
+        """Call it once for each pack of the step, when its optimizer step, the `update`-th, is first computed."""
+        logprobs = _array(terms.new)
+        importance = None if terms.importance is None else _array(terms.importance)
+        reference = None if terms.reference is None else _array(terms.reference)
+        parts = _array(loss.parts)
+        ends = np.searchsorted(pack.terms.samples, np.arange(len(pack.samples) + 1))
+        for sample, start, end in zip(pack.samples, ends[:-1], ends[1:], strict=True):
+            piece = _Piece(
+                places=sample.places,
+                advantages=sample.advantages,
+                logprobs=logprobs[start:end],
+                importance=None if importance is None else importance[start:end],
+                reference=None if reference is None else reference[start:end],
+                loss=math.fsum(parts[start:end]),
+                update=update,
+            )
+            self.pieces.setdefault(sample.trajectory_id, []).append(piece)
+
+    def note_learned(self, sample: Sample, logprobs: Floats, *, loss: float, update: int) -> None:
+        """As `add`, for one sample that ran elsewhere. `logprobs` are [N] of its targets."""
+        piece = _Piece(sample.places, sample.advantages, logprobs.astype(np.float32), None, None, loss, update)
+        self.pieces.setdefault(sample.trajectory_id, []).append(piece)
+
+    def note_zeroed(self, reason: str, before: Sequence[Sample], after: Sequence[Sample]) -> None:
+        """Counts the tokens whose advantage was set to 0 for that reason."""
+        for old, new in zip(before, after, strict=True):
+            if num := int(np.count_nonzero((old.advantages != new.advantages) & (new.advantages == 0))):
+                masked = self.masked.setdefault(old.trajectory_id, {})
+                masked[reason] = masked.get(reason, 0) + num
+
+    def note_samples(self, samples: Sequence[Sample], *, update: int) -> None:
+        """Takes down the advantages of samples that no model has run on."""
+        for sample in samples:
+            unknown = np.full(len(sample.places), np.nan)
+            piece = _Piece(sample.places, sample.advantages, unknown, None, None, 0.0, update)
+            self.pieces.setdefault(sample.trajectory_id, []).append(piece)
+
+    @classmethod
+    def total(cls, parts: Sequence["StepRecord"]) -> "StepRecord":
+        """The record of all processes. All of them masked the same tokens before they divided the packs."""
+        total = cls()
+        total.masked = parts[0].masked
+        for part in parts:
+            for name, pieces in part.pieces.items():
+                total.pieces.setdefault(name, []).extend(pieces)
+        return total
+
+    def lines(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> list[LearnedTrajectory]:
+        """A line for each trajectory of the step, in the order of the groups and of the places in them."""
+        return [
+            self._line(trajectory, group)
+            for group in groups
+            for trajectory in sorted(group, key=lambda trajectory: trajectory.index)
+        ]
+
+    def _line(self, trajectory: ScoredTrajectory, group: Sequence[ScoredTrajectory]) -> LearnedTrajectory:
+        pieces = self.pieces.get(trajectory.id)
+        if pieces is None:
+            return LearnedTrajectory(id=trajectory.id, left_out=_left_out(trajectory, group))
+        advantages = _spread(trajectory, [(piece.places, piece.advantages) for piece in pieces])
+        logprobs = _spread(trajectory, [(piece.places, piece.logprobs) for piece in pieces])
+        weights = [(piece.places, _inside(piece.importance, piece)) for piece in pieces if piece.importance is not None]
+        reference = [(piece.places, piece.reference) for piece in pieces if piece.reference is not None]
+        return LearnedTrajectory(
+            id=trajectory.id,
+            update=pieces[0].update,
+            num_tokens=sum(len(piece.places) for piece in pieces),
+            advantages=_by_turn(trajectory, advantages),
+            logprobs=_by_turn(trajectory, logprobs),
+            reference=_by_turn(trajectory, _spread(trajectory, reference)) if reference else None,
+            importance=_by_turn(trajectory, _spread(trajectory, weights)) if weights else None,
+            loss=math.fsum(piece.loss for piece in pieces),
+            masked=self._masked_tokens(trajectory, advantages, pieces),
+        )
+
+    def _masked_tokens(self, trajectory: Trajectory, advantages: Floats, pieces: Sequence[_Piece]) -> dict[str, int]:
+        """The number of sampled tokens that do not move the policy, by reason."""
+        masked = Counter(self.masked.get(trajectory.id, {}))
+        is_silent = np.isnan(advantages) & sampled_tokens(trajectory)
+        is_abandoned = np.concatenate(
+            [np.full(len(turn.prompt_ids) + len(turn.sampled_ids), turn.is_abandoned) for turn in trajectory.turns]
+        )
+        masked["abandoned"] = int(np.count_nonzero(is_silent & is_abandoned))
+        masked["no_advantage"] = int(np.count_nonzero(is_silent & ~is_abandoned))
+        masked["off_policy"] = sum(
+            int(np.count_nonzero(_inside(piece.importance, piece) == 0))
+            for piece in pieces
+            if piece.importance is not None
+        )
+        return {reason: num for reason, num in sorted(masked.items()) if num}
+
+
+def _array(tensor: "Tensor") -> Floats:
+    array: Floats = tensor.detach().double().cpu().numpy()
+    return array
+
+
+def _inside(values: Floats, piece: _Piece) -> Floats:
+    """The values of the terms in the policy component; NaN elsewhere."""
+    return np.where(np.isnan(piece.advantages), np.nan, values)
+
+
+def _left_out(trajectory: ScoredTrajectory, group: Sequence[ScoredTrajectory]) -> LeftOut:
+    """Why no token of a trajectory was trained."""
+    if trajectory.error is not None:
+        return "failed"
+    if not trajectory.num_sampled:
+        return "no_tokens"
+    finished = [each for each in group if each.error is None]
+    if not has_signal([each.reward for each in finished if each.reward is not None]):
+        return "no_signal"
+    return "unreliable" if is_left_out(finished) else "algorithm"
+
+
+def _spread(trajectory: Trajectory, parts: Sequence[tuple[Ints, Floats]]) -> Floats:
+    """[M] the values at their places among the trajectory's tokens; NaN elsewhere."""
+    whole = np.full(sum(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in trajectory.turns), np.nan)
+    for places, values in parts:
+        whole[places] = values
+    return whole
+
+
+def _by_turn(trajectory: Trajectory, values: Floats) -> list[PerToken]:
+    """The values of each turn's sampled tokens."""
+    by_turn, start = [], 0
+    for turn in trajectory.turns:
+        start += len(turn.prompt_ids)
+        by_turn.append(_compact(values[start : start + len(turn.sampled_ids)]))
+        start += len(turn.sampled_ids)
+    return by_turn
+
+
+def _compact(values: Floats) -> PerToken:
+    """One number where all are equal, null where none is known."""
+    is_known = ~np.isnan(values)
+    if not is_known.any():
+        return None
+    if is_known.all() and (values == values[0]).all():
+        return short_floats(values[:1])[0]
+    return [value if known else None for value, known in zip(short_floats(values), is_known, strict=True)]
+
+
+def short_floats(values: Floats) -> list[float]:
+    """The values rounded to float32, as the numbers of the fewest decimal digits that are rounded to the same."""
+    shortest: list[float] = values.astype(np.float32).astype("U24").astype(np.float64).tolist()
+    return shortest

@@ -1,0 +1,126 @@
+"""Sampler: an engine, the gateway in front of it and the runner, opened together; plays scenarios with one policy."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from art_cli.chat.requests import Sampling
+from art_cli.config.compose import LoadedConfig
+from art_cli.config.schema import TinkerEngineConfig, with_base_model
+from art_cli.engines import Engine, engine_traits, make_engine
+from art_cli.models.loading import Weights
+from art_cli.models.policy_spec import PolicySpec
+from art_cli.rollouts.cluster.cluster_rollout import ClusterRollout, serve_cluster
+from art_cli.rollouts.process import ProcessRollout
+from art_cli.rollouts.progress import Progress, shown
+from art_cli.rollouts.rollout_gateway import Gateway
+from art_cli.rollouts.rollout_runner import OnFinished, RolloutPlan, Runner
+from art_cli.runtime.errors import first_of_group
+from art_cli.runtime.threads import call_in_thread
+from art_cli.tinker.client.remote_checkpoint import fetched
+
+
+@dataclass
+class Sampler:
+    """Plays rollouts with the step that its engine holds."""
+
+    engine: Engine
+    gateway: Gateway
+    runner: Runner
+
+    async def play(
+        self,
+        plans: Sequence[RolloutPlan],
+        on_finished: OnFinished,
+        progress: Progress,
+    ) -> None:
+        """Plays every plan; `on_finished` gets each trajectory as it finishes.
+
+        Raises EngineError: the engine has failed for good. Unfinished rollouts are dropped and stay owed.
+        """
+        with first_of_group():
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(self.engine.watch())
+                await self.runner.run(plans, on_finished, progress)
+                watch.cancel()
+
+    async def play_shown(self, plans: Sequence[RolloutPlan], on_finished: OnFinished, *, title: str) -> None:
+        """As `play`, with a bar on a terminal and lines elsewhere."""
+        async with shown(progress := Progress(title)):
+            await self.play(plans, on_finished, progress)
+
+
+@contextlib.asynccontextmanager
+async def open_sampler(
+    loaded: LoadedConfig,
+    policy: Weights | PolicySpec | None,
+    *,
+    checkpoint: Path | None,
+    step: int,
+    logs: Path,
+    shares_weights: bool = True,
+    begun: ProcessRollout | None = None,
+) -> AsyncIterator[Sampler]:
+    """Engine started, gateway listening; all of it closed on the way out.
+
+    `policy` is the policy at `step`, or None for an engine that brings a model of its own. `checkpoint` is what an
+    engine with its own weights loads; None for the starting policy. `shares_weights` as in `make_engine`. `begun` is
+    the agent that `begin_rollout` has begun to load.
+    """
+    config = loaded.config
+    engine = make_engine(
+        with_base_model(config),
+        policy,
+        name=config.name,
+        step=step,
+        logs=logs,
+        directory=loaded.directory,
+        shares_weights=shares_weights,
+    )
+    await engine.start()
+    try:
+        if checkpoint is not None:
+            if not isinstance(config.engine, TinkerEngineConfig):  # its server has the weights already
+                checkpoint = await call_in_thread(fetched, checkpoint)
+            await engine.load(checkpoint, step)
+        gateway = _gateway(loaded, engine)
+        async with (
+            _serving(loaded, gateway) as cluster,
+            Runner(config.rollout, loaded.directory, gateway, cluster=cluster, begun=begun) as runner,
+        ):
+            yield Sampler(engine, gateway, runner)
+    finally:
+        await engine.close()
+
+
+@contextlib.asynccontextmanager
+async def _serving(loaded: LoadedConfig, gateway: Gateway) -> AsyncIterator[ClusterRollout | None]:
+    """The gateway listens; yields the cluster that it listens for, None without one."""
+    config = loaded.config
+    if config.rollout.cluster is None:
+        async with gateway.serve(config.gateway.host, config.gateway.port):
+            yield None
+    else:
+        async with serve_cluster(config, loaded.directory, gateway) as cluster:
+            yield cluster
+
+
+def _gateway(loaded: LoadedConfig, engine: Engine) -> Gateway:
+    config = loaded.config
+    settings = config.rollout.sampling
+    defaults = Sampling(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        max_tokens=settings.max_tokens,
+    )
+    return Gateway(
+        engine,
+        defaults=defaults,
+        seed=config.train.seed,
+        max_turns=config.rollout.max_turns,
+        is_forced=settings.force,
+        enforces_formats=engine_traits(config.engine, loaded.directory).enforces_formats,
+    )

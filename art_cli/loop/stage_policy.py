@@ -1,0 +1,220 @@
+"""Opens a policy or a learner for a stage run alone: the config's base model with a checkpoint's weights in it.
+
+Training opens its policy itself, because it owns the run directory. Here the output of a builder that belongs to no run
+goes to a temporary directory.
+"""
+
+import contextlib
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from art_cli.config.compose import LoadedConfig
+from art_cli.config.config_identity import config_changes, config_hash
+from art_cli.config.schema import TinkerEngineConfig, TinkerLearnerConfig
+from art_cli.engines import engine_traits
+from art_cli.learners import Learner, load_policy, make_learner
+from art_cli.loop.dtype import decide_dtype, recorded_dtype
+from art_cli.models.loading import Weights, find_base, load_checkpoint, load_weights
+from art_cli.models.policy_spec import PolicySpec, read_spec
+from art_cli.runs.manifest import Manifest, is_built, new_checkpoint, verify_checkpoint
+from art_cli.runs.run_checkpoints import Which, explain, is_base, run_config, run_of, wanted_steps
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.storage.fetch import NothingThere, fetch
+from art_cli.runtime.errors import CheckpointError, ConfigError, Problem, UsageError
+from art_cli.runtime.scratch import scratch
+from art_cli.tinker.client.remote_checkpoint import fetched
+
+log = logging.getLogger(__name__)
+BASE = "base"  # word by which a user means the base model instead of a checkpoint
+
+
+class PolicySource(NamedTuple):
+    """Where a policy comes from. Example: PolicySource(Path("runs/ttt/checkpoints/step_0040"), 40)."""
+
+    checkpoint: Path | None  # None: the base model, without any checkpoint
+    step: int
+    run: Path | None = None  # run that has the base; None: the run of the checkpoint, or that of the configuration
+    base: str | None = None  # directory of a base model that the user named; None: the base of the run
+    dtype: str = ""  # dtype of the base weights that its manifest names; "": it names none
+
+
+def find_policy(loaded: LoadedConfig, wanted: Path | None, *, which: Which = "newest") -> PolicySource:
+    """The policy a user means: a checkpoint directory, a run directory, a base, or nothing (this run).
+
+    `which` says which checkpoint of a run; training goes on from its newest. One log line explains an offered one, once
+    the configuration is accepted. "base" is the configuration's base model without an adapter, and RUN/base that of a
+    run; so is the directory of any base model. Raises UsageError: named, and not there; ConfigError: trained on
+    another model than the configuration says; CheckpointError: not whole.
+    """
+    source = _find_base(wanted) or _find_trained(loaded, wanted, which)
+    _check_model(loaded, source)
+    if which == "offered" and source.checkpoint is not None and source.checkpoint != wanted:
+        run = _run(loaded, wanted)
+        log.info("%s: %s", run.root, explain(run, source.step))
+    return source
+
+
+def _run(loaded: LoadedConfig, wanted: Path | None) -> RunDir:
+    """The run that is meant. This machine's copy of what the store has, if only the store has this configuration's."""
+    run, store = RunDir(wanted or loaded.config.runs / loaded.config.name), loaded.config.store
+    if wanted is not None or store is None or run.checkpoint_steps():
+        return run
+    try:
+        return RunDir(fetch(f"{store}/{loaded.config.name}", "policy"))
+    except NothingThere:
+        return run
+
+
+def _find_base(wanted: Path | None) -> PolicySource | None:
+    """The source that "base" or RUN/base names; None: `wanted` is neither."""
+    if (
+        wanted is None
+        or wanted.name != BASE
+        or (wanted / "manifest.json").exists()
+        or RunDir(wanted).checkpoint_steps()
+    ):
+        return None
+    if wanted == Path(BASE):
+        return PolicySource(None, 0)
+    is_run = RunDir(wanted.parent).config_path.exists() or bool(RunDir(wanted.parent).checkpoint_steps())
+    return PolicySource(None, 0, wanted.parent) if is_run else None
+
+
+def _find_trained(loaded: LoadedConfig, wanted: Path | None, which: Which) -> PolicySource:
+    if wanted is not None and not wanted.is_dir():
+        raise UsageError(f"{wanted}: no such directory")
+    if wanted is not None and (wanted / "manifest.json").exists():
+        manifest = verify_checkpoint(wanted)
+        return PolicySource(wanted, manifest.step, dtype=manifest.dtype)
+    if wanted is not None and is_base(wanted):
+        return PolicySource(None, 0, base=str(wanted.resolve()))
+    run = _run(loaded, wanted)
+    found = run.newest_checkpoint(wanted_steps(run, which))
+    if found is not None:
+        return PolicySource(found[0], found[1].step, dtype=found[1].dtype)
+    if wanted is not None:
+        raise CheckpointError(f"{wanted}: neither a checkpoint (no manifest.json) nor a run with a valid one")
+    return PolicySource(None, 0)
+
+
+def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
+    """Raises ConfigError: the run of this policy has another base model or adapter than the configuration says.
+
+    A checkpoint that lies in no run cannot be compared, and passes.
+    """
+    run = _run_of(source)
+    known = run_config(run).get("model")
+    if run is None or not isinstance(known, dict):
+        return
+    said = loaded.config.model.model_dump(mode="json")
+    if _is_same_place(loaded, known.get("base"), said["base"]):
+        known = known | {"base": said["base"]}
+    names = [name for name in ("base", "lora") if name in known]
+    old, new = ({"model": {name: model[name] for name in names}} for model in (known, said))
+    cure = "change it back, or name another run (name=...) or --checkpoint"
+    if problems := [
+        Problem(change.key, loaded.places.of(change.key), f"{run.root} was trained with another: {change}; {cure}")
+        for change in config_changes(old, new)
+    ]:
+        raise ConfigError(problems)
+
+
+def _is_same_place(loaded: LoadedConfig, one: object, other: object) -> bool:
+    """Whether two values of `model.base` are different spellings of one directory."""
+    if not isinstance(one, str) or not isinstance(other, str) or not (loaded.directory / other).is_dir():
+        return False
+    return (loaded.directory / one).resolve() == (loaded.directory / other).resolve()
+
+
+def _run_of(source: PolicySource) -> RunDir | None:
+    """The run that the policy names or lies in; None: neither."""
+    if source.run is not None:
+        return RunDir(source.run)
+    return run_of(source.checkpoint) if source.checkpoint is not None else None
+
+
+def _home(loaded: LoadedConfig, source: PolicySource) -> RunDir | None:
+    """The run whose base model the policy stands on; None: a checkpoint that lies in no run."""
+    if source.checkpoint is None and source.run is None:
+        return RunDir(loaded.config.runs / loaded.config.name)
+    return _run_of(source)
+
+
+def as_trained(loaded: LoadedConfig, source: PolicySource, base: str) -> LoadedConfig:
+    """The configuration with the dtype that the policy was trained in, where it says auto."""
+    recorded = "" if source.base is not None else source.dtype or recorded_dtype(_home(loaded, source))
+    return decide_dtype(loaded, base, recorded=recorded)
+
+
+@contextlib.contextmanager
+def open_base(loaded: LoadedConfig, source: PolicySource) -> Iterator[str]:
+    """Yields the hub id or directory of the base model. A built one is taken from its checkpoint or run, if it belongs
+    to one."""
+    if source.base is not None:
+        yield source.base
+        return
+    with scratch("base") as temporary:
+        home = _home(loaded, source)
+        places = [] if source.checkpoint is None else [source.checkpoint / BASE]
+        places += [] if home is None else [home.base]
+        place = next((each for each in places if each.exists()), temporary / BASE)
+        yield find_base(loaded.config.model.base, directory=loaded.directory, built=place)
+
+
+@contextlib.contextmanager
+def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights | PolicySpec | None]:
+    """The policy of `source` as the configured engine needs it.
+
+    That is its weights in this process, or only what is known of it; None for an engine that brings its own model.
+    """
+    traits = engine_traits(loaded.config.engine, loaded.directory)
+    if not traits.can_train:
+        yield None
+        return
+    with open_base(loaded, source) as base:
+        config = as_trained(loaded, source, base).config
+        if not traits.needs_weights:
+            yield read_spec(config.model, base, is_remote=isinstance(config.engine, TinkerEngineConfig))
+            return
+        weights = load_weights(config.model, base, device=config.learner.device, seed=config.train.seed)
+        if source.checkpoint is not None:
+            load_checkpoint(weights, fetched(source.checkpoint))
+        yield weights
+
+
+@contextlib.contextmanager
+def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None = None) -> Iterator[Learner]:
+    """A learner that continues from `source`, optimizer and RNG included; `base` is the opened base, if it is open."""
+    with contextlib.nullcontext(base) if base is not None else open_base(loaded, source) as place:
+        config = as_trained(loaded, source, place).config
+        is_remote = isinstance(config.learner, TinkerLearnerConfig)
+        policy = read_spec(config.model, place, is_remote=True) if is_remote else load_policy(config, place)
+        with contextlib.closing(make_learner(config, policy, directory=loaded.directory)) as learner:
+            if source.checkpoint is not None:
+                learner.load(source.checkpoint)
+            yield learner
+
+
+def save_learner(
+    learner: Learner, output: Path, loaded: LoadedConfig, *, base: str, step: int, metrics: dict[str, float]
+) -> None:
+    """Writes the learner's state as a checkpoint outside of any run; `loaded` names the dtype that it was trained in.
+
+    `base` is the opened base. One that was built is kept inside the checkpoint, and any other directory is recorded
+    with its full path, so that the checkpoint can be used from anywhere.
+    """
+    keeps = is_built(Path(base))
+    manifest = Manifest(
+        step=step,
+        base=BASE if keeps else base,
+        config_hash=config_hash(loaded.config),
+        dtype=loaded.config.model.dtype,
+        metrics=metrics,
+    )
+    with new_checkpoint(output, manifest) as directory:
+        learner.save(directory)
+        if keeps:
+            shutil.copytree(base, directory / BASE)

@@ -1,0 +1,1 @@
+"""A policy's weights: loading, what describes them, precision, quantization, built-in models, and decoder/."""

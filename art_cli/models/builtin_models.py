@@ -1,0 +1,239 @@
+"""Models that are made by code and need no hub: `model.base: builtin:tiny`
+
+    tiny    a Qwen3 of a million weights that writes random words, for trying an agent, a judge or a machine
+
+Its weights are set by hand, so it varies from attempt to attempt, ends its turns, and in some of them calls a tool that
+the prompt offers, without arguments. It understands nothing until `art sft` or training has taught it. It uses ChatML
+with tools in the Hermes format. Each function writes a transformers directory, the same bytes each time.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from art_cli.models import small_models
+
+BUILTIN_MODELS = ("tiny",)
+RECORDED = "art_cli.builtin_models"  # this module in the bases that runs record; older runs go on by it
+TEMPLATE = Path(__file__).parent / "builtin_chat_template.jinja"
+
+
+def entry_of(base: str) -> str:
+    """The base; for "builtin:tiny" the entry of the function that builds it. Raises ValueError: no such model."""
+    family, _, name = base.partition(":")
+    if family != "builtin":
+        return base
+    if name not in BUILTIN_MODELS:
+        raise ValueError(f"no built-in model {name!r}; there are: {', '.join(BUILTIN_MODELS)}")
+    return f"{RECORDED}:{name}"
+
+
+def tiny(directory: Path) -> None:
+    """Writes the model `builtin:tiny` into the directory: weights, configuration and tokenizer."""
+    texts = [f"{word} {word}" for word in words() for _ in range(2)]
+    tokenizer = small_models.make_tokenizer(texts, template=chat_template(), most_tokens=1500)
+    small_models.save(directory, _Talker(tokenizer).model, tokenizer)
+
+
+def words() -> list[str]:
+    """The commonest words of English text. The tokenizer makes each of them one token, and any other text bytes."""
+    return TEMPLATE.with_name("builtin_words.txt").read_text(encoding="utf-8").split()
+
+
+def chat_template() -> str:
+    """ChatML with tools as Qwen 2.5 and Hermes write them: definitions in the system message, calls as tagged JSON."""
+    return TEMPLATE.read_text(encoding="utf-8").removesuffix("\n")
+
+
+# --- weights that are set by hand -------------------------------------------------------------------------------------
+
+WINDOW = 5  # tokens by which a place in the text is recognised
+NUM_SLOW = 7  # rotary pairs below it tell positions apart; those from here on hardly turn in 10,000 tokens
+HEAD, HEADS, CODE = 64, 5, 48  # numbers of a head; heads; numbers of a token's code
+WIDTH, NEURONS = 256, 128
+C, K, Q, O = (slice(at, at + CODE) for at in range(0, 4 * CODE, CODE))  # noqa: E741
+ONE, IS_BEGIN, IS_TOOLS, IS_CALL, IS_CALLED, IS_WORD, TOOLS, START, SECOND, CALL, FREE = range(4 * CODE, 4 * CODE + 11)
+FLAG = 0.1  # size of a token's flag, small beside its code
+RARE = -8.0  # logit of a token that is no word of the list; a word's is 0
+CALL_SHARE, END_SHARE = 0.3, 0.12  # probability of a call where tools are offered; of the end after each word
+SCALE = math.sqrt(WIDTH / (2 + 2 * WINDOW - 1))  # factor of layer 1's norms: C and ONE have length 1, K and Q have 9
+SHARP = 4.0  # slope of a neuron's gate
+COPY = 100.0  # logit of a token that is copied
+SPELL = 250.0  # logit of a token of a call's markup
+BEGIN = '<|im_end|>\n<|im_start|>assistant\n<tool_call>\n{"name": "'
+END = '", "arguments": {}}\n</tool_call>'
+
+
+class _Talker:
+    """A Qwen3 of two layers whose weights are a small program.
+
+    Each token has a random code (C). Five heads of layer 0 copy the codes of the five tokens before. Their sum
+    describes the place before a token (K), and with the token's own code the place at it (Q). In layer 1 a head looks
+    for an earlier place like this one and copies the token that followed it (O). This induction head (Olsson et al.
+    2022, arXiv:2209.11895) writes the name of an offered tool. Neurons recognise the beginning of a turn and the
+    places in a call's markup. Everywhere else the words of the list are equally likely.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        import torch
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        self.torch, self.tokenizer = torch, tokenizer
+        make_config: Any = Qwen3Config  # its signature lacks rope_theta, which it takes
+        config = make_config(
+            vocab_size=len(tokenizer),
+            hidden_size=WIDTH,
+            intermediate_size=NEURONS,
+            num_hidden_layers=2,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
+            head_dim=HEAD,
+            max_position_embeddings=4096,
+            rope_theta=1e20,
+            tie_word_embeddings=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+        )
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            self.model = Qwen3ForCausalLM(config)
+            self.codes = torch.randn(len(tokenizer), CODE).sign() / math.sqrt(CODE)  # [V, CODE], unit length
+            self.words = {
+                space: [ids[0] for word in words() if len(ids := tokenizer.encode(space + word)) == 1]
+                for space in ("", " ")
+            }
+            self.turns = [torch.eye(CODE), *(torch.linalg.qr(torch.randn(CODE, CODE))[0] for _ in range(WINDOW))]
+            for parameter in self.model.parameters():
+                if parameter.dim() == 2:
+                    parameter.zero_()
+            self._set_embedding()
+            self._set_look_back()
+            self._set_copying()
+            self._set_markup()
+            self._set_head()
+
+    def _id(self, token: str) -> int:
+        return int(self.tokenizer.convert_tokens_to_ids(token))
+
+    def _set_embedding(self) -> None:
+        table = self.model.model.embed_tokens.weight
+        table[:, C], table[:, ONE] = self.codes, 1.0
+        table[:, FREE:].normal_(std=0.1)
+        for token, flag in {
+            "<|im_start|>": IS_BEGIN,
+            "<tools>": IS_TOOLS,
+            "<tool_call>": IS_CALL,
+            "</tool_call>": IS_CALLED,
+        }.items():
+            table[self._id(token), flag] = FLAG
+        table[self.words[" "], IS_WORD] = FLAG
+
+    def _set_look_back(self) -> None:
+        """Layer 0: head `o - 1` attends to the token `o` before, and adds its code to K and Q."""
+        layer = self.model.model.layers[0]
+        at = layer.self_attn
+        scale = math.sqrt(WIDTH / (2 + (WIDTH - FREE) * 0.1**2))  # of a token's numbers after the norm
+        at.q_norm.weight.fill_(1.0)
+        at.k_norm.weight.fill_(120.0 / math.sqrt(HEAD))
+        frequencies = [1e20 ** (-pair / (HEAD // 2)) for pair in range(NUM_SLOW)]
+        sizes = [2.0, 1.4, *[1.0] * (NUM_SLOW - 2)]  # the fastest pair tells neighbours apart
+        for head in range(HEADS):
+            back, first = head + 1, head * HEAD
+            for pair, (frequency, size) in enumerate(zip(frequencies, sizes, strict=True)):
+                real, imaginary = first + pair, first + pair + HEAD // 2
+                at.q_proj.weight[real, ONE] = size * math.cos(back * frequency)
+                at.q_proj.weight[imaginary, ONE] = -size * math.sin(back * frequency)
+                at.k_proj.weight[real, ONE] = size
+            rows = slice(first, first + CODE)
+            at.v_proj.weight[rows, C] = self.torch.eye(CODE) / scale
+            at.o_proj.weight[K, rows] = self.turns[back - 1]
+            if back < WINDOW:
+                at.o_proj.weight[Q, rows] = self.turns[back]
+        start = self.tokenizer.encode(BEGIN)[:WINDOW]
+        self._recognise(layer, 0, start, START)
+        self._recognise(layer, 1, [*start[-3:], None], SECOND)
+        self._fill(layer, first_head=HEADS, first_neuron=2)
+
+    def _set_copying(self) -> None:
+        """Layer 1: head 0 copies what followed an earlier place like this one, head 1 looks for offered tools.
+
+        Both attend to a turn's beginning, from which nothing is copied, where they find nothing.
+        """
+        layer = self.model.model.layers[1]
+        at = layer.self_attn
+        at.q_norm.weight.fill_(1.0)
+        at.k_norm.weight.fill_(150.0 / math.sqrt(HEAD))
+        slow = [pair + half for half in (0, HEAD // 2) for pair in range(NUM_SLOW, HEAD // 2 - 1)]
+        nothing, found = HEAD // 2 - 1, HEAD - 1
+        for number, index in enumerate(slow):
+            at.q_proj.weight[index, C][number] = at.q_proj.weight[index, Q][number] = 1.0
+            at.k_proj.weight[index, K][number] = 1.0
+        for flag, size in ((START, 6.0), (SECOND, 6.0), (IS_WORD, 6.0 / FLAG)):  # only names are copied, no text
+            at.q_proj.weight[nothing, flag] = size
+        for first, size in ((0, 1.5), (HEAD, 0.8)):
+            at.q_proj.weight[first + nothing, ONE] = size
+            at.k_proj.weight[first + nothing, IS_BEGIN] = 20.0 / FLAG
+        # a chance preference between places that are equally like this one, because the mean of many codes is no code
+        at.q_proj.weight[found, ONE] = 1.0
+        at.k_proj.weight[found, FREE:].normal_(std=0.7)
+        at.q_proj.weight[HEAD + found, ONE] = 1.0
+        at.k_proj.weight[HEAD + found, IS_TOOLS] = 20.0 / FLAG
+        at.v_proj.weight[:CODE, C] = self.torch.eye(CODE) / SCALE
+        at.v_proj.weight[:CODE, IS_BEGIN] = -self.codes[self._id("<|im_start|>")] / FLAG / SCALE
+        at.v_proj.weight[HEAD, IS_TOOLS] = 1 / FLAG / SCALE
+        at.o_proj.weight[O, :CODE] = self.torch.eye(CODE)
+        at.o_proj.weight[TOOLS, HEAD] = 1.0
+
+    def _set_markup(self) -> None:
+        """Layer 1: neurons for the places in a call's markup, each of which adds the code of the token to come."""
+        layer = self.model.model.layers[1]
+        begin, end = self.tokenizer.encode(BEGIN), self.tokenizer.encode(END)
+        layer.mlp.gate_proj.weight[0, [START, TOOLS, ONE]] = SHARP * self.torch.tensor([1.0, 1.0, -1.5])
+        layer.mlp.up_proj.weight[0, ONE] = 1.0
+        layer.mlp.down_proj.weight[CALL, 0] = 1 / (SHARP * 0.5 * SCALE**2)
+        neurons = itertools.count(1)
+        for text, known in ((begin, WINDOW + 2), (end, 4)):
+            for index in range(known, len(text)):
+                value = SPELL / COPY * self.codes[text[index]]
+                self._recognise(layer, next(neurons), text[max(0, index - WINDOW) : index], O, value)
+        self._fill(layer, first_head=2, first_neuron=next(neurons))
+
+    def _recognise(self, layer: Any, neuron: int, before: Sequence[int | None], target: Any, value: Any = 1.0) -> None:
+        """Has a neuron add `value` to the target where the text ends in these tokens; None stands for any token."""
+        mlp = layer.mlp
+        zero = self.torch.zeros(CODE)
+        parts = [
+            zero if token is None else self.turns[back] @ self.codes[token] for back, token in enumerate(before[::-1])
+        ]
+        here, behind = parts[0], sum(parts[1:], zero)
+        most = float(here @ here + behind @ behind)  # the product where all tokens are these; another one costs about 1
+        mlp.gate_proj.weight[neuron, C], mlp.gate_proj.weight[neuron, Q] = SHARP * here, SHARP * behind
+        mlp.gate_proj.weight[neuron, ONE] = -SHARP * (most - 0.5)
+        mlp.up_proj.weight[neuron, ONE] = 1.0
+        mlp.down_proj.weight[target, neuron] = value / (SHARP * 0.5 * SCALE**2)
+
+    def _fill(self, layer: Any, *, first_head: int, first_neuron: int) -> None:
+        """Gives random weights to the heads and neurons that do nothing yet, for training to use."""
+        at, mlp, rows = layer.self_attn, layer.mlp, slice(first_head * HEAD, None)
+        for weight in (at.q_proj.weight[rows], at.k_proj.weight[rows], at.v_proj.weight[rows]):
+            weight.normal_(std=0.02)
+        at.o_proj.weight[FREE:, rows].normal_(std=0.02)
+        for projection in (mlp.gate_proj, mlp.up_proj):
+            projection.weight[first_neuron:].normal_(std=0.02)
+        mlp.down_proj.weight[FREE:, first_neuron:].normal_(std=0.02)
+
+    def _set_head(self) -> None:
+        head = self.model.lm_head.weight
+        head[:, O], head[:, ONE] = COPY * self.codes, RARE
+        head[:, FREE:].normal_(std=0.3)
+        head[self.words[" "], ONE], head[self.words[" "], START] = 0.0, RARE
+        head[self.words[""], START] = -RARE
+        end, call, total = self._id("<|im_end|>"), self._id("<tool_call>"), math.log(len(self.words[" "]))
+        head[end, ONE] = total + math.log(END_SHARE / (1 - END_SHARE))
+        head[end, START] = -20.0
+        head[call, CALL] = total + math.log(CALL_SHARE / (1 - CALL_SHARE)) - RARE
+        head[end, IS_CALLED] = head[self._id("Ċ"), IS_CALL] = 2 * COPY / FLAG
+        head /= SCALE

@@ -1,0 +1,155 @@
+"""The mathematics of a decoder layer, forward and backward: norm, rotary embedding, gate, linear layer with adapter.
+
+Pure: tensors and numbers in, tensors out. Below float32 norms are computed in float32 and rounded where the models
+round; an adapter, which stays float32, is multiplied in the dtype of the states, as autocast would.
+T tokens; D numbers of a head.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from art_cli.models.decoder.products import add_product, inner_product, product
+
+
+class Norm(NamedTuple):
+    """RMSNorm: w x / rms(x) over the last dimension n. Zhang and Sennrich 2019 (arXiv:1910.07467), equation 4."""
+
+    weight: Tensor
+    epsilon: float
+
+    def apply(self, x: Tensor) -> Tensor:
+        exact = x.float() if x.dtype.itemsize < 4 else x
+        return self.weight * F.rms_norm(exact, x.shape[-1:], None, self.epsilon).to(x.dtype)
+
+    def backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The gradients of x and of w; None: w is not trained.
+
+        With r = 1 / rms and v = w * grad they are r v - x r^3 (x . v) / n, and the sum of grad * r x over all rows.
+        """
+        slope = grad * self.weight
+        if x.dtype.itemsize < 4:
+            x, slope = x.float(), slope.float()
+        size = x.shape[-1]
+        inverse = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / size + self.epsilon).rsqrt_()
+        of_weight = None
+        if self.weight.requires_grad:
+            of_weight = (x * inverse).mul_(grad).flatten(0, -2).sum(0).to(self.weight.dtype)
+        dots = torch.linalg.vecdot(x, slope).unsqueeze(-1)
+        slope.mul_(inverse).addcmul_(x, dots.mul_(inverse**3 / -size))
+        return slope.to(grad.dtype), of_weight
+
+
+class Projection(NamedTuple):
+    """A linear layer, and its adapter where it has one: W x + bias + s B A x.
+
+    LoRA, Hu et al. 2021 (arXiv:2106.09685), equation 3.
+    """
+
+    weight: Tensor  # W, [out, in]
+    bias: Tensor | None = None
+    down: Tensor | None = None  # A, [rank, in]
+    up: Tensor | None = None  # B, [out, rank]
+    scaling: float = 0.0
+    is_merged: bool = False  # whether W + s B A is multiplied, which for many tokens costs less than three products
+
+    def apply(self, x: Tensor, base: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """[T, out], on top of `base` where given; and [T, rank] A x, which the backward pass needs."""
+        weight = self._merged() if self.is_merged else self.weight
+        out = product(x, weight) if base is None else add_product(base, x, weight)
+        if self.bias is not None:
+            out.add_(self.bias)
+        if self.down is None or self.up is None:
+            return out, None
+        inner = product(x, self.down.to(x.dtype))
+        if self.is_merged:
+            return out, inner
+        return add_product(out, inner, self.up.to(x.dtype) * self.scaling), inner
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """W, bias, A and B."""
+        return (self.weight, self.bias, self.down, self.up)
+
+    def backward(
+        self, grad: Tensor, x: Tensor, inner: Tensor | None, into: Tensor | None = None
+    ) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
+        """The gradients of x and of `tensors`; None for one that is not trained.
+
+        `inner`: what `apply` gave beside its result. `into`: a gradient of x that this one's is added to.
+        """
+        grad_inner, *found = self._backward_tensors(grad, x, inner)
+        weight = (self._merged() if self.is_merged else self.weight).t()
+        grad_x = product(grad, weight) if into is None else add_product(into, grad, weight)
+        if grad_inner is not None and self.down is not None and not self.is_merged:
+            grad_x = add_product(grad_x, grad_inner, self.down.to(grad.dtype).t())
+        return grad_x, *found
+
+    def backward_tensors(self, grad: Tensor, x: Tensor, inner: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of `tensors`, as in `backward`."""
+        return self._backward_tensors(grad, x, inner)[1:]
+
+    def _backward_tensors(self, grad: Tensor, x: Tensor, inner: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of A x and of `tensors`."""
+        of_weight = inner_product(grad, x) if self.weight.requires_grad else None
+        of_bias = grad.sum(0) if self.bias is not None and self.bias.requires_grad else None
+        if self.down is None or self.up is None or inner is None:
+            return None, of_weight, of_bias, None, None
+        grad_inner = product(grad, self.up.to(grad.dtype).t()).mul_(self.scaling)
+        of_up = inner_product(grad, inner).mul_(self.scaling)
+        return grad_inner, of_weight, of_bias, inner_product(grad_inner, x).to(self.down.dtype), of_up.to(self.up.dtype)
+
+    def merging(self) -> "Projection":
+        """The same with `is_merged`, where that loses nothing: below float32 the sum would round the change away."""
+        if self.down is None or self.up is None:
+            return self
+        is_exact = self.weight.dtype == self.down.dtype == self.up.dtype and self.weight.dtype.itemsize >= 4
+        return self._replace(is_merged=is_exact)
+
+    def _merged(self) -> Tensor:
+        """W + s B A"""
+        assert self.down is not None and self.up is not None
+        return add_product(self.weight, self.up * self.scaling, self.down.t())
+
+    def in_dtype(self, dtype: torch.dtype) -> "Projection":
+        """The same with its adapter in that dtype."""
+        if self.down is None or self.up is None:
+            return self
+        return self._replace(down=self.down.to(dtype), up=self.up.to(dtype))
+
+
+def signed(sin: Tensor) -> Tensor:
+    """The sines as `rotate` takes them: the first half of each head's negated."""
+    half = sin.shape[-1] // 2
+    return torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[T, heads, D] turned by each token's position; cos and signed sin [T, 1, D].
+
+    Su et al. 2021 (arXiv:2104.09864), equation 34. With halves a, b of each head: a cos - b sin, b cos + a sin.
+    """
+    return states.roll(states.shape[-1] // 2, -1).mul_(sin).addcmul_(states, cos)
+
+
+def rotate_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The transpose of `rotate`."""
+    half = grad.shape[-1] // 2
+    turned, slanted = grad * cos, grad * sin
+    turned[..., :half] += slanted[..., half:]
+    turned[..., half:] += slanted[..., :half]
+    return turned
+
+
+def gate(gates: Tensor, up: Tensor) -> Tensor:
+    """silu(gates) * up. Shazeer 2020 (arXiv:2002.05202), the inside of SwiGLU."""
+    return F.silu(gates).mul_(up)
+
+
+def gate_backward(grad: Tensor, gates: Tensor, up: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gates and up. Overwrites `grad`, and `active`, which is silu(gates)."""
+    grad_up = active.mul_(grad)
+    grad_gates: Tensor = torch.ops.aten.silu_backward(grad.mul_(up), gates)
+    return grad_gates, grad_up

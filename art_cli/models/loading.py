@@ -1,0 +1,493 @@
+"""Loads or builds a base model, its tokenizer and its adapter: the one place where weights come from.
+
+It neither samples (engines) nor trains (learners); both may hold the same `Weights`. A base is a hub id, a directory,
+or a function that writes such a directory, after which all three are loaded in the same way. torch, transformers and
+peft are imported inside functions only, so that importing this module costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import logging
+import math
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from art_cli.config.schema import LoraConfig, ModelConfig
+from art_cli.models import builtin_models, quantization
+from art_cli.models.base_files import check_base, gguf_problem, read_template, refuse_pickles
+from art_cli.models.builtin_models import RECORDED, entry_of
+from art_cli.models.precision import DtypeChoice, choose_dtype
+from art_cli.runs.durable import new_directory
+from art_cli.runs.manifest import write_hashes
+from art_cli.runtime import plugins
+from art_cli.runtime.allocator import keep_freed_memory
+from art_cli.runtime.errors import ArtError, CheckpointError, RunError, UsageError, one_line
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+HUB_TIMEOUT_S = 10.0
+DEFAULT_LENGTH = 4096  # context in tokens of a model whose configuration names none
+ADAPTER_FILE, MODEL_FILE = "adapter_model.safetensors", "model.safetensors"
+
+
+@dataclass
+class Weights:
+    """A policy's weights in this process, shared by engine and learner.
+
+    Code that runs the model, forward or update, holds `lock`. Code that changes weights increments `version` while it
+    holds the lock. A cache of keys and values is dropped once `version` differs from the one it was computed with.
+    """
+
+    model: Any  # PeftModel, or a transformers causal LM where lora is None; in eval mode unless a learner is inside
+    tokenizer: Any  # transformers tokenizer with a chat template
+    device: torch.device
+    dtype: torch.dtype  # dtype of the base weights; adapters are float32
+    max_length: int  # tokens of prompt and reply together
+    base: str  # hub id or directory it was loaded from
+    has_adapter: bool
+    quantize: str | None = None  # "4bit": the base was quantized as it was loaded; None: it was not
+    version: int = 0
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype's name in a configuration. Example: "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @contextlib.contextmanager
+    def adapter_off(self) -> Iterator[None]:
+        """Inside, the model is the reference policy: the same model without its adapter."""
+        assert self.has_adapter, "a model without an adapter has no reference"
+        with self.model.disable_adapter():
+            yield
+
+
+class Size(NamedTuple):
+    """How many parameters a model has. Example: Size(whole=24_300_000, trained=290_000)"""
+
+    whole: int
+    trained: int
+
+
+def find_base(base: str, *, directory: Path, built: Path, named: str = "model.base") -> str:
+    """The hub id or directory to load `base` from. A builder runs once and writes the directory `built`.
+
+    Raises UsageError: the builder cannot be found, or it fails.
+    """
+    if (directory / base).is_dir():
+        return str((directory / base).resolve())
+    if ":" not in base:
+        return base
+    try:
+        base = entry_of(base)
+    except ValueError as error:
+        raise UsageError(f"{named}: {error}") from None
+    if os.path.lexists(built) and not built.is_dir():
+        raise RunError(f"{built}: not a directory; remove it and the base model is built there again")
+    if not built.exists():
+        module, _, function = base.rpartition(":")
+        is_builtin = module == RECORDED
+        build = getattr(builtin_models, function) if is_builtin else plugins.resolve(base, base=directory)
+        _hide_progress_bars()
+        try:
+            with new_directory(built) as empty:
+                build(empty)
+                write_hashes(empty)
+        except Exception as error:
+            raise UsageError(f"{named}: {base} failed: {type(error).__name__}: {error}") from error
+    return str(built)
+
+
+# A function that loads a model with a fresh adapter: (config, base, device, dtype, seed) -> PeftModel or causal LM
+ModelLoader = Callable[["ModelConfig", str, "torch.device", "torch.dtype", int], Any]
+
+
+def load_weights(
+    config: ModelConfig,
+    base: str,
+    *,
+    device: str = "auto",
+    seed: int = 0,
+    load: ModelLoader | None = None,
+    named: str | None = None,
+) -> Weights:
+    """The model and tokenizer at `base` (a hub id or directory), with a fresh adapter where the config has one.
+
+    The adapter starts as no change at all (B = 0), its A is drawn from `seed`. `load` takes the place of transformers
+    and peft. `named` is what errors call a base that no configuration names, as in "--base 'x'".
+    Raises UsageError: nothing loadable there, no chat template, or the model lacks a module to adapt.
+    """
+    import torch
+
+    _spare_collector(has_transformers=load is None, has_adapter=config.lora is not None)
+    target = torch.device(pick_device(device))
+    if target.type == "cpu":
+        keep_freed_memory()
+    name = resolve_dtype(config, base, device=device, named=named).name
+    with loading(base, named):
+        dtype = getattr(torch, name)
+        model = (load or _load_model)(config, base, target, dtype, seed)  # Unsloth's comes before transformers' import
+        tokenizer = load_tokenizer(base)
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_template(config.chat_template)
+    if not tokenizer.chat_template:
+        cure = "give it a chat_template.jinja" if named else f"{template_cure(tokenizer)} in model.chat_template"
+        raise UsageError(f"{base}: its tokenizer has no chat template; {cure}")
+    max_length = config.max_length or context_of(model.config)
+    model.eval()
+    has_adapter = config.lora is not None
+    return Weights(model, tokenizer, target, dtype, max_length, base, has_adapter, quantize=config.quantize)
+
+
+def resolve_dtype(config: ModelConfig, base: str, *, device: str = "auto", named: str | None = None) -> DtypeChoice:
+    """The dtype that the configuration names, or that the device decides. Raises UsageError as `load_weights` does."""
+    require_base(base, named)
+    if config.dtype != "auto":
+        return DtypeChoice(config.dtype, "")
+    with loading(base, named):
+        return choose_dtype(base, pick_device(device))
+
+
+def load_checkpoint(
+    weights: Weights, checkpoint: Path, *, part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+) -> None:
+    """Puts a checkpoint's adapter (or whole model, where there is no adapter) into `weights`.
+
+    For a model that is divided between processes, `part(tensor, own)` is the part of a whole tensor that belongs in
+    `own`. Raises CheckpointError: no weights there, or weights of another shape.
+    """
+    from safetensors.torch import load_file
+
+    path = checkpoint / (ADAPTER_FILE if weights.has_adapter else MODEL_FILE)
+    if not path.is_file():
+        refuse_pickles(checkpoint)
+        if (checkpoint / "remote.json").is_file():
+            raise CheckpointError(
+                f"{checkpoint}: its weights are on a server: engine=tinker learner=tinker go on with it"
+            )
+        raise CheckpointError(f"{checkpoint}: no {path.name}; is model.lora what it was when this was trained?")
+    with fitting(path):
+        tensors = load_file(path)
+        with weights.lock:
+            _set_tensors(weights, tensors if part is None else _parts(weights, tensors, part))
+            weights.version += 1
+
+
+def on_base(base: Weights, adapter: Path | None) -> Weights:
+    """A policy made of a bare base model and a saved adapter, or of the base alone; the base's tensors are shared.
+
+    adapter_config.json says what the adapter is, and the adapter's tokenizer replaces the base's. Any number of
+    policies may share one base without seeing each other. Raises CheckpointError: no LoRA adapter, or another model's.
+    """
+    assert not base.has_adapter, "adapters are put on a bare base model"
+    memo = {id(tensor): tensor for tensor in [*base.model.parameters(), *base.model.buffers()]}
+    model = copy.deepcopy(base.model, memo)
+    if adapter is None:
+        return replace(base, model=model, version=0, lock=threading.RLock())
+    model = _wrap(model, adapter)
+    tokenizer = base.tokenizer
+    if (adapter / "tokenizer_config.json").is_file():
+        with fitting(adapter / "tokenizer.json"):
+            tokenizer = load_tokenizer(str(adapter))
+    weights = replace(base, model=model, tokenizer=tokenizer, has_adapter=True, version=0, lock=threading.RLock())
+    load_checkpoint(weights, adapter)
+    return weights
+
+
+def with_adapter(base: Weights, lora: LoraConfig, seed: int) -> Weights:
+    """A policy made of a bare base model and a fresh adapter, drawn as `load_weights` does; the tensors are shared.
+
+    Raises UsageError: a module to adapt that the model does not have.
+    """
+    bare = on_base(base, None)
+    return replace(bare, model=add_adapter(bare.model, lora, seed).eval(), has_adapter=True)
+
+
+def clone_trainable(weights: Weights) -> Weights:
+    """The same policy with trainable weights of its own; both share the frozen ones."""
+    frozen = [parameter for parameter in weights.model.parameters() if not parameter.requires_grad]
+    memo = {id(tensor): tensor for tensor in [*frozen, *weights.model.buffers()]}
+    with weights.lock:
+        model = copy.deepcopy(weights.model, memo)
+    return replace(weights, model=model, version=0, lock=threading.RLock())
+
+
+def save_weights(weights: Weights, directory: Path, *, tensors: dict[str, torch.Tensor] | None = None) -> None:
+    """Writes a plain PEFT directory (or a transformers one, where there is no adapter), tokenizer included.
+
+    `tensors` are the trained ones by their names in the model; None: they are taken from the model.
+    """
+    with weights.lock:
+        weights.model.save_pretrained(directory, state_dict=tensors)
+        weights.tokenizer.save_pretrained(directory)
+    (directory / "README.md").unlink(missing_ok=True)  # peft's empty model card
+
+
+def merge(weights: Weights) -> Weights:
+    """The same policy without an adapter: W + alpha / rank * B A replaces W. `weights` cannot be used afterwards."""
+    if not weights.has_adapter:
+        return weights
+    with weights.lock:
+        return replace(weights, model=weights.model.merge_and_unload(safe_merge=True), has_adapter=False)
+
+
+def save_merged(weights: Weights, directory: Path, dtype: str) -> None:
+    """Writes a directory in that dtype, which transformers, vLLM and `art` load. Converts `weights` too."""
+    import torch
+
+    assert not weights.has_adapter, "an adapter is merged first"
+    _hide_progress_bars()
+    with weights.lock:
+        weights.model.to(getattr(torch, dtype))
+        weights.model.save_pretrained(directory)
+        weights.tokenizer.save_pretrained(directory)
+
+
+def count_parameters(model: Any) -> Size:
+    """The model's size. A weight kept in 4 bits counts with its unpacked shape."""
+    parameters = list(model.parameters())
+    shapes = [getattr(getattr(p, "quant_state", None), "shape", p.shape) for p in parameters]
+    sizes = [math.prod(shape) for shape in shapes]
+    return Size(sum(sizes), sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad))
+
+
+def token_logprobs(weights: Weights, token_ids: Sequence[int]) -> list[float]:
+    """[L - 1] logprobs in nats of each token after the first, by transformers' own forward; float32 log-softmax."""
+    import torch
+
+    ids = torch.tensor(list(token_ids), device=weights.device)
+    with weights.lock, torch.no_grad():
+        logits = weights.model(ids[None], use_cache=False).logits[0, :-1].float()
+        found: list[float] = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].tolist()
+    return found
+
+
+def context_of(config: Any) -> int:
+    """How many tokens of prompt and reply the model of a transformers configuration was made for."""
+    length: int | None = getattr(config, "max_position_embeddings", None)
+    return length or DEFAULT_LENGTH
+
+
+def pick_device(device: str, named: str = "learner.device") -> str:
+    """The device that a configuration means. Example: "cuda" for "auto" where torch sees a GPU, else "cpu".
+
+    Raises UsageError: this machine, or this torch, does not have it.
+    """
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = device.partition(":")
+    try:
+        if kind == "cuda":
+            is_there = int(index or 0) < torch.cuda.device_count()  # which does not take memory of the GPU
+        else:
+            is_there = torch.empty(0, device=device) is not None
+    except (RuntimeError, AssertionError, ImportError):
+        is_there = False
+    if not is_there:
+        raise UsageError(
+            f"{named}: torch {torch.__version__} finds no {device} on this machine; set it to auto, or cpu"
+        )
+    return device
+
+
+def _load_model(config: ModelConfig, base: str, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
+    """The model by transformers, its adapter by peft."""
+    import transformers
+
+    _hide_progress_bars()
+    few_bits: dict[str, Any] = {}
+    if config.quantize is not None:
+        quantization.require_bitsandbytes()
+        few_bits = {"quantization_config": quantization.settings(dtype), "device_map": {"": device}}
+    made: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        base, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **few_bits
+    )
+    model, found = made
+    _check_complete(found)
+    quantization.keep_layout(model)
+    if config.lora is not None:
+        model = add_adapter(model, config.lora, seed)
+    return model if quantization.is_quantized(model) else model.to(device)
+
+
+def _spare_collector(*, has_transformers: bool, has_adapter: bool) -> None:
+    """Excludes the 460,000 objects of the imported libraries from garbage collection.
+
+    A full collection stops every thread, event loops too. It takes 0.35 s with these objects and 0.02 s without.
+    """
+    if has_transformers:
+        import transformers  # noqa: F401
+    if has_transformers and has_adapter:
+        import peft  # noqa: F401
+    if gc.get_freeze_count() == 0:  # only once, because later objects may have to be collected
+        gc.freeze()
+
+
+def _check_complete(found: dict[str, Any]) -> None:
+    """Raises ValueError: the files lack tensors. transformers would draw those at random, with only a warning.
+
+    `found` is transformers' report of the loading. Files may hold more than the model needs: a head for another task.
+    """
+    if missing := sorted(found.get("missing_keys") or ()):
+        raise ValueError(
+            f"config.json and the weights do not fit: {len(missing)} tensors are missing, first {missing[0]}"
+        )
+    if unused := sorted(found.get("unexpected_keys") or ()):
+        log.warning("the base model's files hold %d tensors that it does not use, first %s", len(unused), unused[0])
+
+
+def load_tokenizer(base: str) -> Any:
+    import transformers
+
+    _hide_progress_bars()
+    try:
+        return transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+    except Exception as error:  # the boundary to transformers and tokenizers, which raise plain Exceptions as well
+        raise ValueError(f"its tokenizer (tokenizer.json, tokenizer_config.json): {one_line(error)}") from error
+
+
+def template_cure(tokenizer: Any) -> str:
+    """Returns what to name as the chat template, for a tokenizer without one or with one that leaves out the tools."""
+    speaks = {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys()
+    return "name 'builtin' (ChatML with tools, which this model speaks)" if speaks else "name a Jinja file"
+
+
+def require_base(base: str, named: str | None) -> None:
+    """Raises ArtError: the directory has a damaged file, or the hub has nothing of that name."""
+    if problem := gguf_problem(Path(base)):
+        raise UsageError(f"{named or 'model.base'}: {problem}")
+    if Path(base).is_dir():
+        check_base(Path(base), named)
+    else:
+        _find_on_hub(base, named)
+
+
+@contextlib.contextmanager
+def loading(base: str, named: str | None) -> Iterator[None]:
+    """The boundary to the libraries that load a base model: what they raise becomes a UsageError."""
+    try:
+        yield
+    except ArtError:
+        raise
+    except Exception as error:
+        name = named or f"model.base: cannot load {base!r} (hub id, directory or file.py:function)"
+        raise UsageError(f"{name}{' cannot be loaded' if named else ''}: {one_line(error)}") from error
+
+
+@contextlib.contextmanager
+def fitting(place: Path) -> Iterator[None]:
+    """The boundary to the libraries that load a checkpoint: what they raise becomes a CheckpointError."""
+    try:
+        yield
+    except ArtError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{place}: does not fit this model: {one_line(error)}") from error
+
+
+def _find_on_hub(base: str, named: str | None) -> None:
+    """Asks the hub once, unless the base is in the cache, because loading would retry for minutes."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        if isinstance(huggingface_hub.try_to_load_from_cache(base, "config.json"), str):
+            return
+        huggingface_hub.HfApi().model_info(base, timeout=HUB_TIMEOUT_S)
+    except Exception as error:  # the boundary to the hub's client: a bad id, no such model, no network
+        summary = " ".join(str(error).split())[:200]
+        what = named or f"model.base: {base!r}"
+        kinds = "no directory here" if named else "no directory here, no file.py:function"
+        if isinstance(error, HfHubHTTPError | HFValidationError):  # the hub answered, or was not asked
+            raise UsageError(f"{what} is {kinds}, and not on the hub: {summary}") from error
+        cure = "name a directory" if named else "without it a directory works, and builtin:tiny"
+        raise UsageError(f"{what} is {kinds}, and the hub could not be reached ({summary}); {cure}") from error
+
+
+def _hide_progress_bars() -> None:
+    """Hides transformers' progress bars, which draw over ours."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def add_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
+    """The model with a fresh adapter. Raises UsageError: a module to adapt that it does not have."""
+    import peft
+    import torch
+
+    config = peft.LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets, lora_dropout=0.0, task_type="CAUSAL_LM"
+    )
+    with torch.random.fork_rng(devices=[]), _deprecations_hidden():
+        torch.manual_seed(seed)
+        try:
+            return peft.get_peft_model(model, config)
+        except ValueError as error:
+            raise UsageError(f"model.lora.targets: {one_line(error)}") from error
+
+
+def _wrap(model: Any, adapter: Path) -> Any:
+    """The model with an adapter of the saved one's shape, whose tensors are not loaded yet."""
+    import peft
+    import torch
+
+    with fitting(adapter / "adapter_config.json"), torch.random.fork_rng(devices=[]), _deprecations_hidden():
+        config: Any = peft.PeftConfig.from_pretrained(str(adapter))
+        config.base_model_name_or_path = None  # the path of the base in training, which may be gone
+        config.inference_mode = True
+        # The tensors are set afterwards. These settings would compute others first, change the base, or import code.
+        config.init_lora_weights, config.loftq_config, config.eva_config, config.corda_config = True, {}, None, None
+        config.megatron_config, config.auto_mapping = None, None
+        return peft.get_peft_model(model, config).eval()
+
+
+@contextlib.contextmanager
+def _deprecations_hidden() -> Iterator[None]:
+    """Hides a warning: peft 0.21 uses a name that transformers 5.23 deprecates. Remove this when it does not."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        yield
+
+
+def _parts(
+    weights: Weights,
+    tensors: dict[str, torch.Tensor],
+    part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """The part of each whole tensor that belongs in `weights`; a tensor that does not fit is left unchanged."""
+    model = weights.model
+    own: Any = model.state_dict()
+    if weights.has_adapter:
+        import peft
+
+        own = peft.get_peft_model_state_dict(model)
+    fits = {name for name, tensor in tensors.items() if name in own and own[name].shape == tensor.shape}
+    return {name: part(tensor, own[name]) if name in fits else tensor for name, tensor in tensors.items()}
+
+
+def _set_tensors(weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
+    if not weights.has_adapter:
+        missing, unexpected = weights.model.load_state_dict(tensors, strict=False)
+        tied = set(getattr(weights.model, "_tied_weights_keys", None) or [])
+        wrong = [name for name in missing if name not in tied] + list(unexpected)
+    else:
+        import peft  # noqa: F401
+
+        result: Any = peft.set_peft_model_state_dict(weights.model, tensors)
+        wrong = list(result.unexpected_keys) + [name for name in result.missing_keys if "lora_" in name]
+    if wrong:
+        raise ValueError(f"{len(wrong)} tensors do not match, first {wrong[0]}")

@@ -1,0 +1,99 @@
+"""PolicySpec: what is known of a policy without its weights. Plain data, so that the policy may live elsewhere.
+
+The loop, an engine in a process of its own and a user's own engine get this. Reading one loads configurations and a
+tokenizer, never weights.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from art_cli.config.schema import ModelConfig
+from art_cli.models import loading as model
+from art_cli.models.base_files import read_template
+
+
+class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy, at whatever step.
+
+    Example: PolicySpec(base="Qwen/Qwen3-0.6B", dtype="bfloat16", vocabulary=151936, max_length=40960, lora_rank=16,
+    chat_template="{% for message in ...", learner_device="cuda:0")
+    """
+
+    base: str  # hub id or directory of the base model
+    dtype: str  # dtype of the base weights; adapters are float32. "": a server has the weights and does not say
+    vocabulary: int  # number of token ids that the model knows
+    max_length: int  # tokens of prompt and reply together
+    lora_rank: int | None  # largest rank of its adapter; None: it has no adapter
+    chat_template: str | None  # Jinja; None: the tokenizer's own
+    learner_device: str | None  # where a learner holds the weights: "cpu", "cuda:0"; None: there is no learner
+    quantize: str | None = None  # "4bit": the base is kept in 4 bits; None: as it is
+
+
+def spec_of(weights: model.Weights) -> PolicySpec:
+    """The spec of a policy whose weights are in this process."""
+    ranks = [max([lora.r, *lora.rank_pattern.values()]) for lora in _adapters(weights)]
+    template = weights.tokenizer.chat_template
+    return PolicySpec(
+        base=weights.base,
+        dtype=weights.dtype_name,
+        vocabulary=weights.model.config.vocab_size,
+        max_length=weights.max_length,
+        lora_rank=max(ranks, default=None),
+        chat_template=template if isinstance(template, str) else None,
+        learner_device=str(weights.device),
+        quantize=weights.quantize,
+    )
+
+
+def _adapters(weights: model.Weights) -> list[Any]:
+    return list(weights.model.peft_config.values()) if weights.has_adapter else []
+
+
+def read_spec(
+    config: ModelConfig,
+    base: str,
+    *,
+    adapter: Path | None = None,
+    device: str | None = None,
+    named: str | None = None,
+    is_remote: bool = False,
+) -> PolicySpec:
+    """The spec of a policy on `base` (a hub id or directory), read from the files of its base and its adapter.
+
+    `device` is where a learner will hold the weights, as a configuration says it; None: there is no learner. `named`
+    is what errors call the base, as in `model.load_weights`. `is_remote`: a server has the weights.
+    Raises UsageError: nothing loadable at `base`.
+    """
+    import transformers
+
+    dtype: str = "" if config.dtype == "auto" else config.dtype
+    if not is_remote:
+        dtype = model.resolve_dtype(config, base, device=device or "auto", named=named).name
+    with model.loading(base, named):
+        files: Any = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
+        has_tokenizer = adapter is not None and (adapter / "tokenizer_config.json").is_file()
+        template = model.load_tokenizer(str(adapter) if has_tokenizer else base).chat_template
+    if config.chat_template is not None:
+        template = read_template(config.chat_template)
+    configured = config.lora.rank if config.lora is not None else None
+    return PolicySpec(
+        base=base,
+        dtype=dtype,
+        vocabulary=files.vocab_size,
+        max_length=config.max_length or model.context_of(files),
+        lora_rank=configured if adapter is None else _rank_of(adapter),
+        chat_template=template if isinstance(template, str) else None,
+        learner_device=None if device is None else model.pick_device(device),
+        quantize=config.quantize,
+    )
+
+
+def _rank_of(adapter: Path) -> int:
+    import peft
+
+    with model.fitting(adapter):
+        lora: Any = peft.PeftConfig.from_pretrained(str(adapter))
+        rank: int = max([lora.r, *lora.rank_pattern.values()])
+    return rank

@@ -1,9 +1,0 @@
-"""The client of the Tinker protocol: a server elsewhere that holds the policy's weights, trains and samples them.
-
-    server.py       RemoteServer: its address and key, and what it says of itself, by plain HTTP
-    connection.py   RemoteSession: a session of the official SDK, in which every wait has a deadline
-    checkpoint.py   RemoteCheckpoint: the server's paths in a checkpoint directory, and the download of an adapter
-
-engines/tinker.py samples through it and learners/tinker.py trains through it. `art backend` (backend/) is such a
-server. The SDK is imported when a connection is opened, and its telemetry is off.
-"""

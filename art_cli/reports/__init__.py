@@ -1,0 +1,1 @@
+"""A run's account of itself: report, findings, diagnoses; trackers/ and pages/."""

@@ -1,0 +1,330 @@
+"""What went wrong in a run, since when, what the numbers show beside it, and what to try. Pure: a history in.
+
+evaluation_fell   an evaluation lies below the best one before it, by more than the interval of their paired difference
+training_fell     the training reward of the last steps lies below that of the best steps before
+no_signal         nearly all groups of several steps say nothing, because their attempts got equal rewards
+failures          many rollouts of several steps fail
+shadow_gap        the reward rose above a shadow judge's score by more than before, on the same trajectories
+shadow_correlation  a shadow judge's scores agree with the rewards less than before, within groups
+
+The best of many evaluations is good by luck too. So the level of the interval is divided by the number of pairs that
+were compared (Bonferroni), and of runs that never change about 5 % are accused. A reason beside the fall is evidence of
+its own; then the level is divided by the number of earlier evaluations only.
+
+Steps are numbered as `art train` shows them: "step 7" is the seventh update, and an evaluation at step 7 is of the
+policy that it made.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from statistics import NormalDist, fmean, stdev
+
+import msgspec
+
+from art_cli.reports.diagnoses import MEND_REWARD, MEND_ROLLOUT, NOTHING_TO_LEARN, SLOWER, Reason, find_reasons, mostly
+from art_cli.runs.history import Evaluated, History, UpdateNumbers
+from art_cli.runs.trajectory import SHADOW
+
+LEVEL = 0.05  # share of runs without any change in which a fall is found by chance
+# What the number of compared pairs of evaluations, and of windows of training rewards, is multiplied by, because they
+# are compared again at each step. Simulated: runs of 24 to 300 steps then keep to LEVEL.
+EVALUATION_LOOKS, TRAINING_LOOKS = 5, 30
+MIN_SCENARIOS = 3  # number of scenarios below which an evaluation has no interval
+WINDOWS = (5, 20)  # numbers of steps whose mean training reward is compared with the best such mean before
+STREAK = 5  # number of steps in a row that make a lasting state
+NO_SIGNAL, FAILURES = 0.9, 0.2  # shares of groups and of rollouts from which a lasting state is a finding
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """A mean with its interval. Example: Interval(-0.085, -0.15, -0.02)"""
+
+    mean: float
+    low: float
+    high: float
+
+
+class RunFinding(msgspec.Struct, frozen=True):
+    """What went wrong, and when.
+
+    Example: RunFinding("evaluation_fell", 24, 24, "the evaluation at step 24 is 0.613, ...", [Reason(...)], "...")
+    """
+
+    kind: str
+    step: int  # the first step that shows it
+    until: int  # the last step that shows it
+    text: str
+    reasons: list[Reason]
+    cure: str  # advice where no reason gives one
+
+    @property
+    def cures(self) -> list[str]:
+        """What to try, each once."""
+        return list(dict.fromkeys([reason.cure for reason in self.reasons] or [self.cure]))
+
+    def __str__(self) -> str:
+        beside = "; ".join(reason.text for reason in self.reasons) or "no other number says why"
+        return f"{self.text} ({beside}); try: {'; '.join(self.cures)}"
+
+
+def find(history: History, *, is_comparable: bool = True) -> list[RunFinding]:
+    """All findings of a history, by their first step.
+
+    `is_comparable`: whether training rewards of different steps can be compared. Those of a judge that only compares
+    the attempts of a group cannot.
+    """
+    found = [*_evaluations_fell(history), *_lasting(history), *_shadows(history)]
+    if is_comparable:
+        found += _training_fell(history)
+    return sorted(found, key=lambda finding: finding.step)
+
+
+# --- evaluations ------------------------------------------------------------------------------------------------------
+
+
+def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval | None:
+    """The mean and its interval of confidence 1 - level, by Student's t. None: too few values to tell."""
+    if len(values) < MIN_SCENARIOS:
+        return None
+    mean = fmean(values)
+    half = student(1 - level / 2, len(values) - 1) * stdev(values, mean) / math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half)
+
+
+def student(probability: float, freedom: int) -> float:
+    """The quantile of Student's t, expanded about the normal one (Abramowitz and Stegun 26.7.5).
+
+    Off by less than 3 % at the 0.975 quantile of 2 degrees of freedom, and by less than 0.1 % from 6 on.
+    """
+    z = NormalDist().inv_cdf(probability)
+    terms: tuple[float, ...] = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / float(freedom) ** (power + 1) for power, term in enumerate(terms))
+
+
+def _evaluations_fell(history: History) -> Iterator[RunFinding]:
+    """A finding for each time that evaluations begin to lie below the best one before them."""
+    best: Evaluated | None = None
+    fall: RunFinding | None = None
+    for num, point in enumerate(history.evaluations):
+        if "reward" not in point.metrics:
+            continue
+        if best is None or point.metrics["reward"] >= best.metrics["reward"]:
+            best = point
+            yield from [fall] if fall else []
+            fall = None
+        elif (found := _compare(history, best, point, num)) is None:
+            yield from [fall] if fall else []
+            fall = None
+        else:
+            fall = msgspec.structs.replace(fall, until=point.step) if fall else found
+    yield from [fall] if fall else []
+
+
+def _compare(history: History, best: Evaluated, point: Evaluated, num: int) -> RunFinding | None:
+    """The finding that `point`, which comes after `num` evaluations, lies below the best of them."""
+    common = sorted(best.rewards.keys() & point.rewards.keys())
+    differences = [point.rewards[name] - best.rewards[name] for name in common]
+    plain = mean_interval(differences)
+    if plain is None or plain.high >= 0:
+        return None
+    reasons = find_reasons(history.updates, best.step, point.step)
+    wide = mean_interval(differences, level=2 * LEVEL / (num if reasons else EVALUATION_LOOKS * num * (num + 1) / 2))
+    if wide is None or wide.high >= 0:
+        return None
+    text = (
+        f"the evaluation at step {point.step} is {point.metrics['reward']:.3f}, below {best.metrics['reward']:.3f} at "
+        f"step {best.step}; difference {plain.mean:+.3f} [{plain.low:+.3f}, {plain.high:+.3f}]"
+    )
+    return RunFinding("evaluation_fell", point.step, point.step, text, reasons, SLOWER)
+
+
+# --- training rewards -------------------------------------------------------------------------------------------------
+
+
+def _training_fell(history: History) -> Iterator[RunFinding]:
+    """A finding for each time that the mean of the last steps begins to lie below the best mean before."""
+    rewarded = [(update.number, update.metrics["reward_mean"]) for update in history.updates
+                if "reward_mean" in update.metrics]  # fmt: skip
+    values = [reward for _, reward in rewarded]
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    for width, fall in _distinct_falls(values):
+        yield _training_finding(history, rewarded, sums, width, fall)
+
+
+def _distinct_falls(values: Sequence[float]) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    """(width, fall) of `_falls` for each width of window, without those that a shorter window found."""
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    seen: set[int] = set()
+    for width in WINDOWS:
+        for first, last, top in _falls(values, sums, width):
+            if seen.isdisjoint(range(first, last + 1)):
+                seen.update(range(first, last + 1))
+                yield width, (first, last, top)
+
+
+def _falls(values: Sequence[float], sums: Sequence[float], width: int) -> Iterator[tuple[int, int, int]]:
+    """(first, last, top): the windows that end at places first to last lie below the one that ends at top."""
+    top, begun, end = width - 1, None, 0
+
+    def mean(at: int) -> float:
+        return (sums[at + 1] - sums[at + 1 - width]) / width
+
+    for at in range(2 * width - 1, len(values)):
+        if mean(at - width) >= mean(top):
+            top = at - width
+        drop = mean(top) - mean(at)
+        is_low = drop > 0 and drop > noise(values, at) * math.sqrt(2 / width) * _bound(at + 1, width)
+        if is_low:
+            begun, end = (at if begun is None else begun), at
+        elif begun is not None:
+            yield begun, end, top
+            begun = None
+    if begun is not None:
+        yield begun, end, top
+
+
+def noise(values: Sequence[float], at: int) -> float:
+    """The standard deviation of a step's reward around its trend, from the differences of neighbours up to `at`.
+
+    The mean of the middle half of the squared differences, over 2 and over what that is for a normal distribution
+    (0.536): a collapse, which is a few large differences, does not raise it.
+    """
+    squares = sorted((values[i + 1] - values[i]) ** 2 for i in range(max(0, at - 100), at))
+    cut = len(squares) // 4
+    middle = squares[cut : len(squares) - cut]
+    return math.sqrt(fmean(middle) / 2 / 0.536)
+
+
+def _bound(num: int, width: int) -> float:
+    """How many standard errors two windows of `num` steps may differ by chance: Bonferroni over their pairs."""
+    return student(1 - LEVEL / (TRAINING_LOOKS * (num / width) ** 2), max(num // 3, 3))
+
+
+def _training_finding(
+    history: History,
+    rewarded: Sequence[tuple[int, float]],
+    sums: Sequence[float],
+    width: int,
+    fall: tuple[int, int, int],
+) -> RunFinding:
+    first, last, top = fall
+    before, now = ((sums[at + 1] - sums[at + 1 - width]) / width for at in (top, first))
+    step, best = rewarded[first][0], rewarded[top][0]
+    text = (
+        f"the training reward of steps {rewarded[first - width + 1][0]} to {step} is {now:.3f}, below {before:.3f} of "
+        f"steps {rewarded[top - width + 1][0]} to {best}"
+    )
+    reasons = find_reasons(history.updates, rewarded[top - width // 2][0], step)  # since the middle of the best steps
+    return RunFinding("training_fell", step, rewarded[last][0], text, reasons, SLOWER)
+
+
+# --- shadow rewards ---------------------------------------------------------------------------------------------------
+
+
+def _shadows(history: History) -> Iterator[RunFinding]:
+    """A finding for each time that a shadow judge and the reward begin to move apart.
+
+    A gap that widens is a fall of its negative, and is told from noise as a fall of the training reward is.
+    """
+    names = {name for update in history.updates[-1:] + history.updates[:1] for name in update.metrics}
+    for name in sorted(names):
+        shadow, _, kind = name.removeprefix(SHADOW).rpartition(".")
+        if not name.startswith(SHADOW) or kind not in ("gap", "correlation"):
+            continue
+        known = [update for update in history.updates if name in update.metrics]
+        sign = -1.0 if kind == "gap" else 1.0
+        for width, fall in _distinct_falls([sign * update.metrics[name] for update in known]):
+            yield _shadow_finding(known, shadow, kind, width, fall)
+
+
+def _shadow_finding(
+    known: Sequence[UpdateNumbers], shadow: str, kind: str, width: int, fall: tuple[int, int, int]
+) -> RunFinding:
+    first, last, top = fall
+
+    def mean(at: int, name: str) -> float:
+        return fmean(update.metrics.get(name, math.nan) for update in known[at + 1 - width : at + 1])
+
+    def steps(at: int) -> str:
+        return f"steps {known[at + 1 - width].number} to {known[at].number}"
+
+    name = f"{SHADOW}{shadow}"
+    if kind == "gap":
+        moved = ", ".join(
+            f"{what} {mean(top, of):.3f} -> {mean(first, of):.3f}"
+            for what, of in (("reward", f"{name}.reward"), ("shadow", name))
+        )
+        apart = f"{mean(first, f'{name}.gap'):+.3f} in {steps(first)}, {mean(top, f'{name}.gap'):+.3f} in {steps(top)}"
+        text = f"the reward moved away from shadow {shadow}: {apart} ({moved})"
+    else:
+        now, before = (f"{mean(at, f'{name}.correlation'):.2f} in {steps(at)}" for at in (first, top))
+        text = f"shadow {shadow} agrees less with the reward: correlation {now}, {before}"
+    return RunFinding(f"shadow_{kind}", known[first].number, known[last].number, text, [], MEND_REWARD)
+
+
+# --- lasting states ---------------------------------------------------------------------------------------------------
+
+
+def _lasting(history: History) -> Iterator[RunFinding]:
+    for streak in _streaks(history.updates, lambda update: (update.get("no_signal_share") or 0.0) >= NO_SIGNAL):
+        share = fmean(update.metrics["no_signal_share"] for update in streak)
+        rewards = [update.metrics["reward_mean"] for update in streak if "reward_mean" in update.metrics]
+        mean = f", reward {fmean(rewards):.3f}" if rewards else ""
+        text = f"{share:.0%} of the groups of steps {_span(streak)} had no signal: equal rewards within a group{mean}"
+        yield RunFinding("no_signal", streak[0].number, streak[-1].number, text, [], NOTHING_TO_LEARN)
+    for streak in _streaks(history.updates, lambda update: (update.per_attempt("num_failed") or 0.0) >= FAILURES):
+        share = fmean(update.per_attempt("num_failed") or 0.0 for update in streak)
+        text = f"{share:.0%} of the rollouts of steps {_span(streak)} failed{mostly(streak)}"
+        yield RunFinding("failures", streak[0].number, streak[-1].number, text, [], MEND_ROLLOUT)
+
+
+def _streaks(updates: Sequence[UpdateNumbers], is_so: Callable[[UpdateNumbers], bool]) -> Iterator[list[UpdateNumbers]]:
+    """The longest runs of updates that are so, of at least `STREAK`."""
+    current: list[UpdateNumbers] = []
+    for update in updates:
+        if is_so(update):
+            current.append(update)
+            continue
+        if len(current) >= STREAK:
+            yield current
+        current = []
+    if len(current) >= STREAK:
+        yield current
+
+
+def _span(streak: Sequence[UpdateNumbers]) -> str:
+    return f"{streak[0].number} to {streak[-1].number}"
+
+
+# --- while a run trains -----------------------------------------------------------------------------------------------
+
+
+class RunWatch:
+    """Follows a run while it trains: each finding is told once, when it begins. Those in `history` were told before."""
+
+    def __init__(self, history: History, *, is_comparable: bool) -> None:
+        self.history, self._is_comparable = history, is_comparable
+        self._told = {_key(finding) for finding in find(history, is_comparable=is_comparable)}
+
+    def add(self, record: UpdateNumbers | Evaluated) -> list[RunFinding]:
+        """The findings that begin with this record."""
+        if isinstance(record, UpdateNumbers):
+            self.history.updates.append(record)
+        else:
+            self.history.evaluations.append(record)
+        found = find(self.history, is_comparable=self._is_comparable)
+        new = [finding for finding in found if _key(finding) not in self._told]
+        self._told.update(map(_key, new))
+        return new
+
+
+def _key(finding: RunFinding) -> tuple[str, int]:
+    return finding.kind, finding.step

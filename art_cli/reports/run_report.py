@@ -1,0 +1,367 @@
+"""Report: what happened in a run, as plain data: rewards with intervals, what each step's numbers say, time and cost.
+
+    read_report(RunDir) -> RunReport -> pages/report_text.py, pages/report_page.py, or JSON
+
+It reads the run's configuration, metrics and evaluations, and the names of its checkpoints. It reads no weights, and
+trajectories only where no attempt of the run succeeded, so it is as quick for a run of a thousand steps. It may be made
+while the run goes on.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import methodcaller
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from art_cli.reports.findings import RunFinding, find, mean_interval
+from art_cli.runs.durable import read_lines
+from art_cli.runs.failures import Failures, Fault, count_failures, find_fault
+from art_cli.runs.history import Evaluated, History, UpdateNumbers, is_comparable, read_history
+from art_cli.runs.run_checkpoints import explain, run_config, wanted_steps
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import SHADOW, Trajectory
+from art_cli.runtime.errors import DataError, RunError, printable
+
+SCHEMA = 1  # version of the JSON that `art report --json` prints
+MAX_WORD = 120  # characters of a value of the configuration that are shown
+SMOOTHED = 20  # the training reward is smoothed over this fraction of the run, and over 5 steps at least
+
+Getter = Callable[[UpdateNumbers], float | None]
+SERIES: dict[str, Getter] = {
+    "reward": lambda update: update.get("reward_mean"),
+    "no_signal_share": lambda update: update.get("no_signal_share"),
+    "entropy": lambda update: update.get("entropy"),
+    "clip_fraction": lambda update: update.get("clip_fraction"),
+    "logprob_gap": lambda update: update.get("logprob_gap"),
+    "grad_norm": lambda update: update.get("grad_norm"),
+    "kl": lambda update: update.get("kl"),
+    "tokens_per_rollout": lambda update: update.per_attempt("tokens_sampled"),
+    "turns_per_rollout": lambda update: update.per_attempt("turns"),
+    "failed_share": lambda update: update.per_attempt("num_failed"),
+    "limited_share": lambda update: update.per_attempt("num_limited"),
+}
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A mean at a step with its 95 % interval; no interval: too few values, or they are not known."""
+
+    step: int
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+
+class ReportedEvaluation(msgspec.Struct, frozen=True):
+    """One evaluation. `reward` None: it had none."""
+
+    step: int
+    reward: Point | None
+    num_scenarios: int | None  # None: not known
+    metrics: dict[str, float]
+
+
+class Rollouts(msgspec.Struct, frozen=True):
+    """The attempts of all steps, evaluations left out; `failed` has the commonest kinds of each step."""
+
+    num: int
+    num_failed: int
+    num_limited: int
+    failed: dict[str, int]
+
+
+class Seconds(msgspec.Struct, frozen=True):
+    """What the run's time went to. With train.max_staleness above 0 sampling and training overlap."""
+
+    sampling: float
+    judging: float  # after the last rollout of each step
+    training: float
+    evaluating: float
+
+    @property
+    def total(self) -> float:
+        return self.sampling + self.judging + self.training + self.evaluating
+
+
+class JudgeCost(msgspec.Struct, frozen=True):
+    """What the judge's calls took. `usd` None: the price of some is unknown."""
+
+    calls: int
+    tokens: int
+    usd: float | None
+
+
+class Gain(msgspec.Struct, frozen=True):
+    """How far the reward rose from the first policy measured to the best one, and what each point of it took.
+
+    `of` is "evaluation", or "training" for a run without evaluations. A rate is None where nothing was gained, or
+    where what it is divided by is 0 or not known.
+    """
+
+    of: str
+    first: Point
+    best: Point
+    points: float
+    rollouts: int
+    minutes: float
+    usd: float | None
+    per_minute: float | None
+    per_1000_rollouts: float | None
+    per_usd: float | None
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """A policy of the run, and its checkpoint if that is still there."""
+
+    step: int
+    reward: float | None  # None: not evaluated
+    checkpoint: str | None
+
+
+class RunReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `art report --json` prints."""
+
+    schema_version: int = SCHEMA
+    run: str
+    made_with: dict[str, str]
+    num_steps: int
+    wanted_steps: int | None  # train.steps; None: not known
+    updated: float | None  # when the last number was written, in seconds since the epoch; None: nothing was written yet
+    warm_up: dict[str, float] | None
+    evaluations: list[ReportedEvaluation]
+    training_reward: list[Point]  # smoothed
+    reward_names: dict[str, str]  # what the rewards of steps ("train") and of evaluations ("eval") are
+    series: dict[str, list[tuple[int, float]]]
+    rollouts: Rollouts
+    seconds: Seconds
+    judge: JudgeCost | None  # None: it made no calls, or an older version wrote the run
+    gain: Gain | None
+    best: Kept | None  # the highest evaluated reward, of equals the latest
+    last: Kept | None  # the newest checkpoint
+    offered: str  # the checkpoint that `art serve RUN` takes, and why; "": there is none
+    fault: str  # why the run has learned nothing, which makes exit code 1; "" if it has learned
+    findings: list[RunFinding]  # the fault comes first
+
+
+def read_report(run: RunDir) -> RunReport:
+    """Raises RunError: no run there; DataError: its config.json or metrics.jsonl is damaged."""
+    if not any(path.exists() for path in (run.metrics_path, run.checkpoints, run.config_path)):
+        raise RunError(f"{run.root}: not a run (no metrics.jsonl, config.json or checkpoints/)")
+    config, history = run_config(run), read_history(run)
+    smoothed = smooth(history.updates)
+    rewarded = [each for each in history.evaluations if "reward" in each.metrics]
+    best = max(rewarded, key=lambda each: (each.metrics["reward"], each.step), default=None)
+    steps = run.checkpoint_steps()
+    last = steps[-1] if steps else max((update.number for update in history.updates), default=None)
+    offered = next(iter(wanted_steps(run, "offered")), None)
+    fault = find_run_fault(run, history)
+    return RunReport(
+        run=str(run.root),
+        made_with=_made_with(config),
+        num_steps=max([update.number for update in history.updates] + steps, default=0),
+        wanted_steps=_whole(_inner(config, "train", "steps")),
+        updated=max([*(u.time for u in history.updates), *(e.time for e in history.evaluations)], default=0.0) or None,
+        warm_up=history.warm_up,
+        evaluations=[_evaluation(each) for each in history.evaluations],
+        training_reward=smoothed,
+        reward_names=reward_names(config, _reward_is(run, rewarded)),
+        series={name: _series(history.updates, of) for name, of in (SERIES | _shadow_getters(history)).items()},
+        rollouts=_rollouts(history.updates),
+        seconds=_seconds(history),
+        judge=_judge(history.updates),
+        gain=_gain(history, smoothed),
+        best=None if best is None else _kept(run, steps, history, best.step),
+        last=None if last is None else _kept(run, steps, history, last),
+        offered="" if offered is None else explain(run, offered),
+        fault="" if fault is None else str(fault),
+        findings=_of_fault(fault, history) + find(history, is_comparable=is_comparable(config)),
+    )
+
+
+# --- whether it learned -----------------------------------------------------------------------------------------------
+
+
+def find_run_fault(run: RunDir, history: History) -> Fault | None:
+    """The fault of all steps so far, those before a resumption included; else that of the last evaluation.
+
+    A step has signal if it changed weights, so a critic, a teacher or an imitation loss makes any rewards do. A number
+    that an older version did not write counts as good.
+    """
+    updates = history.updates
+    num, num_failed, num_groups = (
+        round(_sum(updates, name)) for name in ("num_trajectories", "num_failed", "num_groups")
+    )
+    failures = Failures(num_failed, num, ", ".join(_failed_kinds(updates)), num_failed)
+    is_called = any(update.metrics.get("turns", 1.0) for update in updates)
+    if failures.is_all or not is_called:
+        read = count_failures(each for update in updates for each in run.trajectories(update.number - 1))
+        failures = read if read.num >= num_failed else failures  # some files may not be here
+    is_learning = any(update.metrics.get("num_updates", 1.0) for update in updates)
+    fault = find_fault(failures, is_called=is_called, num_without_signal=0 if is_learning else num_groups)
+    return fault or _evaluation_fault(run, history)
+
+
+def _evaluation_fault(run: RunDir, history: History) -> Fault | None:
+    """The fault of the last evaluation, which is that of the policy to serve."""
+    last = history.evaluations[-1] if history.evaluations else None
+    is_called = last is None or last.metrics.get("num_turns", 1.0) > 0
+    if last is None or (is_called and last.metrics.get("failed") != 1.0):
+        return None
+    fault = find_fault(count_failures(read_lines(run.eval_path(last.step), Trajectory)), is_called=is_called)
+    return fault and fault._replace(text=f"evaluation at step {last.step}: {fault.text}")
+
+
+def _of_fault(fault: Fault | None, history: History) -> list[RunFinding]:
+    if fault is None:
+        return []
+    steps = [each.number for each in history.updates] or [history.evaluations[-1].step]
+    return [RunFinding(fault.kind, steps[0], steps[-1], fault.text, [], fault.cure)]
+
+
+# --- what it was made with --------------------------------------------------------------------------------------------
+
+
+def _made_with(config: Mapping[str, Any]) -> dict[str, str]:
+    """The keys that say most, each as one printable word; those that the record lacks are left out."""
+    algorithm = ("algorithm", "entry") if config.get("algorithm") else ("loss", "name")
+    keys = {"model": ("model", "base"), "algorithm": algorithm, "judge": ("judge", "name"),
+            "engine": ("engine", "name"), "learner": ("learner", "name"),
+            "learning_rate": ("train", "learning_rate")}  # fmt: skip
+    found = {name: _inner(config, *key) for name, key in keys.items()}
+    return {name: printable(value, limit=MAX_WORD) for name, value in found.items() if value is not None}
+
+
+def _inner(config: Mapping[str, Any], section: str, key: str) -> Any:
+    found = config.get(section)
+    return found.get(key) if isinstance(found, Mapping) else None
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else None
+
+
+# --- rewards ----------------------------------------------------------------------------------------------------------
+
+
+def reward_names(config: Mapping[str, Any], reward_is: str) -> dict[str, str]:
+    """What the rewards of steps and of evaluations are; "reward" where both are what the rollouts return.
+
+    `reward_is` as in evaluation.json. Example: {"train": "ruler score", "eval": "share of wins"}
+    """
+    judge = _inner(config, "judge", "name")
+    if not isinstance(judge, str) or judge in ("rollout", "none"):
+        return {"train": "reward", "eval": "reward"}
+    names = {"wins": "share of wins", "own": "rollout's reward"}
+    return {"train": f"{printable(judge, limit=MAX_WORD)} score", "eval": names.get(reward_is, "reward")}
+
+
+def _reward_is(run: RunDir, rewarded: Sequence[Evaluated]) -> str:
+    try:
+        last = run.evaluation(rewarded[-1].step) if rewarded else None
+    except DataError:  # its interval is left out for the same reason, with a warning
+        return ""
+    return "" if last is None else last.reward_is
+
+
+def _evaluation(each: Evaluated) -> ReportedEvaluation:
+    reward = each.metrics.get("reward")
+    metrics = {name: value for name, value in each.metrics.items() if name != "reward"}
+    if reward is None:
+        return ReportedEvaluation(each.step, None, None, metrics)
+    return ReportedEvaluation(
+        each.step, _point(each.step, reward, list(each.rewards.values())), len(each.rewards) or None, metrics
+    )
+
+
+def _point(step: int, mean: float, values: Sequence[float]) -> Point:
+    interval = mean_interval(values)
+    return Point(step, mean) if interval is None else Point(step, mean, interval.low, interval.high)
+
+
+def smooth(updates: Sequence[UpdateNumbers]) -> list[Point]:
+    """The training reward of each step as a mean over the steps around it, with the interval of that mean.
+
+    Within the window a trend counts as noise, so the interval is too wide rather than too narrow.
+    """
+    rewarded = [(update.number, update.metrics["reward_mean"]) for update in updates if "reward_mean" in update.metrics]
+    half = max(5, len(rewarded) // SMOOTHED) // 2
+    points = []
+    for place, (number, _) in enumerate(rewarded):
+        near = [reward for _, reward in rewarded[max(0, place - half) : place + half + 1]]
+        points.append(_point(number, fmean(near), near))
+    return points
+
+
+def _shadow_getters(history: History) -> dict[str, Getter]:
+    """The mean score of each shadow judge, its gap to the reward and its correlation with it."""
+    names = {name for update in history.updates for name in update.metrics if name.startswith(SHADOW)}
+    shown = sorted(name for name in names if not name.endswith((".num", ".reward")))
+    return {name: methodcaller("get", name) for name in shown}
+
+
+def _series(updates: Sequence[UpdateNumbers], of: Getter) -> list[tuple[int, float]]:
+    return [(update.number, value) for update in updates if (value := of(update)) is not None]
+
+
+# --- what it took -----------------------------------------------------------------------------------------------------
+
+
+def _sum(updates: Sequence[UpdateNumbers], name: str) -> float:
+    return sum(update.metrics.get(name, 0.0) for update in updates)
+
+
+def _rollouts(updates: Sequence[UpdateNumbers]) -> Rollouts:
+    num, num_failed, num_limited = (
+        round(_sum(updates, name)) for name in ("num_trajectories", "num_failed", "num_limited")
+    )
+    return Rollouts(num, num_failed, num_limited, _failed_kinds(updates))
+
+
+def _failed_kinds(updates: Sequence[UpdateNumbers]) -> dict[str, int]:
+    """Kind of failure -> how many attempts, the commonest first."""
+    failed: dict[str, int] = {}
+    for update in updates:
+        for name, num in update.metrics.items():
+            if name.startswith("failed."):
+                kind = name.removeprefix("failed.")
+                failed[kind] = failed.get(kind, 0) + round(num)
+    return dict(sorted(failed.items(), key=lambda item: -item[1]))
+
+
+def _seconds(history: History) -> Seconds:
+    sampling, judging, training = (_sum(history.updates, name) for name in ("sample_s", "judge_s", "train_s"))
+    return Seconds(sampling, judging, training, sum(each.seconds or 0.0 for each in history.evaluations))
+
+
+def _judge(updates: Sequence[UpdateNumbers]) -> JudgeCost | None:
+    asked = [update for update in updates if update.metrics.get("judge_calls")]
+    if not asked:
+        return None
+    usd = _sum(asked, "judge_usd") if all("judge_usd" in update.metrics for update in asked) else None
+    return JudgeCost(round(_sum(asked, "judge_calls")), round(_sum(asked, "judge_tokens")), usd)
+
+
+def _gain(history: History, smoothed: Sequence[Point]) -> Gain | None:
+    """From the first evaluation to the best one; without two evaluations, of the smoothed training reward."""
+    points = [each.reward for each in map(_evaluation, history.evaluations) if each.reward is not None]
+    of = "evaluation"
+    if len(points) < 2:
+        points, of = list(smoothed), "training"
+    if len(points) < 2:
+        return None
+    best = max(points, key=lambda point: (point.mean, point.step))
+    updates = [update for update in history.updates if update.number <= best.step]
+    until = History(updates, [each for each in history.evaluations if each.step <= best.step])
+    minutes, judge = _seconds(until).total / 60, _judge(updates)
+    gained, rollouts, usd = best.mean - points[0].mean, _rollouts(updates).num, judge.usd if judge is not None else None
+
+    def rate(spent: float | None) -> float | None:
+        return gained / spent if gained > 0 and spent else None
+
+    per = (rate(minutes), rate(rollouts / 1000), rate(usd))
+    return Gain(of, points[0], best, gained, rollouts, minutes, usd, *per)
+
+
+def _kept(run: RunDir, steps: Sequence[int], history: History, step: int) -> Kept:
+    reward = next((each.metrics.get("reward") for each in history.evaluations if each.step == step), None)
+    return Kept(step, reward, str(run.checkpoint_path(step)) if step in steps else None)

@@ -1,0 +1,135 @@
+"""Where metrics and trajectories go besides the run's own files: the Tracker protocol and the table of built-ins.
+
+metrics.jsonl and scored.jsonl are written by the loop itself and are the record. A tracker is a copy for people to look
+at. Each one works in a thread of its own behind a bounded queue (tracker_dispatch.py). A tracker that fails, hangs or
+is slow is reported once, and never stops or slows a run. A tracker imports its SDK inside itself.
+"""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from art_cli.config.schema import NoTrackerConfig, OwnTrackerConfig, RunConfig, TrackerConfig
+from art_cli.formats.traces.saved import run_id
+from art_cli.runs.run_dir import MetricsLine
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
+from art_cli.runtime.errors import UsageError
+from art_cli.runtime.plugins import resolve
+
+BUILT_INS = {
+    "wandb": "art_cli.reports.trackers.wandb:WandbTracker",
+    "tensorboard": "art_cli.reports.trackers.tensorboard:TensorBoardTracker",
+    "mlflow": "art_cli.reports.trackers.mlflow:MlflowTracker",
+    "trackio": "art_cli.reports.trackers.trackio:TrackioTracker",
+    "langfuse": "art_cli.reports.trackers.langfuse_tracker:LangfuseTracker",
+    "otel": "art_cli.reports.trackers.otel:OtelTracker",
+}
+# The modules that each needs. The extra of the tracker's name installs them.
+NEEDED = {
+    "wandb": ("wandb",),
+    "tensorboard": ("tensorboard",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+    "trackio": ("trackio",),
+    "langfuse": ("opentelemetry.proto",),
+    "otel": ("opentelemetry.proto",),
+}
+METHODS = ("log", "log_trajectories", "close")
+
+
+class TrackedRun(NamedTuple):
+    """What a tracker is told about its run."""
+
+    name: str
+    root: Path  # the run's directory
+    config: dict[str, Any]  # the whole configuration, as in config.json
+
+    @property
+    def id(self) -> str:
+        """The same each time that the run in this directory goes on. Example: "3f2a8c019be47d65"."""
+        return run_id(self.root)
+
+    @property
+    def steps(self) -> int:
+        """How many steps the run is to take; 0: unknown."""
+        train = self.config.get("train")
+        steps = train.get("steps") if isinstance(train, dict) else None
+        return steps if isinstance(steps, int) else 0
+
+    def sends_checkpoint(self, step: int, every: int) -> bool:
+        """Whether the checkpoint of `step` is to be sent: each `every`-th, and the last; none where `every` is 0."""
+        return every > 0 and (step % every == 0 or step == self.steps)
+
+
+class Tracker(Protocol):
+    """Made as `Class(run, section)`; a user's own as `Class(run, **options)`. One thread makes all calls, in order.
+
+    A tracker may have two more methods. `log_checkpoint(step, path)` is told of each checkpoint, whose directory may be
+    pruned some steps later. `log_evaluation(step, groups)` takes every attempt of an evaluation.
+    """
+
+    def log(self, line: MetricsLine) -> None:
+        """Takes one line of metrics.jsonl, just written."""
+
+    def log_trajectories(self, step: int, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:
+        """Takes every group of a training step, scored, before the learner's update. A resumed step comes again."""
+
+    def close(self) -> None:
+        """Comes last, when the run ends in whatever way short of a kill."""
+
+
+class CheckpointTracker(Tracker, Protocol):
+    def log_checkpoint(self, step: int, path: Path) -> None:
+        """Takes the checkpoint of the policy after `step` updates, which is whole."""
+
+
+class EvaluationTracker(Tracker, Protocol):
+    def log_evaluation(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> None:
+        """Takes the attempts of an evaluation of the policy at `step`, those at one scenario in a group."""
+
+
+def make_tracker(config: TrackerConfig, run: TrackedRun, directory: Path) -> Tracker:
+    """The tracker that a section names; `entry` is relative to `directory`.
+
+    Raises UsageError (it is not installed, not there or lacks a method), and whatever its constructor raises.
+    """
+    if isinstance(config, OwnTrackerConfig):
+        kind = resolve(config.entry, base=directory)
+        tracker: Tracker = kind(run, **config.options)
+    else:
+        check_installed(config.name)
+        kind = resolve(BUILT_INS[config.name], base=directory)
+        tracker = kind(run, config)
+    if missing := [name for name in METHODS if not callable(getattr(tracker, name, None))]:
+        raise UsageError(f"{kind.__name__} is no tracker: it has no method {' and no '.join(missing)}")
+    return tracker
+
+
+def trackers_of(config: RunConfig) -> list[TrackerConfig]:
+    """The sections of `tracker` and `trackers` that name one."""
+    return [each for each in (config.tracker, *config.trackers) if not isinstance(each, NoTrackerConfig)]
+
+
+def check_tracker(config: TrackerConfig) -> None:
+    """Raises UsageError: a built-in tracker's package is not installed, or its keys are not set. It asks no server."""
+    if isinstance(config, NoTrackerConfig | OwnTrackerConfig):
+        return
+    check_installed(config.name)
+    kind = resolve(BUILT_INS[config.name], base=Path())
+    if check := getattr(kind, "check_keys", None):
+        check()
+
+
+def check_installed(name: str) -> None:
+    """Raises UsageError: a package that the built-in tracker needs is not installed."""
+    for module in NEEDED.get(name, ()):
+        if not _is_there(module):
+            package = module.replace(".", "-")
+            raise UsageError(f"tracker {name}: {package} is not installed; pip install 'art-cli[{name}]'")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # its parent is not installed, or something else stands in its place
+        return False

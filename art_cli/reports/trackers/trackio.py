@@ -1,0 +1,81 @@
+"""Sends metrics and traces to trackio: a SQLite file on this machine that `trackio show` opens, or a Space.
+
+Its samples are `trackio.Trace`s, whole conversations with their tool calls. Trackio says what it does on standard
+output, which here is for results: it is sent to standard error.
+"""
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from art_cli.config.sections.tracker_config import TrackioTrackerConfig
+from art_cli.formats.traces.model_calls import calls_of
+from art_cli.formats.traces.spans import reward_of, shortened
+from art_cli.reports.trackers import TrackedRun
+from art_cli.reports.trackers.table import Groups, chosen, rewards
+from art_cli.runs.run_dir import MetricsLine
+from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
+
+MAX_MESSAGES = 200  # messages of one trace; the first and the last ones are kept
+
+
+class TrackioTracker:
+    def __init__(self, run: TrackedRun, config: TrackioTrackerConfig) -> None:
+        import trackio
+
+        self._trackio = trackio
+        with contextlib.redirect_stdout(sys.stderr):
+            self._run = trackio.init(
+                project=config.project,
+                name=f"{run.root.name}-{run.id[:6]}",  # runs of one name in two directories are two
+                space_id=config.space,
+                config=run.config,
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+    def log(self, line: MetricsLine) -> None:
+        numbers = {f"{line.split}/{name}": value for name, value in line.metrics.items()}
+        self._run.log(numbers, step=line.step)
+
+    def log_trajectories(self, step: int, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:
+        self._log_attempts("train", step, groups)
+
+    def log_evaluation(self, step: int, groups: Groups) -> None:
+        self._log_attempts("eval", step, groups)
+
+    def _log_attempts(self, split: str, step: int, groups: Groups) -> None:
+        shown: dict[str, Any] = {f"{split}/samples": [self._trace(attempt) for attempt in chosen(groups)]}
+        if found := rewards(groups):
+            shown[f"{split}/rewards"] = self._trackio.Histogram(found)
+        self._run.log(shown, step=step)
+
+    def _trace(self, attempt: Trajectory) -> Any:
+        messages = [_message(each) for each in attempt.messages]
+        if len(messages) > MAX_MESSAGES:
+            half = MAX_MESSAGES // 2
+            messages = [*messages[:half], *messages[-half:]]
+        facts = {
+            "session_id": attempt.group_id,
+            "trajectory": attempt.id,
+            "reward": reward_of(attempt),
+            "status": "error" if attempt.error else "ok",
+            "error": attempt.error,
+            "duration_ms": round(attempt.duration_s * 1000),
+            "num_calls": len(calls_of(attempt)),
+            "tokens": attempt.num_sampled,
+        }
+        return self._trackio.Trace(messages, metadata={k: v for k, v in facts.items() if v is not None})
+
+    def close(self) -> None:
+        with contextlib.redirect_stdout(sys.stderr):
+            self._trackio.finish()
+
+
+def _message(message: Json) -> Json:
+    """The message with its text shortened."""
+    content = message.get("content")
+    return {**message, "content": shortened(content) if isinstance(content, str) else content}

@@ -1,0 +1,105 @@
+"""What can go wrong in one attempt at a rollout, and what of it is tried again.
+
+An `AttemptError` becomes the `error` of a trajectory, which is kept and counted. A RolloutError stops the run, because
+every rollout would fail with it. Only failures of transport are tried again.
+"""
+
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from art_cli.runtime.errors import message_of
+from art_cli.runtime.plugins import place_of
+
+MAX_ERROR_LENGTH = 2000  # characters of an error kept in a trajectory
+NODE = "node"  # the kind of error of an attempt whose machine was lost, which is not the attempt's doing
+MAX_LEAVES = 100  # number of errors looked at in an exception group
+MAX_CAUSES = 5  # number of errors looked at along a chain of `raise ... from`
+
+# Names of classes; an error is of this kind if one of its base classes is. The packages need not be installed.
+_TRANSPORT = frozenset(
+    {
+        "builtins.ConnectionError",
+        "openai.APIConnectionError",
+        "openai.InternalServerError",  # every status from 500 up
+        "httpx.TransportError",
+        "httpx2.TransportError",  # openai 3 is built on it
+        "aiohttp.ClientConnectionError",
+        "requests.ConnectionError",
+        "litellm.APIConnectionError",
+        "litellm.InternalServerError",
+        "litellm.ServiceUnavailableError",
+    }
+)
+
+
+class AttemptError(Exception):
+    """One attempt failed. Example: AttemptError("KeyError", "'move' (rollout.py:12)")"""
+
+    def __init__(self, kind: str, message: str, *, is_transport: bool = False) -> None:
+        self.kind = _writable(kind)
+        self.message = _writable(message)
+        self.is_transport = is_transport
+        super().__init__(self.kind, self.message)
+
+    def __str__(self) -> str:
+        return (f"{self.kind}: {self.message}" if self.message else self.kind)[:MAX_ERROR_LENGTH]
+
+
+def _writable(text: str) -> str:
+    """The text, cut to MAX_ERROR_LENGTH. A lone surrogate, which cannot be written, becomes a question mark."""
+    return text[:MAX_ERROR_LENGTH].encode(errors="replace").decode()
+
+
+def from_exception(error: BaseException, root: Path) -> AttemptError:
+    """The AttemptError of an exception that the user's code raised. It names the innermost line of a file under `root`.
+
+    For an exception group it has the group's text and that of the first error in it.
+    """
+    leaves = list(islice(_leaves(error), MAX_LEAVES))
+    cause = leaves[0]
+    message = message_of(error)
+    if cause is not error:
+        message = f"{message}: {type(cause).__name__}: {message_of(cause)}"
+    if isinstance(cause, ModuleNotFoundError) and sys.executable not in message:
+        message = f"{message} in {sys.executable}"
+    if place := place_of(cause, root) or place_of(error, root):
+        message = f"{message} ({place})"
+    return AttemptError(type(error).__name__, message.strip(), is_transport=all(map(is_transport_error, leaves)))
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors of a group and of the groups in it; the error itself where it is no group."""
+    waiting = [error]
+    while waiting:
+        first = waiting.pop()
+        if isinstance(first, BaseExceptionGroup):
+            waiting += reversed(first.exceptions)
+        else:
+            yield first
+
+
+def is_transport_error(error: BaseException) -> bool:
+    """Whether a connection failed or the other side did, rather than the code that used it.
+
+    Frameworks raise errors of their own from those of their client (`raise ... from`). Such an error counts as the one
+    that it was raised from.
+    """
+    cause: BaseException | None = error
+    for _ in range(MAX_CAUSES):
+        if cause is not None:
+            if _is_named_transport(cause):
+                return True
+            cause = cause.__cause__
+    return False
+
+
+def _is_named_transport(error: BaseException) -> bool:
+    names = {f"{str(base.__module__).partition('.')[0]}.{base.__name__}" for base in type(error).__mro__}
+    return bool(names & _TRANSPORT)
+
+
+def describe_exit(status: int) -> str:
+    """How a process ended, in an attempt's error. Examples: -9 is "signal 9", 3 is "status 3"."""
+    return f"signal {-status}" if status < 0 else f"status {status}"

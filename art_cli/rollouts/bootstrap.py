@@ -1,0 +1,51 @@
+"""Starts a rollout process in any Python: `bootstrap.py SOCKET MODULE [PATH]`; process.py calls it.
+
+MODULE is the one of this room whose `main` answers calls at SOCKET. The Python may be the user's own
+(`rollout.python`), which has neither this package nor what it depends on. So the package is loaded from where this file
+lies, and nothing else beside it becomes importable. What the process imports (process_worker.py and
+cluster/ray_driver.py, and below) needs the standard library only, and Ray's driver Ray. PATH is given where both
+processes are the same Python: it is a JSON list, the `sys.path` of the process that starts this one.
+
+A Python that is too old can still run this file, which then says so.
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+
+OLDEST = (3, 11)
+FIRST_ID = 1  # the first call's (runtime/processes/process_calls.py)
+HERE = os.path.dirname(os.path.realpath(__file__))
+PACKAGE = os.path.dirname(HERE)
+
+
+def main() -> None:
+    if sys.version_info < OLDEST:
+        message = f"it is Python {sys.version.split()[0]}, and {OLDEST[0]}.{OLDEST[1]} or newer is needed"
+        raised = {"type": "Raised", "id": FIRST_ID, "kind": "UsageError", "message": message}
+        os.write(int(sys.argv[1]), json.dumps(raised).encode() + b"\n")
+        return
+    if len(sys.argv) > 3:
+        sys.path[:] = json.loads(sys.argv.pop())
+    else:  # Python puts this file's directory first, which would make our modules importable by bare names
+        sys.path[:] = [place for place in sys.path if os.path.realpath(place) != HERE]
+    load_package()
+    importlib.import_module(f"art_cli.rollouts.{sys.argv[2]}").main()
+
+
+def load_package() -> None:
+    """Makes `art_cli` importable, and nothing that lies beside it."""
+    initial = os.path.join(PACKAGE, "__init__.py")
+    spec = importlib.util.spec_from_file_location("art_cli", initial, submodule_search_locations=[PACKAGE])
+    assert spec and spec.loader, initial
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["art_cli"] = module
+    spec.loader.exec_module(module)
+
+
+if __name__ == "__main__":
+    main()
+elif __name__ == "__mp_main__":  # a process that the user's code started with multiprocessing
+    load_package()

@@ -1,0 +1,182 @@
+"""ClusterRollout: the user's rollout on the nodes of a Ray cluster, seen from the process that trains.
+
+It speaks only to its child process, Ray's driver (ray_driver.py). If that ends, because Ray has lost the cluster, the
+attempts in it fail as `node` and are played again when another driver has found the cluster. If none does, the run ends
+with one line, and goes on where it was when it is started again.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from art_cli.config.schema import RolloutConfig, RunConfig
+from art_cli.rollouts.attempt_errors import NODE, AttemptError
+from art_cli.rollouts.cluster.ray_driver import ClusterFacts
+from art_cli.rollouts.function_rollout import what_to_load
+from art_cli.rollouts.policy import Json, Policy
+from art_cli.rollouts.process import RolloutProcess
+from art_cli.rollouts.rollout_gateway import Gateway
+from art_cli.runs.outcome import Outcome
+from art_cli.runtime.dotenv import load_environment
+from art_cli.runtime.errors import RolloutError, UsageError, printable
+from art_cli.runtime.processes.process_calls import checked
+
+log = logging.getLogger(__name__)
+
+TELL_S = 10.0  # time between two lines about attempts that wait for a place
+MAX_TAIL = 4096  # bytes of Ray's last words
+WILDCARDS = ("0.0.0.0", "::", "")  # hosts that stand for every address of this machine
+DRIVER = "cluster.ray_driver"
+
+
+class _Driver(RolloutProcess):
+    verb = "connected"
+
+
+class ClusterRollout:
+    """Plays attempts on a cluster. `connect` first, then `open` with the gateway's address."""
+
+    def __init__(self, config: RolloutConfig, played: Json, *, directory: Path, runs: Path) -> None:
+        """`played` says what is played, as the parameters of ServedNode.load."""
+        assert config.cluster is not None
+        self._config = config.cluster
+        project = {"directory": str(directory.resolve()), "runs": str(runs.resolve())}
+        variables = _variables("rollout.cluster.env", self._config.env, directory)
+        variables |= _variables("rollout.env", config.env, directory)
+        what = {
+            "cluster": self._config.model_dump(mode="json"),
+            "project": project,
+            "played": {**played, "variables": variables},
+            "processes": config.processes if "processes" in config.model_fields_set else None,
+            "concurrency": config.concurrency,
+        }
+        self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (what Ray writes to standard error)
+        self._driver = _Driver(
+            "rollout.cluster",
+            what,
+            python=self._config.python,
+            key="rollout.cluster.python",
+            module=DRIVER,
+            errors=self._words,
+        )
+        self._gateway = ""
+        self._told = 0.0
+
+    async def connect(self) -> ClusterFacts:
+        """What the cluster is. Raises UsageError, RolloutError: it cannot be used, or there is none."""
+        await self._start()
+        return _facts(await self._driver.ask("facts"))
+
+    def open(self, host: str, port: int | None) -> None:
+        """Notes the address at which nodes reach the gateway, unless the configuration has another one."""
+        address = f"[{host}]" if ":" in host else host
+        self._gateway = self._config.gateway_url or f"http://{address}:{port}"
+
+    async def ready(self) -> float:
+        """The seconds until a place in the cluster was there. Raises RolloutError: none came, or no cluster answers."""
+        begin = time.monotonic()
+        try:
+            async with asyncio.timeout(self._config.wait_s):
+                while True:
+                    await self._start()
+                    with contextlib.suppress(AttemptError):  # the driver ended
+                        await self._driver.ask("ready", progress=self._tell, gateway=self._gateway)
+                        return time.monotonic() - begin
+        except TimeoutError:
+            limit = f"{self._config.wait_s:g} s (rollout.cluster.wait_s)"
+            cure = "when there is room, the same command goes on where this stopped"
+            raise RolloutError(f"rollout.cluster: no place in the cluster was free for {limit}; {cure}") from None
+
+    async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
+        """Raises AttemptError: this attempt failed, or its node was lost; RolloutError: every attempt would."""
+        there = Policy(base_url=f"{self._gateway}/v1", api_key=policy.api_key, model=policy.model, step=policy.step)
+        try:
+            return await self._driver.play(there, scenario, is_alone=is_alone)
+        except AttemptError as error:
+            if error.is_transport and error.kind == "process" and not self._driver.is_running:
+                message = f"the connection to the cluster was lost: {error.message}"
+                raise AttemptError(NODE, message, is_transport=True) from error
+            raise
+
+    async def explain_timeout(self) -> str:
+        return await self._driver.explain_timeout()
+
+    async def close(self) -> None:
+        """No actor of this run is left. It may be closed twice."""
+        await self._driver.close()
+        self._words.close()
+
+    async def _start(self) -> None:
+        if not self._driver.is_running:
+            self._words.seek(0)
+            self._words.truncate()
+        try:
+            await self._driver.start()
+        except RolloutError as error:
+            raise RolloutError(f"{error}{self._last_words()}") from error
+
+    def _tell(self, placed: int, wanted: int) -> None:
+        if time.monotonic() - self._told >= TELL_S:
+            if self._told:
+                log.info("rollouts wait for a place in the cluster: %d of %d processes are placed", placed, wanted)
+            self._told = time.monotonic()
+
+    def _last_words(self) -> str:
+        """The last line that Ray wrote before its driver ended by itself; "" if it wrote none."""
+        if self._driver.is_running:
+            return ""
+        end = self._words.seek(0, os.SEEK_END)
+        self._words.seek(max(0, end - MAX_TAIL))
+        lines = self._words.read().decode(errors="replace").split("\n")
+        fatal = [line for line in lines if "GCS" in line or "raylet" in line]
+        return f" ({printable(fatal[-1].rpartition('] ')[2], limit=200)})" if fatal else ""
+
+
+@contextlib.asynccontextmanager
+async def serve_cluster(config: RunConfig, directory: Path, gateway: Gateway) -> AsyncIterator[ClusterRollout]:
+    """Yields the rollout while this process is connected to the cluster and the gateway is served to its nodes.
+
+    Unless `gateway.host` is set, the gateway listens on this machine's address in the cluster only.
+    """
+    rollout = cluster_rollout(config, directory)
+    try:
+        facts = await rollout.connect()
+        own = config.gateway.host if "host" in config.gateway.model_fields_set else facts.host
+        async with gateway.serve(own, config.gateway.port) as url:
+            rollout.open(facts.host if own in WILDCARDS else own, urlsplit(url).port)
+            yield rollout
+    finally:
+        await rollout.close()
+
+
+def cluster_rollout(config: RunConfig, directory: Path) -> ClusterRollout:
+    """The rollout of a configuration that names a cluster. Raises UsageError: a variable that it names is not set."""
+    chosen = config.rollout
+    entry, environment = what_to_load(chosen) if chosen.command is None else (None, None)
+    played = {"entry": entry, "environment": environment, "command": chosen.command}
+    return ClusterRollout(chosen, played, directory=directory, runs=config.runs)
+
+
+def _variables(key: str, names: list[str], directory: Path) -> dict[str, str]:
+    """The variables of this environment that the nodes get. Raises UsageError: one is not set."""
+    if names:
+        load_environment(directory)
+    for name in names:
+        if name not in os.environ:
+            raise UsageError(f"{key}: {name} is not set; set it in the environment, or in a file .env")
+    return {name: os.environ[name] for name in names}
+
+
+def _facts(given: Any) -> ClusterFacts:
+    try:
+        facts: ClusterFacts = checked(ClusterFacts, given)
+    except ValueError as error:
+        raise RolloutError(f"rollout.cluster: its driver answers with no facts: {error}") from error
+    return facts

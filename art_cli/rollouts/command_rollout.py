@@ -1,0 +1,144 @@
+"""CommandRollout: an external program in any language as a rollout.
+
+It gets the scenario as one JSON line on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY and
+OPENAI_MODEL, and for Anthropic's clients ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ANTHROPIC_MODEL. Of art's own
+variables, keys among them, it gets those of USUAL and those that the configuration names. The last line that it writes
+to standard output is its outcome: a number, null, or `{"reward": 1.0, "metrics": {...}, "metadata": {...}}`.
+It runs in a session of its own under a process that kills all that descends from it when the rollout is over, however
+it ends (runtime/processes/supervisor.py). Standard library only, because nodes of a cluster may have nothing else.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Collection, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from art_cli.rollouts.attempt_errors import MAX_ERROR_LENGTH, AttemptError, describe_exit
+from art_cli.rollouts.connection_owner import Peers
+from art_cli.rollouts.policy import Json, Policy, read_outcome
+from art_cli.runs.outcome import Outcome
+from art_cli.runtime.errors import RolloutError, message_of
+from art_cli.runtime.processes.child import Finished, run_program
+from art_cli.runtime.processes.plain_json import dump
+
+# What a program needs to start and to talk; none of these holds a key.
+USUAL = frozenset(
+    ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP",
+     "SYSTEMROOT", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "NODE_PATH", "LD_LIBRARY_PATH",
+     "DYLD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS",
+     "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
+)  # fmt: skip
+MAX_NAMED = 5  # withheld variables that an error names
+
+
+class CommandRollout:
+    """Runs one command line in `directory`. Raises RolloutError at once if there is no such program or variable."""
+
+    def __init__(
+        self, command: Sequence[str], *, directory: Path, env: Sequence[str] = (), peers: Peers | None = None
+    ) -> None:
+        """`env`: the names of the variables that it gets besides those of USUAL."""
+        if missing := [name for name in env if name not in os.environ]:
+            raise RolloutError(f"rollout.env: {missing[0]} is not set; set it in the environment, or in a file .env")
+        self._env = frozenset(env)
+        self._peers = peers if peers is not None else Peers()
+        self._command = list(command)
+        self._directory = directory
+        self._entry = "rollout.command"
+        program = command[0]
+        is_path = os.sep in program
+        if shutil.which(directory / program if is_path else program) is None:
+            raise RolloutError(f"{self._entry}: no such program: {program!r}; install it or give its path")
+
+    async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
+        """Raises AttemptError: the program failed or gave no outcome; RolloutError: an outcome of a wrong type."""
+        passed, withheld = _split(self._env)
+        environment = {
+            **passed,
+            "OPENAI_BASE_URL": policy.base_url,
+            "OPENAI_API_KEY": policy.api_key,
+            "OPENAI_MODEL": policy.model,
+            "ANTHROPIC_BASE_URL": policy.anthropic_base_url,
+            "ANTHROPIC_API_KEY": policy.api_key,
+            "ANTHROPIC_MODEL": policy.model,
+        }
+        environment.pop("ANTHROPIC_AUTH_TOKEN", None)  # clients prefer it to the key
+        withheld = [name for name in withheld if name not in environment]
+        try:
+            ended = await run_program(
+                self._command,
+                dump(scenario) + b"\n",
+                cwd=self._directory,
+                environment=environment,
+                on_start=lambda child: self._peers.add(policy.api_key, child.supervisor_pid),
+            )
+        except OSError as error:  # the system lacks memory, descriptors or room, or the program has lost its permission
+            raise AttemptError("start", f"{self._command[0]}: {message_of(error)}") from error
+        finally:
+            self._peers.remove(policy.api_key)
+        if ended.status != 0:
+            raise AttemptError("exit", _describe(ended, withheld))
+        return self._read(ended.stdout)
+
+    async def explain_timeout(self) -> str:
+        return ""
+
+    async def close(self) -> None:
+        return None
+
+    def _read(self, stdout: bytes) -> Outcome:
+        line = stdout.rstrip().rpartition(b"\n")[2]
+        try:
+            value = json.loads(line.decode(), parse_constant=_refuse, parse_float=_finite)
+            dump(value)  # raises ValueError for half a surrogate pair
+        except (ValueError, RecursionError) as error:
+            shown = line[:200].decode(errors="replace")
+            message = f"the last line of standard output must be a number or a JSON object, not {shown!r}"
+            raise AttemptError("output", message) from error
+        return read_outcome(self._outcome(value), entry=self._entry)
+
+    def _outcome(self, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        known = [field.name for field in fields(Outcome)]
+        if unknown := value.keys() - set(known):
+            listed = ", ".join(known)
+            raise RolloutError(f"{self._entry}: unknown key {sorted(unknown)[0]!r} in the outcome; it has {listed}")
+        return Outcome(**value)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _finite(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"{digits} is larger than any float")
+    return value
+
+
+def _split(env: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """The variables that a program gets, and the names of those that it does not."""
+    passed = {name: value for name, value in os.environ.items() if is_passed(name, env)}
+    return passed, sorted(os.environ.keys() - passed.keys())
+
+
+def is_passed(name: str, env: Collection[str]) -> bool:
+    return name in env or name in USUAL or name.startswith("LC_")
+
+
+def _describe(ended: Finished, withheld: Sequence[str]) -> str:
+    """Example: "status 1: " and the end of what the program wrote to standard error, and how it gets a variable."""
+    tail = ended.stderr[-MAX_ERROR_LENGTH // 2 :].decode(errors="replace").strip()
+    status = f"{describe_exit(ended.status)}: {tail}" if tail else describe_exit(ended.status)
+    if not withheld or ended.status < 0:  # a signal has another cause
+        return status
+    named = [name for name in withheld if re.search(rf"\b{re.escape(name)}\b", tail)][:MAX_NAMED]
+    if named:
+        return f"{status}\nwithheld from the program; to pass it on: rollout.env=[{','.join(named)}]"
+    return f"{status}\n(it has not got {len(withheld)} of art's variables; rollout.env=[NAME] passes one on)"

@@ -1,0 +1,182 @@
+"""MCP servers: `mcp/COMMAND` or `mcp/URL`; the server's tools become the agent's (modelcontextprotocol.io).
+
+    rollout: {environment: "mcp/python server.py", scenarios: tasks.jsonl}
+
+Each attempt has a connection of its own, and of a command a process of its own, which runs in the configuration's
+directory (mcp_connection.py). A scenario is {"id": ..., "task": ...}, and the task is the first user message. The
+policy calls tools until it answers without a call. A scenario with an "answer" has the reward 1 where the last reply
+has that answer in it as words, else 0. Without one a judge gives the reward.
+
+A call that the policy got wrong (no such tool, arguments that are not JSON or do not fit) is answered with the mistake.
+A server that cannot be reached, that ends or takes too long fails the attempt.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any
+
+from art_cli.rollouts.environments import EnvironmentFault, Json, Listing, Settings, check_args
+from art_cli.rollouts.environments.servers import ask_once, play_connected
+from art_cli.runs.outcome import Outcome
+from art_cli.runtime.errors import UsageError, describe
+
+if TYPE_CHECKING:
+    from art_cli.rollouts.policy import Policy
+
+DEFAULTS: Json = {
+    "timeout_s": 60.0,
+    "max_result": 8000,
+    "tools": [],
+    "variables": [],
+    "headers": None,
+    "transport": None,
+}
+INVALID_PARAMS, METHOD_NOT_FOUND = -32602, -32601  # JSON-RPC's codes for what the caller got wrong
+
+
+class McpServers:
+    """The library; its names are commands and addresses."""
+
+    package, extra = "mcp", "mcp"
+    takes_one_turn, makes_scenarios = False, False
+    about = "any MCP server, as mcp/COMMAND or mcp/URL: its tools become the agent's; the tasks are rollout.scenarios"
+
+    def listed(self) -> Iterator[Listing]:
+        return iter(())
+
+    def defaults(self, name: str) -> Json:
+        """`tools`: only these; []: all. `variables`: names of variables that a command gets in its environment.
+
+        `headers`: of requests to a URL, each with the name of the variable that holds its value.
+        """
+        return dict(DEFAULTS)
+
+    def open(self, name: str, settings: Settings) -> "McpServer":
+        check_args(settings, DEFAULTS)
+        _check_values(settings.args)
+        server = McpServer(name, settings)
+        server.tools = ask_once(settings, server.list_tools())
+        server.check(server.tools)
+        return server
+
+
+class McpServer:
+    """One server with its settings. Each attempt connects to it anew."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        from art_cli.rollouts.environments.mcp_connection import find_place
+
+        self.tools: list[Json] = []  # those that are offered, as they were when it was opened
+        self._name = settings.name
+        self._args = DEFAULTS | settings.args
+        self._system = settings.system or ""
+        self._place = find_place(name, settings.directory, self._args)
+
+    def check(self, tools: list[Json]) -> None:
+        """Raises UsageError: the server has no tools, or not those that the settings name."""
+        names = [tool["function"]["name"] for tool in tools]
+        if missing := [name for name in self._args["tools"] if name not in names]:
+            raise UsageError(f"rollout.environment.args.tools: {self._name} has no {missing[0]!r}, but {names}")
+        if not names:
+            raise UsageError(f"rollout.environment {self._name}: the server has no tools")
+
+    async def list_tools(self) -> list[Json]:
+        async with self._connected() as client:
+            return await self._tools(client)
+
+    async def play(self, policy: "Policy", scenario: Json) -> Outcome:
+        if not isinstance(task := scenario.get("task"), str):
+            raise EnvironmentFault('the scenario has no "task", a text')
+        answer = scenario.get("answer")
+        return await play_connected(
+            self._name, self._connected(), lambda client: self._converse(policy, client, task, answer)
+        )
+
+    def _connected(self) -> AbstractAsyncContextManager[Any]:
+        from art_cli.rollouts.environments.mcp_connection import connected
+
+        return connected(self._place)
+
+    async def _tools(self, client: Any) -> list[Json]:
+        from art_cli.rollouts.environments.mcp_connection import list_tools
+
+        return await list_tools(client, self._args["tools"])
+
+    async def _converse(self, policy: "Policy", client: Any, task: str, answer: Any) -> Outcome:
+        try:
+            tools: Any = await self._tools(client)
+        except Exception as error:  # the boundary to the server
+            raise EnvironmentFault(f"{self._name}: its tools: {describe(error)}") from error
+        messages: Any = [{"role": "system", "content": self._system}] if self._system else []
+        messages.append({"role": "user", "content": task})
+        num_calls = num_errors = 0
+        while True:
+            reply = await policy.client.chat.completions.create(model=policy.model, messages=messages, tools=tools)
+            message = reply.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            for call in message.tool_calls or ():
+                result, is_error = await self._call(client, call, {tool["function"]["name"] for tool in tools})
+                num_calls, num_errors = num_calls + 1, num_errors + is_error
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            if not message.tool_calls:
+                break
+        reward = None if answer is None else float(has_answer(message.content or "", str(answer)))
+        metrics = {"tool_calls": num_calls, "tool_errors": num_errors}
+        return Outcome(reward=reward, metrics=metrics | ({} if reward is None else {"solved": reward}))
+
+    async def _call(self, client: Any, call: Any, known: set[str]) -> tuple[str, bool]:
+        """What the model is told of its call, and whether that is an error."""
+        from mcp import MCPError
+
+        name = call.function.name
+        if name not in known:
+            return f"there is no tool {name!r}, but: {', '.join(sorted(known))}", True
+        try:
+            arguments = json.loads(call.function.arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            return f"the arguments are not JSON: {error}", True
+        if not isinstance(arguments, dict):
+            return "the arguments are not a JSON object", True
+        try:
+            result = await client.call_tool(name, arguments)
+        except MCPError as error:
+            if error.error.code in (INVALID_PARAMS, METHOD_NOT_FOUND):
+                return describe(error), True
+            raise EnvironmentFault(f"{self._name}: the tool {name}: {describe(error)}") from error
+        except Exception as error:  # the boundary to the server, whose results may have any shape
+            raise EnvironmentFault(f"{self._name}: the tool {name}: {describe(error)}") from error
+        return self._text(result), bool(result.is_error)
+
+    def _text(self, result: Any) -> str:
+        """The result as text, cut to `max_result` characters."""
+        text = "\n".join(map(_shown, result.content))
+        if not text and result.structured_content is not None:
+            text = json.dumps(result.structured_content, ensure_ascii=False)
+        limit = self._args["max_result"]
+        return text if len(text) <= limit else f"{text[:limit]} [{len(text) - limit} more characters]"
+
+
+def _shown(part: Any) -> str:
+    """A part of a result: its text, the text of a resource in it, or that it is not shown."""
+    text = getattr(part, "text", None) or getattr(getattr(part, "resource", None), "text", None)
+    return text or f"[{part.type}, which is not shown]" if part.type != "text" else part.text
+
+
+def has_answer(reply: str, answer: str) -> bool:
+    """Whether the words of the answer stand in the reply, whatever their case and spaces."""
+    words, said = (" ".join(text.casefold().split()) for text in (answer, reply.rpartition("</think>")[2]))
+    return bool(words) and re.search(rf"(?<!\w){re.escape(words)}(?!\w)", said) is not None
+
+
+def _check_values(args: Json) -> None:
+    """Raises UsageError: a value that could not be kept to."""
+    for key in ("timeout_s", "max_result"):
+        if key in args and not 0 < args[key] < float("inf"):
+            raise UsageError(f"rollout.environment.args.{key}: a number above 0, not {args[key]}")
+    for key in ("tools", "variables"):
+        if not all(isinstance(each, str) for each in args.get(key, [])):
+            raise UsageError(f"rollout.environment.args.{key}: a list of names")
+    if not isinstance(args.get("headers") or {}, dict):
+        raise UsageError("rollout.environment.args.headers: {HEADER: NAME_OF_A_VARIABLE}")

@@ -1,0 +1,163 @@
+"""reasoning-gym: generators of puzzles, each with a scorer of its own (github.com/open-thought/reasoning-gym).
+
+A scenario's puzzle is the first entry of the generator's dataset of that seed. The policy answers in one turn. What it
+writes between the last <answer> and </answer> is scored, or else its whole reply. An answer that makes the scorer fail
+gets 0 and counts in the metric `malformed`, unless the generator's own answer makes it fail as well.
+
+The library's arguments `size` and `seed` are `rollout.environment.size` and `.seed`.
+"""
+
+import dataclasses
+import inspect
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from art_cli.rollouts.environments import (
+    EnvironmentFault,
+    Json,
+    Listing,
+    Settings,
+    check_args,
+    refused,
+    seed_of,
+    unknown,
+)
+from art_cli.rollouts.environments.expressions import is_harmless_expression, is_harmless_literal
+from art_cli.runs.outcome import Outcome
+from art_cli.runtime.errors import describe, first_sentence
+from art_cli.runtime.worker_pool import Crew, Crowded, Overran
+
+if TYPE_CHECKING:
+    from art_cli.rollouts.policy import Policy
+
+SYSTEM = "Think as long as it helps. Then write the final answer, and nothing else, between <answer> and </answer>."
+CALL_S = 60.0  # longest time to generate a puzzle, or to score an answer
+WAIT_S = 600.0  # longest wait for the one thread that does both
+NUM_KEPT = 256  # puzzles that a process remembers; the attempts of a group share one
+PLAIN = (bool, int, float, str, list, tuple, type(None))
+EVALUATED = re.compile(r"\beval\(\s*answer\b")
+PARSED = re.compile(r"\bparse_expr\(\s*answer\b")
+
+
+class ReasoningGym:
+    """The library; its names are those of its generators."""
+
+    package, extra = "reasoning_gym", "reasoning-gym"
+    takes_one_turn, makes_scenarios = True, True
+    about = "puzzles of mathematics, logic, games and language by seed, one turn each"
+
+    def listed(self) -> Iterator[Listing]:
+        for name, (dataset, _) in sorted(_generators().items()):
+            yield Listing(name, first_sentence(vars(dataset).get("__doc__") or "") or name.replace("_", " "))
+
+    def defaults(self, name: str) -> Json:
+        if name not in _generators():
+            raise unknown("rollout.environment.name", f"reasoning_gym/{name}", _full_names())
+        config = _generators()[name][1]()
+        values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {
+            name: value for name, value in plain.items() if name not in ("seed", "size") and isinstance(value, PLAIN)
+        }
+
+    def open(self, name: str, settings: Settings) -> "Generator":
+        check_args(settings, self.defaults(name))
+        generator = Generator(name, settings)
+        try:
+            generator.entry(0)
+        except Exception as error:  # the boundary to the library, which asserts what it expects of its settings
+            raise refused(settings, error) from error
+        return generator
+
+
+def _generators() -> dict[str, tuple[Any, Any]]:
+    """Name -> (class of the dataset, class of its configuration). "composite" is made of others and has no puzzle."""
+    from reasoning_gym.factory import DATASETS
+
+    return {name: made for name, made in DATASETS.items() if name != "composite"}
+
+
+def _full_names() -> list[str]:
+    return [f"reasoning_gym/{name}" for name in _generators()]
+
+
+class Generator:
+    """One generator with its arguments."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        self._name = name
+        self._system = SYSTEM if settings.system is None else settings.system
+        self._dataset_class, self._config_class = _generators()[name]
+        types = {
+            field.name: getattr(self._config_class(), field.name) for field in dataclasses.fields(self._config_class)
+        }
+        self._args = {
+            name: tuple(value) if isinstance(types[name], tuple) else value for name, value in settings.args.items()
+        }
+        self._may_score = _guard(self._dataset_class)
+        self._crew = Crew(size=1, wait_s=WAIT_S, run_s=CALL_S)
+        self.entry = lru_cache(NUM_KEPT)(self._entry)
+
+    async def play(self, policy: "Policy", scenario: Json) -> Outcome:
+        dataset, entry = await self._call("a puzzle", self.entry, seed_of(scenario))
+        messages: Any = [{"role": "user", "content": entry["question"]}]
+        if self._system:
+            messages.insert(0, {"role": "system", "content": self._system})
+        reply = await policy.client.chat.completions.create(model=policy.model, messages=messages)
+        answer = read_answer(reply.choices[0].message.content or "")
+        score = await self._call("the score of an answer", self._score, dataset, entry, answer)
+        metrics = {"solved": float(score == 1.0), "malformed": float(score is None)}
+        return Outcome(reward=score or 0.0, metrics=metrics, metadata={"answer": answer, "right": str(entry["answer"])})
+
+    async def _call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return await self._crew.call(function, *arguments)
+        except (Overran, Crowded) as error:
+            raise EnvironmentFault(f"reasoning_gym/{self._name}: {what} took more than {CALL_S:.0f} s") from error
+
+    def _entry(self, seed: int) -> tuple[Any, Json]:
+        """The dataset of that seed, and its first entry."""
+        config = self._config_class(**self._args, seed=seed, size=1)
+        if hasattr(config, "validate"):
+            config.validate()
+        dataset = self._dataset_class(config=config)
+        return dataset, dataset[0]
+
+    def _score(self, dataset: Any, entry: Json, answer: str) -> float | None:
+        """The scorer's number. None: the answer makes it fail. Raises EnvironmentFault: the right one does as well."""
+        try:
+            return _number(dataset.score_answer(answer if self._may_score(answer) else "", entry))
+        except Exception as error:  # the boundary to the library
+            try:
+                _number(dataset.score_answer(entry["answer"], entry))
+            except Exception:
+                raise EnvironmentFault(f"reasoning_gym/{self._name}: its scorer raised {describe(error)}") from error
+            return None
+
+
+def read_answer(reply: str) -> str:
+    """What a reply answers: the text in its last pair of answer tags, or all of it without what was thought before."""
+    said = reply.rpartition("</think>")[2]
+    before, closing, _ = said.rpartition("</answer>")
+    if closing and "<answer>" in before:
+        return before.rpartition("<answer>")[2].strip()
+    return said.strip()
+
+
+def _guard(dataset: type) -> Callable[[str], bool]:
+    """Says of an answer whether it may be given to this scorer, which may evaluate it as Python."""
+    source = inspect.getsource(sys.modules[dataset.__module__])
+    if PARSED.search(source):
+        return is_harmless_expression
+    return is_harmless_literal if EVALUATED.search(source) else lambda answer: True
+
+
+def _number(score: Any) -> float:
+    number = float(score)
+    if not math.isfinite(number):
+        raise ValueError(f"the score is {number}")
+    return number

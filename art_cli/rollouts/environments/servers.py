@@ -1,0 +1,54 @@
+"""What environments behind a server have in common: it is asked once, and each attempt has a connection of its own."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from art_cli.rollouts.environments import EnvironmentFault, Settings, refused
+from art_cli.runtime.errors import describe, first_error
+
+if TYPE_CHECKING:
+    from art_cli.runs.outcome import Outcome
+
+log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+Connection = TypeVar("Connection")
+
+
+def ask_once(settings: Settings, question: Coroutine[Any, Any, Answer]) -> Answer:
+    """What the server answers, while this thread waits. Raises UsageError: it failed."""
+    try:
+        with ThreadPoolExecutor(1) as thread:  # an event loop runs in this one
+            return thread.submit(asyncio.run, question).result()
+    except Exception as error:  # the boundary to the server and its package
+        raise refused(settings, first_error(error)) from error
+
+
+async def play_connected(
+    name: str,
+    connection: AbstractAsyncContextManager[Connection],
+    converse: Callable[[Connection], Awaitable["Outcome"]],
+) -> "Outcome":
+    """The outcome of `converse`, and what it raises. Raises EnvironmentFault: the connection failed.
+
+    A connection that fails when it is closed, with the outcome there, is no failure of the attempt.
+    """
+    failure: Exception | None = None
+    outcome: Outcome | None = None
+    try:
+        async with connection as connected:
+            try:
+                outcome = await converse(connected)
+            except Exception as error:  # raised below, because the connection might wrap it into a group
+                failure = error
+    except Exception as error:  # the boundary to the server
+        if failure is None and outcome is None:
+            raise EnvironmentFault(f"{name}: {describe(first_error(error))}") from error
+        log.debug("%s: closing the connection: %s", name, describe(first_error(error)))
+    if failure is not None:
+        raise failure
+    assert outcome is not None, "the conversation ended"
+    return outcome

@@ -1,0 +1,296 @@
+"""verifiers: tasksets with their rewards, played by verifiers' own harnesses (github.com/PrimeIntellect-ai/verifiers).
+
+    rollout: {environment: {name: verifiers/gsm8k_v1, args: {agent: {max_turns: 4}}}, python: verifiers/.venv}
+
+`args` is what verifiers calls the `[env]` block, by its own names: `taskset`, the roles of the agents such as `agent`,
+`timeout`. A scenario's seed is the number of a task in the taskset. Verifiers runs the episode, and all that it asks of
+the model goes through its own proxy, unchanged, to the gateway. The reward is the trace's; each of its parts and
+metrics is a metric.
+
+A role without a harness has the taskset's own. If it has none, it talks in this process and calls the task's tools
+(verifiers_chat.py). Programs run on this machine, where verifiers would take a sandbox that is paid for. An environment
+with several roles trains one of them, the role `trained`; what the others say is not recorded. verifiers pins what
+other extras of ours need newer, so it has a Python of its own (`rollout.python`).
+"""
+
+import asyncio
+import copy
+import logging
+import math
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from importlib.metadata import Distribution, distributions
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from art_cli.rollouts.environments import EnvironmentFault, Json, Listing, Settings, refused, seed_of
+from art_cli.runs.outcome import Outcome
+from art_cli.runtime.errors import UsageError, describe, first_sentence, one_line
+
+if TYPE_CHECKING:
+    from art_cli.rollouts.policy import Policy
+
+log = logging.getLogger(__name__)
+
+START_S = 300.0  # longest wait for the servers that an environment needs, tools among them
+TRAINED = "trained"  # our own argument beside verifiers': the role that is trained
+
+
+class Verifiers:
+    """The library; its names are the modules of tasksets, such as "gsm8k_v1"."""
+
+    package, extra = "verifiers", ""
+    takes_one_turn, makes_scenarios = False, True
+    about = "tasksets of verifiers with their rewards, played by its harnesses; in a Python of its own"
+
+    def listed(self) -> Iterator[Listing]:
+        """Its own tasksets, and the installed packages that need verifiers."""
+        _check_version()
+        from verifiers.v1 import tasksets
+
+        for place in tasksets.__path__:
+            for name in sorted(os.listdir(place)):
+                if not name.startswith("_"):
+                    yield _listed(name, "comes with verifiers")
+        for distribution in distributions():
+            if any(_is_verifiers(each) for each in distribution.requires or ()):
+                yield _listed(distribution.name.replace("-", "_").lower(), _summary(distribution))
+
+    def defaults(self, name: str) -> Json:
+        """The taskset's own settings, and what the one agent may set."""
+        config = _config(name, {})
+        taskset = config.taskset.model_dump(mode="json", exclude={"id", "task", "system_prompt"})
+        return {"taskset": taskset} if taskset else {}
+
+    def open(self, name: str, settings: Settings) -> "VerifiersEnvironment":
+        _check_version()
+        _find_beside(settings.directory)
+        try:
+            return VerifiersEnvironment(name, settings)
+        except UsageError:
+            raise
+        except Exception as error:  # the boundary to the library
+            raise refused(settings, error) from error
+
+
+def _find_beside(directory: str) -> None:
+    """Makes a taskset that lies beside the configuration importable, also by the tool servers that it starts."""
+    if directory not in sys.path:
+        sys.path.append(directory)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), directory]))
+
+
+def _check_version() -> None:
+    try:
+        import verifiers.v1  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UsageError(f"verifiers 0.4 or newer is needed here: {error}; pip install -U verifiers") from error
+
+
+def _is_verifiers(requirement: str) -> bool:
+    return requirement.startswith("verifiers") and not requirement[len("verifiers") :][:1].isalnum()
+
+
+def _summary(distribution: Distribution) -> str:
+    return str(distribution.metadata["Summary"] or f"a taskset, version {distribution.version}")
+
+
+def _listed(name: str, about: str) -> Listing:
+    from verifiers.v1.utils.loaders import taskset_class
+
+    try:
+        taskset = taskset_class(name)
+    except Exception as error:  # the boundary to the taskset's package
+        return Listing(name, about, one_line(error))
+    said = first_sentence(taskset.__doc__ or "")
+    return Listing(name, said if said and about.startswith(("comes", "a taskset")) else about)
+
+
+def _config(name: str, args: Json) -> Any:
+    """verifiers' configuration of the environment. Raises what verifiers raises."""
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.utils.loaders import env_config_type, resolve_env_config
+
+    data = {**args, "taskset": {**args.get("taskset", {}), "id": name}, "retries": {"max_retries": 0}}
+    for role, spec in agent_config_fields(env_config_type(name, args.get("id", ""))()).items():
+        given = args.get(role, {})
+        own = {"runtime": {"type": "subprocess"}, **_harness(name, spec.harness), **given}
+        data[role] = {**own, "retries": {"max_retries": 0}}
+    return resolve_env_config(data)
+
+
+def _harness(taskset: str, declared: Any) -> Json:
+    """Ours, where a role has none or the plain conversation; otherwise what the environment or the taskset brings."""
+    from verifiers.v1.utils.loaders import default_harness_id
+
+    from art_cli.rollouts.environments import verifiers_chat
+
+    is_plain = default_harness_id(taskset) != taskset if declared is None else declared.id == "null"
+    return {"harness": {"id": verifiers_chat.ID}} if is_plain else {}
+
+
+class VerifiersEnvironment:
+    """One environment with its settings, to be played many times."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        from verifiers.v1.configs.agent import agent_config_fields
+        from verifiers.v1.utils.loaders import load_environment
+
+        args = dict(settings.args)
+        trained = args.pop(TRAINED, None)
+        if settings.system is not None:
+            raise UsageError("rollout.environment.system: a task of verifiers has its own; args.taskset.system_prompt")
+        self._name = settings.name
+        config = _config(name, args)
+        self._roles = list(agent_config_fields(config))
+        self._trained = _choose(trained, self._roles, settings.name)
+        self._config = config
+        self._env = load_environment(config)
+        self._tasks: list[Any] = []
+        self._unread = iter(self._env.taskset)
+        try:
+            self._find(max(settings.num_seeds - 1, 0))
+        except EnvironmentFault as fault:
+            raise UsageError(str(fault)) from fault
+        self._servers = _Servers(self._env)
+
+    def _find(self, seed: int) -> Any:
+        """The task with this number. A taskset without an end is read as far as this."""
+        while len(self._tasks) <= seed:
+            try:
+                self._tasks.append(next(self._unread))
+            except StopIteration:
+                count = len(self._tasks)
+                raise EnvironmentFault(
+                    f"{self._name} has {count} tasks, numbered from 0, and none with the number {seed}; "
+                    f"set rollout.environment.size to {count}"
+                ) from None
+        return self._tasks[seed]
+
+    async def play(self, policy: "Policy", scenario: Json) -> Outcome:
+        task = self._find(seed_of(scenario))
+        with _key(policy.api_key) as variable:
+            async with self._servers.running():
+                episode = await self._episode(policy, task, variable)
+        failures = [*episode.errors, *(error for trace in episode.traces for error in trace.errors if not trace.ok)]
+        if failures:
+            raise EnvironmentFault(f"{self._name}: {failures[0].type}: {failures[0].message[:2000]}")
+        return self._outcome(episode)
+
+    async def _episode(self, policy: "Policy", task: Any, variable: str) -> Any:
+        """The finished episode, in which all roles are the policy and one of them is recorded."""
+        from verifiers.v1 import EvalClientConfig, ModelContext
+
+        client = EvalClientConfig(base_url=policy.base_url, api_key_var=variable)
+        unrecorded = client.model_copy(update={"headers": policy.unrecorded})
+        specs = {role: getattr(self._config, role) for role in self._roles if role != self._trained}
+        others = {
+            role: spec.model_copy(update={"client": unrecorded})
+            for role, spec in specs.items()
+            if spec.client is None  # otherwise it is another model by its own configuration
+        }
+        env = copy.copy(self._env)  # the copy shares the servers, and has this attempt's clients
+        env.config = self._config.model_copy(update=others)
+        return await env.run_episode(task, ModelContext(model=policy.model, client=client))
+
+    def _outcome(self, episode: Any) -> Outcome:
+        own = [trace for trace in episode.traces if len(self._roles) == 1 or trace.agent.name == self._trained]
+        if not own:
+            raise EnvironmentFault(f"{self._name}: the role {self._trained!r} did not play")
+        rewards, metrics = dict[str, list[float]](), dict[str, list[float]]()
+        for trace in own:
+            for name, part in trace.rewards.items():
+                rewards.setdefault(name, []).extend([] if part is None else [part.score])
+            for name, value in trace.metrics.items():
+                metrics.setdefault(name, []).extend([] if value is None else [value])
+        values = {name: sum(each) / len(each) for name, each in {**metrics, **rewards}.items() if each}
+        reward = sum(trace.reward for trace in own) / len(own) if any(rewards.values()) else None
+        stops = [trace.stop_condition for trace in own]
+        return Outcome(
+            reward=None if reward is None else _finite(self._name, reward),
+            metrics={name: value for name, value in values.items() if math.isfinite(value)},
+            metadata={"role": self._trained, "stopped_by": stops[-1]},
+        )
+
+
+def _choose(trained: Any, roles: list[str], name: str) -> str:
+    if trained is None and len(roles) == 1:
+        return roles[0]
+    if trained not in roles:
+        problem = "it has several roles" if trained is None else f"it has no role {trained!r}"
+        raise UsageError(
+            f"rollout.environment.args.{TRAINED} of {name}: {problem}; one of {', '.join(roles)} is trained"
+        )
+    return str(trained)
+
+
+def _finite(name: str, reward: float) -> float:
+    if not math.isfinite(reward):
+        raise EnvironmentFault(f"{name}: the reward is {reward}")
+    return reward
+
+
+@contextmanager
+def _key(key: str) -> Iterator[str]:
+    """The name of an environment variable that holds the attempt's key, which is the only way to hand verifiers one.
+
+    Programs that verifiers starts do not inherit it, because of its name.
+    """
+    name = f"ART_API_KEY_{uuid4().hex.upper()}"
+    os.environ[name] = key
+    try:
+        yield name
+    finally:
+        os.environ.pop(name, None)
+
+
+class _Servers:
+    """verifiers' servers of one environment: they run while any attempt does, in a task of their own.
+
+    What verifiers opens has to be closed by the task that opened it.
+    """
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+        self._num_attempts = 0
+        self._lock = asyncio.Lock()
+        self._over = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Raises EnvironmentFault: they do not start."""
+        async with self._lock:
+            if self._task is None or self._task.done():
+                await self._start()
+            self._num_attempts += 1
+        try:
+            yield
+        finally:
+            self._num_attempts -= 1
+            if self._num_attempts == 0:
+                self._over.set()
+
+    async def _start(self) -> None:
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._over = asyncio.Event()
+        self._task = asyncio.create_task(self._serve(ready, self._over))
+        try:
+            async with asyncio.timeout(START_S):
+                await ready
+        except Exception as error:  # the boundary to the environment
+            self._task.cancel()
+            raise EnvironmentFault(f"verifiers: its servers did not start: {describe(error)}") from error
+
+    async def _serve(self, ready: "asyncio.Future[None]", over: asyncio.Event) -> None:
+        try:
+            async with self._env.serving():
+                ready.set_result(None)
+                await over.wait()
+        except Exception as error:  # the boundary to the environment
+            if not ready.done():
+                ready.set_exception(error)
+            else:
+                log.warning("verifiers: its servers did not end well: %s", describe(error))

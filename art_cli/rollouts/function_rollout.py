@@ -1,0 +1,146 @@
+"""FunctionRollout: the user's Python function, `async def rollout(policy, scenario)` or a plain `def`.
+
+A ready-made environment is such a function as well.
+
+Neither runs in the event loop of the gateway and the engine. Async functions share a loop in a thread of its own; plain
+ones get a thread each. So a function that blocks holds up nothing but itself, and its timeout still counts.
+"""
+
+import asyncio
+import copy
+import inspect
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from art_cli.rollouts.attempt_errors import AttemptError, from_exception
+from art_cli.rollouts.environments import Settings, open_environment
+from art_cli.rollouts.per_attempt_key import reading_own
+from art_cli.rollouts.policy import Connections, Json, Policy, read_outcome
+from art_cli.runs.outcome import Outcome
+from art_cli.runtime.errors import RolloutError
+from art_cli.runtime.plugins import resolve
+from art_cli.runtime.threads import LoopThread, call_in_thread
+
+if TYPE_CHECKING:
+    from art_cli.config.schema import RolloutConfig
+
+CLOSE_TIMEOUT_S = 5.0  # longest wait for cancelled rollouts to end
+Ending = Outcome | AttemptError | RolloutError  # how a rollout ends
+
+PING_TIMEOUT_S = 2.0  # an event loop that runs nothing for this long is blocked
+
+
+class FunctionRollout:
+    """Calls one function. Messages name it `entry`; `root` is the directory of the user's files."""
+
+    def __init__(self, function: Callable[[Policy, Json], Any], *, entry: str, root: Path) -> None:
+        _check_signature(function, entry)
+        self._function = function
+        self._entry = entry
+        self._root = root.resolve()
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004  (an object whose call is async)
+        )
+        self._loop = LoopThread("rollouts")
+        self._connections = Connections(has_one_loop=self._is_async)
+
+    async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
+        """The function's outcome. Raises AttemptError for what it raised, RolloutError for a wrong type."""
+        ending = await self._run(policy, copy.deepcopy(scenario))  # the function may change its own
+        if isinstance(ending, Outcome):
+            return ending
+        raise ending
+
+    async def _run(self, policy: Policy, scenario: Json) -> Ending:
+        try:
+            if self._is_async:
+                return await self._loop.run(self._call_async(policy, scenario))
+            return await call_in_thread(self._call, policy, scenario)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise AttemptError("CancelledError", "the rollout cancelled itself") from error
+        except Exception as error:  # a GeneratorExit of an awaited task closes the coroutine around the user's as well
+            raise from_exception(error.__cause__ or error, self._root) from error
+
+    async def explain_timeout(self) -> str:
+        """The probable cause of a timeout, as the end of its message."""
+        if self._is_async and await self._loop.is_blocked(PING_TIMEOUT_S):
+            return "; it blocks the event loop: await what waits, or make it a plain `def`"
+        return ""
+
+    async def close(self) -> None:
+        if self._is_async:
+            await self._loop.close(CLOSE_TIMEOUT_S, last=self._connections.close)
+        else:
+            await self._connections.close()
+
+    # These run in the user's loop or thread, because looking at what the user's code raised or returned runs its code.
+
+    async def _call_async(self, policy: Policy, scenario: Json) -> Ending:
+        policy.share(self._connections)
+        try:
+            with reading_own(policy.api_key):
+                value = await self._function(policy, scenario)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # the boundary to the user's code; also SystemExit and GeneratorExit
+            return from_exception(error, self._root)
+        return self._read(value)
+
+    def _call(self, policy: Policy, scenario: Json) -> Ending:
+        policy.share(self._connections)
+        try:
+            with reading_own(policy.api_key):
+                value = self._function(policy, scenario)
+                value = asyncio.run(_await(value)) if inspect.isawaitable(value) else value
+        except BaseException as error:  # the boundary to the user's code
+            return from_exception(error, self._root)
+        return self._read(value)
+
+    def _read(self, value: Any) -> Ending:
+        try:
+            return read_outcome(value, entry=self._entry)
+        except (AttemptError, RolloutError) as error:
+            return error
+        except BaseException as error:  # the boundary to the user's code: a `__float__` or `__repr__` of its own
+            return from_exception(error, self._root)
+
+
+async def _await(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _check_signature(function: object, entry: str) -> None:
+    if not callable(function):
+        raise RolloutError(f"{entry}: not a function but {type(function).__name__}")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise RolloutError(f"{entry}: must take (policy, scenario): {error}") from error
+    except ValueError:  # no signature to be had: a builtin
+        return
+
+
+def what_to_load(config: "RolloutConfig") -> tuple[str, Json | None]:
+    """`entry` and `environment` of load_function for a configuration without a command."""
+    if config.environment is not None:
+        chosen = config.environment
+        environment = chosen.model_dump(include={"name", "args", "system"})
+        environment["num_seeds"] = chosen.seed + chosen.size if config.scenarios is None else 0
+        return chosen.name, environment
+    assert config.entry is not None, "a config has an entry, a command or an environment"
+    return config.entry, None
+
+
+def load_function(entry: str, directory: Path, environment: Json | None = None) -> FunctionRollout:
+    """The function, loaded. Raises UsageError: it cannot be; RolloutError: it does not take (policy, scenario).
+
+    `environment` has the fields of `environments.Settings`; then that environment is played, and `entry` is its name.
+    """
+    if environment is not None:
+        settings = Settings(**environment, directory=str(directory))
+        return FunctionRollout(open_environment(settings).play, entry=entry, root=directory)
+    return FunctionRollout(resolve(entry, base=directory), entry=entry, root=directory)

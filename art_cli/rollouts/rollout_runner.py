@@ -1,0 +1,331 @@
+"""Runs many rollouts at once and makes a Trajectory of each: concurrency, timeouts, turn limits, retries.
+
+It knows nothing of steps, judges or files: the caller plans the rollouts and writes their trajectories. A rollout that
+fails becomes a trajectory with `error`. Only an error that every rollout would have stops the run. Failures of
+transport are tried again. Reaching a limit on turns or context is the policy's own doing and no failure: the rollout's
+reward counts, or `limit_reward`.
+"""
+
+import asyncio
+import inspect
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import msgspec
+
+from art_cli.config.schema import RolloutConfig
+from art_cli.rollouts import Rollout
+from art_cli.rollouts.attempt_errors import NODE, AttemptError
+from art_cli.rollouts.cluster.cluster_rollout import ClusterRollout
+from art_cli.rollouts.command_rollout import CommandRollout
+from art_cli.rollouts.connection_owner import Peers
+from art_cli.rollouts.function_rollout import load_function, what_to_load
+from art_cli.rollouts.policy import Policy
+from art_cli.rollouts.process import ProcessRollout
+from art_cli.rollouts.progress import Progress
+from art_cli.rollouts.recorder import Recorder
+from art_cli.rollouts.rollout_gateway import OWN_CLIENT, Gateway
+from art_cli.runs.outcome import Outcome
+from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime.errors import RolloutError, first_of_group
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+OnFinished = Callable[[Trajectory], Awaitable[None] | None]
+
+MAX_MOVES = 10  # how often an attempt whose machine is lost is played again besides `rollout.retries`
+BACKOFF_S = 0.5  # pause before the second try; doubled for each further one
+NUM_ALIKE = 16  # the agent is broken when this many first rollouts all fail in the same way
+# Kinds of errors that are the fault of the user's code also after a limit: a useless return value, or no end.
+NEVER_A_LIMIT = frozenset({"timeout", "reward", "metadata", "foreign_key"})
+WRITE_TIMEOUT_S = 30.0  # longest wait for a trajectory to be written when the run is cancelled
+
+
+class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout to be played. Example: attempt 5 of 8 at scenario "easy-3", the third of step 2."""
+
+    trajectory_id: str
+    group_id: str
+    group_size: int
+    index: int  # position in the group, from 0
+    scenario: Json
+    step: int  # the training step, or the step of the evaluated policy
+    temperature: float | None = None  # None means that of rollout.sampling
+
+
+class _Attempt(NamedTuple):
+    """One try: its recorded calls, and its outcome or error."""
+
+    recorder: Recorder
+    outcome: Outcome
+    error: AttemptError | None
+
+
+async def begin_rollout(config: RolloutConfig, directory: Path) -> ProcessRollout | None:
+    """The rollout whose processes begin to load it; None where it has none of its own. The caller closes it."""
+    if config.cluster is not None or config.command is not None or config.processes == 0:
+        return None
+    rollout = process_rollout(config, directory, processes=config.processes)
+    await rollout.begin()
+    return rollout
+
+
+async def open_rollout(
+    config: RolloutConfig,
+    directory: Path,
+    peers: Peers,
+    cluster: ClusterRollout | None = None,
+    begun: ProcessRollout | None = None,
+) -> Rollout:
+    """The user's rollout, loaded; it registers its programs in `peers`. Raises UsageError, RolloutError."""
+    if cluster is not None:
+        await cluster.ready()
+        return cluster
+    if config.command is not None:
+        return CommandRollout(config.command, directory=directory, env=config.env, peers=peers)
+    if config.processes == 0:
+        entry, environment = what_to_load(config)
+        return load_function(entry, directory, environment)
+    rollout = begun or process_rollout(config, directory, processes=config.processes)
+    await rollout.open()
+    return rollout
+
+
+def process_rollout(config: RolloutConfig, directory: Path, *, processes: int = 1) -> ProcessRollout:
+    """The function or the environment in processes of its own, to be opened by the caller."""
+    entry, environment = what_to_load(config)
+    return ProcessRollout(
+        entry, directory=directory, processes=processes, python=config.python, environment=environment
+    )
+
+
+class Runner:
+    """Plays rollouts against a gateway that is being served. Use it as `async with Runner(...) as runner`."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        directory: Path,
+        gateway: Gateway,
+        *,
+        backoff_s: float = BACKOFF_S,
+        cluster: ClusterRollout | None = None,
+        begun: ProcessRollout | None = None,
+    ) -> None:
+        """With a `cluster` it plays the rollouts, else this machine does. `begun` is what `begin_rollout` returned;
+        None: the rollout is loaded when this is entered.
+        """
+        self._cluster = cluster
+        self._config = config
+        self._begun = begun
+        self._gateway = gateway
+        self._directory = directory
+        self._rollout: Rollout
+        self._backoff_s = backoff_s
+        self._places = asyncio.Semaphore(config.concurrency)  # shared by all runs; first come, first served
+        self._agent = _AgentWatch()
+        self._silence = _SilenceWatch(is_told=config.environment is not None)  # there the trained seat may never move
+
+    async def __aenter__(self) -> Self:
+        self._rollout = await open_rollout(
+            self._config, self._directory, self._gateway.peers, self._cluster, self._begun
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._rollout.close()
+
+    async def run(
+        self, plans: Sequence[RolloutPlan], on_finished: OnFinished, progress: Progress | None = None
+    ) -> Progress:
+        """Plays every plan, in order, `concurrency` at a time. Returns the counts, which `progress` holds meanwhile.
+
+        Each trajectory is handed to `on_finished` and counted when that has returned. When the caller cancels this,
+        trajectories that are being written are finished and attempts are dropped. Raises RolloutError: every rollout
+        would fail.
+        """
+        progress = progress or Progress("rollouts")
+        before = self._gateway.num_sampled
+        progress.begin(len(plans), sampled=lambda: self._gateway.num_sampled - before)
+        waiting = iter(plans)
+        try:
+            with first_of_group():
+                async with asyncio.TaskGroup() as workers:
+                    for _ in range(min(self._config.concurrency, len(plans))):
+                        workers.create_task(self._work(waiting, on_finished, progress))
+        finally:
+            progress.is_handed_out.set()
+        return progress
+
+    async def _work(self, waiting: Iterator[RolloutPlan], on_finished: OnFinished, progress: Progress) -> None:
+        for plan in waiting:
+            async with self._places:
+                trajectory = await self._play(plan)
+            await _hand_over(trajectory, on_finished)
+            progress.count(trajectory)
+            self._silence.check(trajectory)
+            self._agent.check(trajectory)
+        progress.is_handed_out.set()
+
+    async def _play(self, plan: RolloutPlan) -> Trajectory:
+        started_at, begin = time.time(), time.monotonic()
+        attempt, num_retries = await self._attempts(plan)
+        recorder, outcome, error = attempt
+        return Trajectory(
+            id=plan.trajectory_id,
+            group_id=plan.group_id,
+            group_size=plan.group_size,
+            index=plan.index,
+            step=plan.step,
+            scenario=plan.scenario,
+            messages=recorder.messages,
+            branches=recorder.branches,
+            tools=recorder.tools,
+            turns=recorder.turns,
+            metrics={**recorder.metrics(), "num_retries": num_retries, **outcome.metrics},
+            metadata=outcome.metadata,
+            returned_reward=outcome.reward,
+            error=None if error is None else str(error),
+            limit=recorder.limit,
+            started_at=started_at,
+            duration_s=time.monotonic() - begin,
+        )
+
+    async def _attempts(self, plan: RolloutPlan) -> tuple[_Attempt, int]:
+        """The first attempt without a failure of transport, or the last one in time; and the number of retries."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.timeout_s
+        is_alone = False
+        number = num_moves = 0  # tries that failed, and tries whose machine was lost, which are no fault of the attempt
+        while True:
+            if self._cluster is not None:
+                deadline += await self._cluster.ready()
+            attempt = await self._attempt(plan, deadline, is_alone=is_alone)
+            is_last = number + 1 >= self._config.retries  # the next one, if there is one
+            is_alone = is_last and attempt.error is not None and attempt.error.kind == "process"
+            pause = self._backoff_s * 2**number
+            if attempt.error is None or not attempt.error.is_transport or loop.time() + pause >= deadline:
+                break
+            if attempt.error.kind == NODE and num_moves < MAX_MOVES:
+                num_moves += 1
+            elif number < self._config.retries:
+                number += 1
+            else:
+                break
+            await asyncio.sleep(pause)
+        return attempt, number + num_moves
+
+    async def _attempt(self, plan: RolloutPlan, deadline: float, *, is_alone: bool) -> _Attempt:
+        """One try, with a key and a recorder of its own."""
+        key = self._gateway.open(plan.trajectory_id, temperature=plan.temperature, group_id=plan.group_id)
+        policy = Policy(
+            base_url=self._gateway.base_url, api_key=key, model=self._gateway.model, step=self._gateway.step
+        )
+        outcome, error, is_late = Outcome(), None, False
+        try:
+            async with asyncio.timeout_at(deadline):
+                outcome = await self._rollout.play(policy, plan.scenario, is_alone=is_alone)
+        except AttemptError as failed:
+            error = failed
+        except TimeoutError:
+            is_late = True
+        finally:
+            recorder = self._gateway.close(key)
+        if is_late:
+            error = await self._timeout_error()
+        error = self._judge_error(recorder, error, key)
+        if (
+            recorder.limit is None or recorder.num_calls == 0
+        ):  # a first prompt that is too long is not the policy's doing
+            return _Attempt(recorder, outcome, error)
+        return self._judge_limit(_Attempt(recorder, outcome, error))
+
+    def _judge_limit(self, attempt: _Attempt) -> _Attempt:
+        """The attempt without its error. Its reward is what it returned after the limit, or else `limit_reward`."""
+        error, outcome = attempt.error, attempt.outcome
+        if error is not None and (error.is_transport or error.kind in NEVER_A_LIMIT):
+            return attempt
+        if outcome.reward is None:
+            outcome = replace(outcome, reward=self._config.limit_reward)
+        return _Attempt(attempt.recorder, outcome, None)
+
+    async def _timeout_error(self) -> AttemptError:
+        guess = await self._rollout.explain_timeout()
+        return AttemptError("timeout", f"not finished after {self._config.timeout_s:g} s (rollout.timeout_s){guess}")
+
+    def _judge_error(self, recorder: Recorder, error: AttemptError | None, key: str) -> AttemptError | None:
+        """The error that counts. The gateway's record of the calls says more than the rollout's exception."""
+        if recorder.used_foreign_key:
+            return AttemptError("foreign_key", "its program made a call with the key of another attempt")
+        if error is None or error.kind == "timeout":
+            return error
+        is_transport = error.is_transport or recorder.upstream_error is not None
+        return AttemptError(error.kind, error.message.replace(key, "***"), is_transport=is_transport)
+
+
+async def _hand_over(trajectory: Trajectory, on_finished: OnFinished) -> None:
+    """Returns when `on_finished` has the trajectory written. A cancellation waits for that."""
+    result = on_finished(trajectory)
+    if not inspect.isawaitable(result):
+        return
+    writing = asyncio.ensure_future(result)
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait((writing,), timeout=WRITE_TIMEOUT_S)
+        if writing.done() and not writing.cancelled():
+            writing.exception()  # marks it as seen, because the run has ended for another reason
+        raise
+
+
+class _AgentWatch:
+    """Notices that the very first rollouts all fail alike, so that a broken agent does not burn a whole run."""
+
+    def __init__(self) -> None:
+        self._alike: tuple[str, str] | None = None
+        self._num = 0
+        self._is_proven = False  # a rollout succeeded, or failed in another way
+
+    def check(self, trajectory: Trajectory) -> None:
+        """Raises RolloutError when NUM_ALIKE have failed alike."""
+        if self._is_proven:
+            return
+        alike = None if trajectory.error is None else _nature(trajectory.error)
+        if alike is None or self._alike not in (None, alike):
+            self._is_proven = True
+            return
+        self._alike = alike
+        self._num += 1
+        if self._num >= NUM_ALIKE:
+            raise RolloutError(f"the first {self._num} rollouts all failed alike, the last with {trajectory.error}")
+
+
+class _SilenceWatch:
+    """Notices rollouts with a reward and no call while others made calls, which may include those that are missing."""
+
+    def __init__(self, *, is_told: bool) -> None:
+        self._has_calls = self._has_silent = False
+        self._is_told = is_told
+
+    def check(self, trajectory: Trajectory) -> None:
+        """Logs one warning. No rollout fails for it, because a rollout may make no call on purpose."""
+        self._has_calls |= not trajectory.is_silent
+        self._has_silent |= trajectory.is_silent and trajectory.error is None and trajectory.returned_reward is not None
+        if self._has_calls and self._has_silent and not self._is_told:
+            self._is_told = True
+            log.warning("a rollout returned a reward and made no model call, while others made calls. %s", OWN_CLIENT)
+
+
+def _nature(error: str) -> tuple[str, str]:
+    """Kind and line of an error, which one mistake shares in all rollouts."""
+    place = re.search(r"\(([^()]+:\d+)\)$", error)
+    return error.partition(":")[0], place[1] if place else ""

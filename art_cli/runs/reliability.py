@@ -1,0 +1,235 @@
+"""How far a group's advantages can be believed, by what its judge knows of its own errors (RewardNoise).
+
+Advantages within a group are differences of rewards, and the errors of the rewards are in them. The best estimate of
+the true ones, in squared error, is their mean given what was observed, E[A | observed]. For a group it is a factor
+times the advantages as they are, so one number per group says all, and it works with every algorithm that compares
+attempts within a group. No torch, no files.
+
+Flip rates. The judge says 0 or 1; rho0 = P(says 1 | truth 0), rho1 = P(says 0 | truth 1), J = 1 - rho0 - rho1.
+
+    r' = (r - rho0) / J                     E[r' | truth] = truth                                              (1)
+    k of n verdicts are 1, k ~ Bin(n, rho0 + J p), p ~ the success rates of the step's groups                  (2)
+    reliability = E[P(truth 1 | says 1, p) - P(truth 1 | says 0, p) | k]                                       (3)
+    factor = E[A(truth) | k] / A(verdicts), with A = (r - mean) / std                                          (4)
+
+Equation 1 is the correction of Noise-corrected GRPO (Mansouri et al. 2025, arXiv:2510.18924) and of Cai et al. 2025
+(arXiv:2510.00915), after Natarajan et al. 2013; of the first only its abstract and summaries were at hand. It gives
+unbiased rewards and unbiased differences r'_i - mean(r'). But it is affine: divided by their standard deviation, the
+advantages are what they were, and without that division all of them are 1 / J times as large. That changes how far a
+step goes and not where, because no group counts more or less than before. So the deviation from the paper is this:
+groups are weighted by (3), for advantages that are differences, or by (4), for those divided by the group's standard
+deviation. Within a group the expected direction is the one of (1). Between groups those count less whose verdicts are
+likely to be flips: a group with one 1 in a step where nearly everything fails, or with one 0 where nearly all succeeds.
+The distribution of p is estimated from the counts of the step (nonparametric maximum likelihood, Kiefer and Wolfowitz
+1956, on a grid, with one more group spread over it).
+
+Votes. Rewards are scores with the same error variance v for all attempts of a group, s^2 their observed variance.
+
+    reliability = 1 - v / s^2               the intraclass correlation of mean scores, 1 - 1 / F               (5)
+    factor = sqrt(reliability)              for (r - mean) / std                                               (6)
+
+(5) is the empirical-Bayes estimate of the shrinkage of a difference (James and Stein 1961; Shrout and Fleiss 1979,
+ICC(3,k)). The true scores' deviation is sqrt(reliability) s, and so (5) divided by it is (6).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from art_cli.runs.trajectory import RewardNoise, ScoredTrajectory, has_signal
+
+Floats = npt.NDArray[np.float64]
+
+GRID = np.linspace(0.0, 1.0, 41)  # success rates that a group may have
+NUM_ROUNDS = 100  # rounds of expectation maximization for their distribution
+
+
+class Reliability(NamedTuple):
+    """What a group's advantages are worth. Example: Reliability(share=0.36, factor=0.6)"""
+
+    share: float  # share of a difference between two rewards that is true, in [0, 1]
+    factor: float  # factor of the advantages; 0: the group is left out
+    is_left_out: bool  # whether the share is not above the bound of its judge
+
+
+class VerdictCounts(NamedTuple):
+    """The verdicts of a group that a judge with these flip rates gave. Example: VerdictCounts(1, 8, 0.2, 0.2)"""
+
+    num_positive: int
+    num: int
+    false_positive: float
+    false_negative: float
+
+    @property
+    def informedness(self) -> float:
+        """J = 1 - rho0 - rho1, by which noise shrinks the mean difference of a right and a wrong attempt."""
+        return 1 - self.false_positive - self.false_negative
+
+    def rates(self) -> Floats:
+        """[P] probability of a positive verdict at each success rate of the grid."""
+        return self.false_positive + self.informedness * GRID
+
+
+def reliabilities(groups: Sequence[Sequence[ScoredTrajectory]], *, is_scaled: bool) -> list[Reliability | None]:
+    """The reliability of each group of a step; None: its judge says nothing of its errors, or it has no signal.
+
+    `groups` hold finished trajectories with rewards. `is_scaled`: advantages are divided by the group's deviation.
+    """
+    verdicts = [_verdict_counts(group) for group in groups]
+    prior = success_rates([counts for counts in verdicts if counts is not None])
+    found: list[Reliability | None] = []
+    for group, counts in zip(groups, verdicts, strict=True):
+        noise = noise_of(group)
+        rewards = [each.reward for each in group if each.reward is not None]
+        if noise is None or not has_signal(rewards):
+            found.append(None)
+            continue
+        if counts is not None:
+            share, scaled = share_of_verdicts(counts, prior), factor_of_verdicts(counts, prior)
+        else:
+            share = share_of_scores(rewards, noise.variance or 0.0)
+            scaled = math.sqrt(share)
+        is_left_out = share <= noise.min_reliability
+        found.append(Reliability(share, 0.0 if is_left_out else scaled if is_scaled else share, is_left_out))
+    return found
+
+
+def is_left_out(group: Sequence[ScoredTrajectory]) -> bool:
+    """Whether the group's own rewards cannot be told from errors. Without signal, or without known noise: False.
+
+    With flip rates a step knows more, because it compares the group with the others.
+    """
+    finished = [each for each in group if each.reward is not None]
+    [found] = reliabilities([finished], is_scaled=False)
+    return found is not None and found.is_left_out
+
+
+def noise_of(group: Sequence[ScoredTrajectory]) -> RewardNoise | None:
+    """What the judge of a group knows of its errors: the same for all its attempts."""
+    return group[0].noise if group else None
+
+
+def corrected_mean(groups: Sequence[Sequence[ScoredTrajectory]]) -> float:
+    """The unbiased estimate of the mean true reward over all attempts, by equation 1. NaN: no verdicts with flip rates.
+
+    It can lie outside of [0, 1], where chance gave fewer or more flips than are expected.
+    """
+    counts = [each for group in groups if (each := _verdict_counts(group)) is not None]
+    total = sum((each.num_positive - each.num * each.false_positive) / each.informedness for each in counts)
+    return total / sum(each.num for each in counts) if counts else math.nan
+
+
+def _verdict_counts(group: Sequence[ScoredTrajectory]) -> VerdictCounts | None:
+    noise = noise_of(group)
+    if noise is None or noise.false_positive is None or noise.false_negative is None:
+        return None
+    return VerdictCounts(
+        sum(each.reward == 1 for each in group), len(group), noise.false_positive, noise.false_negative
+    )
+
+
+# --- flip rates -------------------------------------------------------------------------------------------------------
+
+
+def success_rates(groups: Sequence[VerdictCounts]) -> Floats:
+    """[P] how probable each success rate of the grid is for a group, as the verdicts of a step say. Sums to 1."""
+    weights = np.full(len(GRID), 1 / len(GRID))
+    if not groups:
+        return weights
+    counted = Counter(groups)
+    likelihoods = np.array([_likelihood(each) for each in counted])  # [K, P]
+    times = np.array(list(counted.values()))[:, None]
+    for _ in range(NUM_ROUNDS):
+        posterior = likelihoods * weights
+        posterior /= posterior.sum(axis=1, keepdims=True)
+        weights = (1 / len(GRID) + (times * posterior).sum(axis=0)) / (1 + len(groups))
+    return weights
+
+
+def share_of_verdicts(counts: VerdictCounts, prior: Floats) -> float:
+    """Equation 3, in [0, 1]."""
+    if_positive, if_negative = _truth_given_verdict(counts)
+    return float(_posterior(counts, prior) @ (if_positive - if_negative))
+
+
+def factor_of_verdicts(counts: VerdictCounts, prior: Floats) -> float:
+    """Equation 4. The verdicts must differ. A truth without differences has advantages 0.
+
+    With a of the k positive and b of the m negative verdicts true, the mean advantage of a positive one is
+    (a / k - b / m) m / n / std; that of the verdicts themselves has a = k, b = 0.
+    """
+    k, m = counts.num_positive, counts.num - counts.num_positive
+    true_a, true_b = np.arange(k + 1.0), np.arange(m + 1.0)
+    total = true_a[:, None] + true_b  # [k + 1, m + 1]
+    spread = np.sqrt(total * (counts.num - total))
+    difference = true_a[:, None] / k - true_b / m
+    worth = np.divide(difference, spread, out=np.zeros_like(difference), where=spread > 0) * math.sqrt(k * m)
+    if_positive, if_negative = _truth_given_verdict(counts)
+    expected = np.einsum("pa,ab,pb->p", _binomial(k, if_positive), worth, _binomial(m, if_negative))
+    return float(_posterior(counts, prior) @ expected)
+
+
+def _posterior(counts: VerdictCounts, prior: Floats) -> Floats:
+    """[P] the success rates, given the group's verdicts."""
+    joint = _likelihood(counts) * prior
+    posterior: Floats = joint / joint.sum()
+    return posterior
+
+
+def _likelihood(counts: VerdictCounts) -> Floats:
+    """[P] the probability of the group's count of positive verdicts at each success rate."""
+    return _binomial(counts.num, counts.rates())[:, counts.num_positive]
+
+
+def _truth_given_verdict(counts: VerdictCounts) -> tuple[Floats, Floats]:
+    """[P] P(truth 1 | says 1, p) and P(truth 1 | says 0, p). A verdict that cannot be is taken at its word."""
+    says_1, right = counts.rates(), GRID * (1 - counts.false_negative)
+    missed = GRID * counts.false_negative
+    if_positive = np.divide(right, says_1, out=np.ones_like(GRID), where=says_1 > 0)
+    if_negative = np.divide(missed, 1 - says_1, out=np.zeros_like(GRID), where=says_1 < 1)
+    return if_positive, if_negative
+
+
+def _binomial(num: int, rates: Floats) -> Floats:
+    """[P, num + 1] P(j of num), for each rate."""
+    j = np.arange(num + 1)
+    rates = np.clip(rates, 0.0, 1.0)[:, None]
+    return np.array(_choose(num)) * rates**j * (1 - rates) ** (num - j)
+
+
+@lru_cache(maxsize=256)
+def _choose(num: int) -> tuple[float, ...]:
+    return tuple(float(math.comb(num, j)) for j in range(num + 1))
+
+
+# --- votes ------------------------------------------------------------------------------------------------------------
+
+
+def share_of_scores(scores: Sequence[float], variance: float) -> float:
+    """Equation 5, at least 0. `variance` is the error variance of each score. Equal scores give 0.
+
+    Scores 0, 1, 2 with variance 0.25: s^2 = 1, so 0.75.
+    """
+    mean = math.fsum(scores) / len(scores)
+    observed = math.fsum((score - mean) ** 2 for score in scores) / max(len(scores) - 1, 1)
+    return max(0.0, 1 - variance / observed) if observed > 0 else 0.0
+
+
+def error_variance(votes: Sequence[Sequence[float]]) -> float | None:
+    """The error variance of the mean of each attempt's votes, for [A][V] votes; None: A or V is below 2.
+
+    What all attempts got more in one vote than in another is in no difference between them and is no error: the
+    residuals of votes and attempts together, divided by V (Shrout and Fleiss 1979, EMS / k). Votes (0, 1), (1, 2) give
+    0, and (0, 1), (1, 0) give 0.5.
+    """
+    if len(votes) < 2 or len(votes[0]) < 2:
+        return None
+    table = np.asarray(votes, dtype=np.float64)
+    residuals = table - table.mean(axis=0) - table.mean(axis=1, keepdims=True) + table.mean()
+    rows, columns = table.shape
+    return float((residuals**2).sum() / ((rows - 1) * (columns - 1)) / columns)

@@ -1,0 +1,207 @@
+"""Owns every path and file format of a run, for writing and for reading.
+
+    runs/<name>/
+      config.json                     resolved, with nulls
+      metrics.jsonl                   one line per step and split
+      view.js                         the recipe's drawing of a state, if it has one
+      step_0003/trajectories.jsonl    one trajectory per line, appended as it finishes
+      step_0003/scored.jsonl
+      step_0003/learned.jsonl         advantages and the learner's logprobs of each trajectory that the step trained on
+      step_0003/rewards.jsonl         one line per group; only where later steps choose by it
+      step_0003/eval.jsonl, evaluation.json     an evaluation of the policy at that step: its trajectories, its numbers
+      checkpoints/step_0004/          a PEFT directory, optimizer and RNG, manifest.json last
+      logs/
+
+There is no state file, because what a run still owes follows from the files that exist. How files are written so that
+they survive a kill is in durable.py; what makes a checkpoint whole is in manifest.py.
+"""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from art_cli.runs import json_lines
+from art_cli.runs.durable import (
+    LineWriter,
+    lock_directory,
+    newer_schema,
+    read_lines,
+    read_object,
+    remove,
+    write_file,
+    write_lines,
+)
+from art_cli.runs.manifest import STEP_NAME, Manifest, verify_checkpoint
+from art_cli.runs.trajectory import SCHEMA_VERSION, GroupRewards, LearnedTrajectory, ScoredTrajectory, Trajectory
+from art_cli.runtime.errors import CheckpointError, DataError, one_line
+
+log = logging.getLogger(__name__)
+Record = TypeVar("Record")
+
+
+class MetricsLine(msgspec.Struct, kw_only=True):
+    """One line of metrics.jsonl: the numbers of one step and split ("train", "sft", "eval", "pause")."""
+
+    schema_version: int = SCHEMA_VERSION
+    step: int
+    split: str
+    metrics: dict[str, float]
+    time: float  # seconds since the epoch
+
+
+PAUSE = "pause"  # split of the lines that say which stop rules paused the run; their metrics are rule -> value
+
+
+class Evaluation(msgspec.Struct, kw_only=True):
+    """evaluation.json: what one evaluation found, scenario by scenario, so that policies can be compared in pairs.
+
+    Example: Evaluation(seconds=4.2, values={"reward": {"game-1": 1.0, "game-2": 0.0}})
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    seconds: float  # how long playing and judging took
+    values: dict[str, dict[str, float]]  # metric -> scenario id -> mean over its attempts
+    # "wins": the reward is the share of comparisons won against the first evaluation, by the judge; "own": the rollouts
+    # returned it; "": an older version wrote the file
+    reward_is: str = ""
+    attempts: int = 0  # number of attempts that it has in eval.jsonl; 0 in evaluations of versions that had none
+
+
+class RunDir:
+    """The directory of one run. Making the object touches nothing on disk."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config_path = root / "config.json"
+        self.metrics_path = root / "metrics.jsonl"
+        self.curve_path = root / "curve.svg"  # drawn from metrics.jsonl, for people
+        self.drawing_path = root / "view.js"  # the recipe's drawing of a state, for the page of `art view`
+        self.checkpoints = root / "checkpoints"
+        self.logs = root / "logs"
+        self.log_path = self.logs / "train.log"  # log of all starts of `art train`
+        self.base = root / "base"  # a base model built by code, when the config names a builder
+
+    def trajectories_path(self, step: int) -> Path:
+        return self.root / f"step_{step:04d}" / "trajectories.jsonl"
+
+    def scored_path(self, step: int) -> Path:
+        return self.root / f"step_{step:04d}" / "scored.jsonl"
+
+    def learned_path(self, step: int) -> Path:
+        return self.root / f"step_{step:04d}" / "learned.jsonl"
+
+    def group_rewards_path(self, step: int) -> Path:
+        return self.root / f"step_{step:04d}" / "rewards.jsonl"
+
+    def eval_path(self, step: int) -> Path:
+        return self.root / f"step_{step:04d}" / "eval.jsonl"
+
+    def evaluation_path(self, step: int) -> Path:
+        return self.root / f"step_{step:04d}" / "evaluation.json"
+
+    def first_eval_path(self) -> Path | None:
+        """The evaluation of the earliest step; a judge compares later attempts with its. None: there is none."""
+        return min(self.root.glob("step_*/eval.jsonl"), key=lambda path: int(path.parent.name[5:]), default=None)
+
+    def checkpoint_path(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:04d}"
+
+    def lines(self, path: Path, kind: type[Record]) -> Iterator[Record]:
+        """The records of one of the run's files, as `read_lines` yields them; a link that leads out is refused."""
+        return read_lines(path, kind, within=self.root)
+
+    def trajectories(self, step: int) -> list[Trajectory]:
+        return list(self.lines(self.trajectories_path(step), Trajectory))
+
+    def scored(self, step: int) -> list[ScoredTrajectory]:
+        return list(self.lines(self.scored_path(step), ScoredTrajectory))
+
+    def learned(self, step: int) -> list[LearnedTrajectory]:
+        """In the order in which the step trained on them; empty: it has no such file."""
+        return list(self.lines(self.learned_path(step), LearnedTrajectory))
+
+    def group_rewards(self, step: int) -> list[GroupRewards]:
+        return list(self.lines(self.group_rewards_path(step), GroupRewards))
+
+    def write_group_rewards(self, step: int, groups: Iterable[GroupRewards]) -> None:
+        write_lines(self.group_rewards_path(step), groups)
+
+    def checkpoint_steps(self) -> list[int]:
+        """The steps that have a checkpoint directory, valid or not, ascending; other names are ignored."""
+        named = [(STEP_NAME.fullmatch(path.name), path) for path in self.checkpoints.glob("step_*")]
+        steps = {int(match[1]): path for match, path in named if match is not None and path.is_dir()}
+        return sorted(step for step, path in steps.items() if path == self.checkpoint_path(step))
+
+    def newest_checkpoint(self, steps: Iterable[int] | None = None) -> tuple[Path, Manifest] | None:
+        """The newest checkpoint that verifies, or the first that does of `steps`; None: no such checkpoint.
+
+        A warning says why each checkpoint before it was passed over.
+        """
+        for step in reversed(self.checkpoint_steps()) if steps is None else steps:
+            try:
+                return self.checkpoint_path(step), verify_checkpoint(self.checkpoint_path(step))
+            except CheckpointError as error:
+                log.warning("passed over a checkpoint: %s", error)
+        return None
+
+    def metrics(self) -> list[MetricsLine]:
+        """The last line of each (step, split), in the order of their first lines."""
+        newest = {(line.step, line.split): line for line in self.lines(self.metrics_path, MetricsLine)}
+        return list(newest.values())
+
+    def evaluations(self) -> dict[int, dict[str, float]]:
+        """The means of each evaluated step."""
+        return {line.step: line.metrics for line in self.metrics() if line.split == "eval"}
+
+    def pauses(self) -> dict[str, tuple[int, float]]:
+        """Stop rule -> the number of updates after which it last paused the run, and its value then."""
+        lines = [line for line in self.lines(self.metrics_path, MetricsLine) if line.split == PAUSE]
+        return {rule: (line.step, value) for line in lines for rule, value in line.metrics.items()}
+
+    def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        write_file(self.evaluation_path(step), msgspec.json.encode(evaluation) + b"\n")
+
+    def evaluation(self, step: int) -> Evaluation | None:
+        """What the evaluation of a step found; None: no such file. Raises DataError: it cannot be read."""
+        path = self.evaluation_path(step)
+        if not os.path.lexists(path):
+            return None
+        try:
+            found = msgspec.convert(read_object(path, within=self.root), Evaluation)
+        except (ValueError, OverflowError) as error:  # msgspec's errors are ValueErrors
+            raise DataError(f"not an evaluation: {one_line(error)}", path) from error
+        if found.schema_version > SCHEMA_VERSION:
+            raise DataError(newer_schema(found.schema_version), path)
+        return found
+
+    def num_lost(self, step: int, evaluation: Evaluation) -> int:
+        """The number of attempts of a finished evaluation that its eval.jsonl, if there is one, has no more."""
+        path = self.eval_path(step)
+        if not evaluation.attempts or not path.exists():
+            return 0
+        lines = json_lines.lines(path, within=self.root)
+        return max(0, evaluation.attempts - sum(not json_lines.is_torn(line.data) for line in lines))
+
+    def append_metrics(self, step: int, split: str, metrics: dict[str, float]) -> None:
+        with LineWriter(self.metrics_path) as writer:
+            writer.append(MetricsLine(step=step, split=split, metrics=metrics, time=time.time()))
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Locks the run for this process. The system releases the lock when the process dies, however it dies.
+
+        Raises RunError: another process holds the lock.
+        """
+        with lock_directory(self.root, self.logs / "lock"):
+            yield
+
+    def clean(self) -> None:
+        """Removes unfinished files and directories of a killed writer."""
+        for path in [*self.root.glob(".*.tmp"), *self.root.glob("*/.*.tmp")]:
+            remove(path)

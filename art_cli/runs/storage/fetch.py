@@ -1,0 +1,270 @@
+"""Brings a run, a checkpoint or a directory of runs from an object store to this machine.
+
+restore     what a run needs to be trained on, into its own directory
+fetch       what a command reads, into a cache directory; a second call brings what changed
+
+Objects get the names below a directory that they have in the store, if a run could have such names. A checkpoint is
+taken only when every file matches the hashes in its manifest.
+"""
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from art_cli.runs.durable import lock_directory, new_directory, read_object, remove, write_file
+from art_cli.runs.manifest import MANIFEST, STEP_NAME, Manifest, verify_checkpoint
+from art_cli.runs.run_checkpoints import wanted_steps
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.storage.lease import HOME, Marker, write_marker
+from art_cli.runs.storage.object_store import ObjectStore, Stored, is_safe
+from art_cli.runs.storage.uploads import CHECKPOINTS, MAX_MANIFEST_BYTES, NOT_KEPT, checkpoint_home, steps_of
+from art_cli.runtime.errors import CheckpointError, DataError, RunError, StorageError, UsageError, one_line, printable
+from art_cli.runtime.permissions import make_directory
+
+log = logging.getLogger(__name__)
+
+Wants = Literal["records", "policy", "everything"]
+Objects = Mapping[str, Stored]
+INDEX = ".objects.json"  # name -> mark of what the cache has of the store
+SMALL_BYTES = 32 * 2**20  # larger files of a checkpoint, its weights, are not needed to look at a run
+MAX_RUNS = 200  # runs of one directory that are fetched
+
+
+# --- to go on with ----------------------------------------------------------------------------------------------------
+
+
+def restore(run: RunDir, store: ObjectStore, token: str, *, own: Marker | None) -> None:
+    """Brings the run from the store into its directory, unless the store has none.
+
+    `own` is the directory's marker, if it was kept in this store. What the directory has then is older than the store
+    and is moved beside it. Raises RunError: the directory has a run that was never kept there; StorageError.
+    """
+    there = _of_run(store.objects())
+    if not _has_run(there):
+        return
+    if _is_used(run) and (own is None or not own.token):
+        raise RunError(
+            f"{run.root}: a run is here that was never kept at {store.address}, and another one is there; "
+            "move one of them away, or give this one another name (name=...)"
+        )
+    if own is not None and own.is_whole and _is_used(run):
+        log.warning("%s: another machine went on with it; what was here is now in %s", run.root, _set_aside(run))
+    write_marker(run.root, Marker(address=store.address, token=token, is_whole=False))
+    log.info("%s: getting it from %s", run.root, store.address)
+    for name, stored in there.items():
+        if not name.startswith(f"{CHECKPOINTS}/"):
+            path = run.root / name
+            if path == run.log_path:  # this process appends to its own
+                path = path.with_name(f"train-{token[:8]}.log")
+            store.download(name, path, stored.size)
+    for which in ("newest", "best"):
+        _get_checkpoint(store, run, there, wanted_steps(run, which, steps_of(there)))
+
+
+def _is_used(run: RunDir) -> bool:
+    return bool(run.checkpoint_steps()) or run.metrics_path.exists() or run.config_path.exists()
+
+
+def _set_aside(run: RunDir) -> Path:
+    """Moves all but the logs, which are open, to a new directory beside the run, and returns that."""
+    places = (run.root.with_name(f"{run.root.name}.aside-{number}") for number in range(1, 10_000))
+    place = next(place for place in places if not place.exists())
+    make_directory(place)
+    for path in sorted(run.root.iterdir()):
+        if path != run.logs and not path.name.startswith("."):
+            path.rename(place / path.name)
+    return place
+
+
+def _of_run(there: Objects) -> dict[str, Stored]:
+    return {name: each for name, each in there.items() if name not in NOT_KEPT and not name.startswith(f"{HOME}/")}
+
+
+def _has_run(there: Objects) -> bool:
+    return "config.json" in there or "metrics.jsonl" in there or bool(steps_of(there))
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def _get_checkpoint(store: ObjectStore, run: RunDir, there: Objects, steps: Iterable[int]) -> int | None:
+    """The first of these steps whose checkpoint verifies, which is on this machine now; None: none does."""
+    for step in steps:
+        try:
+            _get_one(store, checkpoint_home(step), run.checkpoint_path(step), there)
+            return step
+        except CheckpointError as error:
+            log.warning("passed over a checkpoint: %s", error)
+    return None
+
+
+def _get_one(store: ObjectStore, home: str, path: Path, there: Objects) -> None:
+    """Brings a checkpoint to `path`, unless the same one is there. Raises CheckpointError: it does not verify."""
+    prefix = f"{home}/" if home else ""
+    data = store.read(f"{prefix}{MANIFEST}", limit=MAX_MANIFEST_BYTES)
+    if (path / MANIFEST).is_file() and (path / MANIFEST).read_bytes() == data and _is_whole(path):
+        return
+    try:
+        names = list(msgspec.json.decode(data, type=Manifest).files)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{store.address}/{prefix}{MANIFEST}: cannot be read: {one_line(error)}") from error
+    for name in names:
+        if not is_safe(name) or prefix + name not in there:
+            shown = printable(name, limit=100)
+            raise CheckpointError(f"{store.address}/{home}: {shown} is missing" if is_safe(name) else
+                                  f"{store.address}/{home}: refused the file name {shown!r}")  # fmt: skip
+    with new_directory(path) as directory:
+        for name in names:
+            store.download(prefix + name, directory / name, there[prefix + name].size)
+        write_file(directory / MANIFEST, data)
+        try:
+            manifest = verify_checkpoint(directory)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(str(directory), f"{store.address}/{home}")) from None
+        named = STEP_NAME.fullmatch(path.name)
+        if named is not None and int(named[1]) != manifest.step:
+            raise CheckpointError(f"{store.address}/{home}: {MANIFEST} is that of step {manifest.step}")
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        verify_checkpoint(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+# --- to look at or to use ---------------------------------------------------------------------------------------------
+
+
+class NothingThere(UsageError):
+    """The store has nothing at an address."""
+
+
+class _Place(NamedTuple):
+    """An address, taken apart. Example: _Place("s3://bucket/mine", "checkpoints/step_0004")"""
+
+    run: str
+    inside: str  # "", "base", or the directory of a checkpoint
+
+
+def fetch(address: str, wants: Wants) -> Path:
+    """The directory on this machine that has what a command reads of `address`.
+
+    "records": all but weights; "policy": the checkpoints that a command may take, and the base; "everything": all.
+    Raises NothingThere; CheckpointError: the checkpoint does not verify; StorageError.
+    """
+    place = _take_apart(address)
+    store, path = ObjectStore(place.run), cache_path(place.run)
+    there = _of_run(store.objects())
+    if not place.inside and MANIFEST in there:
+        with _locked(path):
+            _get_one(store, "", path, there)
+        return path
+    if _has_run(there):
+        with _locked(path):
+            _fetch_run(store, RunDir(path), there, place.inside, wants)
+        return path / place.inside if place.inside else path
+    runs = [] if place.inside else [name for name in store.directories() if name != CHECKPOINTS][:MAX_RUNS]
+    found = [name for name in runs if _has_run(_of_run((store / name).objects()))]
+    if not found:
+        raise NothingThere(f"{address}: no run and no checkpoint there")
+    for name in found:
+        fetch(f"{place.run}/{name}", wants)
+    return path
+
+
+def cache_path(address: str) -> Path:
+    """The directory of a run or of runs in the user's cache directory (XDG)."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    protocol, _, rest = address.partition("://")
+    parts = [part if is_safe(part) else f"_{part.encode().hex()}" for part in rest.strip("/").split("/")]
+    return home.joinpath("art", "runs", protocol, *parts)
+
+
+def _locked(path: Path) -> contextlib.AbstractContextManager[None]:
+    return lock_directory(path, path.with_name(f".{path.name}.lock"))
+
+
+def _take_apart(address: str) -> _Place:
+    head, _, last = address.rstrip("/").rpartition("/")
+    if last == "base":
+        return _Place(head, last)
+    if head.endswith(f"/{CHECKPOINTS}") and STEP_NAME.fullmatch(last):
+        return _Place(head.removesuffix(f"/{CHECKPOINTS}"), f"{CHECKPOINTS}/{last}")
+    return _Place(address.rstrip("/").removesuffix(f"/{CHECKPOINTS}"), "")
+
+
+def _fetch_run(store: ObjectStore, run: RunDir, there: Objects, inside: str, wants: Wants) -> None:
+    records = {name: each for name, each in there.items() if not name.startswith(f"{CHECKPOINTS}/")}
+    if wants == "policy":
+        records = {name: each for name, each in records.items() if _is_of_policy(name)}
+    elif wants == "records":
+        records = {
+            name: each for name, each in records.items() if not name.startswith("base/") or _is_small(name, each)
+        }
+    _refresh(store, run.root, records)
+    steps = steps_of(there)
+    for step in set(run.checkpoint_steps()) - set(steps):
+        remove(run.checkpoint_path(step))
+    if inside.startswith(CHECKPOINTS):
+        _get_one(store, inside, run.root / inside, there)
+    elif wants == "policy":
+        for which in ("offered", "best", "newest"):
+            _get_checkpoint(store, run, there, wanted_steps(run, which, steps))
+    elif wants == "everything":
+        for step in steps:
+            _get_checkpoint(store, run, there, [step])
+    else:
+        for step in steps:
+            _get_papers(store, run, there, step)
+
+
+def _is_of_policy(name: str) -> bool:
+    return "/" not in name or name.startswith("base/") or name.endswith("/evaluation.json")
+
+
+def _is_small(name: str, stored: Stored) -> bool:
+    return stored.size <= SMALL_BYTES and not name.endswith(".safetensors")
+
+
+def _refresh(store: ObjectStore, root: Path, wanted: Objects) -> None:
+    """Brings what changed in the store since the last call, and removes what it no longer has."""
+    make_directory(root)
+    known = _read_index(root)
+    fresh = {name: each.mark for name, each in wanted.items()}
+    for name, each in wanted.items():
+        path = root / name
+        if known.get(name) != each.mark or not each.mark or not path.is_file() or path.stat().st_size != each.size:
+            store.download(name, path, each.size)
+    write_file(root / INDEX, json.dumps({**known, **fresh}).encode())
+
+
+def _read_index(root: Path) -> dict[str, str]:
+    try:
+        found = read_object(root / INDEX)
+    except DataError:
+        return {}
+    return {name: mark for name, mark in found.items() if isinstance(mark, str)}
+
+
+def _get_papers(store: ObjectStore, run: RunDir, there: Objects, step: int) -> None:
+    """Brings the files of a checkpoint that are not weights, so that the run can be read; it does not verify then."""
+    prefix = f"{checkpoint_home(step)}/"
+    for name, each in there.items():
+        path = run.root / name
+        if (
+            name.startswith(prefix)
+            and _is_small(name, each)
+            and not (path.is_file() and path.stat().st_size == each.size)
+        ):
+            try:
+                store.download(name, path, each.size)
+            except StorageError as error:  # training replaced or removed it
+                log.debug("%s", error)

@@ -1,0 +1,235 @@
+"""Uploads: what a run's directory has and the store does not, and the order in which it goes there.
+
+    what a checkpoint needs to be resumed from -> the newest checkpoint, its manifest last -> older ones -> the rest
+
+A checkpoint counts from the moment that its manifest is there, and only its hashes make it valid. So a machine that
+dies at any moment leaves whole checkpoints, and beside them files that no reader takes.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from art_cli.runs.durable import remove
+from art_cli.runs.manifest import MANIFEST, STEP_NAME, Manifest
+from art_cli.runs.run_checkpoints import superseded
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.storage.object_store import ObjectStore, Stored, is_safe
+
+GROWING_S = 15.0  # least interval between two uploads of a file that grows
+LOGS_S = 120.0  # the same for logs, which nothing resumes from
+UPLOAD_SHARE = 0.05  # largest share of the time in which one growing file is uploaded
+MAX_MANIFEST_BYTES = 16 * 2**20
+NOT_KEPT = frozenset({"logs/lock"})
+CHECKPOINTS = "checkpoints"
+
+
+class _State(NamedTuple):
+    """What tells a file's content from an earlier one's."""
+
+    size: int
+    changed: int  # nanoseconds
+    inode: int
+
+
+class _File(NamedTuple):
+    name: str
+    path: Path
+    state: _State
+
+
+class _Sent(NamedTuple):
+    state: _State
+    at: float
+    seconds: float
+
+
+class Uploads:
+    """What of one run is in the store. One thread uses it.
+
+    `confirm` is called before files go up and before a checkpoint becomes whole; it raises if another machine has the
+    run.
+    """
+
+    def __init__(
+        self, run: RunDir, store: ObjectStore, *, keep: int, keeps_best: bool, confirm: Callable[[], None]
+    ) -> None:
+        self.run, self.store, self._confirm = run, store, confirm
+        self._keep, self._keeps_best = keep, keeps_best
+        self._sent: dict[str, _Sent] = {}
+        self._whole: dict[int, str] = {}  # step -> sha256 of the manifest that is in the store
+        self._is_untidy = True  # checkpoints may be there that are not to be kept, also parts of one
+        self.num_bytes = 0  # bytes uploaded so far
+
+    def look(self) -> None:
+        """Reads what is in the store already. Raises StorageError."""
+        there = self.store.objects()
+        for name, _, state in self._files():
+            # Files of steps only grow, and bases never change; so one of the same size is the same.
+            if "/" in name and name in there and there[name].size == state.size:
+                self._sent[name] = _Sent(state, 0.0, 0.0)
+        for step in steps_of(there):
+            data = self.store.read(f"{checkpoint_home(step)}/{MANIFEST}", limit=MAX_MANIFEST_BYTES)
+            self._whole[step] = hashlib.sha256(data).hexdigest()
+
+    def send(self, *, everything: bool) -> bool:
+        """Uploads what is owed of files, and one checkpoint; `everything`: also growing files that just went up.
+
+        Returns whether another checkpoint is owed. Raises StorageError; RunError: another machine has the run.
+        """
+        newest = max(self.run.checkpoint_steps(), default=None)
+        if newest is None:  # a run that never began leaves nothing
+            return False
+        files, now = self._changed(), time.monotonic()
+        if files or self._unsent():  # a machine that slept may have been overtaken
+            self._confirm()
+        needed = [file for file in files if _is_needed(file.name, newest)]
+        for file in needed:
+            self._send_file(file)
+        # One that is newer by now has to wait for the files of its own step.
+        if owed := [step for step in self._unsent() if step <= newest]:
+            self._send_checkpoint(owed[0])
+            self._is_untidy = True
+        if self._is_untidy:
+            self._prune()
+            self._is_untidy = False
+        for file in files:
+            if file not in needed and (everything or self._is_due(file.name, now)):
+                self._send_file(file)
+        return bool(self._unsent())
+
+    def owed(self) -> list[str]:
+        """What is not in the store: checkpoints, then files."""
+        checkpoints = [checkpoint_home(step) for step in self._unsent()]
+        files = [file.name for file in self._changed() if not file.name.startswith("logs/")]
+        return checkpoints + files if self.run.checkpoint_steps() else []
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def _files(self) -> Iterator[_File]:
+        """Every file of the run that is kept, but those of checkpoints."""
+        for place, directories, names in os.walk(self.run.root):
+            inside = os.path.relpath(place, self.run.root)
+            prefix = "" if inside == "." else f"{inside}/"
+            directories[:] = sorted(
+                name
+                for name in directories
+                if not name.startswith(".") and (prefix or name not in (CHECKPOINTS, "lease"))
+            )
+            for name in sorted(names):
+                if is_safe(prefix + name) and prefix + name not in NOT_KEPT:
+                    with contextlib.suppress(OSError):  # it was replaced or removed
+                        path = Path(place, name)
+                        status = path.lstat()
+                        if path.is_file() and not path.is_symlink():
+                            state = _State(status.st_size, status.st_mtime_ns, status.st_ino)
+                            yield _File(prefix + name, path, state)
+
+    def _changed(self) -> list[_File]:
+        """The files whose content is not in the store, in the order of their steps."""
+        return [file for file in self._files() if self._sent.get(file.name, (None,))[0] != file.state]
+
+    def _is_due(self, name: str, now: float) -> bool:
+        sent = self._sent.get(name)
+        if sent is None:
+            return True
+        interval = LOGS_S if name.startswith("logs/") else GROWING_S
+        return now - sent.at >= max(interval, sent.seconds / UPLOAD_SHARE)
+
+    def _send_file(self, file: _File) -> None:
+        begin = time.monotonic()
+        try:
+            self.store.upload(file.name, file.path, file.state.size)
+        except FileNotFoundError:  # it was removed meanwhile
+            return
+        self.num_bytes += file.state.size
+        self._sent[file.name] = _Sent(file.state, time.monotonic(), time.monotonic() - begin)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _unsent(self) -> list[int]:
+        """The steps whose checkpoint here is to be kept and is not the one in the store, the newest first."""
+        steps = self.run.checkpoint_steps()
+        unwanted = superseded(self.run, {*steps, *self._whole}, keep=self._keep, keeps_best=self._keeps_best)
+        wanted = (step for step in steps[::-1] if step not in unwanted)
+        return [step for step in wanted if self._digest(step) not in ("", self._whole.get(step))]
+
+    def _digest(self, step: int) -> str:
+        """sha256 of the manifest of the checkpoint here; "": it was removed."""
+        try:
+            return hashlib.sha256((self.run.checkpoint_path(step) / MANIFEST).read_bytes()).hexdigest()
+        except OSError:
+            return ""
+
+    def _send_checkpoint(self, step: int) -> None:
+        """Makes the checkpoint whole in the store, unless training removed it before it could be held."""
+        home = checkpoint_home(step)
+        with contextlib.suppress(FileNotFoundError), self._held(step) as held:
+            data = (held / MANIFEST).read_bytes()
+            if step in self._whole:  # another content under this name: first it ends to be whole
+                self.store.delete([f"{home}/{MANIFEST}"])
+                del self._whole[step]
+            for name in msgspec.json.decode(data, type=Manifest).files:
+                size = (held / name).stat().st_size
+                self.store.upload(f"{home}/{name}", held / name, size)
+                self.num_bytes += size
+            self._confirm()
+            self.store.write(f"{home}/{MANIFEST}", data)
+            self._whole[step] = hashlib.sha256(data).hexdigest()
+
+    @contextlib.contextmanager
+    def _held(self, step: int) -> Iterator[Path]:
+        """Yields a directory with links to the checkpoint's files, so that training may remove the checkpoint."""
+        there, held = self.run.checkpoint_path(step), self.run.checkpoints / f".step_{step:04d}.upload.tmp"
+        try:
+            remove(held)
+            try:
+                shutil.copytree(there, held, copy_function=os.link)
+            except (OSError, shutil.Error):  # it was removed, or the file system has no links
+                yield there
+                return
+            yield held
+        finally:
+            shutil.rmtree(held, ignore_errors=True)
+
+    def _prune(self) -> None:
+        """Removes the checkpoints that training would not keep, and what uploads of dead machines left."""
+        unwanted = superseded(self.run, self._whole, keep=self._keep, keeps_best=self._keeps_best)
+        there = self.store.objects(CHECKPOINTS)
+        kept = self._whole.keys() - unwanted
+        doomed = [name for name in there if (step := _step_of(name)) is not None and step not in kept]
+        self.store.delete(sorted(doomed, key=lambda name: not name.endswith(f"/{MANIFEST}")))
+        for step in unwanted:
+            del self._whole[step]
+
+
+def steps_of(there: Mapping[str, Stored]) -> list[int]:
+    """The steps whose checkpoint has a manifest in the store, ascending."""
+    steps = {_step_of(name) for name in there if name.endswith(f"/{MANIFEST}") and name.count("/") == 2}
+    return sorted(step for step in steps if step is not None and f"{checkpoint_home(step)}/{MANIFEST}" in there)
+
+
+def checkpoint_home(step: int) -> str:
+    """The directory of a checkpoint in the store."""
+    return f"{CHECKPOINTS}/step_{step:04d}"
+
+
+def _step_of(name: str) -> int | None:
+    """The step of an object of a checkpoint; None: it is none of one."""
+    parts = name.split("/")
+    match = STEP_NAME.fullmatch(parts[1]) if parts[0] == CHECKPOINTS and len(parts) > 2 else None
+    return int(match[1]) if match is not None else None
+
+
+def _is_needed(name: str, newest: int) -> bool:
+    """Whether a run that goes on from its newest checkpoint may read this file."""
+    first = name.partition("/")[0]
+    match = STEP_NAME.fullmatch(first)
+    return int(match[1]) < newest if match is not None else first != "logs"

@@ -1,0 +1,259 @@
+"""The records of a run: Turn, Trajectory, Score, RewardNoise, AskedAgain, ScoredTrajectory, LearnedTrajectory,
+GroupRewards.
+
+They are plain data: no torch, no files, no network. The gateway makes trajectories, judges score them, the learner
+makes samples of them and says what it learned. `run_dir` writes and reads them as JSON lines.
+
+Tokens form a prefix tree. A turn stores only what it adds: which earlier turn it continues (`parent`), how many tokens
+of that turn's sequence it keeps (`kept`), the prompt tokens after those, and the sampled tokens:
+
+    turn 0   parent None  kept 0   prompt [1 2 3]  sampled [4 5]          sequence  1 2 3 4 5
+    turn 1   parent 0     kept 5   prompt [6]      sampled [7]            sequence  1 2 3 4 5 6 7     continues turn 0
+    turn 2   parent 1     kept 3   prompt [8]      sampled [9]            sequence  1 2 3 8 9         a branch
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from art_cli.runtime.state_key import MAX_LENGTH
+
+SCHEMA_VERSION = 1
+SHADOW = "shadow/"  # prefix of the metrics of shadow judges: shadow/NAME, shadow/NAME.gap
+EQUAL_REWARDS = 1e-8  # rewards this close carry no signal: what is left between them is rounding, not preference
+
+Json = dict[str, Any]
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One model call: prompt tokens, sampled tokens, their logprobs. L tokens sampled.
+
+    Example: Turn(parent=None, kept=0, prompt_ids=[1, 2, 3], sampled_ids=[4, 5], logprobs=[-0.1, -0.7],
+                  raw_logprobs=[-0.1, -0.7], step=3, temperature=1.0, finish_reason="stop")
+    """
+
+    parent: int | None  # index of the turn that this one continues; None: it starts a tree of its own
+    kept: int  # number of leading tokens of the parent's sequence that the prompt begins with
+    prompt_ids: list[int]  # the rest of the prompt, after the kept tokens
+    sampled_ids: list[int]  # [L] sampled tokens, the stop token included
+    # [L] logprobs in nats under the distribution sampled from (temperature, top_p, top_k), but without the mask of a
+    # grammar, because the learner knows no grammar and trains the policy without it.
+    logprobs: list[float]
+    raw_logprobs: list[float] | None  # [L] logprobs in nats under softmax(logits); None: the engine reports none
+    step: int  # step of the policy that sampled it
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    finish_reason: str = "stop"  # stop, length, tool_calls; cancelled: the rollout left the stream after these tokens
+    is_masked: bool = False  # `logprobs` include a grammar's mask (vLLM reports no others), a penalty or a bias
+    is_abandoned: bool = False  # the client gave up on the call and sent it again, so it never saw this reply
+    asked: dict[str, float | None] | None = None  # sampling values of the client that the gateway replaced
+    # key that the rollout gave to the environment's state in which the reply acts; None: the prompt is the state
+    state: Annotated[str, msgspec.Meta(max_length=MAX_LENGTH)] | None = None
+
+    @property
+    def is_truncated_sampling(self) -> bool:
+        """Whether it was sampled from a cut distribution or greedily, so that `logprobs` are not those of
+        softmax(logits / temperature)."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.temperature == 0.0 or self.is_masked
+
+
+class Trajectory(msgspec.Struct, kw_only=True):
+    """The record of one rollout.
+
+    `messages` is the conversation the last call belongs to, its reply included; `branches` are the others (sub-agents,
+    edited histories), each whole. A trajectory with `error` set is kept and counted, and never trained on.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    id: str  # unique in the run
+    group_id: str
+    group_size: int
+    index: int  # position in the group, 0 to group_size - 1
+    step: int = 0  # training step that it was played for; each turn names the step of the policy that sampled it
+    scenario: Json = {}
+    messages: list[Json] = []
+    branches: list[list[Json]] = []
+    tools: list[Json] = []  # OpenAI tool definitions, each once
+    turns: list[Turn] = []
+    metrics: dict[str, float] = {}
+    metadata: Json = {}
+    returned_reward: float | None = None  # reward that the rollout itself returned; None: it returned none
+    error: str | None = None  # "kind: message"
+    limit: str | None = None  # turn_limit or context_length_exceeded, the limit for which the last call was refused
+    started_at: float = 0.0  # seconds since the epoch
+    duration_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for index, turn in enumerate(self.turns):
+            if turn.parent is not None and not 0 <= turn.parent < index:
+                raise ValueError(f"turn {index} goes on from turn {turn.parent}, which is none before it")
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether no model call was recorded."""
+        return not self.turns and not self.messages
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(turn.sampled_ids) for turn in self.turns)
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """One judge's score of one trajectory.
+
+    Example: Score(judge="ruler", model="openai/o3", score=0.8, explanation="one detour", votes=[0.75, 0.85])
+    """
+
+    judge: str
+    score: float
+    model: str | None = None
+    explanation: str | None = None
+    votes: list[float] = []  # each single vote, in the order of asking; empty: the score is the only vote
+    spread: float | None = None  # standard deviation of the votes; None below two votes
+    positions: list[int] = []  # position in each vote's prompt, the first is 0; empty: the judge shows no order
+    cost_usd: float | None = None  # this trajectory's share of the group's cost; None: unknown
+    prompt_tokens: float | None = None  # this trajectory's share of the tokens that the group's calls read
+    completion_tokens: float | None = None  # this trajectory's share of the tokens that they wrote
+    latency_s: float | None = None  # mean duration of the group's votes, without the time spent in a queue
+    settings: str | None = None  # digest of the judge's rubric and parameters; the same in a whole file
+
+
+class RewardNoise(msgspec.Struct, frozen=True, kw_only=True):
+    """What a judge knows of the errors in its rewards: the flip rates of verdicts 0 and 1, or the variance of a score.
+
+    Example: RewardNoise(false_positive=0.1, false_negative=0.2). `reliability.py` says what follows for a group.
+    """
+
+    false_positive: float | None = None  # P(says 1 | truth 0)
+    false_negative: float | None = None  # P(says 0 | truth 1)
+    variance: float | None = (
+        None  # squared error of a score, against that of many more votes; the same in a whole group
+    )
+    min_reliability: float = 0.0  # a group whose reliability is not above it is left out
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: numbers that no judge can have."""
+        rates = (self.false_positive, self.false_negative)
+        known = [rate for rate in rates if rate is not None]
+        if len(known) == 1 or not all(rate >= 0 for rate in known) or not sum(known) < 1:
+            raise ValueError("flip rates come in pairs, are at least 0, and their sum is below 1")
+        if (self.variance is None) == (not known) or not 0 <= (self.variance or 0.0) < math.inf:
+            raise ValueError("noise is a pair of flip rates, or a finite variance of at least 0")
+        if not 0 <= self.min_reliability <= 1:
+            raise ValueError("min_reliability is from 0 to 1")
+
+
+class AskedAgain(msgspec.Struct, frozen=True, kw_only=True):
+    """The further rounds of votes on a group whose first votes could not be told from noise.
+
+    Example: AskedAgain(rounds=1, tokens=412.5, cost_usd=0.0003). Tokens and cost are one trajectory's share of what
+    these rounds took; the scores' own numbers include them.
+    """
+
+    rounds: int  # rounds after the first, at least 1
+    tokens: float = 0.0  # prompt and completion tokens
+    cost_usd: float | None = None  # None: unknown
+
+
+class ScoredTrajectory(Trajectory, kw_only=True):
+    """A trajectory, unchanged, with its final `reward` and the scores behind it.
+
+    `reward` is None if the trajectory has an error; it is then counted and not trained on.
+    """
+
+    reward: float | None = None
+    scores: list[Score] = []
+    noise: RewardNoise | None = None  # None: the judge says nothing of its errors
+    again: AskedAgain | None = None  # None: its group was judged in one round
+    shadow: list[Score] = []  # scores of shadow judges, by their names; never trained on
+    # Digest of the judge behind the reward: model, rubric, function, weights. `art judge` writes it, and continues a
+    # file only under the same digest. None: a run or an older art wrote the line.
+    judge_settings: str | None = None
+
+
+# The values of the sampled tokens of one turn: one number for all of them; or one for each, None where the token has
+# none; or None, if no token of the turn has one.
+PerToken = float | list[float | None] | None
+
+LeftOut = Literal["failed", "no_tokens", "no_signal", "unreliable", "algorithm"]
+
+
+class LearnedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step of training computed of one of its trajectories, when it first trained on it.
+
+    Example: LearnedTrajectory(id="s0003-g0002-1", num_tokens=2, advantages=[0.71, None],
+                               logprobs=[[-0.12, -1.5], None], loss=-0.04, masked={"abandoned": 2})
+
+    Lists have one entry per turn, which says something of the turn's sampled tokens.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    id: str
+    # Number of the step's optimizer step that trained on it first. 0: its numbers are those of the policy before the
+    # step; above 0 (train.updates_per_step): those of the policy after that many updates.
+    update: int = 0
+    num_tokens: int = 0  # number of tokens with a weight in the loss, those of prompts included
+    advantages: list[PerToken] = []  # weights in the policy's component of the loss; None: the token is not in it
+    # the learner's logprobs in nats under softmax(logits / temperature); None: the token is not trained
+    logprobs: list[PerToken] = []
+    reference: list[PerToken] | None = None  # logprobs under the reference policy; None: loss.kl did not ask for them
+    importance: list[PerToken] | None = None  # weights that loss.off_policy gave; None: it is not set
+    loss: float = 0.0  # the sum that its tokens add to the loss of their optimizer step
+    # Number of sampled tokens that do not move the policy, by reason. off_policy: loss.off_policy left them out;
+    # clip_cov: loss.clip_cov set their advantage to 0; abandoned: the rollout never saw them; no_advantage: the
+    # algorithm gave them none.
+    masked: dict[str, int] = {}
+    # Why no token of it was trained. no_tokens: it sampled none; no_signal: its group's rewards are equal; unreliable:
+    # they cannot be told from its judge's errors; algorithm: the algorithm left it out. None: it was trained.
+    left_out: LeftOut | None = None
+
+
+class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
+    """What later choices of scenarios need of one scored group.
+
+    Example: GroupRewards(group_id="s0003-g0002", scenario="easy-17", pool="easy", rewards=[1.0, 0.0, 1.0, 1.0])
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    group_id: str
+    scenario: str  # id
+    pool: str  # the pool of the scenario; its id where `rollout.pool` names no key
+    rewards: list[float]  # rewards of the attempts that have one
+
+
+def score_trajectory(
+    trajectory: Trajectory,
+    reward: float | None,
+    scores: Sequence[Score] = (),
+    *,
+    settings: str | None = None,
+    noise: RewardNoise | None = None,
+    again: AskedAgain | None = None,
+) -> ScoredTrajectory:
+    """The trajectory as a ScoredTrajectory, all other fields unchanged."""
+    fields = {name: getattr(trajectory, name) for name in Trajectory.__struct_fields__}
+    return ScoredTrajectory(
+        **fields, reward=reward, scores=list(scores), judge_settings=settings, noise=noise, again=again
+    )
+
+
+def has_signal(rewards: Sequence[float]) -> bool:
+    """Whether the rewards of a group differ by more than 1e-8; an empty group has no signal."""
+    assert all(map(math.isfinite, rewards)), f"rewards must be finite: {list(rewards)}"
+    return len(rewards) > 0 and max(rewards) - min(rewards) > EQUAL_REWARDS
+
+
+def sequence(turns: Sequence[Turn], index: int) -> list[int]:
+    """All token ids of turn `index`: its whole prompt, then its sampled tokens."""
+    turn = turns[index]
+    kept = sequence(turns, turn.parent)[: turn.kept] if turn.parent is not None else []
+    return [*kept, *turn.prompt_ids, *turn.sampled_ids]
+
+
+def prompt(turns: Sequence[Turn], index: int) -> list[int]:
+    """The token ids of the prompt of turn `index`, as the engine got them."""
+    ids = sequence(turns, index)
+    return ids[: len(ids) - len(turns[index].sampled_ids)]

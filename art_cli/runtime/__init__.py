@@ -1,0 +1,1 @@
+"""Errors, log, terminal, threads, processes, signals, secrets, scratch directories. Imports no other room."""

@@ -1,0 +1,88 @@
+"""Resolves plug-in strings: `file.py:attr` beside the config, or `package.module:attr` from the environment.
+
+This is the one place where a string of a configuration becomes an object. A file is loaded once, as a module of its
+own name, and its directory is importable, so that a rollout can import its neighbours.
+"""
+
+import importlib
+import importlib.util
+import sys
+import threading
+import traceback
+from collections import defaultdict
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from art_cli.runtime.errors import UsageError, message_of
+
+_loading: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)  # per module: one thread runs its file
+
+
+def resolve(entry: str, *, base: Path) -> Any:
+    """The object that `entry` names; a path in it is relative to the directory `base`.
+
+    Raises UsageError: not of the form `module:attr`, no such file or module, an import that fails, no such attribute.
+    """
+    module_name, separator, attribute = entry.rpartition(":")
+    if not separator or not module_name or not attribute:
+        raise UsageError(f"{entry!r}: expected 'file.py:function' or 'package.module:function'")
+    module = _load_file(base / module_name, entry) if module_name.endswith(".py") else _import(module_name, entry, base)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        near = get_close_matches(attribute, [name for name in vars(module) if not name.startswith("_")], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"{entry}: {module_name} has no {attribute!r}{hint}") from None
+
+
+def _load_file(path: Path, entry: str) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise UsageError(f"{entry}: no such file: {path}")
+    name = f"art_plugin_{path.stem}_{abs(hash(str(path))):x}"
+    with _loading[name]:  # a second thread waits until the file has run to its end
+        return sys.modules.get(name) or _run_file(path, name, entry)
+
+
+def _run_file(path: Path, name: str, entry: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs, because dataclasses and pickling look their module up there
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise UsageError(f"{entry}: {_where(error, path)}: {type(error).__name__}: {message_of(error)}") from error
+    return module
+
+
+def _import(module_name: str, entry: str, base: Path) -> ModuleType:
+    if str(base) not in sys.path:
+        sys.path.insert(0, str(base))
+    try:
+        return importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        text = message_of(error)
+        raise UsageError(f"{entry}: cannot import {module_name}: {type(error).__name__}: {text}") from error
+
+
+def _where(error: BaseException, path: Path) -> str:
+    """`file:line` of the error: the innermost frame inside the user's file, or a syntax error in it."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    return f"{path}:{lines[-1]}" if lines else str(path)
+
+
+def place_of(error: BaseException, root: Path) -> str | None:
+    """`file:line` of the innermost frame in a user's file under `root`, relative to it; None: there is none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_relative_to(root) and "site-packages" not in path.parts:
+            return f"{path.relative_to(root)}:{frame.lineno}"
+    return None

@@ -1,0 +1,172 @@
+"""ChildProcess: one program, started, waited for and ended; the last lines of its log. It knows nothing of messages.
+
+The program runs under a supervisor (supervisor.py), so that it and all that descends from it end with this process,
+however this one ends. Both lead sessions of their own, so that a Ctrl-C in the terminal reaches this process alone,
+which decides when its children end.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from art_cli.runtime.processes import supervisor
+
+PID_DEADLINE_S = 30.0  # longest wait for the supervisor to start the program
+STOP_DEADLINE_S = supervisor.KILL_DEADLINE_S + 6.0  # longest wait for a program's end, beyond its grace period
+TAIL_WIDTH = 240  # characters of a log's line that a message shows
+TAIL_BYTES = 64 * 1024
+MAX_OUTPUT_BYTES = 2**20  # largest part that is read of a program's output, its end
+
+Stream = int | IO[bytes] | None
+
+
+class ChildProcess:
+    """Started once with `start`, stopped once with `stop`. Example: `child = await ChildProcess.start(["sleep", "9"])`
+
+    `supervisor_pid` is the process that everything of the program descends from.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket, grace_s: float) -> None:
+        self.supervisor_pid = process.pid
+        self.stdout = process.stdout  # a reader where `stdout` was PIPE
+        self._process, self._control, self._grace_s = process, control, grace_s
+
+    @classmethod
+    async def start(
+        cls,
+        command: Sequence[str],
+        *,
+        stdin: Stream = asyncio.subprocess.DEVNULL,
+        stdout: Stream = None,
+        stderr: Stream = None,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        keep: int = -1,
+        grace_s: float = 0.0,
+    ) -> "ChildProcess":
+        """The child; its supervisor runs, the program soon will. Raises OSError: no process can be started.
+
+        `keep` is one more descriptor for the program, which has its number in an argument. `grace_s` is the time that
+        the program has between SIGTERM and SIGKILL; 0 is SIGKILL at once. A program that does not exist ends with
+        status 127 and says so on standard error.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            starting = asyncio.ensure_future(
+                asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", supervisor.__file__),
+                    *(str(theirs.fileno()), str(keep), str(grace_s), *command),
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    cwd=cwd,
+                    env=environment,
+                    pass_fds=[theirs.fileno(), *([keep] if keep >= 0 else [])],
+                    start_new_session=True,
+                )
+            )
+            try:
+                return cls(await asyncio.shield(starting), ours, grace_s)
+            except asyncio.CancelledError:  # the process may be there by now, and must not be left behind
+                await cls(await starting, ours, grace_s).stop()
+                raise
+            except BaseException:
+                ours.close()
+                raise
+
+    async def program_pid(self) -> int:
+        """The process id of the program; 0 where it never started. To be asked once."""
+        self._control.setblocking(False)
+        try:
+            async with asyncio.timeout(PID_DEADLINE_S):
+                return int(await asyncio.get_running_loop().sock_recv(self._control, 32) or 0)
+        except (TimeoutError, ConnectionError):
+            return 0
+
+    async def wait(self) -> int:
+        """The program's exit status when it has ended; negative for the signal that ended it."""
+        return await self._process.wait()
+
+    def terminate(self) -> None:
+        """The program's end begins; this returns at once."""
+        with contextlib.suppress(OSError):  # it is over
+            self._control.shutdown(socket.SHUT_WR)
+
+    async def stop(self) -> None:
+        """The program and everything that descends from it are gone when this returns."""
+        self.terminate()
+        try:
+            async with asyncio.timeout(self._grace_s + STOP_DEADLINE_S):
+                await self._process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()  # the supervisor; on Linux the program dies with it
+        finally:
+            self._control.close()
+
+
+class Finished(NamedTuple):
+    """How a program ended. Example: Finished(0, b"1.0\\n", b"")"""
+
+    status: int  # negative for the signal that ended it
+    stdout: bytes  # the last MAX_OUTPUT_BYTES at most
+    stderr: bytes
+
+
+async def run_program(
+    command: Sequence[str],
+    given: bytes,
+    *,
+    timeout_s: float | None = None,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    on_start: Callable[[ChildProcess], None] = lambda child: None,
+) -> Finished:
+    """What the program did with `given` on standard input; nothing of it is left. Raises OSError, TimeoutError.
+
+    Files, not pipes, take its output, because a background process could keep a pipe open.
+    """
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        stdin.write(given)
+        stdin.seek(0)
+        child = await ChildProcess.start(
+            command, stdin=stdin, stdout=stdout, stderr=stderr, cwd=cwd, environment=environment
+        )
+        try:
+            on_start(child)
+            async with asyncio.timeout(timeout_s):
+                status = await child.wait()
+        finally:
+            await child.stop()
+        return Finished(status, *(_tail(file, MAX_OUTPUT_BYTES) for file in (stdout, stderr)))
+
+
+def _tail(file: IO[bytes], size: int, start: int = 0) -> bytes:
+    """The last `size` bytes of a file, none of them before byte `start`."""
+    file.seek(max(start, file.seek(0, os.SEEK_END) - size))
+    return file.read()
+
+
+def describe_end(status: int) -> str:
+    """How a process ended, from its exit status. Examples: 1 is "exit status 1", -9 is "killed by SIGKILL"."""
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    return f"exit status {status}"
+
+
+def last_lines(log: Path, *, count: int, start: int = 0, secrets: Sequence[str] = ()) -> str:
+    """The last `count` lines of a log from its byte `start` on, indented, with secrets as "***"; empty without any."""
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        text = _tail(file, TAIL_BYTES, start).decode(errors="replace")
+    for secret in filter(None, secrets):
+        text = text.replace(secret, "***")
+    return "\n".join(f"  {line[:TAIL_WIDTH]}" for line in text.splitlines()[-count:])

@@ -1,0 +1,239 @@
+"""Calls to another process: requests go one way; progress, results and errors by name come back.
+
+    to the process      Call, Cancel; the end of the stream: the process ends
+    from it             Heartbeat and Advance while it works on calls; Returned or Raised once for each call; Raised
+                        with FAREWELL as its id before it ends by itself
+
+A message is one line of JSON over a connected stream socket: a socket pair, a Unix socket or TCP. Between machines it
+is sealed (authenticated.py). process_server.py is the other end. What comes from there may have been written in one
+process with the user's code, or on another machine. So each line is checked whole before it is used; the caller checks
+each result.
+"""
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, NamedTuple, Protocol, Self, get_origin
+
+from art_cli.runtime import errors
+from art_cli.runtime.errors import ArtError, printable
+from art_cli.runtime.processes.plain_json import dump, load
+
+Json = dict[str, Any]
+
+MAX_LINE_BYTES = 2**30  # longest message
+FIRST_ID = 1  # rollouts/bootstrap.py answers the first call without reading it
+FAREWELL = 0  # id of what a process says before it ends by itself
+
+
+@dataclass(frozen=True)
+class Call:
+    """Example: Call(7, "play", {"scenario": {"id": "s"}})"""
+
+    id: int
+    method: str
+    params: Json
+
+
+@dataclass(frozen=True)
+class Cancel:
+    id: int
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The process runs and works on a call."""
+
+
+@dataclass(frozen=True)
+class Advance:
+    """How far a call has come. Example: Advance(7, 3, 8) is 3 of 8."""
+
+    id: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Returned:
+    id: int
+    value: object  # plain JSON data
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An error of errors.py. Example: Raised(7, "LearnerError", "the loss is not finite")"""
+
+    id: int
+    kind: str
+    message: str
+
+
+Message = Call | Cancel | Heartbeat | Advance | Returned | Raised
+TO_PROCESS = (Call, Cancel)
+FROM_PROCESS = (Heartbeat, Advance, Returned, Raised)
+
+
+class ConnectionEnded(Exception):
+    """The other end closed the connection; `fault` is what it said last, or what it sent that is no message."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(fault)
+        self.fault = fault
+
+
+class MessageReader(Protocol):
+    """What messages are read from: an asyncio.StreamReader or a SealedReader."""
+
+    async def readline(self) -> bytes: ...
+
+
+class MessageWriter(Protocol):
+    """What messages are written to: an asyncio.StreamWriter or a SealedWriter."""
+
+    def write(self, data: bytes, /) -> None: ...
+
+    def write_eof(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    async def drain(self) -> None: ...
+
+
+class CallingEnd:
+    """This end of a connection to a process that answers calls. It reads until the other end is gone."""
+
+    def __init__(self, reader: MessageReader, writer: MessageWriter) -> None:
+        self.fault = ""  # why the last line that came is no message, or what the other end said before it ended
+        self.farewell: ArtError | None = None  # error that the other end sent before it ended by itself
+        self.heard: Callable[[Message], None] = lambda message: None  # called with each message that comes
+        self._writer = writer
+        self._ids = itertools.count(FIRST_ID)
+        self._pending: dict[int, _Pending] = {}
+        self._reading = asyncio.create_task(self._read(reader))
+
+    @classmethod
+    async def open(cls, connection: socket.socket) -> Self:
+        return cls(*await asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES))
+
+    @property
+    def has_ended(self) -> bool:
+        return self._reading.done()
+
+    async def call(self, method: str, params: Json, *, progress: Callable[[int, int], None] | None = None) -> Any:
+        """What the method returns over there, unchecked. A caller that is cancelled cancels the call.
+
+        Raises the ArtError that the method raised; ConnectionEnded: no answer will come.
+        """
+        if self.has_ended:
+            raise ConnectionEnded(self.fault)
+        id = next(self._ids)
+        self._writer.write(encode(Call(id, method, params)))
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._pending[id] = _Pending(future, progress)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if not self.has_ended:
+                self._writer.write(encode(Cancel(id)))
+            raise
+        finally:
+            del self._pending[id]
+
+    def hang_up(self) -> None:
+        """The other end sees the end of the stream and ends its process."""
+        if not self.has_ended:
+            self._writer.write_eof()
+
+    async def close(self) -> None:
+        """The connection is closed; every call that waits has failed."""
+        self._writer.close()
+        await asyncio.wait({self._reading})
+
+    async def _read(self, reader: MessageReader) -> None:
+        """Returns when no more messages come; then every call that waits has failed."""
+        try:
+            while (line := await reader.readline()).endswith(b"\n"):
+                self._take(decode(line, FROM_PROCESS))
+        except ConnectionError:
+            pass
+        except ValueError as error:
+            self.fault = f"what it sent is no message of ours: {printable(error, limit=200)}"
+        finally:
+            self._writer.close()
+            for pending in self._pending.values():
+                _resolve(pending.future, error=ConnectionEnded(self.fault))
+
+    def _take(self, message: Any) -> None:
+        self.heard(message)
+        pending = None if isinstance(message, Heartbeat) else self._pending.get(message.id)
+        match message:
+            case Advance() if pending is not None and pending.progress is not None:
+                pending.progress(message.done, message.total)
+            case Returned() if pending is not None:
+                _resolve(pending.future, result=message.value)
+            case Raised() if message.id == FAREWELL:
+                self.farewell = error_named(message.kind, message.message)
+                self.fault = message.message
+            case Raised() if pending is not None:
+                _resolve(pending.future, error=error_named(message.kind, message.message))
+
+
+class _Pending(NamedTuple):
+    future: "asyncio.Future[Any]"
+    progress: Callable[[int, int], None] | None
+
+
+def _resolve(future: "asyncio.Future[Any]", *, result: object = None, error: Exception | None = None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def error_named(kind: str, message: str) -> ArtError:
+    """The error of errors.py with that name, or its nearest base class that is made of a message alone."""
+    named = getattr(errors, kind, None)
+    if not isinstance(named, type) or not issubclass(named, ArtError):
+        return ArtError(f"{kind}: {message}")
+    plain: type[ArtError] = next(base for base in named.__mro__ if "__init__" not in vars(base))
+    return plain(message)
+
+
+def encode(message: Message) -> bytes:
+    """The message's line. Raises TypeError or ValueError: it holds a value that JSON has no form for."""
+    return dump({"type": type(message).__name__, **vars(message)}) + b"\n"
+
+
+def decode(line: bytes, kinds: tuple[type, ...]) -> Any:
+    """The message of a line, one of these kinds. Raises ValueError: it is none, or has a wrong field."""
+    given = load(line)
+    if not isinstance(given, dict):
+        raise ValueError(f"a message is a JSON object, not {type(given).__name__}")
+    name = given.pop("type", None)
+    kind = next((kind for kind in kinds if kind.__name__ == name), None)
+    if kind is None:
+        raise ValueError(f"no such message: {name!r:.40}")
+    return checked(kind, given)
+
+
+def checked(kind: type, given: object) -> Any:
+    """The dataclass `kind` made of an object of JSON. Raises ValueError: other fields, or a field of another type."""
+    wanted = _types(kind)
+    if not isinstance(given, dict) or given.keys() != wanted.keys():
+        raise ValueError(f"{kind.__name__}: its fields are {', '.join(wanted)}")
+    for field, expected in wanted.items():
+        if not isinstance(given[field], expected):
+            raise ValueError(f"{kind.__name__}.{field}: {type(given[field]).__name__}")
+    return kind(**given)
+
+
+@cache
+def _types(kind: type) -> dict[str, Any]:
+    """The type that each field's value is an instance of."""
+    return {each.name: dict if get_origin(each.type) is dict else each.type for each in fields(kind)}

@@ -1,0 +1,160 @@
+"""Answers calls with an object's methods: the end of process_calls.py that is in the child process.
+
+Standard library only, here and in all that is imported, because the process may be a Python without our dependencies.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NoReturn
+
+from art_cli.runtime import threads
+from art_cli.runtime.errors import ArtError
+from art_cli.runtime.processes.process_calls import (
+    FAREWELL,
+    MAX_LINE_BYTES,
+    TO_PROCESS,
+    Advance,
+    Call,
+    Heartbeat,
+    Json,
+    Message,
+    MessageReader,
+    MessageWriter,
+    Raised,
+    Returned,
+    decode,
+    encode,
+)
+
+FAREWELL_DEADLINE_S = 2.0  # longest wait until the last message is with the system
+
+
+async def serve(connection: socket.socket, target: object, *, heartbeat_s: float | None = None) -> None:
+    """Answers calls with the public methods of `target` until the other end is gone.
+
+    Coroutine methods run in this event loop, many at once. Plain ones run one after the other in one thread. A method
+    with a parameter `progress` gets a function of (done, total). An ArtError is the answer to its call. Any other
+    exception is a defect, and is raised here. While a call is worked on, a heartbeat is sent every `heartbeat_s`.
+    """
+    reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
+    await answer(reader, writer, target, heartbeat_s=heartbeat_s)
+
+
+async def answer(
+    reader: MessageReader,
+    writer: MessageWriter,
+    target: object,
+    *,
+    heartbeat_s: float | None = None,
+    watch: Callable[[], Coroutine[Any, Any, None]] | None = None,
+) -> None:
+    """The same over a connection that is open. `watch` runs beside the calls and raises an ArtError to end them.
+
+    The other end is told that error before the connection closes.
+    """
+    await _AnsweringEnd(writer, target).answer(reader, heartbeat_s, watch)
+
+
+def run_and_exit(
+    main: Coroutine[Any, Any, None], *, status_of: Callable[[BaseException], int] = lambda error: 1
+) -> NoReturn:
+    """Runs `main`, then ends the process, whatever its other threads still do.
+
+    `status_of` gives the exit status after an exception.
+    """
+    status = 0
+    try:
+        threads.run(main)
+    except BaseException as error:
+        traceback.print_exc()
+        status = status_of(error)
+    sys.stdout.flush()
+    os._exit(status)
+
+
+class _AnsweringEnd:
+    def __init__(self, writer: MessageWriter, target: object) -> None:
+        self._writer, self._target = writer, target
+        self._loop = asyncio.get_running_loop()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="calls")
+        self._defect: asyncio.Future[None] = self._loop.create_future()
+
+    async def answer(
+        self,
+        reader: MessageReader,
+        heartbeat_s: float | None,
+        watch: Callable[[], Coroutine[Any, Any, None]] | None,
+    ) -> None:
+        """Returns when the other end is gone. Raises the defect of a method, or what `watch` raises."""
+        around = [asyncio.create_task(self._read(reader))]
+        if heartbeat_s is not None:
+            around.append(asyncio.create_task(self._beat(heartbeat_s)))
+        if watch is not None:
+            around.append(asyncio.create_task(watch()))
+        try:
+            done, _ = await asyncio.wait({self._defect, *around}, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()
+        except ArtError as error:
+            self._send(Raised(FAREWELL, type(error).__name__, str(error)))
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                await asyncio.wait_for(self._writer.drain(), FAREWELL_DEADLINE_S)
+            raise
+        finally:
+            for task in (*around, *self._tasks.values()):
+                task.cancel()
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _read(self, reader: MessageReader) -> None:
+        while line := await reader.readline():
+            message = decode(line, TO_PROCESS)
+            if isinstance(message, Call):
+                task = self._tasks[message.id] = asyncio.create_task(self._answer(message))
+                task.add_done_callback(partial(self._forget, message.id))
+            elif (running := self._tasks.get(message.id)) is not None:
+                running.cancel()
+
+    async def _beat(self, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            if self._tasks:
+                self._send(Heartbeat())
+
+    async def _answer(self, call: Call) -> None:
+        if call.method.startswith("_"):
+            raise ValueError(f"no public method: {call.method:.40}")
+        method = getattr(self._target, call.method)
+        given: Json = dict(call.params)
+        if "progress" in inspect.signature(method).parameters:
+            given["progress"] = self._progress(call.id)
+        try:
+            if inspect.iscoroutinefunction(method):
+                value = await method(**given)
+            else:
+                value = await self._loop.run_in_executor(self._thread, partial(method, **given))
+            self._send(Returned(call.id, value))
+        except ArtError as error:
+            self._send(Raised(call.id, type(error).__name__, str(error)))
+
+    def _progress(self, id: int) -> Callable[[int, int], None]:
+        def send(done: int, total: int) -> None:
+            self._loop.call_soon_threadsafe(self._send, Advance(id, done, total))
+
+        return send
+
+    def _send(self, message: Message) -> None:
+        self._writer.write(encode(message))
+
+    def _forget(self, id: int, task: "asyncio.Task[None]") -> None:
+        self._tasks.pop(id, None)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._defect.done():
+            self._defect.set_exception(error)

@@ -1,0 +1,266 @@
+"""Conversations: which one a call belongs to, and when one is over.
+
+A call belongs, among the open conversations of its client, to
+
+    the one whose name it sends                                    X-Art-Conversation, or the name behind its key
+    else the one whose call failed or was left, and is sent again  an SDK's retry
+    else the one with which it shares most, one reply or more      it goes on from there, or branches off
+    else a new one
+
+What is shared is told by a digest of the messages up to each reply that was sampled here. System messages are left
+out, because clients put the time into them. Two attempts at one task begin alike and share no reply, so they are two
+conversations; should their replies be the same too, the one that nothing has followed yet is taken.
+
+A conversation is over when it has been idle for long enough, is too large, or makes room for others. It is then only
+forgotten: the journal has all of it.
+"""
+
+import contextlib
+import hashlib
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from art_cli.chat.requests import Json, Request, Sampling
+from art_cli.chat.tool_arguments import input_of
+from art_cli.config.schema import GatewayConfig
+from art_cli.rollouts.recorder import Recorded, identity_of
+from art_cli.rollouts.retries import Attempted, Retries
+from art_cli.rollouts.rollout_gateway import Gateway, RecordingBackend
+from art_cli.serving.gateway.entries import JournalEntry
+from art_cli.serving.gateway.journal import Journal, Outline
+from art_cli.serving.gateway.journaled_recorder import About, JournaledRecorder
+from art_cli.serving.gateway.redaction import Redactor
+from art_cli.serving.gateway.trajectories import scenario_of
+
+log = logging.getLogger(__name__)
+
+MAX_CALLS = 1000  # calls of one conversation, because each is compared with those before it
+MAX_BYTES = 128 * 2**20  # memory of one conversation; its trajectory is one line, of which 256 MB are read
+MB = 1e6
+LEFT_OUT = ("system", "developer")
+
+
+class Conversation:
+    """One open conversation."""
+
+    def __init__(self, recorder: JournaledRecorder, backend: RecordingBackend, now: float) -> None:
+        self.recorder, self.backend = recorder, backend
+        self.about = recorder.about
+        self.last_at = now  # time by the clock of Conversations
+        self.num_in_flight = 0
+        self.is_attached = True  # False: no further call joins it, because it is over or too large
+        self.num_counted = 0  # bytes of it in the sum over all
+        self.keys: set[bytes] = set()  # its entries in the index
+        self.ends: set[bytes] = set()  # those of them that nothing has followed yet
+
+
+class Conversations:
+    """The open conversations of all clients, the longest idle first."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        journal: Journal,
+        redactor: Redactor,
+        config: GatewayConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._gateway, self._journal, self._redactor = gateway, journal, redactor
+        self._config, self._clock = config, clock
+        self.open: OrderedDict[str, Conversation] = OrderedDict()  # id -> conversation
+        self.num_bytes = 0
+        self._named: dict[tuple[str, str], Conversation] = {}
+        self._index: dict[bytes, list[Conversation]] = {}  # digest of messages up to a reply -> those that have it
+        self._retries: dict[str, Retries] = {}  # client -> its latest calls
+        self._attempted: WeakKeyDictionary[Attempted, str] = WeakKeyDictionary()  # -> id of the conversation
+        self._is_text_only_told = False
+
+    @contextlib.contextmanager
+    def calling(self, client: str, request: Request, redacted: list[Json] | None) -> Iterator[Conversation]:
+        """The conversation of a call while it lasts. `redacted`: the call's messages, redacted."""
+        plain = request.prompt if isinstance(request.prompt, str) else None
+        shown = msgspec.structs.replace(
+            request, messages=redacted, prompt=None if plain is None else self._redactor.text(plain)
+        )
+        retries = self._retries.setdefault(client, Retries())
+        replaced = retries.replaced(request)
+        conversation = self._find(client, shown, replaced) or self._begin(client, shown)
+        attempted = retries.add(request)
+        self._attempted[attempted] = conversation.about.id
+        conversation.num_in_flight += 1
+        self.open.move_to_end(conversation.about.id)
+        try:
+            yield conversation
+            attempted.state = "answered"
+        finally:
+            attempted.end()
+            conversation.num_in_flight -= 1
+            self._touch(conversation)
+
+    def restore(self, outline: Outline) -> None:
+        """Opens the conversations of a journal again that are not over yet."""
+        by_age = sorted(outline.lines, key=outline.last_at)
+        young = [name for name in by_age if time.time() - outline.last_at(name) < self._config.idle_s]
+        for name in young[-self._config.max_open :]:
+            if entries := outline.read(name):
+                self._restore(entries)
+                self._make_room()
+        log.info("%d conversations go on from before", len(self.open))
+
+    def end_idle(self) -> None:
+        """Forgets what has been idle for too long."""
+        now = self._clock()
+        for conversation in list(self.open.values()):
+            if now - conversation.last_at >= self._config.idle_s and not conversation.num_in_flight:
+                self._end(conversation)
+
+    # --- which one ----------------------------------------------------------------------------------------------------
+
+    def _find(self, client: str, request: Request, replaced: Attempted | None) -> Conversation | None:
+        if request.conversation is not None:
+            return self._named.get((client, self._redactor.text(request.conversation)))
+        is_lost = replaced is not None and replaced.state == "lost"  # an answered one may be another attempt's
+        before = self.open.get(self._attempted.get(replaced, "")) if replaced is not None and is_lost else None
+        if before is not None and before.is_attached:
+            return before
+        if request.messages is None:
+            return self._find_text(client, request.prompt)
+        prefixes = _prefixes(client, request.messages)
+        for place in reversed(range(len(prefixes))):
+            if found := self._index.get(prefixes[place]):
+                at_end = [conversation for conversation in found if prefixes[place] in conversation.ends]
+                chosen = (at_end or found)[-1]
+                chosen.ends.discard(prefixes[place])
+                return chosen
+        return None
+
+    def _find_text(self, client: str, prompt: str | list[int] | None) -> Conversation | None:
+        """The conversation whose text a plain prompt goes on from. Token ids have no text, so they begin a new one."""
+        if not isinstance(prompt, str):
+            return None
+        for conversation in reversed(self.open.values()):
+            is_its = conversation.about.client == client and conversation.is_attached
+            if is_its and conversation.recorder.is_continued_by(prompt):
+                return conversation
+        return None
+
+    def _begin(self, client: str, request: Request) -> Conversation:
+        name = None if request.conversation is None else self._redactor.text(request.conversation)
+        told = None if request.scenario is None else self._redactor.text(request.scenario)
+        scenario = scenario_of(msgspec.structs.replace(request, scenario=told))
+        return self._open(About(uuid.uuid4().hex, client, name, scenario))
+
+    def _open(self, about: About) -> Conversation:
+        recorder = JournaledRecorder(about, self._redactor, self._journal.append)
+        backend = RecordingBackend(self._gateway, about.id, Sampling(), recorder)
+        conversation = Conversation(recorder, backend, self._clock())
+        recorder.on_call = partial(self._note, conversation)
+        self.open[about.id] = conversation
+        if about.name is not None:
+            self._named[about.client, about.name] = conversation
+        return conversation
+
+    def _restore(self, entries: Sequence[JournalEntry]) -> None:
+        first, last = entries[0], entries[-1]
+        conversation = self._open(About(first.conversation, first.client, first.name, first.scenario))
+        conversation.recorder.replay(entries, conversation.backend.remember)
+        conversation.last_at = self._clock() - max(0.0, time.time() - last.at)
+        self._count(conversation)
+
+    def _note(self, conversation: Conversation, request: Request, recorded: Recorded) -> None:
+        """Adds the replies of a recorded call to the index."""
+        if request.messages is None or not conversation.is_attached:
+            return
+        for each in recorded.conversations:
+            key = _prefixes(conversation.about.client, each.messages)[-1]
+            conversation.ends.add(key)
+            if key not in conversation.keys:
+                conversation.keys.add(key)
+                self._index.setdefault(key, []).append(conversation)
+
+    # --- until when ---------------------------------------------------------------------------------------------------
+
+    def _touch(self, conversation: Conversation) -> None:
+        """Notes that a call has ended, and makes room."""
+        recorder = conversation.recorder
+        conversation.last_at = self._clock()
+        if recorder.has_foreign_replies and not self._is_text_only_told:
+            self._is_text_only_told = True
+            log.warning(
+                "the endpoint reports no token ids: its calls are text only, for art judge and not for art step"
+            )
+        self.open.move_to_end(conversation.about.id)
+        self._count(conversation)
+        is_empty = recorder.num_entries == 0
+        if recorder.num_entries >= MAX_CALLS or recorder.num_bytes >= MAX_BYTES:
+            self._detach(conversation)
+        if not conversation.num_in_flight and (is_empty or not conversation.is_attached):
+            self._end(conversation)
+        self._make_room()
+
+    def _count(self, conversation: Conversation) -> None:
+        self.num_bytes += conversation.recorder.num_bytes - conversation.num_counted
+        conversation.num_counted = conversation.recorder.num_bytes
+
+    def _make_room(self) -> None:
+        if not self._is_crowded():
+            return
+        for conversation in [each for each in self.open.values() if not each.num_in_flight]:
+            self._end(conversation)
+            if not self._is_crowded():
+                return
+
+    def _is_crowded(self) -> bool:
+        return len(self.open) > self._config.max_open or self.num_bytes > self._config.max_open_mb * MB
+
+    def _end(self, conversation: Conversation) -> None:
+        """Forgets a conversation of which no call is in flight."""
+        self._detach(conversation)
+        del self.open[conversation.about.id]
+        self.num_bytes -= conversation.num_counted
+
+    def _detach(self, conversation: Conversation) -> None:
+        """Lets no further call join the conversation."""
+        conversation.is_attached, about = False, conversation.about
+        if about.name is not None and self._named.get((about.client, about.name)) is conversation:
+            del self._named[about.client, about.name]
+        for key in conversation.keys:
+            others = [each for each in self._index[key] if each is not conversation]
+            if others:
+                self._index[key] = others
+            else:
+                del self._index[key]
+        conversation.keys.clear()
+
+
+def _prefixes(client: str, messages: Sequence[Json]) -> list[bytes]:
+    """A digest of the client and the messages up to each one, system messages left out of it."""
+    digest = hashlib.blake2b(client.encode(), digest_size=16).digest()
+    found = []
+    for message in messages:
+        if message.get("role") not in LEFT_OUT:
+            role, text, answers, calls = identity_of(message)
+            told = [role, str(text).strip(), answers, [_call(*call) for call in calls]]  # type: ignore[attr-defined]
+            digest = hashlib.blake2b(digest + msgspec.json.encode(told), digest_size=16).digest()
+        found.append(digest)
+    return found
+
+
+def _call(name: str, arguments: str | None) -> list[object]:
+    """A tool call in a form that is the same however its arguments are written: spaces, order of keys, 1 for 1.0."""
+    return [name, msgspec.json.encode(_whole(input_of(arguments or "")), order="deterministic").decode()]
+
+
+def _whole(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _whole(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,0 +1,166 @@
+"""JournaledRecorder: a Recorder that writes each call to the journal, redacted, before it takes the call itself."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.replies import Choice, Reply
+from art_cli.chat.requests import Json, Request
+from art_cli.rollouts.recorder import Recorded, Recorder
+from art_cli.serving.gateway.entries import CapturedCall, JournalEntry, call_of, reply_of, request_of
+from art_cli.serving.gateway.redaction import Redactor
+
+log = logging.getLogger(__name__)
+
+# Writes one line and returns its length. Raises ChatError 503: it cannot be written.
+Write = Callable[[JournalEntry], int]
+OBJECTS_PER_BYTE = 3  # bytes of memory that a byte of JSON takes as Python's objects, about
+
+
+class About(NamedTuple):
+    """What a conversation is. Example: About("4f0c...", client="key 2", name=None, scenario="9a31...")"""
+
+    id: str
+    client: str
+    name: str | None
+    scenario: str
+
+
+class JournaledRecorder(Recorder):
+    """Records redacted calls. A call that cannot be written is not recorded, and its client gets an error instead."""
+
+    def __init__(self, about: About, redactor: Redactor, write: Write) -> None:
+        super().__init__()
+        self.about = about
+        self.num_bytes = 0  # estimate of the memory that it takes
+        self.num_text_only = 0  # calls that are recorded without token ids
+        self.has_foreign_replies = False  # the endpoint reported none
+        self.on_call: Callable[[Request, Recorded], None] | None = None  # told of each call that is taken, redacted
+        self._redactor = redactor
+        self._write = write
+        self._entries: list[Recorded | None] = []  # the turns of each entry of the journal
+        self._is_leaving = False
+
+    @property
+    def num_entries(self) -> int:
+        return len(self._entries)
+
+    def is_continued_by(self, prompt: str) -> bool:
+        """Whether a plain prompt goes on from the text of a plain completion."""
+        return any(each.text and prompt.startswith(each.text) for each in self._conversations)
+
+    # --- what RecordingBackend calls ----------------------------------------------------------------------------------
+
+    def record(self, request: Request, reply: Reply) -> Recorded:
+        """Raises ChatError 503: the call cannot be written."""
+        self.has_foreign_replies |= not reply.prompt_ids
+        request, reply = self._redacted(request, reply)
+        call = call_of(
+            request, reply, last=self._last(), sequence=self._sequence(), seen=self.tools, is_left=self._is_leaving
+        )
+        num_bytes = self._append(call=call)
+        return self._take(request, reply, num_bytes)
+
+    def leave(self, request: Request, reply: Reply | None) -> Recorded | None:
+        """As a Recorder does, but a call that cannot be written is only logged, because its client is gone."""
+        self._is_leaving = True
+        try:
+            return super().leave(request, reply)
+        except ChatError as error:
+            log.warning("a call whose client left is not recorded: %s", error.message)
+            return None
+        finally:
+            self._is_leaving = False
+
+    def abandon(self, recorded: Recorded) -> None:
+        number = next((number for number, each in enumerate(self._entries) if each is recorded), None)
+        if number is not None:
+            self._append(abandons=number)
+            self._entries.append(None)
+        super().abandon(recorded)
+
+    # --- the journal --------------------------------------------------------------------------------------------------
+
+    def replay(
+        self, entries: Iterable[JournalEntry], on_call: Callable[[Request, Recorded], None] | None = None
+    ) -> None:
+        """Takes what the journal holds of this conversation, in the order of its numbers. Nothing is written."""
+        for entry in entries:
+            if entry.abandons is not None:
+                if (recorded := self._entries[entry.abandons]) is not None:
+                    super().abandon(recorded)
+                self._entries.append(None)
+            elif entry.call is not None:
+                self._replay_call(entry.call, on_call)
+
+    def _replay_call(self, call: CapturedCall, on_call: Callable[[Request, Recorded], None] | None) -> None:
+        request, reply = request_of(call, last=self._last()), reply_of(call, sequence=self._sequence())
+        self.num_cancelled += call.is_left
+        recorded = self._take(request, reply, len(msgspec.json.encode(call)))
+        if on_call is not None:
+            on_call(request, recorded)
+
+    def _append(self, *, call: CapturedCall | None = None, abandons: int | None = None) -> int:
+        id, client, name, scenario = self.about
+        return self._write(
+            JournalEntry(
+                conversation=id,
+                number=len(self._entries),
+                at=time.time(),
+                client=client,
+                name=name,
+                scenario=scenario,
+                call=call,
+                abandons=abandons,
+            )
+        )
+
+    def _take(self, request: Request, reply: Reply, num_bytes: int) -> Recorded:
+        num_conversations = len(self._conversations)
+        recorded = super().record(request, reply)
+        self._entries.append(recorded)
+        self.num_text_only += not recorded.turns
+        self.num_bytes += OBJECTS_PER_BYTE * num_bytes + sum(len(self._sequences[turn]) for turn in recorded.turns)
+        if num_conversations and len(self._conversations) > num_conversations:  # a branch, which is written whole
+            self.num_bytes += len(msgspec.json.encode(recorded.conversations[0].messages))
+        if self.on_call is not None:
+            self.on_call(request, recorded)
+        return recorded
+
+    def _last(self) -> list[Json]:
+        return self._conversations[-1].messages if self._conversations else []
+
+    def _sequence(self) -> bytes:
+        return self._sequences[-1] if self._sequences else b""
+
+    # --- redaction ----------------------------------------------------------------------------------------------------
+
+    def _redacted(self, request: Request, reply: Reply) -> tuple[Request, Reply]:
+        """Both without what must not be written. If anything is replaced, the reply has no token ids and logprobs."""
+        redact, prompt = self._redactor, request.prompt
+        messages = None if request.messages is None else redact.messages(request.messages)
+        tools, overridden = redact.messages(request.tools), redact.value(request.overridden)
+        is_readable = not isinstance(prompt, list) or not redact.has_rules  # rules cannot read token ids
+        shown = redact.text(prompt) if isinstance(prompt, str) else prompt if is_readable else []
+        state = None if request.state is None else redact.text(request.state)
+        choices = [self._redacted_choice(choice) for choice in reply.choices]
+        pairs: list[tuple[object, object]] = [(messages, request.messages), (tools, request.tools), (shown, prompt)]
+        pairs += zip(choices, reply.choices, strict=True)
+        request = msgspec.structs.replace(
+            request, messages=messages, tools=tools, prompt=shown, overridden=overridden, state=state
+        )
+        if all(one is other for one, other in pairs):
+            return request, reply
+        choices = [msgspec.structs.replace(c, token_ids=[], logprobs=[], raw_logprobs=None) for c in choices]
+        return request, msgspec.structs.replace(reply, choices=choices, prompt_ids=[], usage=reply.num_tokens)
+
+    def _redacted_choice(self, choice: Choice) -> Choice:
+        message = None if choice.message is None else self._redactor.value(choice.message)
+        text = self._redactor.text(choice.text)
+        if message is choice.message and text is choice.text:
+            return choice
+        return msgspec.structs.replace(choice, message=message, text=text)

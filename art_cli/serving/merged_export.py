@@ -1,0 +1,120 @@
+"""Merged weights: a policy as a whole model, and the proof that the model is the policy.
+
+The base is loaded in float32, the adapter is merged into it, and the sum is rounded once to the output dtype. Then the
+written model is read back. It and base plus adapter in that dtype both score the policy's saved prompts, token by
+token. If their logprobs differ by more than a bound, the export is deleted. An adapter trained on a 4-bit base is
+merged into the unquantized base.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from art_cli.chat.requests import Sampling
+from art_cli.models import loading as model
+from art_cli.models.loading import Weights
+from art_cli.runs.durable import new_directory
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import Trajectory, sequence
+from art_cli.runtime.errors import DriftError, RunError, UsageError
+from art_cli.serving.card import model_card
+from art_cli.serving.served_model import Source, base_config
+
+# Largest difference of a token's logprob, by dtype: in nats, and relative for logprobs below -1, because rounding grows
+# with them. In float32 only the order of sums differs. In bfloat16 weights have 8 significant bits, and merging rounds
+# the sum, where base and adapter were rounded apart.
+BOUNDS: dict[str, float] = {"float32": 1e-4, "bfloat16": 5e-1}
+MAX_PROMPTS = 32
+MAX_TOKENS = 1024  # tokens of a prompt that are scored
+
+
+class Exported(NamedTuple):
+    """Where the export is, and how close its logprobs are to the policy's."""
+
+    path: Path
+    num_prompts: int
+    num_tokens: int  # tokens whose logprobs were compared
+    max_gap: float  # nats
+    mean_gap: float  # nats
+    max_share: float  # largest gap as a share of max(1 nat, |logprob|), which the bound limits
+    quantize: str | None = None  # quantization of the base in training; the export has the unquantized base
+
+
+def export(
+    source: Source, output: Path, *, dtype: str, bound: float | None, probe: Callable[[int], list[int]]
+) -> Exported:
+    """Writes `output`. `probe(vocabulary)` makes a prompt if the run saved none.
+
+    Raises UsageError: no such dtype; RunError: `output` exists; DriftError: the merged weights are not the policy.
+    """
+    if dtype not in BOUNDS:
+        raise UsageError(f"--dtype {dtype}: one of {', '.join(BOUNDS)}")
+    if output.exists():
+        raise RunError(f"{output}: there is something already; choose another name")
+    policy = _load(source, "float32")
+    prompts = saved_prompts(source.run) or [probe(policy.model.config.vocab_size)]
+    wanted = [model.token_logprobs(policy if dtype == "float32" else _load(source, dtype), ids) for ids in prompts]
+    with new_directory(output, is_private=False) as directory:
+        model.save_merged(model.merge(policy), directory, dtype)
+        written = Source(source.name, str(directory), None, 0, dtype, source.max_length, Sampling())
+        merged = _load(written, dtype)
+        exported = compare(output, wanted, [model.token_logprobs(merged, ids) for ids in prompts])
+        exported = exported._replace(quantize=source.quantize)
+        check(exported, BOUNDS[dtype] if bound is None else bound)
+        (directory / "README.md").write_text(_card(source, exported, dtype))
+    return exported
+
+
+def saved_prompts(run: RunDir | None) -> list[list[int]]:
+    """The last turns of the run's newest trajectories, prompt and sampled tokens; empty if there are none."""
+    if run is None:
+        return []
+    for path in sorted(run.root.glob("step_*/trajectories.jsonl"), reverse=True):
+        played = (trajectory.turns for trajectory in run.lines(path, Trajectory) if trajectory.turns)
+        sequences = (sequence(turns, len(turns) - 1)[:MAX_TOKENS] for turns in played)
+        if found := list(islice((ids for ids in sequences if len(ids) > 1), MAX_PROMPTS)):
+            return found
+    return []
+
+
+def compare(output: Path, wanted: Sequence[list[float]], found: Sequence[list[float]]) -> Exported:
+    """The result of comparing two lists of logprobs of the same tokens."""
+    pairs = [pair for ours, theirs in zip(wanted, found, strict=True) for pair in zip(ours, theirs, strict=True)]
+    gaps = [abs(a - b) for a, b in pairs]
+    max_share = max(gap / max(1.0, abs(a)) for gap, (a, _) in zip(gaps, pairs, strict=True))
+    return Exported(output, len(wanted), len(gaps), max(gaps), sum(gaps) / len(gaps), max_share)
+
+
+def check(exported: Exported, bound: float) -> None:
+    """Raises DriftError: the logprobs differ by more than `bound`, measured as in BOUNDS."""
+    if not (exported.max_share <= bound and math.isfinite(exported.mean_gap)):  # a maximum can hide a NaN
+        raise DriftError(
+            f"{exported.path}: not written: the merged weights are not the policy: over {exported.num_tokens} tokens, "
+            f"logprobs differ by up to {exported.max_gap:.2e} nats, {exported.max_share:.2e} of max(1, |logprob|); "
+            f"bound {bound:.0e} (--max-gap)"
+        )
+
+
+def _load(source: Source, dtype: str) -> Weights:
+    config = base_config(source).model_copy(update={"dtype": dtype, "quantize": None})
+    base = model.load_weights(config, source.base, named=source.named)
+    return base if source.adapter is None else model.on_base(base, source.adapter)
+
+
+def _card(source: Source, exported: Exported, dtype: str) -> str:
+    evaluation = {}
+    if source.run is not None and source.manifest is not None:
+        lines = [line for line in source.run.metrics() if line.split == "eval" and line.step == source.step]
+        means = lines[-1].metrics if lines else {}
+        evaluation = {name: value for name, value in means.items() if not name.startswith("num_")}
+    checks = {
+        "dtype": dtype,
+        "base in training": source.quantize or "as it is",
+        "prompts replayed": exported.num_prompts,
+        "tokens compared": exported.num_tokens,
+        "largest logprob difference, nats": exported.max_gap,
+        "mean logprob difference, nats": exported.mean_gap,
+    }
+    return model_card(source, evaluation=evaluation, checks=checks)

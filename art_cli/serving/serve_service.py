@@ -1,0 +1,160 @@
+"""Service: policies on a port, from the first load to the last request.
+
+    listen -> load -> ready -> ... -> stopping: 503 for new requests, those in flight end or run out of time -> closed
+
+It listens before it loads, so that /health answers at once and /ready tells when requests are admitted. An engine that
+fails ends it. SIGTERM and SIGINT stop it; a second signal ends it without waiting for requests in flight.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from art_cli.chat.api_keys import Keys
+from art_cli.chat.chat_app import build_app, error_response
+from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.client_connection import Timeouts
+from art_cli.chat.http_server import serve
+from art_cli.chat.request_body import BODY_TIMEOUT_S, BodyLimit
+from art_cli.chat.wires import WIRES
+from art_cli.runs.run_checkpoints import Which
+from art_cli.runtime import signals
+from art_cli.serving.admission import Admission
+from art_cli.serving.follow import follow
+from art_cli.serving.meter import CONTENT_TYPE, Meter
+from art_cli.serving.middleware import Middleware
+from art_cli.serving.request_dispatch import Dispatch
+from art_cli.serving.served_policies import Policies, ServedPolicy
+from art_cli.serving.stopping import Stopping, cancel
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 1  # longest wait for connections to close; requests have had `drain_s` before
+ESCAPED = 6  # bytes of the longest way in which JSON writes a character: \u0041
+ASIDE_BYTES = 2 * 2**20  # room in a body for schemas of answers, and for thoughts that a chat template drops
+
+
+@dataclass(frozen=True)
+class Limits:
+    concurrency: int = 256  # requests at the engine at once
+    queue: int = 1024  # more requests in flight
+    max_body_bytes: int = BodyLimit().num_bytes
+    body_timeout_s: float = BODY_TIMEOUT_S
+    drain_s: float = 30.0  # longest wait for requests in flight when the service stops
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+
+class Service:
+    """Serves `policies`. With `follows`, each follows that checkpoint of its run; with `is_processed`, clients get the
+    logprobs of the distribution sampled from."""
+
+    def __init__(
+        self,
+        policies: Policies,
+        *,
+        keys: Keys,
+        limits: Limits,
+        follows: Which | None = None,
+        logs_content: bool = False,
+        is_processed: bool = False,
+    ) -> None:
+        self.policies, self.keys, self.limits = policies, keys, limits
+        self.admission = Admission(concurrency=limits.concurrency, queue=limits.queue)
+        self.meter = self._metered()
+        self._follows = follows
+        self._stopping = Stopping(self.admission, limits.drain_s)
+        dispatch = Dispatch(policies, self.admission, self.meter, logs_content=logs_content)
+        app = build_app(
+            lambda key: dispatch,  # the middleware has checked the key
+            body_limit=self._body_limit,
+            body_timeout_s=limits.body_timeout_s,
+            is_processed=is_processed,
+            more=[
+                Route("/ready", self._ready, methods=["GET"]),
+                Route("/metrics", self._metrics, methods=["GET"]),
+            ],
+        )
+        self.app = Middleware(app, keys, self.admission, self.meter)
+
+    def _metered(self) -> Meter:
+        """A meter whose gauges read this service."""
+        meter, admission = Meter(), self.admission
+        meter.in_flight.set_function(lambda: admission.num_in_flight)
+        meter.answering.set_function(lambda: admission.num_answering)
+        meter.ready.set_function(lambda: admission.state == "open")
+        for name, policy in self.policies.served.items():
+            meter.step.labels(name).set_function(partial(_step_of, policy))
+        return meter
+
+    async def run(self, host: str, port: int, on_ready: Callable[[str], None]) -> None:
+        """Serves until `stop` is called; `on_ready` gets the root, `http://127.0.0.1:8000`.
+
+        Raises EngineError: the address is not available, or an engine failed; ArtError: a policy cannot be loaded.
+        """
+        async with serve(self.app, host, port, timeouts=self.limits.timeouts, grace_s=GRACE_S) as root:
+            with signals.calling(self._stopping.stop):
+                try:
+                    if await self._stopping.ends_before(self.policies.start()) and not self._stopping.is_stopped:
+                        self.admission.open()
+                        on_ready(root)
+                        async with self._followers():
+                            await self._stopping.ends_before(self.policies.watch())
+                    await self._stopping.drain()
+                finally:
+                    await self.policies.close()
+
+    def stop(self) -> None:
+        """Refuses new requests, waits for those in flight, then ends. A second call ends the wait."""
+        self._stopping.stop()
+
+    # --- from start to end --------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _followers(self) -> AsyncIterator[None]:
+        tasks = []
+        for policy in self.policies.served.values() if self._follows else ():
+            assert self._follows and policy.source.run is not None, "only a run can be followed"
+            work = follow(policy, policy.source.run, self.meter, which=self._follows)
+            tasks.append(asyncio.create_task(work))
+        try:
+            yield
+        finally:
+            await cancel(*tasks)
+
+    def _body_limit(self) -> BodyLimit:
+        """The limit that the user set, or a lower one if no longer body holds a prompt that fits a context here."""
+        letters = [policy.longest_prompt() for policy in self.policies.served.values()]
+        most = self.limits.max_body_bytes
+        known = [number for number in letters if number is not None]
+        needed = ESCAPED * max(known, default=0) + ASIDE_BYTES
+        if len(known) < len(letters) or needed >= most:
+            return BodyLimit(most, "art serve --max-body sets this limit")
+        return BodyLimit(needed, "no longer prompt fits the model's context")
+
+    # --- routes of its own --------------------------------------------------------------------------------------------
+
+    async def _ready(self, http: HttpRequest) -> Response:
+        if self.admission.state != "open":
+            error = ChatError(503, f"not ready: {self.admission.state}", code=self.admission.state)
+            return error_response(error, WIRES.at(http.url.path, http.headers))
+        models = [{"id": name, "step": policy.source.step} for name, policy in self.policies.served.items()]
+        return _json({"status": "ready", "models": models})
+
+    async def _metrics(self, http: HttpRequest) -> Response:
+        return Response(self.meter.render(), media_type=CONTENT_TYPE)
+
+
+def _step_of(policy: ServedPolicy) -> float:
+    return policy.source.step
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -1,0 +1,154 @@
+"""Source: the model to serve or export, resolved from files, without the YAML that it was trained with.
+
+A checkpoint's manifest names its base model, adapter_config.json describes its adapter, and the run's config.json has
+the dtype, context and sampling of its training. A plain PEFT adapter, the directory of a whole model and a hub id are
+sources as well.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from art_cli.chat.requests import Sampling
+from art_cli.config.schema import ModelConfig
+from art_cli.runs import run_checkpoints as checkpoints
+from art_cli.runs.manifest import Manifest
+from art_cli.runs.run_checkpoints import Found, Which
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import UsageError
+from art_cli.tinker.client.remote_checkpoint import fetched
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+NAME = re.compile(r"[\w.@/-]+")
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+class Source(NamedTuple):
+    """A policy to serve.
+
+    Example: Source("mine", "Qwen/Qwen3-0.6B", Path("runs/mine/checkpoints/step_0040"), 40, "auto", None, Sampling())
+    """
+
+    name: str  # model name in requests
+    base: str  # hub id or directory; a checkpoint of all weights is its own base
+    adapter: Path | None  # adapter on that base; None: the base alone
+    step: int
+    dtype: str  # dtype of the base: "auto", "float32", "bfloat16"
+    max_length: int | None  # tokens of prompt and reply together; None: the base model's own context
+    defaults: Sampling  # sampling for fields that a request leaves out; a run's sources have the run's
+    run: RunDir | None = None
+    manifest: Manifest | None = None
+    quantize: str | None = None  # "4bit": the base was quantized when the adapter was trained on it
+    named: str | None = None  # how errors name the base, as the user knows it: "--base 'x'"
+
+    def __str__(self) -> str:
+        what = f"step {self.step} of {self.run.root}" if self.run else str(self.adapter or self.base)
+        return f"{self.name} ({what})"
+
+
+def base_config(source: Source) -> ModelConfig:
+    """How to load the base without the adapter. The adapter's chat template is used, because a base may have none."""
+    own = source.adapter / checkpoints.TEMPLATE_FILE if source.adapter is not None else None
+    return ModelConfig.model_validate(
+        {
+            "base": source.base,
+            "lora": None,
+            "dtype": source.dtype,
+            "max_length": source.max_length,
+            "quantize": source.quantize,
+            "chat_template": own if own is not None and own.is_file() else None,
+        }
+    )
+
+
+def parse_name(text: str) -> tuple[str | None, str]:
+    """("mine", "runs/a") of "mine=runs/a"; (None, "runs/a") of "runs/a"."""
+    name, separator, target = text.partition("=")
+    if not separator or Path(text).exists():
+        return None, text
+    if not NAME.fullmatch(name) or not target:
+        raise UsageError(f"{text!r}: expected NAME=CHECKPOINT; a name is letters, digits and . _ @ / -")
+    return name, target
+
+
+def find_source(text: str, *, which: Which = "offered", base: str | None = None, dtype: str | None = None) -> Source:
+    """The source that `[NAME=]CHECKPOINT` means. `base` and `dtype` override what the files say.
+
+    Raises CheckpointError: the directory holds nothing to serve; UsageError: neither a directory nor a hub id.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
+    name, target = parse_name(text)
+    if (run := _run_of_base(target)) is not None:
+        _refuse(target, which)
+        return of_base(run, name=name, base=base, dtype=dtype)
+    found = checkpoints.find(Path(target), which=which) if target else None
+    if found is not None:
+        return of_checkpoint(found, name=name, base=base, dtype=dtype)
+    if not HUB_ID.fullmatch(target) or target.startswith("."):
+        raise UsageError(f"{target}: no such directory, and no hub id")
+    _refuse(target, which)
+    return Source(name or target, target, None, 0, dtype or "auto", None, Sampling(), named=repr(target))
+
+
+def _refuse(target: str, which: Which) -> None:
+    if which != "offered":
+        raise UsageError(f"{target}: {checkpoints.option(which)} picks among the checkpoints of a run")
+
+
+def _run_of_base(target: str) -> RunDir | None:
+    """The run if `target` is "RUN/base" and means that run's base model; None if it means anything else."""
+    path = Path(target)
+    run = RunDir(path.parent)
+    return run if target and path.name == "base" and run.checkpoint_steps() and run.config_path.exists() else None
+
+
+def of_base(run: RunDir, *, name: str | None = None, base: str | None = None, dtype: str | None = None) -> Source:
+    """The base model of a run without an adapter, with the run's sampling."""
+    trained = of_checkpoint(checkpoints.choose(run, "newest"), base=base, dtype=dtype)
+    if trained.adapter is None and base is None:
+        raise UsageError(f"{run.root}/base: the run trains all weights; name its base model, or its step 0")
+    return trained._replace(name=name or "base", adapter=None, step=0, run=None, manifest=None)
+
+
+def of_checkpoint(
+    found: Found, *, name: str | None = None, base: str | None = None, dtype: str | None = None
+) -> Source:
+    """The source in a checkpoint, an adapter or a model's directory."""
+    found = _downloaded(found)
+    config = checkpoints.run_config(found.run)
+    model, sampling = config.get("model", {}), config.get("rollout", {}).get("sampling", {})
+    if found.is_adapter:
+        checkpoints.check_adapter(found.path)
+        base_model = base or checkpoints.base_of(found)
+        named = f"--base {base!r}" if base else f"{found.path}: its base model {base_model!r} (--base names another)"
+    else:
+        base_model, named = str(found.path.resolve()), str(found.path)
+    return Source(
+        name=name or _name(found),
+        base=base_model,
+        adapter=found.path if found.is_adapter else None,
+        step=found.step,
+        dtype=dtype or (found.manifest.dtype if found.manifest else "") or model.get("dtype") or "auto",
+        max_length=model.get("max_length"),
+        defaults=Sampling(**{key: sampling[key] for key in Sampling.__struct_fields__ if key in sampling}),
+        run=found.run,
+        manifest=found.manifest,
+        quantize=model.get("quantize"),
+        named=named,
+    )
+
+
+def _downloaded(found: Found) -> Found:
+    """The checkpoint; one whose weights are on a server is downloaded, an adapter of the same base or a whole model."""
+    path = fetched(found.path)
+    if path == found.path or found.manifest is None:
+        return found
+    manifest = msgspec.structs.replace(found.manifest, base=checkpoints.base_of(found))
+    return found._replace(path=path, manifest=manifest, is_adapter=(path / "adapter_config.json").is_file())
+
+
+def _name(found: Found) -> str:
+    return (found.run.root if found.run is not None else found.path).resolve().name

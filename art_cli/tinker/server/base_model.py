@@ -1,0 +1,145 @@
+"""Base: the model that all clients' adapters stand on, loaded once, and what is the same for all of them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from art_cli.chat.chat_errors import invalid
+from art_cli.config.schema import LoraConfig
+from art_cli.learners.adapter_learner import AdapterLearner, Passed
+from art_cli.learners.datums import Datum
+from art_cli.learners.optimizer import Adam
+from art_cli.learners.processes.adapter_pool import AdapterReplicas
+from art_cli.models import loading as model
+from art_cli.models.loading import Weights
+
+ALPHA = 32  # the adapters' scale where no configuration names one; it does not grow with the rank
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2")
+
+
+class Parts(NamedTuple):
+    """Which layers of a model get an adapter. The head never gets one, whatever a client asks for."""
+
+    attention: bool = True
+    mlp: bool = True
+
+
+class ClientLearner(Protocol):
+    """What trains one client's weights: an AdapterLearner, or a ReplicatedAdapter in several processes."""
+
+    @property
+    def num_updates(self) -> int: ...
+
+    @property
+    def rank(self) -> int:
+        """The adapter's rank; 0: there is none, and all weights are trained."""
+
+    def run(self, data: Sequence[Datum], loss: str, settings: Mapping[str, float], *, backward: bool) -> Passed: ...
+
+    def update(self, adam: Adam, *, max_norm: float) -> float: ...
+
+    def clear(self) -> None: ...
+
+    def score(self, token_ids: Sequence[int]) -> list[float]: ...
+
+    def copy_weights(self) -> Weights: ...
+
+    def save(self, directory: Path, *, optimizer: bool) -> None: ...
+
+    def load(self, directory: Path, *, optimizer: bool) -> None: ...
+
+    def close(self) -> None:
+        """No method may be called after it."""
+
+
+class Base:
+    """`name` is what clients call it; `names` are what else they may call it.
+
+    `lora` is the shape of their adapters where they do not say it; None: the protocol's. `is_whole`: there are no
+    adapters, and each client trains a copy of all weights.
+    """
+
+    def __init__(
+        self, weights: Weights, *, name: str, lora: LoraConfig | None, learner: Any, is_whole: bool = False
+    ) -> None:
+        self.weights, self.name, self.is_whole = weights, name, is_whole
+        self.names = {name, weights.base}
+        self._lora, self._learner = lora, learner
+        self.vocabulary = int(weights.model.config.vocab_size)
+        self.max_length = weights.max_length
+        self.replicas: AdapterReplicas | None = None  # the processes that train; None: this one does
+
+    def start(self, logs: Path) -> None:
+        """Starts the processes of a learner that has several. Raises LearnerError: they did not start."""
+        if self._learner.name == "torch" and self._learner.processes > 1:
+            self.replicas = AdapterReplicas(self.weights, self._learner, logs=logs)
+            self.replicas.start()
+
+    def check_alive(self) -> None:
+        """Raises LearnerError: a process of the learner is dead."""
+        if self.replicas is not None:
+            self.replicas.check()
+
+    def close(self) -> None:
+        if self.replicas is not None:
+            self.replicas.close()
+
+    def check(self, name: str | None) -> None:
+        """Raises ChatError 400: another model."""
+        if name is not None and name not in self.names:
+            raise invalid(f"base_model {name[:200]!r}: this server has {self.name!r}")
+
+    def new_learner(self, rank: int, seed: int, parts: Parts) -> ClientLearner:
+        """A learner of a fresh adapter. Raises UsageError: a layer to adapt that the model does not have."""
+        if self.is_whole:
+            return self._make(None, seed)
+        alpha = self._lora.alpha if self._lora is not None else ALPHA
+        return self._make(LoraConfig(rank=rank, alpha=alpha, targets=self._targets(parts)), seed)
+
+    def saved_learner(self, adapter: Path) -> ClientLearner:
+        """A learner of an adapter of that shape; its tensors are loaded by the caller."""
+        return self._make(None if self.is_whole else lora_of(adapter), 0)
+
+    def _make(self, lora: LoraConfig | None, seed: int) -> ClientLearner:
+        """A learner of a fresh adapter, or of a copy of all weights."""
+        if self.replicas is not None:
+            return self.replicas.new_adapter(lora, seed, self.policy)
+        own = model.clone_trainable(self.weights) if lora is None else model.with_adapter(self.weights, lora, seed)
+        return AdapterLearner(own, self._learner)
+
+    def policy(self, adapter: Path | None) -> Weights:
+        """The base with a saved adapter, or without one."""
+        if self.is_whole and adapter is not None:
+            weights = model.clone_trainable(self.weights)
+            model.load_checkpoint(weights, adapter)
+            return weights
+        return model.on_base(self.weights, adapter)
+
+    def _targets(self, parts: Parts) -> str | list[str]:
+        if parts.attention and parts.mlp:
+            return "all-linear" if self._lora is None else self._lora.targets
+        if not (parts.attention or parts.mlp):
+            raise invalid("train_attn and train_mlp are both false; the head alone is not trained here")
+        wanted = ATTENTION if parts.attention else MLP
+        there = {name.rpartition(".")[2] for name, _ in self.weights.model.named_modules()}
+        if not (found := sorted(there.intersection(wanted))):
+            raise invalid("this model's layers have names of their own; train_attn and train_mlp go together here")
+        return found
+
+
+def lora_of(adapter: Path) -> LoraConfig:
+    """The shape of a saved adapter."""
+    config: Mapping[str, Any] = json.loads((adapter / "adapter_config.json").read_bytes())
+    targets = config["target_modules"]
+    return LoraConfig(
+        rank=config["r"], alpha=config["lora_alpha"], targets=targets if isinstance(targets, str) else sorted(targets)
+    )
+
+
+def parts_of(lora: LoraConfig) -> Parts:
+    """Which layers the adapter is on."""
+    if isinstance(lora.targets, str):
+        return Parts()
+    return Parts(any(name in ATTENTION for name in lora.targets), any(name in MLP for name in lora.targets))

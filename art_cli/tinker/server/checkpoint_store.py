@@ -1,0 +1,248 @@
+"""Store: checkpoints on the disk by their tinker:// paths. A restarted server finds what is there.
+
+    ROOT/<training run>/run.json                        whose it is, its base model, its adapter
+    ROOT/<training run>/weights/<name>/                 a checkpoint with its optimizer: tinker://<run>/weights/<name>
+    ROOT/<training run>/sampler_weights/<name>/         one without
+    ROOT/<training run>/external_weights/<name>/        one without, whose files a client may download
+    ROOT/<training run>/notes/<kind>/<name>.json        what may change later: when it expires, who may read it
+
+Each checkpoint is a plain PEFT directory with a manifest, which `art serve` and `art export` take.
+"""
+
+import contextlib
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from art_cli.chat.chat_errors import ChatError, invalid
+from art_cli.runs.durable import remove, write_file
+from art_cli.runs.manifest import STEP_NAME, Manifest, new_checkpoint, verify_checkpoint
+from art_cli.runtime.permissions import make_directory
+
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+RUN_ID = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}", re.ASCII)
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
+MAX_METADATA = 64  # entries of a client's own notes
+MAX_METADATA_BYTES = 16_384
+UNFINISHED_S = 3600.0  # time without a change after which nobody writes a file any more; servers may share a root
+
+
+class RunNotes(msgspec.Struct, kw_only=True):
+    """run.json: one training run, which is one adapter that a client trained."""
+
+    id: str
+    owner: str
+    base_model: str
+    rank: int
+    created: float
+    user_metadata: dict[str, Any] | None = None
+
+
+class Notes(msgspec.Struct, kw_only=True):
+    """What is known of a checkpoint besides its files."""
+
+    created: float
+    expires: float | None = None
+    is_public: bool = False
+    user_metadata: dict[str, str] | None = None
+    num_bytes: int = 0
+
+
+class Place(NamedTuple):
+    """Where a checkpoint is. Example: Place("4f...:train:0", "weights", "step-7")"""
+
+    run: str
+    kind: str
+    name: str
+
+    @property
+    def uri(self) -> str:
+        return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+
+def parse(uri: str) -> Place:
+    """Raises ChatError 400: no tinker:// path of a checkpoint."""
+    parts = uri.removeprefix("tinker://").split("/")
+    if not uri.startswith("tinker://") or len(parts) != 3:
+        raise invalid(f"{uri[:200]!r}: expected tinker://<training run>/weights/<name>")
+    return place(*parts)
+
+
+def place(run: str, kind: str, name: str) -> Place:
+    """Raises ChatError 400: a part that cannot be."""
+    if not RUN_ID.fullmatch(run):
+        raise invalid(f"{run[:200]!r} is no training run")
+    if kind not in KINDS:
+        raise invalid(f"{kind[:200]!r} is none of {', '.join(KINDS)}")
+    if not NAME.fullmatch(name):
+        raise invalid(f"{name[:200]!r}: a checkpoint's name is letters, digits and . _ -, at most 128 of them")
+    return Place(run, kind, name)
+
+
+class Store:
+    """The checkpoints below `root`. `quota`: bytes of one client's; None: no limit."""
+
+    def __init__(self, root: Path, *, base: str, dtype: str, quota: int | None) -> None:
+        self.root, self._base, self._dtype, self._quota = root, base, dtype, quota
+        make_directory(root)
+
+    # --- runs ---------------------------------------------------------------------------------------------------------
+
+    def add_run(self, notes: RunNotes) -> None:
+        write_file(self.root / notes.id / "run.json", msgspec.json.encode(notes))
+
+    def run(self, id: str, owner: str) -> RunNotes:
+        """Raises ChatError 404: no such training run of this client."""
+        found = self._read_run(id) if RUN_ID.fullmatch(id) else None
+        if found is None or found.owner != owner:
+            raise ChatError(404, f"no training run {id[:200]!r}")
+        return found
+
+    def any_run(self, id: str) -> RunNotes:
+        """The training run, whosever it is. Raises ChatError 404: there is none."""
+        found = self._read_run(id)
+        if found is None:
+            raise ChatError(404, f"no training run {id[:200]!r}")
+        return found
+
+    def runs(self, owner: str) -> list[RunNotes]:
+        """The client's training runs, the newest first."""
+        found = [self._read_run(path.name) for path in self.root.iterdir() if RUN_ID.fullmatch(path.name)]
+        mine = [run for run in found if run is not None and run.owner == owner]
+        return sorted(mine, key=lambda run: run.created, reverse=True)
+
+    def _read_run(self, id: str) -> RunNotes | None:
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            return msgspec.json.decode((self.root / id / "run.json").read_bytes(), type=RunNotes)
+        return None
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def path(self, at: Place) -> Path:
+        return self.root / at.run / at.kind / at.name
+
+    def readable(self, at: Place, owner: str) -> Path:
+        """The checkpoint's directory. Raises ChatError 404: none that this client may read."""
+        notes, run = self.notes(at), self._read_run(at.run)
+        if notes is None or run is None or (run.owner != owner and not notes.is_public):
+            raise ChatError(404, f"no checkpoint {at.uri}")
+        return self.path(at)
+
+    def find(self, at: Place, owner: str) -> Path:
+        """As `readable`, verified. Call it in a thread, because it reads all files.
+
+        Raises CheckpointError: its files are damaged.
+        """
+        path = self.readable(at, owner)
+        verify_checkpoint(path)
+        return path
+
+    def notes(self, at: Place) -> Notes | None:
+        """None: there is no such checkpoint, or it has expired."""
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            notes = msgspec.json.decode(self._notes_path(at).read_bytes(), type=Notes)
+            if self.path(at).is_dir() and (notes.expires is None or notes.expires > time.time()):
+                return notes
+        return None
+
+    def owned(self, at: Place, owner: str) -> Notes:
+        """Raises ChatError 404: no such checkpoint of this client."""
+        run, notes = self._read_run(at.run), self.notes(at)
+        if run is None or notes is None or run.owner != owner:
+            raise ChatError(404, f"no checkpoint {at.uri}")
+        return notes
+
+    def save(self, at: Place, owner: str, step: int, notes: Notes, fill: Callable[[Path], None], *, over: bool) -> None:
+        """Writes the checkpoint, whole or not at all. Raises ChatError 400: it is there, or the quota is used up."""
+        if self.notes(at) is not None and not over:
+            raise invalid(f"{at.uri} is there already; choose another name, or overwrite it")
+        if self._quota is not None and self.used(owner) >= self._quota:
+            raise invalid(f"the checkpoints of this client take {self._quota / 2**30:g} GiB; delete some")
+        named = STEP_NAME.fullmatch(at.name)
+        step = int(named[1]) if named else step  # a directory of that name holds that step
+        manifest = Manifest(step=step, base=self._base, config_hash="", dtype=self._dtype)
+        with new_checkpoint(self.path(at), manifest) as directory:
+            fill(directory)
+            notes.num_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+            self.note(at, notes)  # before the directory has its name: one without notes would stay for ever
+
+    def note(self, at: Place, notes: Notes) -> None:
+        write_file(self._notes_path(at), msgspec.json.encode(notes))
+
+    def delete(self, at: Place) -> None:
+        """Removes the checkpoint. What a kill leaves of it is swept later."""
+        doomed = self.path(at).with_name(f".{at.name}.{uuid.uuid4().hex[:8]}.tmp")
+        with contextlib.suppress(FileNotFoundError):
+            self.path(at).rename(doomed)
+        self._notes_path(at).unlink(missing_ok=True)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def checkpoints(self, run: str) -> list[tuple[Place, Notes]]:
+        """Those of a training run, the oldest first."""
+        found = []
+        for at in self._places(run):
+            notes = self.notes(at)
+            if notes is not None:
+                found.append((at, notes))
+        return sorted(found, key=lambda entry: entry[1].created)
+
+    def used(self, owner: str) -> int:
+        """Bytes of the client's checkpoints."""
+        return sum(notes.num_bytes for run in self.runs(owner) for _, notes in self.checkpoints(run.id))
+
+    def sweep(self) -> None:
+        """Deletes what has expired, and what killed servers left half written."""
+        for pattern in ("*/.*.tmp", "*/*/.*.tmp", "*/notes/*/.*.tmp"):
+            for path in list(self.root.glob(pattern)):
+                if time.time() - _last_written(path) > UNFINISHED_S:
+                    remove(path)
+        for path in list(self.root.iterdir()):
+            for at in self._places(path.name) if RUN_ID.fullmatch(path.name) else ():
+                if self._notes_path(at).is_file() and self.notes(at) is None:
+                    self.delete(at)
+
+    def _places(self, run: str) -> Iterator[Place]:
+        for kind in KINDS:
+            for path in sorted((self.root / run / "notes" / kind).glob("*.json")):
+                if NAME.fullmatch(path.stem):
+                    yield Place(run, kind, path.stem)
+
+    def _notes_path(self, at: Place) -> Path:
+        return self.root / at.run / "notes" / at.kind / f"{at.name}.json"
+
+
+def _last_written(path: Path) -> float:
+    """When the file, or anything in the directory, was last changed; now, if it is gone meanwhile."""
+    try:
+        return max(each.stat().st_mtime for each in (path, *path.rglob("*")))
+    except FileNotFoundError:
+        return time.time()
+
+
+def make_notes(ttl_s: int | None, user_metadata: dict[str, str] | None) -> Notes:
+    """Raises ChatError 400: metadata out of bounds."""
+    now = time.time()
+    expires = None if ttl_s is None else now + ttl_s
+    return Notes(created=now, expires=expires, user_metadata=check_metadata(user_metadata))
+
+
+def check_metadata(found: dict[str, Any] | None) -> Any:
+    """The client's own notes. Raises ChatError 400: they are too large."""
+    encode_notes(user_metadata=found)
+    if len(found or ()) > MAX_METADATA:
+        raise invalid(f"user_metadata: {len(found or ())} entries; at most {MAX_METADATA}")
+    return found
+
+
+def encode_notes(**notes: Any) -> bytes:
+    """JSON of what a client may name. Raises ChatError 400: it is too large."""
+    encoded = msgspec.json.encode(notes)
+    if len(encoded) > MAX_METADATA_BYTES:
+        raise invalid(f"{' and '.join(notes)}: {len(encoded)} bytes; at most {MAX_METADATA_BYTES}")
+    return encoded

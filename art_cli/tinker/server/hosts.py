@@ -1,0 +1,210 @@
+"""Hosts: what opens a policy for sampling: an embedded engine for each, or one vLLM server for all.
+
+    copy of a learner's weights, or a saved adapter -> SampledPolicy -> host.open -> OpenPolicy: scores, replies
+
+A policy that vLLM samples from is a directory, because the server is another process.
+"""
+
+import asyncio
+import itertools
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import msgspec
+
+from art_cli.chat.replies import Reply
+from art_cli.chat.requests import Request
+from art_cli.config.schema import EmbeddedEngineConfig, EngineConfig, VllmEngineConfig
+from art_cli.engines import Engine, make_engine
+from art_cli.engines.proof import Proof, make_probe
+from art_cli.engines.vllm import arguments
+from art_cli.engines.vllm.vllm_policies import VllmPolicies
+from art_cli.models import loading as model
+from art_cli.models.loading import Weights
+from art_cli.models.policy_spec import PolicySpec, spec_of
+from art_cli.runs.manifest import verify_checkpoint
+from art_cli.runtime.permissions import make_directory
+from art_cli.runtime.threads import call_in_thread
+from art_cli.tinker.server import BackendLimits
+from art_cli.tinker.server.base_model import Base, ClientLearner
+
+SHARED_GPU_MEMORY = 0.45  # share of a GPU for a vLLM beside the learner, which works at the same time
+
+
+class OpenPolicy(Protocol):
+    """Samples from one policy."""
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """[L - 1] logprobs in nats of each token after the first, at temperature 1."""
+
+    async def reply(self, request: Request) -> Reply: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(eq=False)
+class SampledPolicy:
+    """Weights to sample from, and what samples from them while it is open. Without adapter and weights: the base."""
+
+    key: str
+    adapter: Path | None = None  # the directory of a saved one
+    weights: Weights | None = None  # a copy in memory
+    proof: Proof | None = None  # None: it is made of the saved files when they are opened
+    is_temporary: bool = False  # True: the directory is this policy's own, and goes with it
+    opened: OpenPolicy | None = None
+    num_users: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def is_base(self) -> bool:
+        return self.adapter is None and self.weights is None
+
+    def forget(self) -> None:
+        """Removes what is only this policy's own."""
+        if self.is_temporary and self.adapter is not None:
+            shutil.rmtree(self.adapter, ignore_errors=True)
+
+
+class PolicyHost(Protocol):
+    """Opens policies. Failures raise EngineError, DriftError or CheckpointError."""
+
+    num_open: int  # adapters that may be open at once
+
+    async def start(self) -> None: ...
+
+    async def open(self, policy: SampledPolicy) -> OpenPolicy: ...
+
+    def copy(self, key: str, learner: ClientLearner) -> SampledPolicy:
+        """The learner's weights as they are now. It computes; call it in a thread."""
+
+    async def watch(self) -> NoReturn:
+        """Never returns; raises EngineError once nothing can be sampled any more."""
+
+    async def close(self) -> None: ...
+
+
+class EmbeddedHost:
+    """An engine in this process for each policy. All share the base's tensors."""
+
+    def __init__(self, base: Base, config: EmbeddedEngineConfig, limits: BackendLimits, logs: Path) -> None:
+        self.num_open = limits.samplers
+        self._base, self._config, self._logs = base, config, logs
+
+    async def start(self) -> None:
+        pass
+
+    async def open(self, policy: SampledPolicy) -> OpenPolicy:
+        weights = policy.weights or await call_in_thread(_load, self._base, policy.adapter)
+        engine = make_engine(self._config, weights, name="policy", logs=self._logs, shares_weights=False)
+        await engine.start()
+        try:
+            if policy.proof is not None:
+                policy.proof.check(await engine.score(policy.proof.probe))
+        except BaseException:
+            await engine.close()
+            raise
+        return _EmbeddedPolicy(engine)
+
+    def copy(self, key: str, learner: ClientLearner) -> SampledPolicy:
+        return SampledPolicy(key, weights=learner.copy_weights(), proof=_proof(self._base, learner))
+
+    async def watch(self) -> NoReturn:
+        await asyncio.Event().wait()
+        raise AssertionError("the event was set")
+
+    async def close(self) -> None:
+        pass
+
+
+class _EmbeddedPolicy:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        return await self._engine.score(token_ids)
+
+    async def reply(self, request: Request) -> Reply:
+        return await self._engine.backend.reply(request)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+class VllmHost:
+    """One vLLM server, which art starts or which runs at a URL, and an adapter in it for each policy."""
+
+    def __init__(self, base: Base, config: VllmEngineConfig, limits: BackendLimits, logs: Path) -> None:
+        """Raises EngineError: no such Python, or a setting that this machine cannot have."""
+        spec = _spec(base, limits)
+        if not config.urls:
+            config = _with_room(config, spec, limits)
+        self.num_open = int(str(config.args.get("max-loras") or limits.samplers))
+        self._base, self._copies, self._numbers = base, logs / "copies", itertools.count(1)
+        self._server = VllmPolicies(config, spec, logs=logs)
+
+    async def start(self) -> None:
+        """Returns when the server answers with the base's weights."""
+        await self._server.start()
+        base = await self.open(SampledPolicy("base"))
+        await base.close()
+
+    async def open(self, policy: SampledPolicy) -> OpenPolicy:
+        proof = policy.proof
+        if proof is None:
+            proof = await call_in_thread(self._prove, policy.adapter)
+        return await self._server.open(policy.adapter, proof)
+
+    def _prove(self, adapter: Path | None) -> Proof:
+        """What the base in this process says to the probe, with a saved adapter or without."""
+        probe, weights = make_probe(self._base.vocabulary), _load(self._base, adapter)
+        return Proof(probe, model.token_logprobs(weights, probe), weights.dtype_name)
+
+    def copy(self, key: str, learner: ClientLearner) -> SampledPolicy:
+        directory = self._copies / str(next(self._numbers))
+        make_directory(directory)
+        learner.save(directory, optimizer=False)
+        return SampledPolicy(key, adapter=directory, proof=_proof(self._base, learner), is_temporary=True)
+
+    async def watch(self) -> NoReturn:
+        await self._server.watch()
+
+    async def close(self) -> None:
+        await self._server.close()
+
+
+def _load(base: Base, adapter: Path | None) -> Weights:
+    """The base with a saved adapter, or without one. Raises CheckpointError: its files are damaged."""
+    if adapter is not None:
+        verify_checkpoint(adapter)
+    return base.policy(adapter)
+
+
+def _proof(base: Base, learner: ClientLearner) -> Proof:
+    probe = make_probe(base.vocabulary, seed=learner.num_updates)
+    return Proof(probe, learner.score(probe), base.weights.dtype_name, learner.num_updates)
+
+
+def _spec(base: Base, limits: BackendLimits) -> PolicySpec:
+    """What the server serves: the base with adapters of any rank that clients may ask for."""
+    return msgspec.structs.replace(spec_of(base.weights), lora_rank=limits.rank)
+
+
+def _with_room(config: VllmEngineConfig, spec: PolicySpec, limits: BackendLimits) -> VllmEngineConfig:
+    """The configuration with room for the samplers' adapters, and beside the learner on a GPU that both use."""
+    args = {"max-loras": limits.samplers, **{name.replace("_", "-"): value for name, value in config.args.items()}}
+    if arguments.has_gpu({**os.environ, **config.env}) and arguments.shares_gpu(
+        config, spec.learner_device, os.environ
+    ):
+        args = {"gpu-memory-utilization": SHARED_GPU_MEMORY, **args}
+    return config.model_copy(update={"args": args, "sleep": 0})
+
+
+def make_host(base: Base, engine: EngineConfig, limits: BackendLimits, logs: Path) -> PolicyHost:
+    """Raises EngineError: it cannot be made here."""
+    if isinstance(engine, VllmEngineConfig):
+        return VllmHost(base, engine, limits, logs)
+    assert isinstance(engine, EmbeddedEngineConfig), engine
+    return EmbeddedHost(base, engine, limits, logs)

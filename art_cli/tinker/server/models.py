@@ -1,0 +1,282 @@
+"""Models: the adapters in training. Each has a learner, and its requests in the order of their numbers."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from art_cli.chat.chat_errors import ChatError, invalid
+from art_cli.learners.adapter_learner import Passed
+from art_cli.learners.optimizer import Adam
+from art_cli.runtime import threads
+from art_cli.runtime.errors import LearnerError
+from art_cli.tinker.server import BackendLimits, passes
+from art_cli.tinker.server.base_model import Base, ClientLearner, Parts, lora_of, parts_of
+from art_cli.tinker.server.checkpoint_store import Notes, Place, RunNotes, Store, check_metadata, place
+from art_cli.tinker.server.futures import SMALL, Future, FutureAnswer, Futures
+from art_cli.tinker.server.request_queue import Turns
+from art_cli.tinker.server.samplers import Samplers
+
+
+class AdamParams(msgspec.Struct, forbid_unknown_fields=True):
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class NewModel(NamedTuple):
+    """A model to make: a fresh adapter, or a saved one."""
+
+    session: str
+    number: int
+    rank: int = 32
+    seed: int = 0
+    parts: Parts = Parts()
+    source: Place | None = None  # the checkpoint to go on from
+    with_optimizer: bool = False
+    user_metadata: dict[str, Any] | None = None
+
+    @property
+    def id(self) -> str:
+        return f"{self.session}:train:{self.number}"
+
+
+class SaveTo(NamedTuple):
+    """A checkpoint to write."""
+
+    at: Place
+    notes: Notes
+    overwrites: bool = False
+
+
+class Model:
+    """One adapter in training."""
+
+    def __init__(self, run: RunNotes, learner: ClientLearner, turns: Turns) -> None:
+        self.run, self.learner, self.turns = run, learner, turns
+        self.used = time.time()  # when its last request came
+        self.has_failed = False  # whether a part of the gradient is missing, because its pass failed
+
+
+class Models:
+    def __init__(self, base: Base, store: Store, samplers: Samplers, futures: Futures, limits: BackendLimits) -> None:
+        self.base, self.store, self.samplers, self.futures, self.limits = base, store, samplers, futures, limits
+        self.models: dict[str, Model] = {}
+        self._device = asyncio.Lock()
+        self._room = asyncio.Semaphore(limits.models)
+        self._owed: dict[str, Future] = {}  # requests for models that wait for room
+
+    @property
+    def is_busy(self) -> bool:
+        return self._device.locked()
+
+    def get(self, id: str, owner: str) -> Model:
+        """Raises ChatError 404: no such model of this client."""
+        found = self.models.get(id)
+        if found is None or found.run.owner != owner:
+            raise ChatError(404, f"no model {id[:200]!r}; it was unloaded, or the server was started anew")
+        found.used = time.time()
+        return found
+
+    # --- coming and going ---------------------------------------------------------------------------------------------
+
+    def create(self, new: NewModel, owner: str, digest: bytes) -> str:
+        """The id of the request that makes the model. Raises ChatError 400: a rank or metadata out of bounds."""
+        if not 1 <= new.rank <= self.limits.rank:
+            raise invalid(f"lora_config.rank {new.rank}: between 1 and {self.limits.rank}")
+        check_metadata(new.user_metadata)
+        if new.source is not None:
+            self.store.readable(new.source, owner)
+        future, is_new = self.futures.add(f"{new.id}:0", owner, digest)
+        if is_new:
+            future.waits_for = f"the server trains {self.limits.models} models at once" if self._room.locked() else ""
+            self.futures.start(future, self._create(new, owner))
+            self._owed[new.id] = future
+        return future.id
+
+    def give_up(self, session: str) -> None:
+        """Cancels the models that a session asked for and that wait for room."""
+        for id, future in list(self._owed.items()):
+            if id.startswith(f"{session}:"):
+                self.futures.cancel(future)
+
+    async def _create(self, new: NewModel, owner: str) -> FutureAnswer:
+        try:
+            await self._room.acquire()
+        finally:
+            self._owed.pop(new.id, None)
+        try:
+            async with self._device:
+                learner = await threads.compute(self._make_learner, new, owner)
+            run = RunNotes(
+                id=new.id,
+                owner=owner,
+                base_model=self.base.name,
+                rank=learner.rank,
+                created=time.time(),
+                user_metadata=new.user_metadata,
+            )
+            await threads.call_in_thread(self.store.add_run, run)
+        except BaseException:
+            self._room.release()
+            raise
+        self.models[new.id] = Model(run, learner, Turns(new.id, self.futures, self._device))
+        kind = "create_model" if new.source is None else "load_weights"
+        return _answer({"model_id": new.id, "type": kind, **({"path": new.source.uri} if new.source else {})})
+
+    def _make_learner(self, new: NewModel, owner: str) -> ClientLearner:
+        if new.source is None:
+            return self.base.new_learner(new.rank, new.seed, new.parts)
+        path = self.store.find(new.source, owner)
+        learner = self.base.saved_learner(path)
+        _load(learner, path, new.with_optimizer)
+        return learner
+
+    async def unload(self, id: str, owner: str) -> None:
+        model = self.get(id, owner)
+        del self.models[id]
+        await model.turns.close()
+        await self.samplers.forget(id)
+        try:
+            async with self._device:
+                await threads.compute(model.learner.close)
+        finally:
+            self._room.release()
+
+    async def close(self) -> None:
+        for model in list(self.models.values()):
+            await model.turns.close()
+
+    # --- requests of one model ----------------------------------------------------------------------------------------
+
+    def run_pass(self, asked: passes.Pass, owner: str, digest: bytes) -> str:
+        """The id of the request, which fails if something is wrong with it."""
+        model = self.get(asked.model_id, owner)
+        bounds = {"vocabulary": self.base.vocabulary, "max_length": self.base.max_length, "max_data": self.limits.data}
+
+        def run() -> tuple[passes.Checked, Passed]:
+            checked = passes.check(asked, **bounds)
+            return checked, model.learner.run(checked.data, asked.loss, asked.settings, backward=asked.backward)
+
+        async def work() -> FutureAnswer:
+            try:
+                checked, passed = await threads.compute(run)
+            except BaseException:
+                model.has_failed = model.has_failed or asked.backward
+                raise
+            size = SMALL + sum(each.nbytes for each in passed.logprobs)
+            return FutureAnswer(
+                partial(passes.as_json, passed, checked.is_flat),
+                partial(passes.as_proto, passed, checked.is_flat),
+                size,
+            )
+
+        return model.turns.submit(asked.seq_id, owner, digest, work, asked.num_bytes).id
+
+    def update(self, id: str, seq_id: int | None, adam: AdamParams, owner: str, digest: bytes) -> str:
+        model = self.get(id, owner)
+
+        def update() -> FutureAnswer:
+            if model.has_failed:
+                model.has_failed = False
+                model.learner.clear()
+                raise LearnerError(
+                    "a forward_backward before this optim_step failed, so the gradient is not whole: no weight was "
+                    "changed, and the gradient was dropped"
+                )
+            settings = Adam(adam.learning_rate, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay)
+            norm = model.learner.update(settings, max_norm=max(0.0, adam.grad_clip_norm))
+            return _answer({"metrics": {"grad_norm:mean": norm}, "type": "optim_step"})
+
+        return self._submit(model, seq_id, digest, update)
+
+    def save(self, id: str, seq_id: int | None, to: SaveTo, owner: str, digest: bytes) -> str:
+        model = self.get(id, owner)
+        with_optimizer = to.at.kind == "weights"
+
+        def save() -> FutureAnswer:
+            fill: Callable[[Path], None] = partial(model.learner.save, optimizer=with_optimizer)
+            self.store.save(to.at, owner, model.learner.num_updates, to.notes, fill, over=to.overwrites)
+            kinds = {"weights": "save_weights", "sampler_weights": "save_weights_for_sampler"}
+            return _answer({"path": to.at.uri, "type": kinds.get(to.at.kind, "save_weights_external")})
+
+        return self._submit(model, seq_id, digest, save)
+
+    def load(self, id: str, seq_id: int | None, at: Place, optimizer: bool, owner: str, digest: bytes) -> str:
+        model = self.get(id, owner)
+
+        def load() -> FutureAnswer:
+            path = self.store.find(at, owner)
+            _load(model.learner, path, optimizer)
+            model.has_failed = False
+            return _answer({"path": at.uri, "model_id": id, "type": "load_weights"})
+
+        return self._submit(model, seq_id, digest, load)
+
+    def sample_from(self, id: str, seq_id: int | None, sampler: str, owner: str, digest: bytes) -> str:
+        """The id of the request that makes `sampler` sample from the weights as they are then, without a checkpoint."""
+        model = self.get(id, owner)
+
+        async def work() -> FutureAnswer:
+            await self.samplers.add_snapshot(sampler, owner, model.run.id, model.learner)
+            return _answer({"path": None, "sampling_session_id": sampler, "type": "save_weights_for_sampler"})
+
+        return model.turns.submit(seq_id, owner, digest, work).id
+
+    def refuse(self, id: object, seq_id: object, error: ChatError, owner: str, digest: bytes, *, is_pass: bool) -> str:
+        """The id of a request that fails with the error, so that those after it do not wait for its number.
+
+        `is_pass`: the gradient lacks its part. Raises the error itself where the request names no model and number.
+        """
+        model = self.models.get(id) if isinstance(id, str) else None
+        if model is None or model.run.owner != owner or not isinstance(seq_id, int) or isinstance(seq_id, bool):
+            raise error
+
+        async def work() -> FutureAnswer:
+            model.has_failed = model.has_failed or is_pass
+            raise error
+
+        return model.turns.submit(seq_id, owner, digest, work).id
+
+    def _submit(self, model: Model, seq_id: int | None, digest: bytes, work: Callable[[], FutureAnswer]) -> str:
+        return model.turns.submit(seq_id, model.run.owner, digest, partial(threads.compute, work)).id
+
+
+def _answer(fields: dict[str, Any]) -> FutureAnswer:
+    return FutureAnswer(lambda: fields)
+
+
+def _load(learner: ClientLearner, path: Path, optimizer: bool) -> None:
+    if optimizer and not (path / "optimizer.safetensors").is_file():
+        raise invalid("these weights were saved for sampling, without an optimizer; load them without it")
+    learner.load(path, optimizer=optimizer)
+
+
+def describe(store: Store, at: Place, owner: str) -> dict[str, Any]:
+    """What a client needs to load a checkpoint: weights_info."""
+    found, run = store.find(at, owner), store.any_run(at.run)
+    if not run.rank:
+        return {"base_model": run.base_model, "is_lora": False, "lora_rank": None}
+    lora = lora_of(found)
+    parts = parts_of(lora)
+    return {
+        "base_model": run.base_model,
+        "is_lora": True,
+        "lora_rank": lora.rank,
+        "train_unembed": False,
+        "train_mlp": parts.mlp,
+        "train_attn": parts.attention,
+    }
+
+
+def new_place(model: str, kind: str, name: str | None) -> Place:
+    if name is None:
+        raise invalid("path: a checkpoint needs a name")
+    return place(model, kind, name)

@@ -1,0 +1,87 @@
+"""Sessions: what one client process made, and when it was last heard of. And who a client is: its key, as a name."""
+
+import functools
+import hashlib
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from art_cli.chat.chat_errors import ChatError, invalid
+from art_cli.tinker.server.checkpoint_store import encode_notes
+
+MAX_SESSIONS = 1000  # number of sessions that one client may have
+ANYONE = "anyone"  # the owner of everything on a server without keys
+SALT = b"art backend: the owner of a checkpoint"
+
+
+@dataclass(eq=False)
+class ClientSession:
+    id: str
+    owner: str
+    notes: bytes  # JSON of what the client calls it, which takes less room than its objects
+    created: float = field(default_factory=time.time)
+    heard: float = field(default_factory=time.monotonic)  # when its last heartbeat came
+    ended: str | None = None  # how its client said that it ended
+
+    @property
+    def user_metadata(self) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = msgspec.json.decode(self.notes)["user_metadata"]
+        return found
+
+    @property
+    def display_name(self) -> str | None:
+        found: str | None = msgspec.json.decode(self.notes)["display_name"]
+        return found
+
+
+class Sessions:
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._sessions: dict[str, ClientSession] = {}
+
+    def add(self, owner: str, user_metadata: dict[str, Any] | None, name: str | None) -> ClientSession:
+        """Raises ChatError: notes out of bounds (400), or too many sessions (429)."""
+        notes = encode_notes(user_metadata=user_metadata, display_name=name)
+        if sum(session.owner == owner for session in self._sessions.values()) >= MAX_SESSIONS:
+            raise ChatError(429, f"this client has {MAX_SESSIONS} sessions", retry_after="60")
+        session = ClientSession(uuid.uuid4().hex, owner, notes)
+        self._sessions[session.id] = session
+        return session
+
+    def get(self, id: str, owner: str) -> ClientSession:
+        """Raises ChatError 404: no such session of this client."""
+        found = self._sessions.get(id)
+        if found is None or found.owner != owner:
+            raise ChatError(404, f"no session {id[:200]!r}; it ended, or the server was started anew")
+        return found
+
+    def active(self, id: str, owner: str) -> ClientSession:
+        """Raises ChatError: no such session (404), or its client has ended it (400)."""
+        session = self.get(id, owner)
+        if session.ended is not None:
+            raise invalid(f"the session {id} was ended ({session.ended})")
+        session.heard = time.monotonic()
+        return session
+
+    def of(self, owner: str) -> list[ClientSession]:
+        """The newest first."""
+        return sorted((s for s in self._sessions.values() if s.owner == owner), key=lambda s: s.created, reverse=True)
+
+    def expired(self) -> list[ClientSession]:
+        """Removes and returns those that were not heard of for too long."""
+        before = time.monotonic() - self._timeout_s
+        old = [session for session in self._sessions.values() if session.heard < before]
+        for session in old:
+            del self._sessions[session.id]
+        return old
+
+
+@functools.lru_cache(maxsize=256)
+def owner_of(key: str | None) -> str:
+    """A name for the client of this key, which can be written down: it takes long to guess the key by it."""
+    if key is None:
+        return ANYONE
+    return hashlib.scrypt(key.encode(errors="surrogateescape"), salt=SALT, n=2**14, r=8, p=1, dklen=16).hex()

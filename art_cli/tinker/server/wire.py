@@ -1,0 +1,160 @@
+"""What clients send and get, as JSON: the records of requests, and the answers made of records."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from art_cli.tinker.server.checkpoint_store import KINDS, Notes, Place
+from art_cli.tinker.server.futures import Future, FutureAnswer
+from art_cli.tinker.server.models import AdamParams
+from art_cli.tinker.server.ranges import convert
+
+Json = dict[str, Any]
+MAX_PAGE = 1000
+
+
+class NewSession(msgspec.Struct):
+    user_metadata: Json | None = None
+    display_name: str | None = None
+
+
+class OfSession(msgspec.Struct):
+    session_id: str
+
+
+class Search(msgspec.Struct):
+    session_id: str | None = None
+    user_metadata: dict[str, str] = {}
+    display_name: str | None = None
+    limit: int = 50
+
+
+class Lora(msgspec.Struct, forbid_unknown_fields=True):
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateModel(msgspec.Struct, forbid_unknown_fields=True):
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    user_metadata: Json | None = None
+    lora_config: Lora | None = None
+    optimizer_config: Json = {}
+    type: str = ""
+
+
+class OfModel(msgspec.Struct):
+    model_id: str
+
+
+class OptimStep(msgspec.Struct, forbid_unknown_fields=True):
+    model_id: str
+    seq_id: int | None = None
+    adam_params: AdamParams | None = None
+    optimizer_params: Json | None = None
+    type: str = ""
+
+
+class Save(msgspec.Struct, forbid_unknown_fields=True):
+    model_id: str
+    path: str | None = None
+    seq_id: int | None = None
+    sampling_session_seq_id: int | None = None
+    kind: str = "snapshot"  # a snapshot keeps the promise of "inflight" too: these weights or newer ones
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    age_encryption_recipients: list[str] | None = None
+    type: str = ""
+
+
+class Load(msgspec.Struct, forbid_unknown_fields=True):
+    path: str
+    optimizer: bool = True
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    base_model: str | None = None
+    user_metadata: Json | None = None
+    optimizer_config: Json | None = None
+    weights_access_token: str | None = None
+    type: str = ""
+
+
+class OfPath(msgspec.Struct):
+    tinker_path: str
+
+
+class Ttl(msgspec.Struct):
+    ttl_seconds: int | None = None
+
+
+class NewSampler(msgspec.Struct, forbid_unknown_fields=True):
+    session_id: str
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: str | None = None
+    type: str = ""
+
+
+class Page(msgspec.Struct):
+    offset: int = 0
+    limit: int = 20
+
+
+class Retrieve(msgspec.Struct):
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def reply(fields: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(fields), status, headers, "application/json")
+
+
+def try_again(future: Future) -> Json:
+    state = "paused_capacity" if future.waits_for else "active"
+    waiting = {"queue_state_reason": future.waits_for} if future.waits_for else {}
+    return {"type": "try_again", "request_id": future.id, "queue_state": state, **waiting}
+
+
+def checkpoint_of(at: Place, notes: Notes) -> Json:
+    return {
+        "checkpoint_id": f"{at.kind}/{at.name}",
+        "checkpoint_type": KINDS[at.kind],
+        "time": moment(notes.created),
+        "tinker_path": at.uri,
+        "size_bytes": notes.num_bytes,
+        "public": notes.is_public,
+        "user_metadata": notes.user_metadata,
+        "expires_at": None if notes.expires is None else moment(notes.expires),
+    }
+
+
+def done(fields: Json) -> FutureAnswer:
+    return FutureAnswer(lambda: fields)
+
+
+def cursor(offset: int, limit: int, total: int) -> Json:
+    return {"offset": offset, "limit": limit, "total_count": total}
+
+
+def moment(seconds: float) -> str:
+    """Example: "2026-08-01T12:00:00+00:00"."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def page(http: Request) -> tuple[int, int]:
+    """Offset and limit of a listing. Raises ChatError 400: they are no counts."""
+    asked = convert(dict(http.query_params), Page, strict=False)
+    return asked.offset, min(asked.limit, MAX_PAGE)

@@ -1,0 +1,333 @@
+"""TinkerLearner: the Learner whose weights are on a server of the Tinker protocol.
+
+    groups -> samples, as every learner makes them -> each token's numbers -> forward_backward, optim_step on the server
+
+Credit, masks, means, the schedule and the clip are computed here, and the server's loss is a sum (tinker_losses.py).
+The torch learner's step is the same step. A checkpoint directory holds the server's paths of what it saved
+(remote.json).
+
+Nothing is applied twice (tinker_trainer.py). After a failure in a step the weights are those of the last checkpoint.
+"""
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from art_cli.config.schema import LoraConfig, LossConfig, SftConfig, TinkerEngineConfig, TrainConfig
+from art_cli.learners import SFT_DIRECTORY, Progress, SftProgress, StepMetrics
+from art_cli.learners.algorithms.presets import build_algorithm
+from art_cli.learners.samples import Sample, bare_sample
+from art_cli.learners.schedule import WINDOW, clip_limit, rate_of_step
+from art_cli.learners.step_plan import PlannedStep, plan_step
+from art_cli.learners.token_weights import Floats
+from art_cli.learners.training_record import StepRecord
+from art_cli.models.loading import load_tokenizer
+from art_cli.models.policy_spec import PolicySpec
+from art_cli.runs.durable import write_lines
+from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
+from art_cli.runtime.errors import DriftError, LearnerError
+from art_cli.tinker.client.remote_checkpoint import TEMPLATE_FILE, read_remote, write_remote
+from art_cli.tinker.tinker_data import SHARES, logprobs_of
+from art_cli.tinker.tinker_losses import WeightedSample, server_loss, weigh
+from art_cli.tinker.tinker_numbers import RemoteStepNumbers
+from art_cli.tinker.tinker_sft import RemoteSft
+from art_cli.tinker.tinker_trainer import RemoteTrainer
+
+log = logging.getLogger(__name__)
+
+# Number of optimizer steps that are sent before the first of them is answered, so that the server never waits for us.
+AHEAD = 2
+
+
+class _Sent(NamedTuple):
+    """One optimizer step on its way: its passes with the samples of each, and its update."""
+
+    update: list[WeightedSample]
+    passes: list[tuple[list[WeightedSample], Any]]
+    number: int | None  # its place in the first epoch; None: it is of a later one
+    limit: float = math.inf  # norm that its gradient is clipped to
+    applied: Any = None  # the future of its update; None: not sent yet
+
+
+class TinkerLearner:
+    """The Learner of `learner: tinker`. The protocol says what its methods promise. Failures raise RemoteError too."""
+
+    def __init__(
+        self,
+        policy: PolicySpec,
+        *,
+        train: TrainConfig,
+        loss: LossConfig,
+        engine: TinkerEngineConfig,
+        lora: LoraConfig | None,
+        learner: object = None,
+        sft: SftConfig | None = None,
+        sampling_max_tokens: int = 1024,
+        directory: Path = Path(),
+    ) -> None:
+        """Raises RemoteError: the key of the server is not there."""
+        self.policy, self.train_config, self.loss, self.sft_config = policy, train, loss, sft
+        self.algorithm = build_algorithm(loss, max_tokens=sampling_max_tokens, directory=directory)
+        self.server_loss = server_loss(loss)
+        self.trainer = RemoteTrainer(engine, lora, base=policy.base, seed=train.seed)
+        self.warm_up: RemoteSft | None = None  # set between begin_sft and end_sft
+        self._is_shared = False  # whether the next checkpoint is a warm-up's result, which other runs may go on from
+        self._learned: list[LearnedTrajectory] = []  # lines of the last step, until they are written
+        if lora is not None and "alpha" in lora.model_fields_set:
+            log.warning(
+                "model.lora.alpha: the server sets the scale of an adapter, so that it has no effect here; "
+                "art backend CONFIG takes that of its file"
+            )
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
+        """Takes one policy step. After any failure the weights are those of the last checkpoint.
+
+        Raises LearnerError: tokens that the server cannot train on; DriftError: engine and learner hold different
+        weights.
+        """
+        begin = time.perf_counter()
+        record = StepRecord() if self.train_config.record_learned else None
+        plan = plan_step(groups, self.algorithm, loss=self.loss, train=self.train_config, record=record)
+        if plan.parts:
+            _check_temperatures(plan)
+            assert self.trainer.client is not None  # a saved one says how many steps were taken
+        rate = rate_of_step(self.train_config, self.trainer.counters.num_steps)
+        numbers = RemoteStepNumbers(groups)
+        if plan.parts:
+            try:
+                self._take_updates(plan, rate, numbers, record, progress)
+            except BaseException:
+                self.trainer.drop()
+                raise
+        if record is not None:
+            self._learned = record.lines(groups)
+        return numbers.metrics(plan.batch, learning_rate=rate, train_s=time.perf_counter() - begin)
+
+    def write_learned(self, path: Path) -> None:
+        learned, self._learned = self._learned, []
+        write_lines(path, learned)
+
+    def _take_updates(
+        self,
+        plan: PlannedStep,
+        rate: float,
+        numbers: RemoteStepNumbers,
+        record: StepRecord | None,
+        progress: Progress | None,
+    ) -> None:
+        """Takes the optimizer steps of all epochs.
+
+        The first gradient is applied after its logprobs were compared with the engine's. The others are sent ahead,
+        unless their clip needs the norms before them.
+        """
+        mean_over, epochs = self.loss.mean_over, self.train_config.epochs_per_step
+        updates = [weigh(part, self.algorithm, plan.finished, mean_over=mean_over) for part in plan.parts]
+        for part in plan.parts:
+            numbers.add_counts(part)
+        updates = [self._look_ahead(update) for update in updates]
+        requests = [self._requests(update) for update in updates]
+        total, ahead = epochs * len(updates), AHEAD if self.train_config.clip_to_history is None else 1
+        waiting: deque[_Sent] = deque()
+        for index in range(total):
+            place = index % len(updates)
+            sent = self._send(updates[place], requests[place], index if index < len(updates) else None)
+            if index == 0:
+                numbers.add_gap([each.sample for each in sent.update], self._logprobs(sent))
+                self._check_drift(numbers)
+            limit = clip_limit(self.train_config, self.trainer.counters.norms)
+            applied = self.trainer.submit_update(self.train_config, rate, limit)
+            waiting.append(sent._replace(limit=limit, applied=applied))
+            while len(waiting) == ahead or (waiting and index == total - 1):
+                self._finish(waiting.popleft(), numbers, record)
+                if progress is not None:
+                    progress(index + 1 - len(waiting), total)
+        counters = self.trainer.counters
+        self.trainer.counters = counters._replace(num_steps=counters.num_steps + 1)
+
+    def _look_ahead(self, update: list[WeightedSample]) -> list[WeightedSample]:
+        """The update with the policy's logprobs, where its loss needs them and the engine's are not comparable."""
+        if not any(each.is_unknown for each in update):
+            return update
+        found = self.trainer.forward([each.sample for each in update])
+        return [each.with_old(logprobs) for each, logprobs in zip(update, found, strict=True)]
+
+    def _requests(self, update: list[WeightedSample]) -> list[tuple[list[WeightedSample], list[Any], str]]:
+        """The passes of an update, the same in every epoch: samples, their data, the server's loss.
+
+        Empty where the loss takes two passes, because the numbers of the second one follow from the first.
+        """
+        if self.server_loss.name is None:
+            return []
+        datum, found = self.trainer.datum, []
+        if in_policy := [each for each in update if each.in_policy.any()]:
+            data = [datum(each.sample, **self._numbers_of(each)) for each in in_policy]
+            found.append((in_policy, data, self.server_loss.name))
+        if imitated := [each for each in update if not np.isnan(each.imitation).all()]:
+            data = [datum(each.sample, weights=each.imitation) for each in imitated]
+            found.append((imitated, data, "cross_entropy"))
+        return found
+
+    def _numbers_of(self, each: WeightedSample) -> dict[str, Floats]:
+        """The numbers of the sample's tokens in policy, with the share apart where the server takes it."""
+        if not self.trainer.takes_shares:
+            return {"advantages": each.advantages, "logprobs": each.old}
+        shares = np.full(len(each.old), each.share)
+        return {"advantages": each.sample.advantages, "logprobs": each.old, SHARES: shares}
+
+    def _send(
+        self,
+        update: list[WeightedSample],
+        requests: list[tuple[list[WeightedSample], list[Any], str]],
+        number: int | None,
+    ) -> _Sent:
+        """Has the server add up the update's gradient."""
+        if self.server_loss.name is None:
+            new = self.trainer.forward([each.sample for each in update])
+            return _Sent(update, [(update, self._send_slopes(update, new))], number)
+        forward_backward, settings = self.trainer.client.forward_backward, self.server_loss.settings
+        passes = [
+            (part, forward_backward(data, loss, settings if loss == self.server_loss.name else None))
+            for part, data, loss in requests
+        ]
+        return _Sent(update, passes, number)
+
+    def _send_slopes(self, update: list[WeightedSample], new: list[Floats]) -> Any:
+        """The second of two passes: the slope of the loss by each token's logprob, as a weight of cross_entropy."""
+        data = []
+        for each, logprobs in zip(update, new, strict=True):
+            weights, inside = np.nan_to_num(each.imitation), each.in_policy
+            if inside.any():
+                found = self.server_loss.values(logprobs[inside], each.old[inside], each.advantages[inside])
+                weights[inside] -= found.slopes
+            data.append(self.trainer.datum(each.sample, weights=weights))
+        return self.trainer.client.forward_backward(data, "cross_entropy")
+
+    def _logprobs(self, sent: _Sent) -> list[Floats]:
+        """[N] the logprobs of each sample's targets at the weights that the gradient was computed with."""
+        by_sample: dict[int, Floats] = {}
+        for part, future in sent.passes:
+            answer = self.trainer.wait(future, "forward_backward")
+            for each, logprobs in zip(part, logprobs_of(answer, [each.sample for each in part]), strict=True):
+                by_sample[id(each)] = logprobs
+        return [by_sample[id(each)] for each in sent.update]
+
+    def _finish(self, sent: _Sent, numbers: RemoteStepNumbers, record: StepRecord | None) -> None:
+        """Waits until the server has taken the optimizer step."""
+        numbers.add_update(sent.update, self._logprobs(sent), self.server_loss, record, sent.number)
+        norm = self.trainer.wait_for_update(sent.applied)
+        if math.isnan(norm):
+            if self.train_config.clip_to_history is not None:
+                raise LearnerError(
+                    f"train.clip_to_history: {self.trainer.server.url} does not report the norm of a gradient; set it "
+                    "to null"
+                )
+        else:
+            counters = self.trainer.counters
+            self.trainer.counters = counters._replace(norms=(*counters.norms, norm)[-WINDOW:])
+        numbers.norms.append((norm, min(norm, sent.limit)))
+
+    def _check_drift(self, numbers: RemoteStepNumbers) -> None:
+        bound, gap = self.train_config.max_logprob_gap, numbers.gap
+        if gap > bound:
+            raise DriftError(
+                f"engine and learner differ by {gap:.3g} nats per token on average (at most {numbers.gap_max:.3g}), "
+                f"over train.max_logprob_gap = {bound:g}: they do not hold the same weights"
+            )
+
+    # --- the warm-up --------------------------------------------------------------------------------------------------
+
+    def begin_sft(self, examples: Sequence[dict[str, Any]], evaluated: Sequence[dict[str, Any]] = ()) -> int:
+        """The number of optimizer steps to come. Raises LearnerError: no examples, or one that cannot be trained on."""
+        assert self.sft_config is not None, "sft needs an sft section"
+        tokenizer = load_tokenizer(self.policy.base)
+        if self.policy.chat_template is not None:
+            tokenizer.chat_template = self.policy.chat_template
+        self.warm_up = RemoteSft(
+            self.trainer,
+            examples,
+            evaluated,
+            self.sft_config,
+            seed=self.train_config.seed,
+            tokenizer=tokenizer,
+            limits={"max_length": self.policy.max_length, "vocabulary": self.policy.vocabulary},
+        )
+        return self.warm_up.batches.num_updates
+
+    def take_sft(self, num_updates: int) -> SftProgress:
+        assert self.warm_up is not None, "begin_sft comes first"
+        try:
+            return self.warm_up.take(num_updates)
+        except BaseException:
+            self.trainer.drop()
+            raise
+
+    def end_sft(self) -> None:
+        warm_up, self.warm_up = self.warm_up, None
+        if warm_up is not None and warm_up.sums.num_updates:
+            self.trainer.restart_from(self.trainer.save_state())
+            self._is_shared = True
+
+    # --- other methods of the protocol --------------------------------------------------------------------------------
+
+    def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+        """[L - 1] logprobs in nats of each token after the first. Raises LearnerError: a temperature other than 1."""
+        if temperature not in (0.0, 1.0):
+            raise LearnerError(f"a server of the Tinker protocol has no logprobs at temperature {temperature:g}")
+        ids = np.asarray(token_ids, dtype=np.int64)
+        if len(ids) < 2:
+            return []
+        [found] = self.trainer.forward([bare_sample(ids, np.arange(1, len(ids)), "probe")])
+        return [float(value) for value in found]
+
+    def save(self, directory: Path) -> None:
+        """Has the server save state and sampler weights, and writes their paths."""
+        write_remote(directory, self.trainer.save())
+        if self.warm_up is not None:
+            self.warm_up.save(directory)
+        if not self._is_shared:  # other runs go on from a finished warm-up, and none may unload this run's adapter
+            self.trainer.lease(directory.parent)
+        self._is_shared = False
+        if self.policy.chat_template is not None:
+            (directory / TEMPLATE_FILE).write_text(self.policy.chat_template, encoding="utf-8")
+
+    def load(self, directory: Path) -> None:
+        """Continues from what `save` wrote, also on another machine. Raises CheckpointError: no such file there."""
+        self._is_shared = False
+        self.trainer.drop()
+        saved = read_remote(directory)
+        self.trainer.end_lease(directory.parent)
+        self.trainer.go_on_from(saved)
+        if self.warm_up is not None and (directory / SFT_DIRECTORY).is_dir():
+            self.warm_up.load(directory)
+
+    def start(self) -> None:
+        """Nothing to start, because the server runs."""
+
+    def check(self) -> None:
+        """Nothing to check: a wait for the server ends by itself when the server is gone."""
+
+    def close(self) -> None:
+        self.trainer.close()
+
+
+def _check_temperatures(plan: PlannedStep) -> None:
+    for sample in (sample for part in plan.parts for sample in part):
+        if (sample.temperatures != 1).any():
+            raise LearnerError(_refused_temperature(sample))
+
+
+def _refused_temperature(sample: Sample) -> str:
+    other = float(sample.temperatures[sample.temperatures != 1][0])
+    return (
+        f"trajectory {sample.trajectory_id}: sampled at temperature {other:g}, and a server of the Tinker protocol "
+        "computes logprobs at 1 only: rollout.sampling.temperature=1, and rollout.sampling.force=true where the agent "
+        "sets its own"
+    )

@@ -1,0 +1,135 @@
+"""Losses that a server of the Tinker protocol computes, and what of ours is put into each token's numbers. Numpy only.
+
+A server's loss is the sum over tokens of a value that each token's numbers give. So credit, masks and the share of a
+token in the mean are one number of ours, which is sent as its advantage. All clipped objectives with a ratio of one
+token are the server's `ppo` or `cispo` then. An objective with one ratio for a whole sample takes two passes: the first
+gives the logprobs, from which the slope of the loss by each logprob follows, and the second sends that slope as the
+weight of `cross_entropy`, whose gradient is the same.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from art_cli.config.sections import loss_config as sections
+from art_cli.learners.algorithms import Algorithm
+from art_cli.learners.algorithms.normalization import FinishedCounts, UpdateCounts
+from art_cli.learners.samples import Sample
+from art_cli.learners.step_samples import count
+from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY, Floats
+
+
+class TokenValues(NamedTuple):
+    """What an objective gives for N tokens of one sample."""
+
+    values: Floats  # [N] to be minimised
+    slopes: Floats  # [N] the derivative of their sum by each logprob
+    is_clipped: Floats  # [N] 1 where the clip holds the gradient back, else 0
+
+
+class ServerLoss(NamedTuple):
+    """How a server computes an objective. Example: ServerLoss("ppo", {"clip_low_threshold": 0.8, ...}, ...)"""
+
+    name: str | None  # the server's loss; None: two passes, because the ratio is a whole sample's
+    settings: dict[str, float]
+    values: Callable[[Floats, Floats, Floats], TokenValues]  # (new, old, advantages) of one sample's tokens
+
+
+def server_loss(config: sections.LossConfig) -> ServerLoss:
+    """The server's form of a preset's objective. The presets that have none are refused before (config/checks.py)."""
+    low = high = getattr(config, "clip", 0.2)
+    high = getattr(config, "clip_high", high)
+    low = min(low, 1.0)  # a ratio is never negative, so a lower bound below 0 is none
+    settings = {"clip_low_threshold": 1 - low, "clip_high_threshold": 1 + high}
+    if isinstance(config, sections.CispoConfig):
+        return ServerLoss("cispo", settings, lambda new, old, a: _cispo(new, old, a, low, high))
+    if isinstance(config, sections.GspoConfig):
+        return ServerLoss(None, {}, lambda new, old, a: _whole(new, old, a, low, high, np.mean))
+    if isinstance(config, sections.RlooConfig):
+        return ServerLoss(None, {}, lambda new, old, a: _whole(new, old, a, low, high, np.sum))
+    return ServerLoss("ppo", settings, lambda new, old, a: _clipped(np.exp(new - old), a, low, high))
+
+
+def _clipped(ratio: Floats, advantages: Floats, low: float, high: float) -> TokenValues:
+    """-min(r A, clip(r) A), equation 7 of PPO; as `clipped_surrogate` (algorithms/objectives.py) computes it."""
+    bounded = np.clip(ratio, 1 - low, 1 + high)
+    is_clipped = ((ratio > 1 + high) & (advantages > 0)) | ((ratio < 1 - low) & (advantages < 0))
+    slopes = np.where(is_clipped, 0.0, -ratio * advantages)
+    values = -np.minimum(ratio * advantages, bounded * advantages)
+    return TokenValues(values, slopes, is_clipped.astype(np.float64))
+
+
+def _whole(
+    new: Floats, old: Floats, advantages: Floats, low: float, high: float, of_sample: Callable[[Floats], float]
+) -> TokenValues:
+    """As `_clipped`, with one ratio exp(sum or mean of the tokens' new - old) for all of them."""
+    found = _clipped(np.full(len(new), np.exp(of_sample(new - old))), advantages, low, high)
+    each = 1.0 / len(new) if of_sample is np.mean else 1.0
+    return found._replace(slopes=np.full(len(new), found.slopes.sum() * each))
+
+
+def _cispo(new: Floats, old: Floats, advantages: Floats, low: float, high: float) -> TokenValues:
+    """-clip(r) A new with the clipped ratio as a number; as `clip_weights` (algorithms/objectives.py) computes it."""
+    ratio = np.exp(new - old)
+    factor = np.clip(ratio, 1 - low, 1 + high) * advantages
+    is_clipped = (ratio < 1 - low) | (ratio > 1 + high)
+    return TokenValues(-factor * new, -factor, is_clipped.astype(np.float64))
+
+
+class WeightedSample(NamedTuple):
+    """One sample with the numbers of its N trained tokens as a server takes them."""
+
+    sample: Sample
+    advantages: Floats  # [N] advantage times share in the mean; NaN: not in policy
+    imitation: Floats  # [N] weight times share in cross_entropy; NaN: not in it
+    old: Floats  # [N] logprobs in nats of the policy that sampled; NaN: not known yet
+    share: float  # the share of each of its policy tokens in the mean
+
+    @property
+    def in_policy(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        return ~np.isnan(self.advantages)
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the engine's logprobs of some policy tokens are not comparable."""
+        return bool(np.isnan(self.old[self.in_policy]).any())
+
+    def with_old(self, logprobs: Floats) -> "WeightedSample":
+        """The sample with these logprobs where none were known."""
+        return self._replace(old=np.where(np.isnan(self.old), logprobs, self.old))
+
+
+def weigh(
+    samples: Sequence[Sample], algorithm: Algorithm, finished: FinishedCounts | None, *, mean_over: sections.MeanOver
+) -> list[WeightedSample]:
+    """The samples of one optimizer step, with each token's share in the means over it.
+
+    `finished` is the step's part of what the finished trajectories hold; None: that of its samples.
+    """
+    counts = count(samples, finished)
+    found = []
+    for sample in samples:
+        share = _share(sample, POLICY, counts, algorithm, mean_over)
+        imitated = _share(sample, CROSS_ENTROPY, counts, algorithm, mean_over)
+        advantages, imitation = sample.weights[POLICY], sample.weights[CROSS_ENTROPY]
+        found.append(
+            WeightedSample(sample, _product(advantages, share), _product(imitation, imitated), sample.logprobs, share)
+        )
+    return found
+
+
+def _product(weights: Floats, share: float) -> Floats:
+    """[N] weights times the share, rounded as the torch learner's backward pass rounds it: both are float32 there."""
+    return (weights.astype(np.float32) * np.float32(share)).astype(np.float64)
+
+
+def _share(
+    sample: Sample,
+    component: int,
+    counts: Sequence[UpdateCounts],
+    algorithm: Algorithm,
+    mean_over: sections.MeanOver,
+) -> float:
+    num_tokens = sample.num_in(component)
+    return algorithm.share(num_tokens, counts[component].over(mean_over)) if num_tokens else 0.0

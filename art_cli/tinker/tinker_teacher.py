@@ -1,0 +1,78 @@
+"""TinkerTeacher: a teacher on a server of the Tinker protocol, asked through the official SDK.
+
+The server gives the logprobs of a prompt under softmax(logits), so that tokens sampled at another temperature than 1
+cannot be taught. The protocol has no way to cut a text into tokens: that the server's model has the policy's vocabulary
+is taken on trust, and said.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from art_cli.config.sections.loss_config import TeacherConfig
+from art_cli.learners.packs.logprob_reader import divided
+from art_cli.learners.processes.ranks import Ranks
+from art_cli.learners.samples import Sample
+from art_cli.learners.teachers.teacher_server import check_temperatures
+from art_cli.learners.token_weights import Floats
+from art_cli.runtime.dotenv import load_environment
+from art_cli.runtime.errors import LearnerError, RemoteError
+from art_cli.tinker.client.remote_server import server_at
+from art_cli.tinker.client.remote_session import RemoteSession
+
+log = logging.getLogger(__name__)
+
+KEY_NAME = "TINKER_API_KEY"  # the SDK's own
+PATH = "tinker://"  # how the path of saved weights begins; any other model is a base of the server
+
+
+class TinkerTeacher:
+    def __init__(self, config: TeacherConfig, directory: Path, *, ranks: Ranks) -> None:
+        """A .env file is read in `directory`. Raises LearnerError: the server cannot be asked, or has no such model."""
+        assert config.base_url is not None, "without a base_url the teacher is in this process"
+        load_environment(directory)
+        self._config, self._ranks = config, ranks
+        self.name = f"loss.teacher {config.model!r} at {config.base_url}"
+        model = config.model
+        try:
+            server = server_at(config.base_url, config.api_key_env or KEY_NAME)
+            if not model.startswith(PATH):
+                server.find_model(model)
+            self._session = RemoteSession(server, timeout_s=config.timeout_s)
+            named = {"path": model} if model.startswith(PATH) else {"base": model}
+            self._sampler: Any = self._session.sampler(**named)
+        except RemoteError as error:
+            raise LearnerError(f"{self.name}: {error}") from error
+        log.warning("%s: its vocabulary cannot be compared with the policy's, and must be the same", self.name)
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        check_temperatures(samples, self.name)
+        return divided(samples, self._ranks, self._read)
+
+    def _read(self, samples: Sequence[Sample]) -> list[Floats]:
+        """[N] of each sample. A sequence that several samples have is asked for once."""
+        sequences = list({sample.token_ids.tobytes(): sample.token_ids.tolist() for sample in samples}.items())
+        found: dict[bytes, Floats] = {}
+        at_once = self._config.concurrency
+        try:
+            for begin in range(0, len(sequences), at_once):
+                some = sequences[begin : begin + at_once]
+                asked = [(key, ids, self._sampler.compute_logprobs(self._prompt(ids))) for key, ids in some]
+                for key, ids, future in asked:
+                    found[key] = self._checked(self._session.wait(future, "the teacher's logprobs"), len(ids))
+        except RemoteError as error:
+            raise LearnerError(f"{self.name}: {error}") from error
+        return [found[sample.token_ids.tobytes()][sample.targets] for sample in samples]
+
+    def _prompt(self, token_ids: list[int]) -> Any:
+        return self._session.types.ModelInput.from_ints(token_ids)
+
+    def _checked(self, given: Any, num_tokens: int) -> Floats:
+        """[L] the logprob of each token given those before it; NaN for the first."""
+        values = list(given or ())[1 - num_tokens :]  # the first token has none, or no place at all
+        if len(values) != num_tokens - 1 or not all(isinstance(each, float) and each <= 0 for each in values):
+            raise LearnerError(f"{self.name}: its answer has no logprob for some of {num_tokens} tokens")
+        return np.array([np.nan, *values])

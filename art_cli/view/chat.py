@@ -1,0 +1,105 @@
+"""The chat beside a trajectory: relays a conversation to one OpenAI-compatible endpoint."""
+
+import asyncio
+import os
+from typing import Any
+
+import aiohttp
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.client import HttpBackend
+from art_cli.chat.endpoint_answers import open_session, read_answer
+from art_cli.chat.requests import Sampling
+from art_cli.chat.wires.openai_chat import OpenAIChat
+from art_cli.runtime.errors import UsageError, describe
+from art_cli.runtime.secrets import find_secrets
+
+Json = dict[str, Any]
+
+ASKED = ("messages", "tools", "temperature")  # fields of a question that go on to the endpoint
+MAX_BODY = 4 * 2**20  # bytes of a conversation
+BODY_S, ANSWER_S = 30.0, 120.0  # longest waits for the page's question, and for the endpoint's answer
+MODELS_S = 10.0  # longest wait for its list of models
+KEYS = ("ART_API_KEY", "OPENAI_API_KEY")  # variables that may hold the endpoint's key
+
+
+def find_key() -> str:
+    """The endpoint's key; "none" where no variable holds one, because a local server may need none."""
+    return next((os.environ[name] for name in KEYS if os.environ.get(name)), "none")
+
+
+async def find_model(url: str, key: str) -> str:
+    """The first model that the endpoint lists. Raises UsageError: it cannot be asked, or lists none."""
+    address = f"{url.rstrip('/')}/models"
+    try:
+        async with open_session(url, {"Authorization": f"Bearer {key}"}) as session:
+            timeout = aiohttp.ClientTimeout(total=MODELS_S)
+            async with session.get(address, timeout=timeout, allow_redirects=False) as response:
+                listed = msgspec.json.decode(await read_answer(response, MAX_BODY), type=_Models)
+    except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
+        shown = find_secrets({}, values=[key], urls=[url]).redact(describe(error))
+        raise UsageError(f"--endpoint {url}: cannot list its models ({shown}); give --model") from None
+    if not listed.data:
+        raise UsageError(f"--endpoint {url}: it lists no model; give --model")
+    return listed.data[0].id
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
+
+
+class ChatRelay:
+    """Asks the endpoint for one reply at a time; the page sends the whole conversation each time."""
+
+    def __init__(self, url: str, model: str, key: str) -> None:
+        self._backend = HttpBackend(url, key, model, timeout_s=ANSWER_S)
+        self._wire = OpenAIChat()
+
+    async def answer(self, http: HttpRequest) -> Response:
+        """{"message": {...}, "finish_reason": "stop"}. Raises HTTPException with one sentence."""
+        body = await _read(http)
+        try:
+            fields = msgspec.json.decode(body)
+            asked = {
+                name: fields[name] for name in ("messages", "tools", "temperature") if fields.get(name) is not None
+            }
+            request = self._wire.parse(msgspec.json.encode({**asked, "model": self._backend.model}), Sampling())
+            async with asyncio.timeout(ANSWER_S):
+                reply = await self._backend.reply(request)
+        except ChatError as error:
+            raise HTTPException(error.status if error.status >= 400 else 502, str(error)) from error
+        except TimeoutError:
+            raise HTTPException(504, f"the endpoint did not answer within {ANSWER_S:.0f} s") from None
+        except (ValueError, AttributeError, TypeError, KeyError, RecursionError):
+            raise HTTPException(400, 'expected {"messages": [...]}') from None
+        choice = reply.choices[0]
+        answer = {"message": choice.message, "finish_reason": choice.finish_reason}
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    async def close(self) -> None:
+        await self._backend.close()
+
+
+async def _read(http: HttpRequest) -> bytes:
+    """The body. Raises HTTPException: not JSON by its header, too large, or too slow."""
+    if not http.headers.get("content-type", "").startswith("application/json"):
+        raise HTTPException(415, "send application/json")
+    pieces, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in http.stream():
+                size += len(piece)
+                if size > MAX_BODY:
+                    raise HTTPException(413, f"the conversation is larger than {MAX_BODY >> 20} MiB")
+                pieces.append(piece)
+    except TimeoutError:
+        raise HTTPException(408, f"the question did not arrive within {BODY_S:.0f} s") from None
+    return b"".join(pieces)

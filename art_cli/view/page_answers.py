@@ -1,0 +1,345 @@
+"""The answer to each URL of the page, as plain data. Every method may take a moment and runs in a thread.
+
+A name of the URL is looked up in the index and never used as a path.
+"""
+
+import threading
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from art_cli.runs.durable import read_object
+from art_cli.runs.run_file import is_inside
+from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.runtime.errors import ArtError, printable
+from art_cli.view.drawing import DrawingKind, drawing_kind, drawing_page
+from art_cli.view.group_rows import MAX_ATTEMPTS, Histogram, Page, Query, find_groups, histogram, words_of
+from art_cli.view.index import IndexedStep, Split
+from art_cli.view.message_tree import build_tree
+from art_cli.view.numbers import file_numbers, run_numbers
+from art_cli.view.records import read_record, read_records
+from art_cli.view.rows import IndexRow, number_of
+from art_cli.view.segments import show_turns
+from art_cli.view.sources import Sources, ViewSource
+from art_cli.view.tokens import TokenTexts, find_tokenizer
+from art_cli.view.trained_tokens import LearnedNumbers
+
+Json = dict[str, Any]
+
+LOOK_S = 1.0  # the files are looked at again after this time, when a page asks
+FIND_S = 5.0  # longest wait for a trajectory that is not in the index yet
+MAX_SCENARIO_ATTEMPTS = 500
+MAX_REPLY = 20_000  # characters of an attempt in a comparison over steps
+_WITHOUT_TURNS = tuple(name for name in ScoredTrajectory.__struct_fields__ if name != "turns")
+
+
+class NotThere(Exception):
+    """What the URL names is not there; `str()` is the sentence."""
+
+
+class Answers:
+    """What the page is told. `chat` says whether it can talk to an endpoint."""
+
+    def __init__(self, sources: Sources, *, has_chat: bool = False, drawing: Path | None = None) -> None:
+        self._sources = sources
+        self._has_chat = has_chat
+        self._drawing = drawing
+        self._tokenizers: dict[str, TokenTexts | None] = {}
+        self._learned = LearnedNumbers()
+        self._numbers: dict[str, tuple[object, Json]] = {}
+        self._looking = threading.Lock()
+        self._looked = time.monotonic()
+        self._wakes = threading.Event()
+        self._is_closed = False
+        self._known_state: object = None
+        self._num_changes = 0  # the revision
+        self.shows_found = True  # whether a drawing that was found beside a run is offered
+        self.left_out = 0  # trajectories that a page in one file leaves out
+
+    # --- the index in the background ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Reads the files in a thread, now and whenever `look` finds something new."""
+        self._wakes.set()
+        threading.Thread(target=self._read, name="view index", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._is_closed = True
+        self._wakes.set()
+
+    def _read(self) -> None:
+        while True:
+            self._wakes.wait()
+            self._wakes.clear()
+            for source in self._sources.all():
+                while not self._is_closed and not source.index.read(time.monotonic() + 0.2):
+                    time.sleep(0.001)  # lets the event loop and other threads have the interpreter
+            if self._is_closed:
+                return
+
+    def read_all(self) -> None:
+        """Returns when all files are read."""
+        while not all([source.index.read(time.monotonic() + 1.0) for source in self._sources.all()]):
+            pass
+
+    def all(self) -> list[ViewSource]:
+        return self._sources.all()
+
+    def look(self) -> None:
+        """Looks at the files again, if that was not done a moment ago."""
+        with self._looking:
+            if time.monotonic() - self._looked < LOOK_S:
+                return
+            if self._sources.look():
+                self._wakes.set()
+            self._looked = time.monotonic()
+
+    # --- sources ------------------------------------------------------------------------------------------------------
+
+    def revision(self) -> Json:
+        self.look()
+        return {"revision": self._revision()}
+
+    def _revision(self) -> int:
+        """Grows whenever anything changed: rows, the numbers of a run, or whether it runs."""
+        state = [_state(source) for source in self._sources.all()]
+        with self._looking:
+            if state != self._known_state:
+                self._known_state, self._num_changes = state, self._num_changes + 1
+            return self._num_changes
+
+    def sources(self) -> Json:
+        self.look()
+        return {
+            "version": _version(),
+            "revision": self._revision(),
+            "left_out": self.left_out,
+            "chat": self._has_chat,
+            "sources": [self._source(source) for source in self._sources.all()],
+        }
+
+    def _source(self, source: ViewSource) -> Json:
+        done, total = source.index.num_bytes
+        steps = [self._step(step) for step in source.index.steps()]
+        return {
+            "id": source.id,
+            "name": printable(source.name),
+            "path": printable(source.path),
+            "kind": source.kind,
+            "is_running": source.is_running,
+            "indexing": {"done_bytes": done, "bytes": total} if done < total else None,
+            "num_trajectories": sum(step["num_trajectories"] for step in steps),
+            "drawing": self.drawing_kind(source),
+            "steps": steps,
+        }
+
+    def _step(self, step: IndexedStep) -> Json:
+        done, total = step.num_bytes
+        return {"step": step.step, "split": step.split, **step.numbers()._asdict(), "is_indexed": done >= total,
+                "problems": list(step.problems)}  # fmt: skip
+
+    def source(self, name: str) -> Json:
+        source = self._find_source(name)
+        if source.run is None:
+            return {**file_numbers(source.index), "drawing": self.drawing_kind(source), "judge": self._judged(source)}
+        stamp = (_size(source.run.metrics_path), _size(source.run.config_path), len(source.run.checkpoint_steps()))
+        known = self._numbers.get(name)
+        if known is None or known[0] != stamp:
+            known = self._numbers[name] = (stamp, run_numbers(source.run))
+        return {**known[1], "drawing": self.drawing_kind(source), "judge": self._judged(source)}
+
+    def _judged(self, source: ViewSource) -> Json | None:
+        """The steps that have a judge's report: trajectories of ours that were scored."""
+        steps = [step.step for step in source.index.steps() if step.split == "train" and step.has_scores]
+        return {"steps": steps} if steps else None
+
+    def judge(self, name: str, number: int) -> Json:
+        """What `art judge --report --json` says of a step's scored file."""
+        from art_cli.judges.report.judge_report import (
+            make_report,  # needs numpy, which the rest of the page does without
+        )
+        from art_cli.judges.report.judge_report_text import report_lines
+
+        path = _scored(self._find_step(name, number, "train"))
+        if path is None:
+            raise NotThere(f"step {number} has no scored file")
+        try:
+            report, _ = make_report(path)
+        except ArtError as error:
+            raise NotThere(str(error)) from error
+        lines = [[line, printable(value)] for line, value in report_lines(report)]
+        plain = {**msgspec.to_builtins(report), "path": printable(report.path)}
+        return {"step": number, "report": plain, "values": report.values(), "lines": lines}
+
+    def drawing_kind(self, source: ViewSource) -> DrawingKind | None:
+        kind = drawing_kind(source, self._drawing)
+        return kind if kind == "given" or self.shows_found else None
+
+    def drawing(self, name: str) -> str:
+        page = drawing_page(self._find_source(name), self._drawing)
+        if page is None:
+            raise NotThere("this run brings no drawing (view.js)")
+        return page
+
+    # --- groups -------------------------------------------------------------------------------------------------------
+
+    def groups(self, name: str, number: int, split: Split, query: Query) -> Page:
+        return find_groups(self._find_step(name, number, split), query)
+
+    def histogram(self, name: str, number: int, split: Split) -> Histogram:
+        return histogram(self._find_step(name, number, split))
+
+    def group(self, name: str, number: int, split: Split, group_id: str) -> Json:
+        step = self._find_step(name, number, split)
+        group = step.group(group_id)
+        if group is None:
+            raise NotThere(f"no group {printable(group_id, limit=80)} in step {number} ({split})")
+        names = step.names()
+        place = names.index(group.id)
+        rows = group.rows[:MAX_ATTEMPTS]
+        records = read_records(step, rows)
+        return {
+            "group_id": group.id,
+            "label": group.label,
+            "scenario": records[0].scenario,
+            "previous": names[place - 1] if place > 0 else None,
+            "next": names[place + 1] if place + 1 < len(names) else None,
+            "num_attempts": len(group.rows),
+            "attempts": [_attempt(row, record) for row, record in zip(rows, records, strict=True)],
+            "tree": build_tree(records),
+        }
+
+    def trajectory(self, name: str, trajectory: str) -> Json:
+        source = self._find_source(name)
+        step, row = self._find_row(source, trajectory)
+        record = read_record(step, row)
+        group = step.group(row.group)
+        ids = [each.id for each in group.rows] if group is not None else [row.id]
+        place = ids.index(row.id) if row.id in ids else 0
+        texts = self._texts(source) if record.turns else None
+        learned = self._learned.of(step.path_of(row).with_name("learned.jsonl"), row.id, within=step.root)
+        return {
+            "trajectory": {field: getattr(record, field) for field in _WITHOUT_TURNS},
+            "step": step.step,
+            "split": step.split,
+            "group_id": row.group,
+            "previous": ids[place - 1] if place > 0 else None,
+            "next": ids[place + 1] if place + 1 < len(ids) else None,
+            "turns": show_turns(record, texts, learned),
+            "has_tokens": texts is not None,
+            "loss": number_of(learned.get("loss")),
+            "update": learned.get("update"),
+            "left_out": learned.get("left_out"),
+            "masked": learned.get("masked"),
+        }
+
+    def scenario(self, name: str, scenario: str) -> Json:
+        """The attempts at one scenario, ascending by step; of more than 500 the same number from every step."""
+        source = self._find_source(name)
+        found = [(step, row) for step in source.index.steps() for row in step.rows() if row.scenario == scenario]
+        if not found:
+            raise NotThere(f"no scenario {printable(scenario, limit=80)} in this source")
+        every = -(-len(found) // MAX_SCENARIO_ATTEMPTS)
+        return {"attempts": [self._reply(step, row) for step, row in found[::every]], "num_attempts": len(found)}
+
+    def _reply(self, step: IndexedStep, row: IndexRow) -> Json:
+        record = read_record(step, row)
+        conversations = [*record.branches, record.messages]
+        words = [f"{message.get('role')}: {words_of(message)}" for each in conversations for message in each]
+        return {
+            "step": step.step,
+            "split": step.split,
+            "id": row.id,
+            "reward": row.reward,
+            "error": record.error,
+            "reply": "\n\n".join(words)[:MAX_REPLY],
+        }
+
+    # --- finding ------------------------------------------------------------------------------------------------------
+
+    def _find_source(self, name: str) -> ViewSource:
+        source = self._sources.get(name)
+        if source is None:
+            raise NotThere(f"no source {printable(name, limit=80)}")
+        return source
+
+    def _find_step(self, name: str, number: int, split: Split) -> IndexedStep:
+        self.look()
+        step = self._find_source(name).index.step(number, split)
+        if step is None:
+            raise NotThere(f"no step {number} ({split}) in this source")
+        step.advance()
+        return step
+
+    def _find_row(self, source: ViewSource, trajectory: str) -> tuple[IndexedStep, IndexRow]:
+        """Waits for the index, because a link may be opened before it is built."""
+        until = time.monotonic() + FIND_S
+        while (found := source.index.find(trajectory)) is None:
+            is_read = source.index.read(min(until, time.monotonic() + 0.1))
+            if (is_read or time.monotonic() > until) and source.index.find(trajectory) is None:
+                raise NotThere(f"no trajectory {printable(trajectory, limit=80)} in this source")
+        return found
+
+    def _texts(self, source: ViewSource) -> TokenTexts | None:
+        if source.id not in self._tokenizers:
+            self._tokenizers[source.id] = find_tokenizer(source.run)
+        return self._tokenizers[source.id]
+
+
+def _attempt(row: IndexRow, record: ScoredTrajectory) -> Json:
+    return {
+        "id": row.id,
+        "index": row.index,
+        "reward": row.reward,
+        "returned_reward": record.returned_reward,
+        "error": record.error,
+        "limit": record.limit,
+        "metrics": record.metrics,
+        "scores": record.scores,
+        "shadow": record.shadow,
+        "num_turns": row.num_turns,
+        "num_tokens": row.num_tokens,
+        "duration_s": record.duration_s,
+        "noise": record.noise,
+    }
+
+
+def _scored(step: IndexedStep) -> Path | None:
+    """The scored file of a step; None: nothing in it was scored."""
+    for path in reversed(step.paths):
+        if path.name != "trajectories.jsonl" and is_inside(path, step.root):
+            return path
+    return None
+
+
+def _state(source: ViewSource) -> object:
+    """What differs when the page has to be drawn anew."""
+    files = (source.run.metrics_path, source.run.config_path) if source.run is not None else ()
+    return source.id, source.index.revision, source.index.num_bytes, source.is_running, [_size(path) for path in files]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _version() -> str:
+    try:
+        return version("art-cli")
+    except PackageNotFoundError:  # run from its sources
+        return "0"
+
+
+def _config(source: ViewSource) -> Json:
+    if source.run is None or not source.run.config_path.exists():
+        return {}
+    try:
+        return read_object(source.run.config_path, within=source.run.root)
+    except ArtError:
+        return {}

@@ -1,0 +1,75 @@
+"""Whole trajectories, read at the places that the index knows. A line that cannot be read becomes one that says so."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from art_cli.runs.json_lines import decode
+from art_cli.runs.trajectory import ScoredTrajectory, score_trajectory
+from art_cli.runtime.errors import printable
+from art_cli.runtime.processes.plain_json import is_deep
+from art_cli.view.index import IndexedStep
+from art_cli.view.rows import MAX_SHOWN, IndexRow
+
+MAX_DEPTH = 100  # levels of JSON inside a trajectory
+MAX_NODES = 2_000_000  # brackets of a line; a browser could not show as many
+_SCORED = msgspec.json.Decoder(ScoredTrajectory)
+
+
+def read_records(step: IndexedStep, rows: Sequence[IndexRow]) -> list[ScoredTrajectory]:
+    """The trajectories of these rows, each with the id, group and place that the index gave it."""
+    return [read_record(step, row) for row in rows]
+
+
+def read_record(step: IndexedStep, row: IndexRow) -> ScoredTrajectory:
+    try:
+        record = _read(step, row)
+    except OSError as error:
+        record = _unread(row, error.strerror or str(error))
+    except (ValueError, RecursionError) as error:
+        record = _unread(row, printable(error, limit=300))
+    return msgspec.structs.replace(record, id=row.id, group_id=row.group, index=row.index)
+
+
+def read_bytes(step: IndexedStep, row: IndexRow) -> bytes:
+    """The line of a row. Raises ValueError: it is too long, or not there any more."""
+    if row.length > MAX_SHOWN:
+        raise ValueError(f"its line has {row.length >> 20} MiB; up to {MAX_SHOWN >> 20} MiB are shown")
+    with step.open(step.path_of(row)) as file:
+        file.seek(row.offset)
+        line = file.read(row.length)
+    if len(line) < row.length:
+        raise ValueError("the file was cut while it was read")
+    return line
+
+
+def _read(step: IndexedStep, row: IndexRow) -> ScoredTrajectory:
+    line = read_bytes(step, row)
+    num_brackets = line.count(b"{") + line.count(b"[")
+    if num_brackets > MAX_NODES:
+        raise ValueError(f"its line has {num_brackets:,} brackets; up to {MAX_NODES:,} are shown")
+    if row.kind == "own":
+        record = decode(line, _SCORED)
+        record.reward = row.reward  # the returned one, where the line was not scored
+    else:
+        record = _read_foreign(line, row)
+    if num_brackets > MAX_DEPTH and is_deep([record.scenario, record.messages, record.metadata], MAX_DEPTH):
+        raise ValueError(f"its JSON is nested more than {MAX_DEPTH} levels deep")
+    return record
+
+
+def _read_foreign(line: bytes, row: IndexRow) -> ScoredTrajectory:
+    from art_cli.judges.files.judged_files import (
+        Group,
+        read_line,
+    )  # imports the whole configuration, which takes half a second
+
+    read = read_line(line, Group(row.group, row.kind, size=row.part + 1), row.index)
+    trajectory = read[row.part] if row.kind == "art" else read[0]
+    return score_trajectory(trajectory, row.reward)
+
+
+def _unread(row: IndexRow, reason: str) -> ScoredTrajectory:
+    return ScoredTrajectory(
+        id=row.id, group_id=row.group, group_size=1, index=row.index, error=f"unreadable: {reason}", reward=row.reward
+    )

@@ -1,0 +1,228 @@
+"""What the index keeps of one line: an IndexRow for each trajectory in it. The rest of the line is skipped.
+
+A line is a trajectory of ours (scored or not), a group of ART's, or a conversation, as in judges/files/judged_files.py.
+"""
+
+import math
+import sys
+from typing import Any, Literal
+
+import msgspec
+
+from art_cli.runs.json_lines import decode
+from art_cli.runs.trajectory import Json
+
+MAX_SHOWN = 64 * 2**20  # bytes of a line that is read and shown
+MAX_LABEL = 200  # characters of a group's label
+MAX_ID = 1000  # characters of an id; a longer one is replaced by the number of its line
+QUESTIONS = ("question", "prompt", "task", "instruction", "problem", "goal")  # fields of a scenario that label it
+MIN_QUESTION = 20  # characters from which the first message counts as a question
+_ANY = msgspec.json.Decoder()
+
+Kind = Literal["own", "art", "plain"]  # a line is one of our trajectories, one group of ART's, or a conversation
+
+
+class IndexRow(msgspec.Struct, gc=False):
+    """One trajectory of the index.
+
+    Example: IndexRow("s0003-g0001-a02", "s0003-g0001", 2, "task-7", offset=81_220, length=4_100, reward=0.5)
+    """
+
+    id: str  # unique in its step, and what a link names it by
+    group: str
+    index: int  # position in the group
+    scenario: str
+    offset: int = 0  # place of its line in the file
+    length: int = 0  # bytes of its line
+    kind: Kind = "own"
+    part: int = 0  # position in its line; a line of ART's has a whole group
+    file: int = 0  # number of the file in its step
+    reward: float | None = None
+    error: str | None = None  # kind of error
+    num_turns: int = 0
+    num_tokens: int | None = None  # sampled tokens; None: not known
+    is_scored: bool = False  # whether a judge's reward stands in its line
+
+
+class _Head(msgspec.Struct):
+    """The fields of a line that the index needs. Any: what is of a wrong type is no reason to refuse the line."""
+
+    id: Any = None
+    group_id: Any = None
+    group_size: Any = None
+    index: Any = None
+    scenario: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    messages_and_choices: msgspec.Raw = msgspec.Raw()
+    trajectories: msgspec.Raw = msgspec.Raw()
+    exceptions: msgspec.Raw = msgspec.Raw()
+    turns: msgspec.Raw = msgspec.Raw()
+    reward: Any = msgspec.UNSET
+    returned_reward: Any = None
+    error: Any = None
+    metrics: Any = None
+
+
+class _Turn(msgspec.Struct):
+    sampled_ids: list[int] = []
+
+
+_HEAD = msgspec.json.Decoder(_Head)
+_TURNS = msgspec.json.Decoder(list[_Turn])
+
+
+class Labels:
+    """The label of each group, found once, in the first line of the group."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, str] = {}
+
+    def add(self, group: str, head: _Head) -> None:
+        if group not in self.of:
+            self.of[group] = _label(_value(head.scenario), _value(head.messages or head.messages_and_choices))
+
+
+def read_rows(line: bytes, number: int, labels: Labels) -> list[IndexRow]:
+    """The rows of line `number`, without their place in the file. Raises ValueError: nothing of it is a trajectory."""
+    head = decode(line, _HEAD)
+    if bytes(head.trajectories):
+        return _art_rows(head, number, labels)
+    if isinstance(head.id, str) and isinstance(head.group_id, str) and isinstance(head.index, int):
+        return [_own_row(head, number, labels)]
+    if bytes(head.messages) or bytes(head.messages_and_choices):
+        return [_plain_row(head, number, labels)]
+    raise ValueError('expected a trajectory, an ART group, or {"messages": [...]}')
+
+
+def _own_row(head: _Head, number: int, labels: Labels) -> IndexRow:
+    group, metrics = name(head.group_id, number), head.metrics if isinstance(head.metrics, dict) else {}
+    labels.add(group, head)
+    scenario = _value(head.scenario)
+    reward = head.returned_reward if head.reward is msgspec.UNSET else head.reward
+    num_turns, num_tokens = _counts(metrics) or _count(head)
+    return IndexRow(
+        id=name(head.id, number),
+        group=group,
+        index=head.index if 0 <= head.index < 2**31 else 0,
+        scenario=name(scenario.get("id", group) if isinstance(scenario, dict) else group, number),
+        reward=number_of(reward),
+        error=_kind(head.error),
+        num_turns=num_turns,
+        num_tokens=num_tokens,
+        is_scored=number_of(head.reward) is not None,
+    )
+
+
+def _plain_row(head: _Head, number: int, labels: Labels, *, group: str | None = None, part: int = 0) -> IndexRow:
+    if group is None:
+        group = name(head.group_id, number) if head.group_id is not None else _asked(head)
+    labels.add(group, head)
+    messages = _value(head.messages_and_choices or head.messages)
+    roles = [message.get("role") for message in messages or () if isinstance(message, dict)]
+    fallback = f"line-{number}" if not part else f"line-{number}/{part}"
+    return IndexRow(
+        id=name(head.id, number) if isinstance(head.id, str | int) else fallback,
+        group=group,
+        index=part,
+        scenario=group,
+        kind="plain",
+        part=part,
+        reward=number_of(head.returned_reward if head.reward is msgspec.UNSET else head.reward),
+        error=_kind(head.error),
+        num_turns=roles.count("assistant"),
+    )
+
+
+def _art_rows(head: _Head, number: int, labels: Labels) -> list[IndexRow]:
+    """The trajectories of an ART group, then its exceptions, which are trajectories with an error."""
+    group = f"line-{number}"
+    try:
+        inner = msgspec.json.decode(head.trajectories, type=list[_Head])
+        failures = _value(head.exceptions) or []
+        rows = [_plain_row(each, number, labels, group=group, part=part) for part, each in enumerate(inner)]
+        for part, failure in enumerate(failures, len(rows)):
+            kind = failure.get("type") if isinstance(failure, dict) else None
+            row = IndexRow(f"{group}/{part}", group, part, group, part=part, error=_kind(str(kind)))
+            rows.append(row)
+    except (msgspec.DecodeError, TypeError) as error:
+        raise ValueError(str(error)) from error
+    for row in rows:
+        row.id, row.kind = f"{group}/{row.part}", "art"
+    labels.of.setdefault(group, group)
+    return rows
+
+
+# --- values that any program may have written -------------------------------------------------------------------------
+
+
+def name(value: Any, number: int) -> str:
+    """The value as an id that a URL can hold; `line-7` for one that it cannot."""
+    text = str(value) if isinstance(value, str | int | float) else ""
+    if not text or len(text) > MAX_ID or text in (".", ".."):
+        return f"line-{number}"
+    return sys.intern(text)
+
+
+def number_of(value: Any) -> float | None:
+    """A finite number; None for all else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _counts(metrics: Json) -> tuple[int, int] | None:
+    """Numbers of turns and of sampled tokens as the recorder counted them; None: it did not."""
+    turns, tokens = number_of(metrics.get("num_turns")), number_of(metrics.get("num_sampled"))
+    return None if turns is None or tokens is None else (int(turns), int(tokens))
+
+
+def _count(head: _Head) -> tuple[int, int | None]:
+    """Numbers of turns and of sampled tokens, counted; tokens None: they were not recorded."""
+    turns = []
+    if bytes(head.turns):
+        turns = _TURNS.decode(head.turns)
+    return len(turns), sum(len(turn.sampled_ids) for turn in turns) if turns else None
+
+
+def _kind(error: Any) -> str | None:
+    return sys.intern(error.partition(":")[0][:80]) if isinstance(error, str) and error else None
+
+
+def _value(raw: msgspec.Raw) -> Any:
+    """The value of a field; None where the line has none, and where only half of it can be read."""
+    return decode(bytes(raw), _ANY) if bytes(raw) else None
+
+
+def _asked(head: _Head) -> str:
+    """A group for conversations that name none: those that begin alike."""
+    from art_cli.formats.imported_attempt import first_question  # only conversations without a group need it
+
+    messages = _value(head.messages_and_choices or head.messages)
+    plain = [each for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
+    return first_question([{"role": str(each.get("role")), "content": each.get("content")} for each in plain])
+
+
+def _label(scenario: Any, messages: Any) -> str:
+    """What tells a group from others: its scenario's question, else the first message if it is as long as a question,
+    else the scenario's values, else that message."""
+    rest = {key: value for key, value in scenario.items() if key != "id"} if isinstance(scenario, dict) else {}
+    for name in QUESTIONS:
+        if isinstance(rest.get(name), str) and rest[name].strip():
+            return str(rest[name][:MAX_LABEL])
+    listed = messages if isinstance(messages, list) else []
+    said = [message for message in listed if isinstance(message, dict) and message.get("role") == "user"]
+    asked = text_of(said[0].get("content")) if said else ""
+    if rest and len(asked) < MIN_QUESTION:
+        return ", ".join(f"{key}: {value}" for key, value in rest.items())[:MAX_LABEL]
+    return asked[:MAX_LABEL]
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content: a string, or the texts of its parts."""
+    if isinstance(content, str):
+        return content
+    parts: list[Json] = [each for each in content if isinstance(each, dict)] if isinstance(content, list) else []
+    return "\n".join(str(part.get("text") or f"({part.get('type')})") for part in parts)

@@ -1,0 +1,253 @@
+"""A turn as segments: what was kept of earlier turns, what the chat template added, messages, tool results, and tokens
+that were sampled.
+
+    context    the tokens of an earlier turn that the prompt begins with
+    template   the rest of the prompt that is no message's text: roles, separators, definitions of tools
+    message    the text of a system or user message
+    tool       the text of a tool's result
+    sampled    what the model wrote in this turn
+
+Where a message stands in a prompt is found by its text, in the order of the conversation. A text that the template
+changed is not found, and then counts as template.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, groupby
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from art_cli.runs.trajectory import Json, Trajectory, Turn
+from art_cli.view.rows import text_of
+from art_cli.view.tokens import TokenTexts
+
+MAX_OTHER_TOKENS = 300_000  # tokens of earlier turns that are decoded again, which takes 2 s at most
+MAX_CONVERSATIONS = 64  # conversations of a trajectory that are searched for the messages of a prompt
+
+SegmentKind = Literal["template", "context", "message", "tool", "sampled"]
+Learned = Mapping[str, Any]  # the trajectory's line of learned.jsonl
+
+
+class TurnSegment(msgspec.Struct):
+    """Tokens of one kind. [N] where there is one value for each token.
+
+    Example: TurnSegment("sampled", "right", 2, ["right", "<|end|>"], [284, 2], [-1.63, -0.0])
+    """
+
+    kind: SegmentKind
+    text: str
+    num_tokens: int
+    tokens: list[str] | None = None  # [N] text of each; None: no tokenizer, or context
+    ids: list[int] = []  # [N]; empty for context
+    logprobs: list[float] | None = None  # [N] the engine's, in nats; None: not sampled here
+    learner_logprobs: list[float | None] | None = None  # [N] the learner's, before the update
+    advantages: list[float | None] | None = None  # [N]
+
+
+class ShownTurn(msgspec.Struct):
+    index: int
+    parent: int | None
+    kept: int
+    step: int
+    temperature: float
+    finish_reason: str
+    is_abandoned: bool
+    segments: list[TurnSegment]
+    conversation: int | None = None  # 0: `messages`, 1: the first of `branches`; None: not found
+    message: int | None = None  # place of the reply in the conversation
+
+
+class _Place(NamedTuple):
+    """How far a conversation is told, after a turn."""
+
+    conversation: int
+    num_messages: int
+
+
+class _Budget:
+    """How many tokens are still decoded besides the new ones of each turn, which are shown in any case."""
+
+    def __init__(self, num: int) -> None:
+        self._num = num
+
+    def takes(self, num: int) -> bool:
+        """Whether so many more are; if so, they are taken."""
+        is_enough = num <= self._num
+        self._num -= num if is_enough else 0
+        return is_enough
+
+
+def show_turns(trajectory: Trajectory, texts: TokenTexts | None, learned: Learned | None) -> list[ShownTurn]:
+    """The turns of a trajectory; texts are empty without a tokenizer."""
+    shown, places, lengths = [], list[_Place](), list[int]()
+    budget = _Budget(MAX_OTHER_TOKENS if texts is not None else 0)
+    for index, turn in enumerate(trajectory.turns):
+        goes_on = turn.parent is not None and turn.kept == lengths[turn.parent]
+        segments, place = _prompt_segments(trajectory, index, places, texts, budget, goes_on=goes_on)
+        places.append(place)
+        kept = min(turn.kept, lengths[turn.parent]) if turn.parent is not None else 0
+        lengths.append(kept + len(turn.prompt_ids) + len(turn.sampled_ids))
+        if turn.parent is not None and kept:
+            segments.insert(0, _context(trajectory.turns, turn.parent, kept, texts, budget))
+        segments.append(_sampled(turn, index, texts, learned))
+        conversation, message = _reply_of(trajectory, place)
+        shown.append(
+            ShownTurn(
+                index=index,
+                parent=turn.parent,
+                kept=turn.kept,
+                step=turn.step,
+                temperature=turn.temperature,
+                finish_reason=turn.finish_reason,
+                is_abandoned=turn.is_abandoned,
+                segments=segments,
+                conversation=conversation,
+                message=message,
+            )
+        )
+    return shown
+
+
+def _reply_of(trajectory: Trajectory, place: _Place) -> tuple[int | None, int | None]:
+    """The conversation and the place in it of the message with which a turn ends."""
+    conversation = [trajectory.messages, *trajectory.branches][place.conversation]
+    is_reply = 0 < place.num_messages <= len(conversation)
+    if is_reply and conversation[place.num_messages - 1].get("role") == "assistant":
+        return place.conversation, place.num_messages - 1
+    return None, None
+
+
+def _context(turns: Sequence[Turn], parent: int, kept: int, texts: TokenTexts | None, budget: _Budget) -> TurnSegment:
+    text = "".join(texts.pieces(first_tokens(turns, parent, kept))) if texts is not None and budget.takes(kept) else ""
+    return TurnSegment("context", text, kept)
+
+
+def first_tokens(turns: Sequence[Turn], index: int, num: int) -> list[int]:
+    """The first `num` tokens of the sequence of turn `index`. A chain of thousands of turns is no deep recursion."""
+    pieces: list[list[int]] = []
+    place: int | None = index
+    while place is not None and num > 0:
+        turn = turns[place]
+        start = turn.kept if turn.parent is not None else 0
+        if num > start:
+            pieces.append([*turn.prompt_ids, *turn.sampled_ids][: num - start])
+        num, place = min(num, start), turn.parent
+    return [id for piece in reversed(pieces) for id in piece]
+
+
+def _sampled(turn: Turn, index: int, texts: TokenTexts | None, learned: Learned | None) -> TurnSegment:
+    tokens = texts.pieces(turn.sampled_ids) if texts is not None else None
+    num = len(turn.sampled_ids)
+    return TurnSegment(
+        "sampled",
+        "".join(tokens or ()),
+        num,
+        tokens,
+        turn.sampled_ids,
+        turn.logprobs,
+        learner_logprobs=_of_turn(learned, "logprobs", index, num),
+        advantages=_of_turn(learned, "advantages", index, num),
+    )
+
+
+def _of_turn(learned: Learned | None, name: str, index: int, num: int) -> list[float | None] | None:
+    """The numbers of a turn: one for each token, or one for all. None: there are none, or of another number."""
+    turns = (learned or {}).get(name)
+    numbers = turns[index] if isinstance(turns, list) and index < len(turns) else None
+    if isinstance(numbers, int | float):
+        return [float(numbers)] * num
+    if not isinstance(numbers, list) or len(numbers) != num:
+        return None
+    return [float(each) if isinstance(each, int | float) else None for each in numbers]
+
+
+# --- the prompt -------------------------------------------------------------------------------------------------------
+
+
+def _prompt_segments(
+    trajectory: Trajectory,
+    index: int,
+    places: Sequence[_Place],
+    texts: TokenTexts | None,
+    budget: _Budget,
+    *,
+    goes_on: bool,
+) -> tuple[list[TurnSegment], _Place]:
+    """The segments of the prompt's new tokens, and how far its conversation is told with the reply.
+
+    `goes_on`: the prompt begins with all tokens of the parent, so its messages are those behind the parent's reply.
+    Otherwise the messages of the whole prompt are looked for.
+    """
+    turn = trajectory.turns[index]
+    if texts is None:
+        return [TurnSegment("template", "", len(turn.prompt_ids), None, turn.prompt_ids)], _Place(0, 0)
+    begun, kept = _Place(0, 0), list[int]()
+    if turn.parent is not None and goes_on:
+        begun = places[turn.parent]
+    elif turn.parent is not None and budget.takes(turn.kept):
+        kept = first_tokens(trajectory.turns, turn.parent, turn.kept)
+    ids = [*kept, *turn.prompt_ids]
+    pieces = texts.pieces(ids)
+    kinds, place = _kinds(pieces, trajectory, begun)
+    new = range(len(kept), len(ids))
+    segments = [_segment(kind, list(run), pieces, ids) for kind, run in groupby(new, key=kinds.__getitem__)]
+    return segments, place
+
+
+def _segment(kind: SegmentKind, places: Sequence[int], pieces: Sequence[str], ids: Sequence[int]) -> TurnSegment:
+    tokens = [pieces[place] for place in places]
+    return TurnSegment(kind, "".join(tokens), len(tokens), tokens, [ids[place] for place in places])
+
+
+def _kinds(pieces: Sequence[str], trajectory: Trajectory, begun: _Place) -> tuple[list[SegmentKind], _Place]:
+    """The kind of each piece, by the conversation of which most is found in them."""
+    text = "".join(pieces)
+    conversations = [trajectory.messages, *trajectory.branches][:MAX_CONVERSATIONS]
+    told = conversations[begun.conversation][: begun.num_messages]
+    best: list[tuple[int, int, SegmentKind]] = []
+    place, most = begun, -1
+    for number, conversation in enumerate(conversations):
+        if conversation[: len(told)] != told:
+            continue
+        spans, end = _spans(text, conversation, len(told))
+        covered = sum(stop - start for start, stop, _ in spans)
+        if covered > most:
+            best, place, most = spans, _Place(number, end), covered
+    return _label(pieces, best), place
+
+
+def _spans(text: str, conversation: Sequence[Json], start: int) -> tuple[list[tuple[int, int, SegmentKind]], int]:
+    """Begin, end and kind of each message found in the text, from message `start` on; and the number of messages told
+    with the reply behind the text."""
+    spans: list[tuple[int, int, SegmentKind]] = []
+    cursor, end = 0, start
+    for number, message in enumerate(conversation[start:], start):
+        content = text_of(message.get("content")).strip()
+        role = message.get("role")
+        found = text.find(content, cursor) if content else -1
+        if found < 0:
+            if role == "assistant":  # the reply of this turn, or one whose text the template changed
+                continue
+            if content:
+                break
+        else:
+            cursor = found + len(content)
+            if role != "assistant":
+                spans.append((found, cursor, "tool" if role == "tool" else "message"))
+        end = number + 1
+    if end < len(conversation) and conversation[end].get("role") == "assistant":
+        end += 1
+    return spans, end
+
+
+def _label(pieces: Sequence[str], spans: Sequence[tuple[int, int, SegmentKind]]) -> list[SegmentKind]:
+    """The kind of each piece: that of the span in which it begins. A piece without text goes with the one before it."""
+    kinds: list[SegmentKind] = []
+    waiting = list(reversed(spans))
+    for start, piece in zip(accumulate(map(len, pieces), initial=0), pieces, strict=False):
+        while waiting and waiting[-1][1] <= start:
+            waiting.pop()
+        inside = bool(waiting) and start + len(piece) > waiting[-1][0]
+        kind: SegmentKind = waiting[-1][2] if inside else "template"
+        kinds.append(kinds[-1] if not piece and kinds else kind)
+    return kinds

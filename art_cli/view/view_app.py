@@ -1,0 +1,163 @@
+"""The page and its answers over HTTP: a Starlette application behind the guard. Answers are made in threads.
+
+GET / and the files of the page; GET /api/... as in docs/view.md; POST /api/chat.
+"""
+
+from collections.abc import Callable
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from art_cli.chat.disconnects import unless_disconnected
+from art_cli.runtime.errors import printable
+from art_cli.runtime.worker_pool import Crew, Crowded, Overran
+from art_cli.view.group_rows import Query
+from art_cli.view.guard import Guard
+from art_cli.view.page_answers import Answers, NotThere
+from art_cli.view.rows import number_of
+
+if TYPE_CHECKING:
+    from art_cli.view.chat import ChatRelay
+
+WAIT_S, RUN_S = 60.0, 60.0  # longest wait for a thread, and longest time that an answer is made
+NUM_THREADS = 4
+MAX_LIMIT = 1000  # groups of one answer
+FILES = {"": "index.html", "index.html": "index.html", "app.js": "app.js", "app.css": "app.css"}
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+STEP = "/api/source/{s}/step/{n:int}/{split}"
+
+
+def build_app(answers: Answers, *, host: str, chat: "ChatRelay | None" = None) -> ASGIApp:
+    """The application for a server that listens on `host`."""
+    routes = _Routes(answers, chat)
+    app = Starlette(
+        routes=[
+            Route("/api/sources", routes.of(lambda q: answers.sources())),
+            Route("/api/revision", routes.of(lambda q: answers.revision())),
+            Route("/api/chat", routes.chat, methods=["POST"]),
+            Route("/api/source/{s}", routes.of(lambda q: answers.source(q["s"]))),
+            Route("/api/source/{s}/drawing", routes.drawing),
+            Route("/api/source/{s}/judge/{n:int}", routes.of(lambda q: answers.judge(q["s"], q["n"]))),
+            Route(f"{STEP}/groups", routes.of(_groups(answers))),
+            Route(f"{STEP}/histogram", routes.of(lambda q: answers.histogram(q["s"], q["n"], q["split"]))),
+            Route(f"{STEP}/group/{{g:path}}", routes.of(lambda q: answers.group(q["s"], q["n"], q["split"], q["g"]))),
+            Route("/api/source/{s}/trajectory/{t:path}", routes.of(lambda q: answers.trajectory(q["s"], q["t"]))),
+            Route("/api/source/{s}/scenario/{id:path}", routes.of(lambda q: answers.scenario(q["s"], q["id"]))),
+            Route("/{name}", routes.file),
+            Route("/", routes.file),
+        ],
+        exception_handlers={HTTPException: _refuse, Exception: _fail},
+    )
+    app.router.redirect_slashes = False
+    return Guard(app, host)
+
+
+class _Asked(dict[str, Any]):
+    """The names in a URL, and its query."""
+
+    query: Any
+
+
+def _groups(answers: Answers) -> Callable[[_Asked], Any]:
+    return lambda asked: answers.groups(asked["s"], asked["n"], asked["split"], read_query(asked.query))
+
+
+def read_query(query: Any) -> Query:
+    """What the list of groups is asked for; values that make no sense count as not given."""
+    sort = query.get("sort", "index")
+    return Query(
+        sort=sort if sort in ("index", "reward", "spread", "errors", "length") else "index",
+        is_descending=query.get("order") == "desc",
+        text=query.get("text", "")[:1000],
+        min=_number(query.get("min")),
+        max=_number(query.get("max")),
+        has_errors=query.get("errors") == "1",
+        offset=int(min(2**31, max(0, _number(query.get("offset")) or 0))),
+        limit=int(min(MAX_LIMIT, max(0, _number(query.get("limit", "100")) or 0))),
+    )
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else number_of(float(text))
+    except ValueError:
+        return None
+
+
+class _Routes:
+    def __init__(self, answers: Answers, chat: "ChatRelay | None") -> None:
+        self._answers, self._chat = answers, chat
+        self._crew = Crew(size=NUM_THREADS, wait_s=WAIT_S, run_s=RUN_S)
+
+    def of(self, make: Callable[[_Asked], Any]) -> Callable[[HttpRequest], Any]:
+        """The route whose answer `make` makes, in a thread, encoded there."""
+
+        async def route(http: HttpRequest) -> Response:
+            asked = _Asked(http.path_params)
+            asked.query = http.query_params
+            return await self._answer(http, lambda: json_of(make(asked)))
+
+        return route
+
+    async def _answer(self, http: HttpRequest, make: Callable[[], bytes], kind: str = "application/json") -> Response:
+        """The answer that `make` makes in a thread. It is broken off when the page no longer waits for it."""
+        try:
+            return Response(await unless_disconnected(http.receive, self._crew.call(make)), media_type=kind)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except NotThere as error:
+            raise HTTPException(404, str(error)) from error
+        except Overran:
+            raise HTTPException(503, f"the answer takes longer than {RUN_S:.0f} s; ask for less") from None
+        except Crowded:
+            raise HTTPException(503, "too many questions at once; ask again") from None
+
+    async def drawing(self, http: HttpRequest) -> Response:
+        """The page of a recipe's drawing. Its own policy goes with it as a header, with a sandbox."""
+        response = await self._answer(http, lambda: self._answers.drawing(http.path_params["s"]).encode(), "text/html")
+        text = bytes(response.body).decode()
+        policy = text.partition('content="')[2].partition('"')[0]
+        response.headers["content-security-policy"] = f"{policy}; frame-ancestors 'self'; sandbox allow-scripts"
+        return response
+
+    async def chat(self, http: HttpRequest) -> Response:
+        if self._chat is None:
+            raise HTTPException(404, "start art view with --endpoint to talk to a model")
+        return await self._chat.answer(http)
+
+    async def file(self, http: HttpRequest) -> Response:
+        name = FILES.get(http.path_params.get("name", ""))
+        data = page_file(name) if name is not None else None
+        if name is None or data is None:
+            raise HTTPException(404, "no such page")
+        return Response(data, media_type=TYPES[name[name.rindex(".") :]])
+
+
+def page_file(name: str) -> bytes | None:
+    """A file of the page; None: it was not built."""
+    place = files("art_cli.view") / "app" / name
+    return place.read_bytes() if place.is_file() else None
+
+
+def json_of(value: Any) -> bytes:
+    """The value as JSON; numbers that are not finite become null."""
+    return msgspec.json.encode(value)
+
+
+async def _refuse(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), error
+    sentence = printable(error.detail, limit=500)
+    return Response(json_of({"error": sentence}), error.status_code, error.headers, media_type="application/json")
+
+
+async def _fail(http: HttpRequest, error: Exception) -> Response:
+    return Response(json_of({"error": "an error of ours; the terminal of art view has the details"}), 500,
+                    media_type="application/json")  # fmt: skip

@@ -1,0 +1,181 @@
+"""What a careless user gives to a whole command: each answer is one line that says what and where, and an exit code.
+
+Mistakes inside the configuration itself are in test_config.py and test_cli.py.
+"""
+
+import json
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from art_cli.cli import app as cli
+from art_cli.runs.run_dir import RunDir
+from tests.support.paths import LETTERS
+
+GOOD_ROLLOUT = (LETTERS / "rollout.py").read_text()
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy of the letters project that a test can spoil."""
+    copy = tmp_path / "project"
+    shutil.copytree(LETTERS, copy)
+    return copy
+
+
+@pytest.fixture
+def art(project: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs a command on the project's config; the exit code and what it said at the end on standard error."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        code = cli.run(list(arguments))
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert not any("Traceback" in line for line in lines)
+        return code, lines[-1]
+
+    return run
+
+
+def train(art: Callable[..., tuple[int, str]], project: Path, *overrides: str) -> tuple[int, str]:
+    return art("train", str(project / "config.yaml"), "train.steps=1", "eval=null", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import nothing_of_that_name\n", "rollout.py:1: ModuleNotFoundError: No module named 'nothing_of_that_name'"),
+        ("def rollout(policy, scenario:\n", "rollout.py:1: SyntaxError"),
+        (GOOD_ROLLOUT.replace("def rollout", "def rolout"), "has no 'rollout'; did you mean 'rolout'?"),
+        (
+            GOOD_ROLLOUT.replace("return Outcome", "return 'good' or Outcome"),
+            "reward is str 'good'; a rollout returns a number",
+        ),
+        (GOOD_ROLLOUT.replace("letters / max", "0 * float('inf') + letters / max"), "nan"),
+        (GOOD_ROLLOUT.replace("return Outcome", "raise KeyError('moves')\n    return Outcome"), "KeyError: 'moves'"),
+    ],
+    ids=["import", "syntax", "name", "string", "nan", "raises"],
+)
+def test_a_rollout_that_cannot_work_stops_the_run(
+    art: Callable[..., tuple[int, str]], project: Path, text: str, expected: str
+) -> None:
+    (project / "rollout.py").write_text(text)
+    code, line = train(art, project, "rollout.groups_per_step=5")
+    assert code in (1, 2)
+    assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (['{"id": "a"}', '{"id": '], r"scenarios.jsonl:2: "),
+        (['{"id": "a"}', '{"id": "b"}', '{"id": "a"}'], r"scenarios.jsonl:3: "),
+        ([], "no scenarios"),
+        (["[1]"], "scenarios.jsonl:1: "),
+    ],
+    ids=["broken line", "duplicate id", "empty", "not an object"],
+)
+def test_bad_scenarios_are_named_by_line(
+    art: Callable[..., tuple[int, str]], project: Path, lines: list[str], expected: str
+) -> None:
+    (project / "scenarios.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    code, line = train(art, project)
+    assert code in (1, 2)
+    assert expected in line
+
+
+def test_a_missing_scenarios_file_is_named(art: Callable[..., tuple[int, str]], project: Path) -> None:
+    code, line = train(art, project, "rollout.scenarios=scenaros.jsonl")
+    assert code in (1, 2)
+    assert "scenaros.jsonl: no such file" in line
+
+
+def test_a_base_model_that_is_not_there_is_named(art: Callable[..., tuple[int, str]], project: Path) -> None:
+    code, line = train(art, project, "model.base=no/such-model")
+    assert code == 2
+    assert (
+        "model.base: 'no/such-model' is no directory here, no file.py:function, and the hub could not be reached"
+        in line
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["export", "nope"], "error: 'nope' is no directory here, and the hub could not be reached"),
+        (["serve", "small=no/pe"], "error: 'no/pe' is no directory here, and the hub could not be reached"),
+        (["export", "./nope"], "error: ./nope: no such directory, and no hub id"),
+        (
+            ["export", "adapter", "--base", "no/pe"],
+            "error: --base 'no/pe' is no directory here, and the hub could not be reached",
+        ),
+        (["export", "adapter", "--base", "nope.py:build"], "error: nope.py:build: no such file"),
+        (
+            ["export", "adapter"],
+            "error: adapter: its base model 'no/such' (--base names another) is no directory here, and the hub",
+        ),
+    ],
+)
+def test_what_is_no_model_is_told_in_the_command_lines_own_words(
+    art: Callable[..., tuple[int, str]],
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    expected: str,
+) -> None:
+    monkeypatch.chdir(project)
+    (project / "adapter").mkdir()
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "no/such"}
+    (project / "adapter/adapter_config.json").write_text(json.dumps(adapter))
+    (project / "adapter/adapter_model.safetensors").write_bytes(b"")
+    code, line = art(*arguments, *(["-o", "out"] if arguments[0] == "export" else ["--port", "0"]))
+    assert code == 2
+    assert line.startswith(expected)
+
+
+def test_trajectories_of_a_newer_schema_are_refused(art: Callable[..., tuple[int, str]], project: Path) -> None:
+    newer = project / "scored.jsonl"
+    newer.write_text(json.dumps({"schema_version": 99}) + "\n")
+    code, line = art("step", str(project / "config.yaml"), str(newer), "-o", str(project / "out"))
+    assert code == 1
+    assert "scored.jsonl:1: written by a newer art (schema 99" in line
+    assert not (project / "out").exists()
+
+
+def test_a_port_in_use_says_what_to_do(art: Callable[..., tuple[int, str]], project: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, line = train(art, project, f"gateway.port={port}")
+    assert code == 1
+    assert f"cannot listen on 127.0.0.1:{port}: the port is in use" in line
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True)
+    if mount.returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_once_there_is_room(
+    art: Callable[..., tuple[int, str]], project: Path, small_disk: Path
+) -> None:
+    """1 MB holds the base model and a checkpoint or two; what was written whole before that is still good."""
+    code, line = train(art, project, f"runs={small_disk}", "train.steps=40", "train.keep_checkpoints=99")
+    assert code == 1
+    assert "no space left on the disk" in line
+    newest = RunDir(small_disk / "letters").newest_checkpoint()
+    assert newest is not None
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    steps = newest[1].step + 2
+    code, line = train(art, project, f"runs={small_disk}", f"train.steps={steps}", "train.keep_checkpoints=99")
+    assert code == 0, line
+    assert RunDir(small_disk / "letters").checkpoint_steps() == list(range(steps + 1))

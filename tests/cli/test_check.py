@@ -1,0 +1,119 @@
+"""`art check`: when a finding is printed, what an interrupt leaves, and which row the trial update takes."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from art_cli.cli.preflight import Preflight, _sampling_note
+from art_cli.learners.trial_update import Cost, estimate, second_length
+from art_cli.runs.trajectory import Trajectory, Turn
+from tests.support.paths import LETTERS, TICTACTOE
+
+Art = Callable[..., tuple[int, str, str]]
+CONFIG = LETTERS / "config.yaml"
+CHEAP = ["config", "auto", "scenarios", "entries"]  # findings that need no model
+
+
+def names(out: str) -> list[str]:
+    return [line.split()[1] for line in out.splitlines() if line.startswith("ok ")]
+
+
+def interrupt(preflight: Preflight) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_check_keeps_the_findings_that_were_made(art: Art, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Preflight, "check_model", interrupt)
+    code, out, err = art("check", CONFIG)
+    assert (code, names(out), err.splitlines()[-1]) == (130, CHEAP, "interrupted")
+    code, out, _ = art("check", CONFIG, "--json")
+    assert (code, [finding["name"] for finding in json.loads(out)]) == (130, CHEAP)
+
+
+def test_a_finding_is_printed_before_the_next_check_begins(
+    art: Art, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = []
+
+    def look(preflight: Preflight) -> None:
+        printed.append(capsys.readouterr().out)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Preflight, "check_model", look)
+    art("check", CONFIG)
+    assert names(printed[0]) == CHEAP
+
+
+def test_the_trial_update_is_as_long_as_the_attempts_were_and_not_as_the_context_is(art: Art) -> None:
+    """The letters' context is far longer than their conversations; the longest allowed row is estimated."""
+    code, out, err = art("check", CONFIG, "--json", "rollout.max_turns=500")
+    findings = {finding["name"]: finding for finding in json.loads(out)}
+    assert code == 0, out
+    found = re.match(
+        r"a row of (\d+) tokens forward and backward in [\d.]+ s; the longest row that the limits allow has ([\d,]+) "
+        r"tokens and would take about \d+ s",
+        findings["update"]["message"],
+    )
+    assert found, findings["update"]
+    tried, longest = int(found[1]), int(found[2].replace(",", ""))
+    context = int(re.search(r"(\d+) tokens of context", findings["model"]["message"])[1])  # type: ignore[index]
+    sampled = int(re.search(r"(\d+) sampled tokens", findings["rollout"]["message"])[1])  # type: ignore[index]
+    assert sampled < tried < sampled + 80 and longest == context > tried
+    begun = [line.partition(":")[0] for line in err.splitlines()]
+    assert [name for name in begun if name in ("model", "rollout", "tokens", "update")] == [
+        *("model", "rollout", "tokens", "update", "update")
+    ]
+
+
+@pytest.mark.parametrize("knee", [500.0, 4000.0, float("inf")])
+def test_an_estimate_from_two_rows_is_exact_where_the_cost_has_that_form(knee: float) -> None:
+    """seconds = 0.3 + 2e-3 L (1 + L / knee), gigabytes = 1.2 + 1e-3 L, measured at 61 and 256 tokens."""
+
+    def cost(length: int) -> Cost:
+        return Cost(length, 0.3 + 2e-3 * length * (1 + length / knee), 1.2 + 1e-3 * length)
+
+    assert second_length(61, 8192) == 256 and second_length(400, 8192) == 800 and second_length(61, 100) == 100
+    found, expected = estimate(cost(61), cost(256), 8192, knee=knee), cost(8192)
+    assert found == pytest.approx(expected)
+
+
+def test_an_estimate_is_never_below_what_was_measured() -> None:
+    found = estimate(Cost(60, 2.0, 1.5), Cost(256, 1.0, 1.4), 8192, knee=4000.0)
+    assert (found.seconds, found.gigabytes) == (1.0, 1.4)
+    assert estimate(Cost(60, 1.0, None), Cost(256, 2.0, None), 8192, knee=4000.0).gigabytes is None
+
+
+def played(num_attempts: int, ids: list[int], logprob: float, **knobs: Any) -> list[Trajectory]:
+    """Equal attempts of one turn, in which each token had that logprob under the model."""
+    values = {"logprobs": [logprob] * len(ids), "raw_logprobs": [logprob] * len(ids), "temperature": 1.0} | knobs
+    turn = Turn(parent=None, kept=0, prompt_ids=[1], sampled_ids=ids, step=0, **values)
+    return [
+        Trajectory(id=str(i), group_id="g", group_size=num_attempts, index=i, turns=[turn]) for i in range(num_attempts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("logprob", "knobs", "cause"),
+    [
+        (-0.001, {}, "too sure"),  # probability 0.99 of the 10 tokens
+        (-2.0, {}, "`seed`"),  # 2e-9
+        (-0.3, {}, ""),  # 0.05: chance
+        (-2.0, {"temperature": 0.0}, "temperature 0"),
+        (-0.001, {"temperature": 0.0}, "temperature 0"),
+        (-2.0, {"top_k": 1, "logprobs": [0.0] * 10}, "top_k"),
+    ],
+)
+def test_equal_attempts_are_blamed_on_their_cause(logprob: float, knobs: dict[str, Any], cause: str) -> None:
+    causes = ("too sure", "`seed`", "temperature 0", "top_k")
+    note = _sampling_note(played(2, list(range(10)), logprob, **knobs))
+    assert [each for each in causes if each in note] == ([cause] if cause else []), note
+    assert _sampling_note(played(1, [1], 0.0)) == ""
+
+
+def test_the_shipped_demo_is_not_blamed_for_a_seed(art: Art) -> None:
+    code, out, _ = art("check", TICTACTOE / "config.yaml", "--json")
+    findings = {finding["name"]: finding for finding in json.loads(out)}
+    assert code == 0 and "seed" not in findings["rollout"]["cure"], findings["rollout"]

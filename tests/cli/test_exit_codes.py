@@ -1,0 +1,260 @@
+"""Commands that did nothing useful end with exit code 1 and one sentence that names the cause.
+
+pytest tests/cli/test_exit_codes.py -s | grep ': exit'      prints each command, its exit code and its sentence
+"""
+
+import asyncio
+import json
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from art_cli import ruler_score_group
+from art_cli.runs.failures import Failures, find_fault
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import UsageError
+from tests.support.attempts import scored
+from tests.support.judge_server import Conduct, serving
+from tests.support.paths import LETTERS
+
+Art = Callable[..., tuple[int, str, str]]
+
+FAILS = """
+async def rollout(policy, scenario):
+    raise KeyError("anwser")
+"""
+SILENT = """
+from art_cli import Outcome
+async def rollout(policy, scenario):
+    return Outcome(reward=float(len(scenario["id"])))
+"""
+EQUAL = """
+async def rollout(policy, scenario):
+    messages = [{"role": "user", "content": "hi"}]
+    await policy.client.chat.completions.create(model=policy.model, messages=messages)
+    return 0.5
+"""
+VARIED = """
+import random
+from pathlib import Path
+async def rollout(policy, scenario):
+    messages = [{"role": "user", "content": "hi"}]
+    await policy.client.chat.completions.create(model=policy.model, messages=messages)
+    return 0.5 if Path("equal").exists() else random.random()
+"""
+SMALL = ["rollout.groups_per_step=2", "rollout.group_size=2", "train.steps=2"]
+
+
+class Case(NamedTuple):
+    """One command that was green. `sentence` is a part of its last line on standard error."""
+
+    rollout: str
+    sentence: str
+
+
+CASES = {
+    "every-attempt-failed": Case(
+        FAILS, "every attempt failed: {num} of {num} failed, {num} of them with KeyError: 'anwser' ("
+    ),
+    "no-attempt-called-the-model": Case(SILENT, "no attempt called the model; try: policy.client, or policy.base_url"),
+    "no-group-has-signal": Case(
+        EQUAL, "no signal: rewards within each of {groups} groups are equal, so that nothing can"
+    ),
+}
+
+
+SEEN: list[str] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table() -> Iterator[None]:
+    """Prints what every command ended with."""
+    yield
+    print("\n" + "\n".join(dict.fromkeys(SEEN)))
+
+
+@pytest.fixture(params=CASES, scope="module")
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The letters task, in the working directory; a test puts its rollout there."""
+    for name in ("build.py", "config.yaml", "rollout.py", "scenarios.jsonl"):
+        shutil.copy(LETTERS / name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def expect(code: int, err: str, sentence: str, command: str) -> None:
+    last = err.splitlines()[-1] if err else ""
+    SEEN.append(f"{command}: exit {code}: {last}")
+    assert (code, last.startswith("error: "), sentence in last) == (1, True, True), err
+
+
+def test_train_and_report_are_red_after_a_run_that_learned_nothing(art: Art, project: Path, case: Case) -> None:
+    """Two steps of 2 x 2 attempts, too few for the watch on the first 16; then the finished run again."""
+    (project / "rollout.py").write_text(case.rollout)
+    sentence = case.sentence.format(num=8, groups=4)
+    for _ in range(2):  # the second finds nothing left to do
+        code, out, err = art("train", "config.yaml", *SMALL, "eval=null")
+        expect(code, err, sentence, "art train")
+        assert "finished, 2 steps" in out
+    code, out, err = art("report", "runs/letters", "--html", "report.html")
+    expect(code, err, sentence, "art report")
+    assert "nothing went wrong" not in out and "what went wrong, and what to try" in out
+    assert "Nothing that the numbers show" not in Path("report.html").read_text()
+
+
+def test_generate_is_red_where_nothing_can_be_learned(art: Art, project: Path, case: Case) -> None:
+    (project / "rollout.py").write_text(case.rollout)
+    code, _, err = art("generate", "config.yaml", *SMALL, "-o", "out.jsonl")
+    expect(code, err, case.sentence.format(num=4, groups=2), "art generate")
+
+
+def test_eval_is_red_where_nothing_was_measured(art: Art, project: Path, case: Case) -> None:
+    """Equal rewards are what an evaluation may well find."""
+    (project / "rollout.py").write_text(case.rollout)
+    code, out, err = art("eval", "config.yaml", "--checkpoint", "base")
+    if case.rollout == EQUAL:
+        assert (code, "0.500" in out) == (0, True)
+    else:
+        expect(code, err, case.sentence.format(num=5, groups=0), "art eval")
+
+
+def test_a_resumed_run_is_judged_as_a_whole(art: Art, project: Path) -> None:
+    """Step 1 has signal. Step 2 has none, and the run stays green; a run with them in the other order, too."""
+    (project / "rollout.py").write_text(VARIED)
+    settings = [*SMALL[:2], "eval=null"]
+    assert art("train", "config.yaml", *settings, "train.steps=1")[0] == 0
+    (project / "equal").touch()
+    assert art("train", "config.yaml", *settings, "train.steps=2")[0] == 0
+    assert art("report", "runs/letters")[0] == 0
+    assert art("train", "config.yaml", *settings, "train.steps=1", "name=late")[0] == 1
+    (project / "equal").unlink()
+    code, out, _ = art("train", "config.yaml", *settings, "train.steps=2", "name=late", "--json")
+    assert (code, json.loads(out)["fault"]) == (0, None)
+
+
+def test_a_critic_needs_no_differing_rewards(art: Art, project: Path) -> None:
+    """PPO learns from groups of one. What counts is that the learner changed weights."""
+    (project / "rollout.py").write_text(EQUAL)
+    ppo = ["loss=ppo", "rollout.group_size=1", "rollout.groups_per_step=2", "train.steps=1", "eval=null"]
+    code, _, err = art("train", "config.yaml", *ppo)
+    assert code == 0, err
+    assert art("generate", "config.yaml", *ppo, "-o", "out.jsonl")[0] == 0
+
+
+def test_a_run_whose_last_evaluation_failed_throughout_is_red(art: Art, project: Path) -> None:
+    """Training fares well: the scenarios of the evaluation alone make the agent fail."""
+    text = VARIED.replace("    messages =", '    scenario["ask"]\n    messages =')
+    (project / "rollout.py").write_text(text)
+    (project / "held.jsonl").write_text('{"id": "h"}\n')
+    code, _, err = art("train", "config.yaml", *SMALL[:2], "train.steps=1", "eval.scenarios=held.jsonl")
+    expect(code, err, "evaluation at step 1: every attempt failed: 1 of 1 failed with KeyError: 'ask' (", "art train")
+
+
+@pytest.mark.parametrize("more", [{}, {"num_updates": 1.0, "turns": 4.0}], ids=["older-version", "teacher"])
+def test_a_run_is_green_unless_its_numbers_say_that_it_learned_nothing(
+    art: Art, tmp_path: Path, more: dict[str, float]
+) -> None:
+    """An older version did not count updates and calls. A teacher's step changes weights without any rewards."""
+    run = RunDir(tmp_path / "old")
+    run.root.mkdir()
+    counts = {"num_trajectories": 4.0, "num_failed": 0.0, "num_groups": 2.0, "no_signal_share": 1.0}
+    run.append_metrics(0, "train", counts | more)
+    code, out, _ = art("report", run.root)
+    assert (code, "nothing went wrong that the numbers show" in out) == (0, True)
+
+
+def test_no_fault_is_found_in_nothing_and_the_worst_comes_first() -> None:
+    none, some, every = (Failures(num, 4, "x", num) if num else Failures(0, 4, "", 0) for num in (0, 2, 4))
+    assert find_fault(Failures(0, 0, "", 0), is_called=False) is None
+    assert find_fault(none, is_called=True) is find_fault(some, is_called=True) is None
+    found = [
+        find_fault(every, is_called=False, num_without_signal=2),
+        find_fault(some, is_called=False, num_without_signal=2),
+        find_fault(some, is_called=True, num_without_signal=2),
+    ]
+    assert [fault and fault.kind for fault in found] == ["all_failed", "no_calls", "nothing_learned"]
+    assert all("2 of 4 failed" in str(fault) for fault in found[1:])
+
+
+# --- art step, art judge ----------------------------------------------------------------------------------------------
+
+
+def write_scored(path: Path, rewards: list[float], **changed: Any) -> Path:
+    changed = {"group_size": len(rewards), **changed}
+    attempts = [scored("g", index, reward, **changed) for index, reward in enumerate(rewards)]
+    path.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in attempts))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("rewards", "changed", "sentence"),
+    [
+        ([0.0, 1.0], {"turns": []}, "no attempt has tokens, so that no step can be taken: art sft can learn from them"),
+        ([0.5, 0.5], {}, "no checkpoint is written: no signal: rewards within the one group are equal"),
+        ([0.5], {"group_size": 2}, "no group is complete, of 1 attempts"),
+    ],
+    ids=["no-tokens", "no-signal", "no-complete-group"],
+)
+def test_step_is_red_and_writes_nothing_where_nothing_can_be_learned(
+    art: Art, project: Path, rewards: list[float], changed: dict[str, Any], sentence: str
+) -> None:
+    code, _, err = art("step", "config.yaml", write_scored(project / "s.jsonl", rewards, **changed), "-o", "next")
+    expect(code, err, sentence, "art step")
+    assert not Path("next").exists()
+
+
+def test_judge_without_a_key_is_red_before_any_call(art: Art, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "")  # put back afterwards, whatever a .env file has set
+    monkeypatch.delenv("OPENAI_API_KEY")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("it went to the network"))
+    path = write_scored(project / "s.jsonl", [0.0, 1.0])
+    code, _, err = art("judge", path, "-o", "out.jsonl", "--model", "openai/o3")
+    last = err.splitlines()[-1]
+    SEEN.append(f"art judge: exit {code}: {last}")
+    assert (code, last) == (
+        2,
+        "error: judge: OPENAI_API_KEY is not set, and openai/o3 needs it; set it in the environment or in .env",
+    )
+    with pytest.raises(UsageError, match="OPENAI_API_KEY is not set"):
+        asyncio.run(ruler_score_group([{"messages": []}, {"messages": []}]))
+
+
+def test_a_judge_that_compares_is_not_paid_for_single_attempts(art: Art, project: Path) -> None:
+    """Two conversations alone and a pair: one call. Alone only: red, without a call."""
+    talk = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    alone = [{"group_id": name, "messages": talk} for name in ("a", "b")]
+    pair = [{"group_id": "c", "messages": [talk[0], {"role": "assistant", "content": text}]} for text in ("4", "22")]
+    for name, rows in (("both.jsonl", alone + pair), ("alone.jsonl", alone)):
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with serving(Conduct(rule=lambda talks: float("22" not in str(talks)))) as server:
+        judge = ["judge=ruler", f"judge.api_base={server.api_base}", "judge.model=rule", "judge.cache=null"]
+        code, out, err = art("judge", "both.jsonl", *judge, "judge.votes=1")
+        assert (code, server.num_answered) == (0, 1), err
+        assert "2 groups skipped: a single attempt has no other to be compared with" in out
+        code, _, err = art("judge", "alone.jsonl", *judge)
+        expect(code, err, "no group has two attempts to compare, of 2; play several at each scenario", "art judge")
+        assert server.num_answered == 1
+
+
+def test_a_judged_evaluation_names_its_reward_by_what_it_is(art: Art, project: Path) -> None:
+    """The rollouts return none: the first evaluation is half of the wins against itself, the steps have scores."""
+    (project / "rollout.py").write_text(VARIED.replace("return 0.5 if", "return None if"))
+    Path("equal").touch()
+    with serving(Conduct(rule=lambda talks: float(len(str(talks)) % 7))) as server:
+        judge = ["judge=ruler", f"judge.api_base={server.api_base}", "judge.model=rule", "judge.cache=null"]
+        code, out, err = art("train", "config.yaml", *SMALL[:1], *judge, "train.steps=1", "eval.every=1")
+    assert code == 0, err
+    assert "share of wins" in out.splitlines()[1] and "eval at step 0: failed 0.000  share of wins 0.500" in err
+    run = RunDir(project / "runs/letters")
+    assert [json.loads(run.evaluation_path(step).read_bytes())["reward_is"] for step in (0, 1)] == ["wins", "wins"]
+    assert [line.metrics["reward"] for line in run.metrics() if line.split == "eval"][0] == 0.5  # under its old name

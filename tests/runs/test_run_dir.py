@@ -1,0 +1,147 @@
+"""Files survive kills: torn lines, half-written directories, flipped bytes, full disks, second writers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from art_cli.runs.durable import LineWriter, new_directory, read_lines, write_file
+from art_cli.runs.manifest import Manifest, new_checkpoint, verify_checkpoint
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import Score, ScoredTrajectory, Trajectory, Turn, score_trajectory
+from art_cli.runtime.errors import CheckpointError, DataError, RunError
+
+
+def make_trajectory(index: int = 0, **fields: object) -> Trajectory:
+    turn = Turn(
+        parent=None,
+        kept=0,
+        prompt_ids=[1, 2],
+        sampled_ids=[3],
+        logprobs=[-0.1],
+        raw_logprobs=None,
+        step=0,
+        temperature=1.0,
+    )
+    return Trajectory(id=f"g-a{index}", group_id="g", group_size=4, index=index, turns=[turn], **fields)  # type: ignore[arg-type]
+
+
+def make_checkpoint(path: Path, step: int) -> None:
+    with new_checkpoint(path, Manifest(step=step, base="b", config_hash="h")) as directory:
+        (directory / "adapter_model.safetensors").write_bytes(bytes(range(200)))
+        (directory / "optimizer.safetensors").write_bytes(b"state")
+
+
+def test_what_is_written_is_read_back_equal(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    scored = score_trajectory(make_trajectory(metrics={"win": 1.0}), 0.5, [Score(judge="rollout", score=0.5)])
+    with LineWriter(path) as writer:
+        writer.append(scored)
+    assert list(read_lines(path, ScoredTrajectory)) == [scored]
+
+
+@settings(max_examples=60)
+@given(cut=st.integers(min_value=0, max_value=2000))
+def test_a_file_cut_anywhere_reads_as_its_whole_lines_and_can_be_appended_to(
+    tmp_path_factory: pytest.TempPathFactory, cut: int
+) -> None:
+    """Whatever the cut, reading gives a prefix of what was written, and a new record comes right after that prefix."""
+    path = tmp_path_factory.mktemp("cut") / "t.jsonl"
+    written = [make_trajectory(index) for index in range(4)]
+    with LineWriter(path) as writer:
+        for trajectory in written:
+            writer.append(trajectory)
+    data = path.read_bytes()
+    path.write_bytes(data[: cut % (len(data) + 1)])
+    left = list(read_lines(path, Trajectory))
+    assert left == written[: len(left)]
+    with LineWriter(path) as writer:
+        writer.append(written[3])
+    assert list(read_lines(path, Trajectory)) == [*left, written[3]]
+
+
+def test_a_broken_line_that_is_not_the_last_is_refused_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    with LineWriter(path) as writer:
+        writer.append(make_trajectory())
+    path.write_bytes(path.read_bytes() + b'{"id": 3}\n' + path.read_bytes())
+    with pytest.raises(DataError, match=r"t\.jsonl:2: "):
+        list(read_lines(path, Trajectory))
+
+
+def test_a_newer_schema_is_refused_and_says_upgrade(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"schema_version": 99, "turns": "something else by then"}) + "\n")
+    with pytest.raises(DataError, match=r"t\.jsonl:1: written by a newer art \(schema 99.*upgrade"):
+        list(read_lines(path, Trajectory))
+
+
+def test_a_failing_writer_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
+    write_file(tmp_path / "a", b"old")
+    with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "d") as directory:
+        (directory / "half").write_bytes(b"x")
+        raise ZeroDivisionError
+    assert (tmp_path / "a").read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncate", "flip", "missing", "no manifest", "torn manifest"])
+def test_a_damaged_newest_checkpoint_is_passed_over_and_said_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    run = RunDir(tmp_path)
+    for step in (3, 4):
+        make_checkpoint(run.checkpoint_path(step), step)
+    weights = run.checkpoint_path(4) / "adapter_model.safetensors"
+    manifest = run.checkpoint_path(4) / "manifest.json"
+    data = weights.read_bytes()
+    match damage:
+        case "empty":
+            weights.write_bytes(b"")
+        case "truncate":
+            weights.write_bytes(data[:-1])
+        case "flip":
+            weights.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+        case "missing":
+            weights.unlink()
+        case "no manifest":
+            manifest.unlink()
+        case "torn manifest":
+            manifest.write_bytes(manifest.read_bytes()[:40])
+    newest = run.newest_checkpoint()
+    assert newest is not None
+    assert newest[1].step == 3
+    assert "passed over a checkpoint" in caplog.text
+    assert "step_0004" in caplog.text
+    with pytest.raises(CheckpointError, match="step_0004"):
+        verify_checkpoint(run.checkpoint_path(4))
+
+
+def test_metrics_written_twice_count_once_the_last_wins(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.append_metrics(0, "train", {"loss": 1.0})
+    run.append_metrics(1, "train", {"loss": 2.0})
+    run.append_metrics(0, "train", {"loss": 3.0})
+    assert [(line.step, line.metrics["loss"]) for line in run.metrics()] == [(0, 3.0), (1, 2.0)]
+
+
+def test_a_run_is_held_by_one_process_and_let_go_when_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib\nfrom art_cli.runs.run_dir import RunDir\n"
+        "with RunDir(pathlib.Path(sys.argv[1])).lock():\n print('held', flush=True)\n sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(RunError, match=f"in use by process {holder.pid}"), RunDir(tmp_path).lock():
+            pass
+        holder.kill()
+        holder.wait(timeout=10)
+        with RunDir(tmp_path).lock():
+            pass
