@@ -140,5 +140,5 @@ def _describe(ended: Finished, withheld: Sequence[str]) -> str:
         return status
     named = [name for name in withheld if re.search(rf"\b{re.escape(name)}\b", tail)][:MAX_NAMED]
     if named:
-        return f"{status}\nwithheld from the program; to pass it on: rollout.env=[{','.join(named)}]"
-    return f"{status}\n(it has not got {len(withheld)} of art's variables; rollout.env=[NAME] passes one on)"
+        return f"{status} (withheld from the program; to pass it on: rollout.env=[{','.join(named)}])"
+    return f"{status} (it has not got {len(withheld)} of art's variables; rollout.env=[NAME] passes one on)"

@@ -625,7 +625,10 @@ async def test_a_program_gets_no_variable_but_the_usual_ones_and_those_that_the_
 @pytest.mark.parametrize(
     ("source", "end"),
     [
-        ("import os\nos.environ['ART_MINE']", r"withheld from the program; to pass it on: rollout\.env=\[ART_MINE\]"),
+        (
+            "import os\nos.environ['ART_MINE']",
+            r"\(withheld from the program; to pass it on: rollout\.env=\[ART_MINE\]\)",
+        ),
         ("import sys\nsys.exit('it broke')", r"\(it has not got \d+ of art's variables; rollout\.env=\[NAME\] .*\)"),
     ],
 )
@@ -634,7 +637,7 @@ async def test_a_program_that_fails_without_a_variable_is_told_how_to_get_it(
 ) -> None:
     monkeypatch.setenv("ART_MINE", "x" * 20)
     failed = await play_program(stage, source)
-    assert re.search(rf"\n{end}$", failed.error or ""), failed.error
+    assert re.search(rf" {end}$", failed.error or ""), failed.error
 
 
 async def test_a_variable_that_is_named_and_not_set_stops_the_run(stage: Stage) -> None:
