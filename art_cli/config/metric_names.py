@@ -52,6 +52,10 @@ STATEFUL = GigpoConfig | GagpoConfig | AlgorithmConfig  # algorithms that may co
 Need = tuple[str, Callable[[RunConfig], bool]]  # (the key to set, whether it is set)
 
 NEEDS: dict[str, Need] = {
+    "logprob_change": (
+        "train.epochs_per_step or train.updates_per_step above 1",
+        lambda config: config.train.epochs_per_step * config.train.updates_per_step > 1,
+    ),
     "cross_entropy": ("loss.echo", lambda config: config.learns_by.echo > 0 or config.algorithm is not None),
     "shared_states": ("loss=gigpo", lambda config: isinstance(config.learns_by, STATEFUL)),
     "kl": ("loss.kl above 0", lambda config: config.learns_by.kl > 0 or config.algorithm is not None),

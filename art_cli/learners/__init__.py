@@ -69,6 +69,8 @@ class StepMetrics(msgspec.Struct, kw_only=True):
     entropy: float = float("nan")
     entropy_coefficient: float = float("nan")  # reward of a nat of entropy in this step; NaN: no loss.entropy_floor
     clip_fraction: float = float("nan")
+    # mean |logprob now - logprob that sampled| at the updates after a step's first; NaN: there was one update
+    logprob_change: float = float("nan")
     off_policy_masked: float = float("nan")  # share of policy tokens that loss.off_policy left out; NaN: not set
     grad_norm: float = float("nan")  # before clipping, mean over updates
     grad_clip: float = float("nan")  # after clipping, mean over updates

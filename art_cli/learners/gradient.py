@@ -118,6 +118,8 @@ class LossGradient:
             is_bad = ~loss.parts.isfinite()
             if is_bad.any():
                 faults.append(_not_finite("loss", pack.samples[int(terms.samples[is_bad][0])]))
+            if not is_first:
+                statistics.change.add((terms.new.detach() - terms.old).abs()[~terms.weights[POLICY].isnan()])
             statistics.add_pack(pack, scores, loss, importance=terms.importance)
             record(pack, terms, loss)
             logprobs.append(terms.new.detach())

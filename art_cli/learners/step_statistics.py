@@ -62,6 +62,7 @@ class StepStatistics(msgspec.Struct):
     clipped: _Mean = msgspec.field(default_factory=_Mean)
     masked: _Mean = msgspec.field(default_factory=_Mean)
     gap: _Mean = msgspec.field(default_factory=_Mean)
+    change: _Mean = msgspec.field(default_factory=_Mean)
     imitated: _Mean = msgspec.field(default_factory=_Mean)
     value_loss: _Mean = msgspec.field(default_factory=_Mean)
     old_kl: _Mean = msgspec.field(default_factory=_Mean)
@@ -77,7 +78,7 @@ class StepStatistics(msgspec.Struct):
         for part in parts:
             for name in ("num_samples", "tokens_trained", "tokens_imitated", "tokens_flat", "tokens_computed"):
                 setattr(total, name, getattr(total, name) + getattr(part, name))
-            for name in ("kl", "entropy", "clipped", "masked", "gap", "imitated", "value_loss", "old_kl"):
+            for name in ("kl", "entropy", "clipped", "masked", "gap", "change", "imitated", "value_loss", "old_kl"):
                 getattr(total, name).join(getattr(part, name))
         return total
 
@@ -144,6 +145,7 @@ class StepStatistics(msgspec.Struct):
             entropy=self.entropy.mean,
             entropy_coefficient=entropy_bonus if has_updates and entropy_bonus is not None else math.nan,
             clip_fraction=self.clipped.mean,
+            logprob_change=self.change.mean,
             off_policy_masked=self.masked.mean,
             grad_norm=sum(self.grad_norms) / len(self.grad_norms) if has_updates else math.nan,
             grad_clip=sum(self.grad_clips) / len(self.grad_clips) if has_updates else math.nan,

@@ -23,6 +23,7 @@ NOTHING_TO_LEARN = (
     "rollout.refill, scenarios neither solved nor hopeless (rollout.choose=adaptive), a larger rollout.group_size, "
     "rewards with more levels, or loss=ppo with groups of 1"
 )
+FASTER = "a larger train.learning_rate, ten times as large to begin with, or more train.epochs_per_step"
 MEND_ROLLOUT = "read the errors in step_*/trajectories.jsonl; rollout.timeout_s and rollout.concurrency bound the rest"
 GENTLER = (
     "train.max_kl, train.clip_to_history=2, a smaller train.max_grad_norm or train.learning_rate, or train.decay=linear"
@@ -34,7 +35,18 @@ MEND_REWARD = (
     "had without the work, loss.kl above 0, or an earlier checkpoint"
 )
 LIMITS = "rollout.max_turns, rollout.sampling.max_tokens and model.max_length, or a lower rollout.limit_reward"
-CURES = (SLOWER, EXPLORE, NOTHING_TO_LEARN, MEND_ROLLOUT, GENTLER, FEWER_UPDATES, SAME_WEIGHTS, LIMITS, MEND_REWARD)
+CURES = (
+    SLOWER,
+    FASTER,
+    EXPLORE,
+    NOTHING_TO_LEARN,
+    MEND_ROLLOUT,
+    GENTLER,
+    FEWER_UPDATES,
+    SAME_WEIGHTS,
+    LIMITS,
+    MEND_REWARD,
+)
 
 
 class Reason(msgspec.Struct, frozen=True):

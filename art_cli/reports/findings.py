@@ -2,7 +2,9 @@
 
 evaluation_fell   an evaluation lies below the best one before it, by more than the interval of their paired difference
 training_fell     the training reward of the last steps lies below that of the best steps before
-no_signal         nearly all groups of several steps say nothing, because their attempts got equal rewards
+no_signal         most groups of several steps say nothing, because their attempts got equal rewards
+entropy_collapse  the policy became sure, and its reward stood still meanwhile
+hardly_moves      the updates of several steps change hardly any logprob, though there is signal
 failures          many rollouts of several steps fail
 shadow_gap        the reward rose above a shadow judge's score by more than before, on the same trajectories
 shadow_correlation  a shadow judge's scores agree with the rewards less than before, within groups
@@ -21,7 +23,17 @@ from statistics import NormalDist, fmean, stdev
 
 import msgspec
 
-from art_cli.reports.diagnoses import MEND_REWARD, MEND_ROLLOUT, NOTHING_TO_LEARN, SLOWER, Reason, find_reasons, mostly
+from art_cli.reports.diagnoses import (
+    EXPLORE,
+    FASTER,
+    MEND_REWARD,
+    MEND_ROLLOUT,
+    NOTHING_TO_LEARN,
+    SLOWER,
+    Reason,
+    find_reasons,
+    mostly,
+)
 from art_cli.runs.history import Evaluated, History, UpdateNumbers
 from art_cli.runs.trajectory import SHADOW
 
@@ -31,8 +43,15 @@ LEVEL = 0.05  # share of runs without any change in which a fall is found by cha
 EVALUATION_LOOKS, TRAINING_LOOKS = 5, 30
 MIN_SCENARIOS = 3  # number of scenarios below which an evaluation has no interval
 WINDOWS = (5, 20)  # numbers of steps whose mean training reward is compared with the best such mean before
-STREAK = 5  # number of steps in a row that make a lasting state
-NO_SIGNAL, FAILURES = 0.9, 0.2  # shares of groups and of rollouts from which a lasting state is a finding
+STREAK = 5  # number of neighbouring steps whose mean makes a lasting state, if it holds in most of them as well
+SURE = 3  # the same for a number that has next to no noise
+NO_SIGNAL, FAILURES = 0.8, 0.2  # shares of groups and of rollouts above which a lasting state is a finding
+COLLAPSED = 0.25  # share of the first steps' entropy that a policy has left which has become sure
+STILL = 0.5  # smallest rise of the reward, in standard deviations of the first steps' rewards, that is progress
+SOLVED = 0.95  # mean reward, where 1 is the usual largest one, from which nothing is left to learn
+# Nats by which a step's updates change a trained token's logprob, of a policy that moves. Four epochs on 64 attempts of
+# SmolLM2-135M with an adapter: 0.009 to 0.013 at the learning rate 1e-5, which learned nothing.
+MOVES = 0.02
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -72,7 +91,7 @@ def find(history: History, *, is_comparable: bool = True) -> list[RunFinding]:
     `is_comparable`: whether training rewards of different steps can be compared. Those of a judge that only compares
     the attempts of a group cannot.
     """
-    found = [*_evaluations_fell(history), *_lasting(history), *_shadows(history)]
+    found = [*_evaluations_fell(history), *_lasting(history, is_comparable=is_comparable), *_shadows(history)]
     if is_comparable:
         found += _training_fell(history)
     return sorted(found, key=lambda finding: finding.step)
@@ -273,31 +292,102 @@ def _shadow_finding(
 # --- lasting states ---------------------------------------------------------------------------------------------------
 
 
-def _lasting(history: History) -> Iterator[RunFinding]:
-    for streak in _streaks(history.updates, lambda update: (update.get("no_signal_share") or 0.0) >= NO_SIGNAL):
-        share = fmean(update.metrics["no_signal_share"] for update in streak)
-        rewards = [update.metrics["reward_mean"] for update in streak if "reward_mean" in update.metrics]
-        mean = f", reward {fmean(rewards):.3f}" if rewards else ""
-        text = f"{share:.0%} of the groups of steps {_span(streak)} had no signal: equal rewards within a group{mean}"
-        yield RunFinding("no_signal", streak[0].number, streak[-1].number, text, [], NOTHING_TO_LEARN)
-    for streak in _streaks(history.updates, lambda update: (update.per_attempt("num_failed") or 0.0) >= FAILURES):
-        share = fmean(update.per_attempt("num_failed") or 0.0 for update in streak)
-        text = f"{share:.0%} of the rollouts of steps {_span(streak)} failed{mostly(streak)}"
-        yield RunFinding("failures", streak[0].number, streak[-1].number, text, [], MEND_ROLLOUT)
+def _lasting(history: History, *, is_comparable: bool) -> Iterator[RunFinding]:
+    updates = history.updates
+    for span in _spans(updates, _holds(lambda update: update.get("no_signal_share"), NO_SIGNAL)):
+        if not _is_solved(span):
+            share = fmean(update.get("no_signal_share") or 0.0 for update in span)
+            text = f"{share:.0%} of the groups of steps {_span(span)} had no signal: equal rewards within a group"
+            yield RunFinding("no_signal", *_ends(span), text + _reward(span), [], NOTHING_TO_LEARN)
+    for span in _spans(updates, _holds(lambda update: update.per_attempt("num_failed"), FAILURES)):
+        share = fmean(update.per_attempt("num_failed") or 0.0 for update in span)
+        text = f"{share:.0%} of the rollouts of steps {_span(span)} failed{mostly(span)}"
+        yield RunFinding("failures", *_ends(span), text, [], MEND_ROLLOUT)
+    first = updates[:STREAK]
+    for span in _spans(updates, lambda window: _collapsed(first, window)) if is_comparable else ():
+        text = (
+            f"entropy fell from {_mean(first, 'entropy'):.2g} nats in steps {_span(first)} to "
+            f"{_mean(span, 'entropy'):.2g} in steps {_span(span)}, and the reward stood still"
+        )
+        yield RunFinding("entropy_collapse", *_ends(span), text + _reward(span), [], EXPLORE)
+    for span in _spans(updates, lambda window: _rests(first, window, is_comparable=is_comparable), width=SURE):
+        text = (
+            f"the policy hardly moves in steps {_span(span)}: a step's updates change a trained token's logprob by "
+            f"{_mean(span, 'logprob_change'):.2g} nats and clip {_mean(span, 'clip_fraction'):.1%} of the tokens, at "
+            f"learning rate {_mean(span, 'learning_rate'):.1g}"
+        )
+        yield RunFinding("hardly_moves", *_ends(span), text + _reward(span), [], FASTER)
 
 
-def _streaks(updates: Sequence[UpdateNumbers], is_so: Callable[[UpdateNumbers], bool]) -> Iterator[list[UpdateNumbers]]:
-    """The longest runs of updates that are so, of at least `STREAK`."""
-    current: list[UpdateNumbers] = []
-    for update in updates:
-        if is_so(update):
-            current.append(update)
+Window = Sequence[UpdateNumbers]
+
+
+def _holds(of: Callable[[UpdateNumbers], float | None], bound: float) -> Callable[[Window], list[bool]]:
+    """Finds the updates above the bound, in a window whose mean and most of whose updates are above it."""
+
+    def find_in(window: Window) -> list[bool]:
+        values = [of(update) or 0.0 for update in window]
+        is_high = [value > bound for value in values]
+        return is_high if fmean(values) > bound and 2 * sum(is_high) > len(values) else [False] * len(values)
+
+    return find_in
+
+
+def _collapsed(first: Window, window: Window) -> list[bool]:
+    """All updates of a window, if its entropy is a quarter of the first one's without progress of the reward."""
+    before, now = _mean(first, "entropy"), _mean(window, "entropy")
+    return [before > 0 and now <= COLLAPSED * before and _stands_still(first, window)] * len(window)
+
+
+def _rests(first: Window, window: Window, *, is_comparable: bool) -> list[bool]:
+    """All updates of a window that have signal and a full learning rate, and yet change next to nothing."""
+    change, rate = _mean(window, "logprob_change"), _mean(window, "learning_rate")
+    rates = [update.metrics["learning_rate"] for update in [*first, *window] if "learning_rate" in update.metrics]
+    is_full = bool(rates) and rate >= max(rates) / 2  # neither warmed up nor decayed
+    is_excused = _mean(window, "no_signal_share") >= NO_SIGNAL or (is_comparable and not _stands_still(first, window))
+    return [change < MOVES and is_full and not is_excused] * len(window)
+
+
+def _stands_still(first: Window, window: Window) -> bool:
+    """Whether the reward did not rise since the first window as it does in a run that learns, and is not at its top."""
+    spread = _mean(first, "reward_std")
+    least = STILL * spread if spread > 0 else 0.0
+    return not _is_solved(window) and _mean(window, "reward_mean") - _mean(first, "reward_mean") <= least
+
+
+def _is_solved(window: Window) -> bool:
+    return SOLVED <= _mean(window, "reward_mean") <= 1
+
+
+def _mean(window: Window, name: str) -> float:
+    """The mean over the updates that have the number; NaN where none has."""
+    values = [update.metrics[name] for update in window if name in update.metrics]
+    return fmean(values) if values else math.nan
+
+
+def _reward(window: Window) -> str:
+    mean = _mean(window, "reward_mean")
+    return "" if math.isnan(mean) else f", reward {mean:.3f}"
+
+
+def _spans(updates: Window, find_in: Callable[[Window], list[bool]], *, width: int = STREAK) -> Iterator[Window]:
+    """The runs of neighbouring updates of windows in which something is found, from the first one found to the last."""
+    begin, end = 0, 0
+    for start in range(len(updates) - width + 1):
+        is_found = find_in(updates[start : start + width])
+        if not any(is_found):
             continue
-        if len(current) >= STREAK:
-            yield current
-        current = []
-    if len(current) >= STREAK:
-        yield current
+        places = [start + index for index, each in enumerate(is_found) if each]
+        if places[0] > end and end:
+            yield updates[begin:end]
+            begin, end = 0, 0
+        begin, end = (begin if end else places[0]), max(end, places[-1] + 1)
+    if end:
+        yield updates[begin:end]
+
+
+def _ends(span: Window) -> tuple[int, int]:
+    return span[0].number, span[-1].number
 
 
 def _span(streak: Sequence[UpdateNumbers]) -> str:

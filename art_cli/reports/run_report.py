@@ -33,6 +33,7 @@ SERIES: dict[str, Getter] = {
     "no_signal_share": lambda update: update.get("no_signal_share"),
     "entropy": lambda update: update.get("entropy"),
     "clip_fraction": lambda update: update.get("clip_fraction"),
+    "logprob_change": lambda update: update.get("logprob_change"),
     "logprob_gap": lambda update: update.get("logprob_gap"),
     "grad_norm": lambda update: update.get("grad_norm"),
     "kl": lambda update: update.get("kl"),

@@ -2,8 +2,10 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -287,8 +289,28 @@ def test_epochs_train_on_a_batch_again_against_the_logprobs_that_sampled_it() ->
     assert metrics.tokens_trained == first.tokens_trained
     assert metrics.num_samples == first.num_samples
     assert metrics.clip_fraction > first.clip_fraction
+    assert metrics.logprob_change > 0.01
     for name, parameter in whole.parameters.items():
         assert torch.equal(parameter, apart.parameters[name]), name
+
+
+def test_the_change_of_the_logprobs_is_that_between_the_epochs() -> None:
+    """With two epochs of one update it is the mean of |logprob after the update - before|; with one it is not known."""
+    one, two = tiny_weights(), tiny_weights()
+    group = two_answers(one)
+    once, twice = (
+        learner(one, epochs_per_step=1, learning_rate=0.02),
+        learner(two, epochs_per_step=2, learning_rate=0.02),
+    )
+
+    def logprobs() -> np.ndarray[Any, Any]:
+        rows = [once.score([*t.turns[0].prompt_ids, *t.turns[0].sampled_ids])[-3:] for t in group]
+        return np.array(rows)
+
+    before = logprobs()
+    assert math.isnan(once.step([group]).logprob_change)
+    expected = float(np.abs(logprobs() - before).mean())
+    assert twice.step([group]).logprob_change == pytest.approx(expected, rel=1e-3)
 
 
 def test_importance_weights_of_every_epoch_are_those_of_the_weights_that_sampled() -> None:

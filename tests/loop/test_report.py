@@ -29,6 +29,8 @@ from art_cli.runs.run_dir import Evaluation
 from art_cli.view.numbers import run_numbers
 from tests.support.runs import GAMES, write_run
 
+SLOW, FAST = 0.013, 0.05  # nats by which a step's updates change a trained token's logprob
+
 Art = Callable[..., tuple[int, str, str]]
 
 
@@ -112,6 +114,99 @@ def test_lasting_states_are_findings_with_their_steps() -> None:
     assert found[1].text == "25% of the rollouts of steps 9 to 13 failed, mostly timeout"
 
 
+def _updates(**series: list[float]) -> list[UpdateNumbers]:
+    rows = zip(*series.values(), strict=True)
+    return [UpdateNumbers(number, dict(zip(series, row, strict=True))) for number, row in enumerate(rows, 1)]
+
+
+# SmolLM2-135M on chain_sum, 6 groups a step: it writes "8 + 6 = 14", for which the scorer has 0.11 to 0.2
+STUCK = {
+    "no_signal_share": [n / 6 for n in (1, 2, 1, 2, 3, 3, 4, 4, 5, 5, *[5, 6, 5, 4, 5] * 4)],
+    "entropy": [0.89, 0.8, 0.7, 0.6, 0.45, 0.3, 0.2, 0.15, 0.1, 0.08, *[0.03, 0.22, 0.04, 0.1, 0.05] * 4],
+    "reward_mean": [0.04, 0.05, 0.04, 0.06, 0.05, 0.07, 0.08, 0.09, 0.1, 0.1, *[0.1, 0.09, 0.1, 0.11, 0.1] * 4],
+    "reward_std": [0.14] * 30,
+}
+
+
+def test_a_run_that_is_stuck_at_a_low_reward_is_found() -> None:
+    """83 % of the groups without signal on average, but in no five steps in a row 90 %; the reward never falls."""
+    found = {finding.kind: finding for finding in find(History(_updates(**STUCK), []))}
+    assert found.keys() == {"no_signal", "entropy_collapse"}
+    assert (found["no_signal"].step, found["no_signal"].until) == (9, 30)
+    assert found["no_signal"].text.startswith("83% of the groups of steps 9 to 30 had no signal: equal rewards within")
+    collapsed = found["entropy_collapse"]
+    assert collapsed.step <= 9 and collapsed.until == 30 and "loss.entropy_floor" in str(collapsed)
+    assert re.fullmatch(
+        r"entropy fell from 0\.69 nats in steps 1 to 5 to 0\.1\d* in steps \d to 30, and the reward stood still, .*",
+        collapsed.text,
+    )
+    apart = find(History(_updates(**STUCK), []), is_comparable=False)  # a judge that only compares within groups
+    assert kinds(apart) == ["no_signal"]
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [0.281, 0.516, 0.844, 0.859, 0.953, 0.969, 0.984, *[1.0] * 13],
+        [
+            0.34,
+            0.31,
+            0.38,
+            0.47,
+            0.66,
+            0.7,
+            0.74,
+            0.78,
+            0.82,
+            0.86,
+            0.9,
+            0.92,
+            0.93,
+            0.94,
+            0.96,
+            1.0,
+            1.0,
+            0.98,
+            1.0,
+            0.97,
+        ],
+        [0.24, 0.3, 0.37, 0.43, 0.5, 0.557, 0.58, 0.6, 0.63, 0.66, 0.68, 0.698, *[0.69] * 8],
+    ],
+    ids=["two numbers", "tools", "tic-tac-toe"],
+)
+def test_a_run_that_learns_is_not_accused_of_becoming_sure(rewards: list[float]) -> None:
+    """Its entropy falls to a tenth, and at last nearly all its groups have equal rewards, because all attempts succeed.
+
+    The rewards are those of real runs. A group of 8 has no signal if all or none of its attempts succeed.
+    """
+    solved = [reward**8 + (1 - reward) ** 8 for reward in rewards]
+    entropy = [max(0.88 * 0.85**step, 0.088) for step in range(len(rewards))]
+    spread = [math.sqrt(reward * (1 - reward)) for reward in rewards]
+    updates = _updates(reward_mean=rewards, reward_std=spread, entropy=entropy, no_signal_share=solved)
+    assert find(History(updates, [])) == []
+
+
+def test_a_policy_that_hardly_moves_is_found_while_there_is_signal() -> None:
+    """Not where it has no signal, where the learning rate has decayed, or where the reward rose.
+
+    The rewards are those of SmolLM2-135M with an adapter at 1e-5.
+    """
+    num = 8
+    plain = {"reward_mean": [0.281, 0.266, 0.406, 0.281] * 2, "reward_std": [0.45] * num, "clip_fraction": [0.0] * num,
+             "no_signal_share": [0.1] * num, "logprob_change": [SLOW] * num, "learning_rate": [1e-5] * num}  # fmt: skip
+    [found] = find(History(_updates(**plain), []))
+    assert (found.kind, found.step, found.until) == ("hardly_moves", 1, 8)
+    assert "0.0% of the tokens, at learning rate 1e-05, reward 0.3" in found.text
+    assert "train.learning_rate" in str(found)
+    for others in (
+        {"logprob_change": [FAST] * num},
+        {"no_signal_share": [1.0] * num, "reward_mean": [1.0] * num},
+        {"learning_rate": [1e-4, 1e-4, *[1e-5] * 6], "logprob_change": [FAST, FAST, *[SLOW] * 6]},
+        {"reward_mean": [0.1, 0.1, 0.1, 0.1, 0.1, 0.9, 0.9, 0.9], "logprob_change": [*[FAST] * 5, *[SLOW] * 3]},
+    ):
+        assert kinds(find(History(_updates(**plain | others), []))) == [], others
+
+
 def test_the_watch_tells_each_finding_once_when_it_begins(tmp_path: Path) -> None:
     """Fed record by record, as training feeds it; what the report finds later is what was told, with its end."""
     whole = read_history(write_run(tmp_path / "mine", collapses_at=17))
@@ -170,8 +265,9 @@ def test_an_interval_is_the_textbooks() -> None:
     assert mean_interval([1.0, 0.0]) is None
 
 
-NUMBERS = ["reward_mean", "entropy", "no_signal_share", "grad_norm", "num_trajectories", "num_failed", "num_limited",
-           "tokens_sampled", "logprob_gap", "clip_fraction", "kl", "failed.x"]  # fmt: skip
+NUMBERS = ["reward_mean", "reward_std", "logprob_change", "learning_rate", "entropy", "no_signal_share", "grad_norm",
+           "num_trajectories", "num_failed", "num_limited", "tokens_sampled", "logprob_gap", "clip_fraction", "kl",
+           "failed.x"]  # fmt: skip
 
 
 @settings(max_examples=60)

@@ -54,7 +54,8 @@ def _train(
         "reward_mean": win + draw.gauss(0, 0.03),
         "no_signal_share": (0.1 + 0.2 * step / steps) * (1 - fallen) + 0.8 * fallen,
         "entropy": (0.9 - 0.4 * step / steps) * (1 - fallen) + 0.05 * fallen,
-        "clip_fraction": 0.01, "logprob_gap": 1e-6, "num_trajectories": 256.0, "num_failed": 2.0, "failed.timeout": 2.0,
+        "clip_fraction": 0.01, "logprob_change": 0.02, "logprob_gap": 1e-6,
+        "num_trajectories": 256.0, "num_failed": 2.0, "failed.timeout": 2.0,
         "num_limited": 1.0, "tokens_sampled": 1600.0, "turns": 900.0,
         "sample_s": 3.0, "judge_s": 0.5, "train_s": 1.5, **judged,
     }  # fmt: skip
