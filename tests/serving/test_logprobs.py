@@ -133,6 +133,8 @@ def check_echo(run: RunDir, choice: Any, ids: list[int]) -> None:
     for top, token, logprob, row in zip(told.top_logprobs[1:], told.tokens[1:], expected, rows, strict=True):
         assert max(top.values()) == pytest.approx(float(row.max()), abs=1e-4) and len(top) <= 3
         assert top[token] >= logprob - 1e-4
+        if logprob == float(row.max()):
+            assert top[token] == max(top.values())  # exactly, because lm-evaluation-harness looks for it so
     assert len(told.tokens) == len(told.text_offset) == len(tokens)
     for token, offset in zip(told.tokens, told.text_offset, strict=True):
         assert "\ufffd" in token or choice.text[offset : offset + len(token)] == token
