@@ -178,8 +178,9 @@ def _verify_files(directory: Path, proof: Manifest | Hashes) -> None:
             raise CheckpointError(f"{directory}: {printable(name)} is missing")
         if found[name] != digest:
             raise CheckpointError(f"{directory}: {name} does not match its hash")
-    for name in sorted(there - proof.files.keys() - {MANIFEST, HASHES}):
-        if not name.startswith(".") and not name.endswith(".md"):
+    for name in sorted(there - proof.files.keys()):
+        is_proof = Path(name).name in (MANIFEST, HASHES)  # also that of a base which lies in the checkpoint
+        if not is_proof and not name.startswith(".") and not name.endswith(".md"):
             raise CheckpointError(f"{directory}: {printable(name)} was put there by hand; remove it")
 
 

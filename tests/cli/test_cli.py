@@ -238,7 +238,7 @@ def test_ctrl_c_is_exit_code_130_and_a_line(tmp_path: Path) -> None:
     """The command signals its own process, as a terminal would, and then waits for the end."""
     program = (
         "import os, signal, sys, threading\n"
-        "from art_cli import cli\n"
+        "from art_cli.cli import app as cli\n"
         "from art_cli.cli import doctor\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where a shell put us in the background
         "def slow():\n"
@@ -304,7 +304,7 @@ def test_what_still_computes_in_a_thread_does_not_abort_the_process() -> None:
     """What is to be done at the end is done: handlers of atexit, and what was printed is seen."""
     program = (
         "import atexit, threading, torch\n"
-        "from art_cli import cli\n"
+        "from art_cli.cli import app as cli\n"
         "def compute():\n"
         "    while True:\n"
         "        torch.mm(torch.ones(300, 300), torch.ones(300, 300))\n"
@@ -452,7 +452,7 @@ def test_threads_wait_politely_unless_the_environment_says_how_they_wait(
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     program = (
         "import os, json, sys; sys.argv = ['art', '--version']\n"
-        "from art_cli import __main__, cli\n"
+        "from art_cli import __main__\nfrom art_cli.cli import app as cli\n"
         f"cli.main = lambda: print(json.dumps({{n: os.environ[n] for n in {names} if n in os.environ}}))\n"
         "__main__.main()"
     )

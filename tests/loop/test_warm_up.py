@@ -32,7 +32,7 @@ DEMOS = [
 
 # `art` with warm-ups that are saved often, and slow enough to be killed on any machine
 ART = (
-    "import sys, time\nfrom art_cli import cli\nfrom art_cli.loop import warm_up\n"
+    "import sys, time\nfrom art_cli.cli import app as cli\nfrom art_cli.loop import warm_up\n"
     "warm_up.SAVE_EVERY_S, warm_up.SAVE_SHARE, warm_up.TAKE_S = 0.1, 10.0, 0.0\n"
     "take = warm_up.WarmUp.take\nwarm_up.WarmUp.take = lambda *args: (time.sleep(0.03), take(*args))\n"
     "sys.exit(cli.run(sys.argv[1:]))\n"

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from art_cli.chat.wires.openai_chat import ChatBody
-from art_cli.chat.wires.openai_completions import CompletionBody
+from art_cli.chat.wires.openai_completions import MAX_PROMPTS, CompletionBody
 from art_cli.chat.wires.openai_shared import HARMLESS, INT32, NEUTRAL, Body
 
 Json = dict[str, Any]
@@ -126,8 +126,8 @@ def _responses(text: str, content: Json, refused: dict[str, str]) -> Json:
     return {"200": {"description": text, "content": content}, **refusals}
 
 
-def _one_of(schema: Json) -> Json:
-    return {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
+def _list_of(schema: Json) -> Json:
+    return {"type": "array", "items": schema, "minItems": 1, "maxItems": MAX_PROMPTS}
 
 
 def body_schemas(models: Sequence[str]) -> dict[str, Json]:
@@ -146,7 +146,7 @@ def body_schemas(models: Sequence[str]) -> dict[str, Json]:
         fields["model"] = {"type": "string", "enum": list(models)}
         fields["temperature"] = {"anyOf": [{"enum": [0, None]}, {"type": "number", "minimum": 1e-6, "maximum": 100}]}
         if kind == "text":
-            fields["prompt"] = {"anyOf": [PROMPT_TEXT, PROMPT_IDS, _one_of(PROMPT_TEXT), _one_of(PROMPT_IDS)]}
+            fields["prompt"] = {"anyOf": [PROMPT_TEXT, PROMPT_IDS, _list_of({"anyOf": [PROMPT_TEXT, PROMPT_IDS]})]}
         named[kind] = {**body, "title": kind, "additionalProperties": False}
     text = msgspec.json.encode(named).replace(b"#/components/schemas/_", b"#/components/schemas/")
     decoded: dict[str, Json] = msgspec.json.decode(text)
