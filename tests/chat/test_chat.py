@@ -186,6 +186,9 @@ def test_a_prompt_is_text_or_ids_or_a_list_of_these(prompt: Any) -> None:
         parse("text", prompt=prompt)
     assert parse("text", prompt=["a"]).prompt == "a"
     assert parse("text", prompt=[[1, 2]]).prompt == [1, 2]
+    for hostile in ({"prompt": ["a"] * 5, "n": 128}, {"prompt": [[7] * 9000] * 8, "echo": True, "logprobs": 20}):
+        with pytest.raises(ChatError, match="prompt"):
+            parse("text", **hostile)
     many = parse("text", prompt=["a", [1, 2], "b"])
     assert [many.prompt, *many.more_prompts] == ["a", [1, 2], "b"]
 

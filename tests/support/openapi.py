@@ -67,8 +67,12 @@ REFUSALS = {
     "503": "The model is being loaded, or the server is shutting down.",
 }
 WRONG_KEY = {"401": "No key, or one that is not valid here."}
-PROMPT_TEXT: Json = {"type": "string", "minLength": 1}
-PROMPT_IDS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32}, "minItems": 1}
+PROMPT: Json = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32}, "minItems": 1},
+    ]
+}
 
 
 def describe(models: Sequence[str]) -> Json:
@@ -126,10 +130,6 @@ def _responses(text: str, content: Json, refused: dict[str, str]) -> Json:
     return {"200": {"description": text, "content": content}, **refusals}
 
 
-def _list_of(schema: Json) -> Json:
-    return {"type": "array", "items": schema, "minItems": 1, "maxItems": MAX_PROMPTS}
-
-
 def body_schemas(models: Sequence[str]) -> dict[str, Json]:
     """JSON Schemas by name: "chat" and "text" are the bodies that the wires parse, the others parts of these two.
 
@@ -146,7 +146,8 @@ def body_schemas(models: Sequence[str]) -> dict[str, Json]:
         fields["model"] = {"type": "string", "enum": list(models)}
         fields["temperature"] = {"anyOf": [{"enum": [0, None]}, {"type": "number", "minimum": 1e-6, "maximum": 100}]}
         if kind == "text":
-            fields["prompt"] = {"anyOf": [PROMPT_TEXT, PROMPT_IDS, _list_of({"anyOf": [PROMPT_TEXT, PROMPT_IDS]})]}
+            several = {"type": "array", "items": PROMPT, "minItems": 1, "maxItems": MAX_PROMPTS}
+            fields["prompt"] = {"anyOf": [*PROMPT["anyOf"], several]}
         named[kind] = {**body, "title": kind, "additionalProperties": False}
     text = msgspec.json.encode(named).replace(b"#/components/schemas/_", b"#/components/schemas/")
     decoded: dict[str, Json] = msgspec.json.decode(text)

@@ -28,6 +28,9 @@ from art_cli.chat.wires.openai_shared import (
 )
 
 MAX_PROMPTS = 128  # number of prompts of a request
+MAX_CHOICES = 512  # number of choices of all its prompts
+MAX_ECHOED = 2**20  # logprobs of prompts in one answer, about 100 bytes each
+_TOKEN_CHARACTERS = 3  # number of characters of a text that are counted as a token
 _TokenId = Annotated[int, Meta(ge=0, le=INT32)]
 
 
@@ -47,7 +50,8 @@ class OpenAICompletions(OpenAI):
     def parse(self, body: bytes, defaults: Sampling) -> Request:
         """The request in a JSON body. Raises ChatError 400."""
         _, text = parse_body(body, CompletionBody)
-        first, *others = _prompts(text.prompt)
+        first, *others = prompts = _prompts(text.prompt)
+        _check_size(prompts, text)
         if text.best_of not in (None, text.n or 1):
             raise invalid("best_of: this endpoint returns all that it samples; only n itself", "best_of")
         sampling = sampling_of(text, text.max_tokens)
@@ -96,6 +100,19 @@ def _prompts(value: str | list[int | str | list[int]]) -> list[str | list[int]]:
         if isinstance(prompt, int) or (isinstance(prompt, list) and not all(isinstance(id, int) for id in prompt)):
             raise invalid("prompt: text, a list of token ids, or a list of these", "prompt")
     return cast("list[str | list[int]]", prompts)
+
+
+def _check_size(prompts: list[str | list[int]], text: CompletionBody) -> None:
+    """Raises ChatError 400: the answer to all prompts would be too large."""
+    n = text.n or 1
+    if len(prompts) * n > MAX_CHOICES:
+        raise invalid(f"prompt: {len(prompts)} prompts of {n} choices; at most {MAX_CHOICES} choices", "prompt")
+    if text.echo and text.logprobs is not None:
+        tokens = sum(len(each) // _TOKEN_CHARACTERS if isinstance(each, str) else len(each) for each in prompts)
+        if tokens * n * (1 + text.logprobs) > MAX_ECHOED:
+            raise invalid(
+                "prompt: too many logprobs in one answer; ask for fewer prompts, choices or logprobs", "prompt"
+            )
 
 
 # --- the reply --------------------------------------------------------------------------------------------------------
