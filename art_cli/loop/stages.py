@@ -118,6 +118,8 @@ def take_step(
 
     Incomplete groups are left out. Raises LearnerError: nothing can be learned from them; no checkpoint is written.
     """
+    source = find_policy(loaded, checkpoint)
+    check_ready(loaded, ("model", "algorithm"))
     groups = list(group(scored).values())
     attempts = [each for members in groups for each in members]
     failures = count_failures(attempts)
@@ -125,8 +127,6 @@ def take_step(
         raise LearnerError(f"no group is complete, of {len(scored)} attempts; art generate plays what is missing")
     if not failures.is_all and not any(each.num_sampled for each in attempts):
         raise LearnerError("no attempt has tokens, so that no step can be taken: art sft can learn from them")
-    source = find_policy(loaded, checkpoint)
-    check_ready(loaded, ("model", "algorithm"))
     loaded = resolve_auto(loaded, "learner")
     with open_base(loaded, source) as base:
         loaded = as_trained(loaded, source, base)
