@@ -19,9 +19,9 @@ TIMEOUT_S = 300.0  # longest wait for another Python, which imports what it list
 PROGRAM = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-import start
+import bootstrap
 sys.path.pop(0)
-start.load_package()
+bootstrap.load_package()
 from art_cli.rollouts.environments.listing import look
 print("\\n" + json.dumps(look(json.loads(sys.argv[2]))))
 """

@@ -151,7 +151,7 @@ def test_a_package_adds_a_library_by_an_entry_point(tmp_path: Path) -> None:
     metadata = tmp_path / "mine-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[art_cli.rollouts.environments]\nmine = {__name__}:Echo\n")
+    (metadata / "entry_points.txt").write_text(f"[art_cli.environments]\nmine = {__name__}:Echo\n")
     program = "from art_cli.rollouts.environments import *; print(open_environment(Settings('mine/echo')).about)"
     run = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path += {[str(tmp_path), str(ROOT)]!r}; {program}"],
