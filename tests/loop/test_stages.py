@@ -30,7 +30,7 @@ Art = Callable[..., tuple[int, str, str]]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that learned: reward 0.24 at its first step, above 0.6 at its last."""
-    settings = ["train.steps=12", "train.learning_rate=0.1", "rollout.group_size=8", "eval=null"]
+    settings = ["train.steps=20", "train.learning_rate=0.1", "rollout.group_size=8", "eval=null"]
     runs = tmp_path_factory.mktemp("trained")
     return asyncio.run(train(load_config(Path(CONFIG), [f"runs={runs}", *settings, "train.keep_checkpoints=99"]))).root
 
@@ -65,7 +65,7 @@ def test_generate_goes_on_with_what_is_owed(art: Art, tmp_path: Path) -> None:
 
 
 def test_a_trained_policy_beats_its_start_and_the_gate_knows(art: Art, trained: Path, tmp_path: Path) -> None:
-    first, last = (RunDir(trained).checkpoint_path(step) for step in (0, 12))
+    first, last = (RunDir(trained).checkpoint_path(step) for step in (0, 20))
     arguments = ["eval", CONFIG, "eval.attempts=4", "--checkpoint", first, "--checkpoint", last, "--json"]
     code, out, _ = art(*arguments, "--gate", "reward>=0.5")
     assert code == 0
@@ -80,10 +80,10 @@ def test_a_trained_policy_beats_its_start_and_the_gate_knows(art: Art, trained: 
 
 async def test_an_endpoint_stands_in_for_a_checkpoint(trained: Path, tmp_path: Path) -> None:
     """The last checkpoint, served over HTTP as somebody else's model, plays like the last checkpoint."""
-    last = RunDir(trained).checkpoint_path(12)
+    last = RunDir(trained).checkpoint_path(20)
     loaded = resolve_auto(load_config(Path(CONFIG), []), "engine")
-    with open_policy(loaded, PolicySource(last, 12)) as weights:
-        engine = make_engine(loaded.config.engine, weights, name="other", step=12, logs=tmp_path)
+    with open_policy(loaded, PolicySource(last, 20)) as weights:
+        engine = make_engine(loaded.config.engine, weights, name="other", step=20, logs=tmp_path)
         await engine.start()
         try:
             async with serve(build_app(lambda key: engine.backend)) as root:
@@ -130,7 +130,7 @@ def test_sft_learns_from_the_best_attempts_of_a_run(art: Art, trained: Path, tmp
     code, out, _ = art("sft", CONFIG, trained, "--best-of", *settings, "-o", tmp_path / "warm", "--json")
     assert code == 0
     groups: dict[str, list[float]] = {}
-    for step in range(12):
+    for step in range(20):
         for trajectory in RunDir(trained).scored(step):
             if trajectory.reward is not None:
                 groups.setdefault(trajectory.group_id, []).append(trajectory.reward)

@@ -86,8 +86,8 @@ def test_engine_and_learner_agree_on_every_sampled_token(finished: Path) -> None
 
 
 def test_letters_become_likelier(tmp_path: Path) -> None:
-    """A quarter of what a random model says is letters; their share is the reward. Seen: 0.24 -> 0.77 in 12 steps."""
-    root = run(tmp_path, "train.steps=12", "train.learning_rate=0.1", "rollout.group_size=8", "eval=null").root
+    """A quarter of what a random model says is letters; their share is the reward. Seen: 0.24 -> 0.67 in 20 steps."""
+    root = run(tmp_path, "train.steps=20", "train.learning_rate=0.1", "rollout.group_size=8", "eval=null").root
     rewards = [line.metrics["reward_mean"] for line in RunDir(root).metrics()]
     assert rewards[-1] > rewards[0] + 0.3
 
