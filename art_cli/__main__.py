@@ -22,11 +22,11 @@ def main() -> None:
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not: ignored, as in a shell's `art &`
     if is_default:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    from art_cli.cli import app as cli
+    from art_cli.cli import app
 
     if is_default:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    cli.main()
+    app.main()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """The seam that answers a request: what the gateway, the embedded engine's server and `art serve` share.
 
-    chat_errors.py      ChatError: a refused or failed request, with its HTTP status
-    requests.py    what a client asks: Request, Sampling
-    replies.py     what comes back: Reply, Choice, Chunk
-    wires/         one file per client protocol: JSON to Request, Reply and Chunks to JSON and events
-    chat_app.py         the ASGI application over any Backend
-    client.py      HttpBackend: any OpenAI-compatible endpoint as a Backend
-    prompt_lists.py  PromptList: a request with several prompts as requests with one
-    http_server.py      runs the application on a port of this machine, with a deadline for start and stop
+    chat_errors.py        ChatError: a refused or failed request, with its HTTP status
+    requests.py           what a client asks: Request, Sampling
+    replies.py            what comes back: Reply, Choice, Chunk
+    wires/                one file per client protocol: JSON to Request, Reply and Chunks to JSON and events
+    chat_app.py           the ASGI application over any Backend
+    client.py             HttpBackend: any OpenAI-compatible endpoint as a Backend
+    prompt_lists.py       PromptList: a request with several prompts as requests with one
+    http_server.py        runs the application on a port of this machine, with a deadline for start and stop
     client_connection.py  one client's connection, with deadlines for a slow one
 
 The seam is `Backend`. The embedded engine (samples in this process) and HttpBackend (asks another server) have this

@@ -1,6 +1,6 @@
 """The commands: the table of their names, and the options and findings that several of them share.
 
-The command `art X` is the function `run` of `commands/X.py`; MODULES has the exceptions. Its parameters are the
+The command `art X` is the function `run` of `cli/X.py`; MODULES has the exceptions. Its parameters are the
 arguments and options, and its docstring is the help. The help imports the module, so a module imports anything heavy
 inside its functions.
 """

@@ -1,6 +1,6 @@
 """The command line: imports the module of the command that is called, and reports every failure as one line.
 
-Each command is defined in `commands/<name>.py`. Nothing heavy is imported here, so that help answers at once. A mistake
+Each command is defined in `cli/<name>.py`. Nothing heavy is imported here, so that help answers at once. A mistake
 or failure that a user can act on becomes a line on standard error and an exit code. Anything else is a bug: it becomes
 one line too, with the traceback under --verbose.
 """
@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from art_cli import cli as commands
+from art_cli import cli
 from art_cli.config.packaged import packaged, with_documents
 from art_cli.runtime import log
 from art_cli.runtime.errors import (
@@ -45,9 +45,9 @@ class LazyCommands(Mapping[str, Any]):
     """Name -> Typer's command, made when it is asked for, so that a command does not wait for the others' imports."""
 
     def __getitem__(self, name: str) -> Any:
-        if name not in commands.NAMES:
+        if name not in cli.NAMES:
             raise KeyError(name)
-        single, module = typer.Typer(**PLAIN), import_module(f"art_cli.cli.{commands.MODULES.get(name, name)}")
+        single, module = typer.Typer(**PLAIN), import_module(f"art_cli.cli.{cli.MODULES.get(name, name)}")
         single.command(name, cls=getattr(module, "Command", None))(module.run)
         command = get_command(single)
         if any("docs/" in (getattr(told, "help", None) or "") for told in (command, *command.params)):
@@ -55,10 +55,10 @@ class LazyCommands(Mapping[str, Any]):
         return command
 
     def __iter__(self) -> Iterator[str]:
-        return iter(commands.NAMES)
+        return iter(cli.NAMES)
 
     def __len__(self) -> int:
-        return len(commands.NAMES)
+        return len(cli.NAMES)
 
 
 class LazyGroup(TyperGroup):

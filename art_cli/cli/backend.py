@@ -170,20 +170,20 @@ def _choose_engine(loaded: "LoadedBackend") -> "EngineConfig":
 
 def _load_base(loaded: "LoadedBackend", root: Path, named: str | None) -> "Base":
     """The base model without an adapter. Raises UsageError: nothing loadable there."""
-    from art_cli.models import loading as model
+    from art_cli.models import loading
     from art_cli.tinker.server.base_model import Base
 
     given = named or loaded.model.base
-    found = model.find_base(loaded.model.base, directory=loaded.directory, built=root / "base")
+    found = loading.find_base(loaded.model.base, directory=loaded.directory, built=root / "base")
     log.info("loading %s", given)
     bare = loaded.model.model_copy(update={"lora": None})
     if loaded.learner.name == "unsloth":
         from art_cli.learners import unsloth
 
-        weights = model.load_weights(bare, found, device=loaded.learner.device, load=unsloth.load_bare)
+        weights = loading.load_weights(bare, found, device=loaded.learner.device, load=unsloth.load_bare)
         unsloth.check_adapters(weights)
     else:
-        weights = model.load_weights(bare, found, device=loaded.learner.device)
+        weights = loading.load_weights(bare, found, device=loaded.learner.device)
     lora = loaded.model.lora if "lora" in loaded.model.model_fields_set else None
     is_whole = loaded.model.lora is None
     if is_whole:

@@ -44,7 +44,7 @@ def run(
     art checkpoints runs/mine --fork mine-again --step 40     then: art train config.yaml name=mine-again
     art checkpoints runs/new --import adapter                 then: art train config.yaml name=new
     """
-    from art_cli.runs import run_checkpoints as checkpoints
+    from art_cli.runs import run_checkpoints
     from art_cli.runs.run_dir import RunDir
 
     if "://" in named and (is_pruning or adapter is not None or (fork is not None and Path(fork).name == fork)):
@@ -59,21 +59,21 @@ def run(
     if base is not None and adapter is None:
         raise UsageError("--base goes with --import")
     if adapter is not None:
-        made = checkpoints.import_start(adapter, run, base=None if base is None else _base_finder(base))
+        made = run_checkpoints.import_start(adapter, run, base=None if base is None else _base_finder(base))
         _say(as_json, {"checkpoint": str(made.path)}, f"{made.path}: step 0, from {adapter}")
     elif fork is not None:
-        made = checkpoints.fork(RunDir(run), _place(run, fork), step=step)
+        made = run_checkpoints.fork(RunDir(run), _place(run, fork), step=step)
         assert made.run is not None, made
         text = f"{made.run.root}: forked from step {made.step}; train it under the name {made.run.root.name}"
         _say(as_json, {"checkpoint": str(made.path), "step": made.step}, text)
     elif is_pruning:
-        removed = checkpoints.prune(RunDir(run), keep=keep)
+        removed = run_checkpoints.prune(RunDir(run), keep=keep)
         freed = sum(entry.num_bytes for entry in removed)
         text = f"{run}: removed {len(removed)} checkpoints, {freed / MIB:.1f} MiB"
         _say(as_json, {"removed": [entry.step for entry in removed], "num_bytes": freed}, text)
     else:
-        entries = checkpoints.listed(RunDir(run))
-        _say(as_json, [checkpoints.as_json(entry) for entry in entries], _as_table(entries))
+        entries = run_checkpoints.listed(RunDir(run))
+        _say(as_json, [run_checkpoints.as_json(entry) for entry in entries], _as_table(entries))
 
 
 def _base_finder(base: str) -> Callable[[Path], str]:

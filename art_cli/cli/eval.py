@@ -42,7 +42,7 @@ def run(
     art eval config.yaml --checkpoint base --checkpoint runs/mine --gate 'reward>=baseline-0.02'
     art eval config.yaml --checkpoint 'runs/sweep-*'          a table over a sweep, the best run on top
     """
-    from art_cli.cli import eval_comparison as comparison
+    from art_cli.cli import eval_comparison
     from art_cli.config.compose import load_config
     from art_cli.config.references import check_ready
     from art_cli.engines import engine_traits
@@ -56,7 +56,7 @@ def run(
     if checkpoints and not engine_traits(loaded.config.engine, loaded.directory).can_train:
         name = loaded.config.engine.name
         raise UsageError(f"--checkpoint {checkpoints[0]}: engine {name!r} samples from its own model; use --endpoint")
-    players = comparison.find_players(
+    players = eval_comparison.find_players(
         loaded, checkpoints or [], endpoints or [], which=which_checkpoint(False, is_last)
     )
     check_ready(loaded, ("model", "rollout", "gateway", "engine", "eval"))
@@ -65,19 +65,19 @@ def run(
     check_gates(parsed, last)
     with contextlib.ExitStack() as stack:
         place = output or stack.enter_context(scratch("eval"))
-        watch = comparison.Watch(loaded, parsed, num_policies=len(players))
-        played = {name: comparison.play(player, place, name, watch) for name, player in players.items()}
+        watch = eval_comparison.Watch(loaded, parsed, num_policies=len(players))
+        played = {name: eval_comparison.play(player, place, name, watch) for name, player in players.items()}
     results = {
         name: values_by_scenario(done) | spent_by_scenario(done, players[name].price) for name, done in played.items()
     }
-    comparison.judge(loaded, played, results)
-    rows = comparison.compare(results)
+    eval_comparison.judge(loaded, played, results)
+    rows = eval_comparison.compare(results)
     text = (
         json.dumps([row.as_json() for row in rows]) + "\n"
         if as_json
-        else printable_lines(comparison.as_text(rows, gates=parsed))
+        else printable_lines(eval_comparison.as_text(rows, gates=parsed))
     )
     sys.stdout.write(text)
-    comparison.report_failures(played)
+    eval_comparison.report_failures(played)
     for gate in parsed:
         check_policy(gate, results, last)

@@ -26,8 +26,7 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import TinkerEngineConfig, TinkerLearnerConfig, VllmEngineConfig
 from art_cli.engines.vllm.arguments import divide
 from art_cli.engines.vllm.probe import find_vllm
-from art_cli.judges import Judge
-from art_cli.judges import smoke_test as trial
+from art_cli.judges import Judge, smoke_test
 from art_cli.judges.costs import CostEstimate
 from art_cli.judges.shadow_judges import ShadowJudges
 from art_cli.learners import Learner, has_own_weights, load_policy, make_learner, trial_update
@@ -238,8 +237,8 @@ class Preflight:
 
     def check_entries(self) -> Finding:
         config = self.loaded.config
-        self.judge = trial.make_trial_judge(config.judge, self.loaded.directory)
-        for name, model in trial.missing_keys(config.judge, self.loaded.directory).items():
+        self.judge = smoke_test.make_trial_judge(config.judge, self.loaded.directory)
+        for name, model in smoke_test.missing_keys(config.judge, self.loaded.directory).items():
             cure = f"set it in the environment, or in a file .env in {self.loaded.directory}"
             return Finding("judge", False, f"{name} is not set, and {model} needs it", cure)
         if config.rollout.command:
@@ -450,7 +449,7 @@ class Preflight:
         shadow, directory = self.loaded.config.shadow, self.loaded.directory
         threads.run(ShadowJudges(shadow, directory).close())
         for name, each in shadow.items():
-            for key, model in trial.missing_keys(each.judge, directory).items():
+            for key, model in smoke_test.missing_keys(each.judge, directory).items():
                 cure = f"set it in the environment, or in a file .env in {directory}"
                 return Finding("shadow", False, f"{name}: {key} is not set, and {model} needs it", cure)
         names = [f"{name} ({each.judge.name}, {each.share:.0%} of the groups)" for name, each in shadow.items()]
@@ -461,13 +460,13 @@ class Preflight:
         assert self.judge
         notes, cures = [], []
         for part in self.judge.parts:
-            if (expected := part.estimate(trial.short_attempts())) is not None:
+            if (expected := part.estimate(smoke_test.short_attempts())) is not None:
                 note, cure = self._ask_once(part, expected)
                 notes.append(note)
                 cures += [cure] if cure else []
             elif not part.needs_reward:
                 log.info("judge: %s scores the two attempts", part.title)
-                verdicts = threads.run(trial.score(part, self.played))
+                verdicts = threads.run(smoke_test.score(part, self.played))
                 rewards = [f"{verdicts[trajectory.id].reward:g}" for trajectory in self.played]
                 notes.append(f"{part.title} gave the two attempts {' and '.join(rewards)}")
         return Finding("judge", True, "; ".join(notes), "; ".join(cures)) if notes else None
@@ -478,7 +477,7 @@ class Preflight:
         if not self.asks_judge:
             return f"{models}: not asked (--no-judge); asking once about two short attempts would take {would}", ""
         log.info("judge: asking %s once about two short attempts: %s", models, would)
-        asked = threads.run(trial.ask(judge))
+        asked = threads.run(smoke_test.ask(judge))
         cost = "price unknown" if asked.usage.cost_usd is None else f"${asked.usage.cost_usd:.4f}"
         took = f"{asked.usage.calls} calls, {asked.usage.tokens:,} tokens, {cost}"
         is_sound = asked.right > asked.wrong

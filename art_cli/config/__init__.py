@@ -1,17 +1,17 @@
 """The configuration of a run: Hydra composes it, pydantic checks it. No module here imports torch.
 
-schema.py        RunConfig: the whole configuration of a run
-sections/        the sections of RunConfig: every knob, its default and what it means
-compose.py       load_config, load_sweep, load_judge, LoadedConfig
-composition.py   one YAML file and the command line's overrides, put together by Hydra
-overrides.py     reads `key=value` arguments, and expands sweeps
-problems.py      pydantic's findings as lines, each with the nearest right thing to write
-knobs.py         the tree of keys that the schema allows
-key_locations.py        the place of each key: file and line, or command line
-documents.py     reads one YAML file within bounds
-interpolation.py resolves `${...}` within bounds
-checks.py        sections that do not fit together; what cannot be trained
-references.py    the files, functions and hosts that a configuration names, looked up before anything runs
-config_identity.py      which training a configuration describes: its hash, and how two differ
-packaged.py      finds recipes/ and docs/ in a wheel or a checkout
+schema.py           RunConfig: the whole configuration of a run
+sections/           the sections of RunConfig: every knob, its default and what it means
+compose.py          load_config, load_sweep, load_judge, LoadedConfig
+composition.py      one YAML file and the command line's overrides, put together by Hydra
+overrides.py        reads `key=value` arguments, and expands sweeps
+problems.py         pydantic's findings as lines, each with the nearest right thing to write
+knobs.py            the tree of keys that the schema allows
+key_locations.py    the place of each key: file and line, or command line
+documents.py        reads one YAML file within bounds
+interpolation.py    resolves `${...}` within bounds
+checks.py           sections that do not fit together; what cannot be trained
+references.py       the files, functions and hosts that a configuration names, looked up before anything runs
+config_identity.py  which training a configuration describes: its hash, and how two differ
+packaged.py         finds recipes/ and docs/ in a wheel or a checkout
 """

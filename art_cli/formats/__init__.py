@@ -7,8 +7,7 @@ of any of them, puts attempts at the same scenario into groups, and says what it
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from art_cli.formats import openai_log
-from art_cli.formats import openenv_traces as openenv
+from art_cli.formats import openai_log, openenv_traces
 from art_cli.formats.imported_attempt import TracedAttempt
 from art_cli.formats.inspect_eval import InspectSample
 from art_cli.formats.langfuse_export import LangfuseExport
@@ -42,4 +41,7 @@ class TraceReader(Protocol):
 # A record is tried in this order, because the last ones recognise less.
 READERS: Sequence[Callable[[], TraceReader]] = (OpenEnvTrace, VerifiersTrace, InspectSample, LangfuseExport, OpenAILog)
 READ = tuple(reader().name for reader in READERS)
-WRITERS: Mapping[str, Callable[[Trajectory], Json]] = {"openai": openai_log.record_of, "openenv": openenv.record_of}
+WRITERS: Mapping[str, Callable[[Trajectory], Json]] = {
+    "openai": openai_log.record_of,
+    "openenv": openenv_traces.record_of,
+}

@@ -148,13 +148,13 @@ def load_policy(config: "RunConfig", base: str) -> "Weights":
 
     Raises LearnerError: `learner: auto`, not resolved.
     """
-    from art_cli.models import loading as model
+    from art_cli.models import loading
 
     _check_resolved(config)
     load = None
     if config.learner.name == "unsloth":
         load = import_module("art_cli.learners.unsloth").load_model
-    return model.load_weights(config.model, base, device=config.learner.device, seed=config.train.seed, load=load)
+    return loading.load_weights(config.model, base, device=config.learner.device, seed=config.train.seed, load=load)
 
 
 def make_learner(

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from art_cli.config.schema import ModelConfig
-from art_cli.models import loading as model
+from art_cli.models import loading
 from art_cli.models.base_files import read_template
 
 
@@ -31,7 +31,7 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
     quantize: str | None = None  # "4bit": the base is kept in 4 bits; None: as it is
 
 
-def spec_of(weights: model.Weights) -> PolicySpec:
+def spec_of(weights: loading.Weights) -> PolicySpec:
     """The spec of a policy whose weights are in this process."""
     ranks = [max([lora.r, *lora.rank_pattern.values()]) for lora in _adapters(weights)]
     template = weights.tokenizer.chat_template
@@ -47,7 +47,7 @@ def spec_of(weights: model.Weights) -> PolicySpec:
     )
 
 
-def _adapters(weights: model.Weights) -> list[Any]:
+def _adapters(weights: loading.Weights) -> list[Any]:
     return list(weights.model.peft_config.values()) if weights.has_adapter else []
 
 
@@ -70,11 +70,11 @@ def read_spec(
 
     dtype: str = "" if config.dtype == "auto" else config.dtype
     if not is_remote:
-        dtype = model.resolve_dtype(config, base, device=device or "auto", named=named).name
-    with model.loading(base, named):
+        dtype = loading.resolve_dtype(config, base, device=device or "auto", named=named).name
+    with loading.loading(base, named):
         files: Any = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
         has_tokenizer = adapter is not None and (adapter / "tokenizer_config.json").is_file()
-        template = model.load_tokenizer(str(adapter) if has_tokenizer else base).chat_template
+        template = loading.load_tokenizer(str(adapter) if has_tokenizer else base).chat_template
     if config.chat_template is not None:
         template = read_template(config.chat_template)
     configured = config.lora.rank if config.lora is not None else None
@@ -82,10 +82,10 @@ def read_spec(
         base=base,
         dtype=dtype,
         vocabulary=files.vocab_size,
-        max_length=config.max_length or model.context_of(files),
+        max_length=config.max_length or loading.context_of(files),
         lora_rank=configured if adapter is None else _rank_of(adapter),
         chat_template=template if isinstance(template, str) else None,
-        learner_device=None if device is None else model.pick_device(device),
+        learner_device=None if device is None else loading.pick_device(device),
         quantize=config.quantize,
     )
 
@@ -93,7 +93,7 @@ def read_spec(
 def _rank_of(adapter: Path) -> int:
     import peft
 
-    with model.fitting(adapter):
+    with loading.fitting(adapter):
         lora: Any = peft.PeftConfig.from_pretrained(str(adapter))
         rank: int = max([lora.r, *lora.rank_pattern.values()])
     return rank

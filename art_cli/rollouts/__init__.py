@@ -1,20 +1,20 @@
 """Runs the user's agent: scenarios in, trajectories out.
 
-scenario_files.py   reads scenarios, and says which ones a step plays
-policy.py      Policy, which a rollout function gets, and the Outcome of what it returns
-function_rollout.py    a Python function as a Rollout
-process.py     that function in processes of its own, which is how it runs unless told otherwise
-attempt_end.py    how an attempt ended, as its process reports it
-bootstrap.py       starts such a process in any Python
-command_rollout.py     an external program as a Rollout
-attempt_errors.py     what can go wrong in one attempt, and what of it is tried again
-rollout_runner.py      many rollouts at once: concurrency, timeouts, turn limits, retries; each becomes a Trajectory
-progress.py    the counts of a run of rollouts, and their progress bar
-rollout_gateway.py     the capturing OpenAI-compatible proxy; a call's key tells its trajectory
-per_attempt_key.py     each attempt reads its own key from the environment
-connection_owner.py       finds out which attempt's program makes a call
-retries.py     which call a retry replaces
-recorder.py    one rollout's calls as a prefix tree of turns and a tree of messages
+scenario_files.py    reads scenarios, and says which ones a step plays
+policy.py            Policy, which a rollout function gets, and the Outcome of what it returns
+function_rollout.py  a Python function as a Rollout
+process.py           that function in processes of its own, which is how it runs unless told otherwise
+attempt_end.py       how an attempt ended, as its process reports it
+bootstrap.py         starts such a process in any Python
+command_rollout.py   an external program as a Rollout
+attempt_errors.py    what can go wrong in one attempt, and what of it is tried again
+rollout_runner.py    many rollouts at once: concurrency, timeouts, turn limits, retries; each becomes a Trajectory
+progress.py          the counts of a run of rollouts, and their progress bar
+rollout_gateway.py   the capturing OpenAI-compatible proxy; a call's key tells its trajectory
+per_attempt_key.py   each attempt reads its own key from the environment
+connection_owner.py  finds out which attempt's program makes a call
+retries.py           which call a retry replaces
+recorder.py          one rollout's calls as a prefix tree of turns and a tree of messages
 
 The runner's unit of work is `Rollout.play`: (endpoint, key, scenario) -> outcome. All of it is plain data, so that the
 work is done in another process and can be done on another host. Policy is that endpoint and key.

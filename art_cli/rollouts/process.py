@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from art_cli.rollouts import bootstrap as start
+from art_cli.rollouts import bootstrap
 from art_cli.rollouts.attempt_end import read_report
 from art_cli.rollouts.attempt_errors import AttemptError, describe_exit
 from art_cli.rollouts.policy import Json, Policy
@@ -182,7 +182,7 @@ class RolloutProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._calls = await CallingEnd.open(ours)
-            worker = [str(self._python or sys.executable), "-u", "-X", "faulthandler", start.__file__]
+            worker = [str(self._python or sys.executable), "-u", "-X", "faulthandler", bootstrap.__file__]
             worker += [str(theirs.fileno()), self._module, *([json.dumps(sys.path)] if self._python is None else [])]
             self._child = await ChildProcess.start(
                 worker,

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from art_cli.runs import run_checkpoints as checkpoints
+from art_cli.runs import run_checkpoints
 from art_cli.runs.run_checkpoints import Which
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ArtError
@@ -37,7 +37,7 @@ async def follow(policy: ServedPolicy, run: RunDir, meter: Meter, *, which: Whic
 
 async def _change(policy: ServedPolicy, run: RunDir, which: Which) -> None:
     """Changes to the checkpoint that is meant and verifies, unless the policy has it already."""
-    found = await call_in_thread(lambda: checkpoints.choose(run, which))
+    found = await call_in_thread(lambda: run_checkpoints.choose(run, which))
     if found.step != policy.source.step:
         old = policy.source
         await policy.change(
@@ -47,4 +47,4 @@ async def _change(policy: ServedPolicy, run: RunDir, which: Which) -> None:
 
 def _wanted(run: RunDir, which: Which) -> int | None:
     """The step that is meant, by directory names and metrics alone; no checkpoint is read."""
-    return next(iter(checkpoints.wanted_steps(run, which)), None)
+    return next(iter(run_checkpoints.wanted_steps(run, which)), None)

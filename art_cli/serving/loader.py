@@ -24,7 +24,7 @@ from art_cli.config.schema import (
     TinkerEngineConfig,
 )
 from art_cli.engines import Engine, make_engine
-from art_cli.models import loading as model
+from art_cli.models import loading
 from art_cli.models.policy_spec import PolicySpec, read_spec
 from art_cli.runtime.errors import UsageError
 from art_cli.runtime.threads import call_in_thread
@@ -51,7 +51,7 @@ class Loader:
 
     config: EngineConfig
     logs: Path  # directory for the log of an engine's own process
-    _bases: dict[tuple[str, str, int | None, str | None], model.Weights] = field(default_factory=dict)
+    _bases: dict[tuple[str, str, int | None, str | None], loading.Weights] = field(default_factory=dict)
 
     @property
     def swaps_adapters(self) -> bool:
@@ -61,7 +61,7 @@ class Loader:
     async def make(self, source: Source) -> Engine:
         """An engine that samples from the source. Raises ArtError: it cannot be loaded, or not run here."""
         read = self._weights if self.config.needs_weights else _spec
-        policy: model.Weights | PolicySpec = await call_in_thread(read, source)
+        policy: loading.Weights | PolicySpec = await call_in_thread(read, source)
         engine = make_engine(self.config, policy, name=source.name, step=source.step, logs=self.logs)
         await engine.start()
         try:
@@ -72,7 +72,7 @@ class Loader:
             raise
         return engine
 
-    def _weights(self, source: Source) -> model.Weights:
+    def _weights(self, source: Source) -> loading.Weights:
         if (
             source.adapter is None and source.run is not None
         ):  # a checkpoint of all weights, which no other policy shares
@@ -80,10 +80,10 @@ class Loader:
         key = (source.base, source.dtype, source.max_length, source.quantize)
         if key not in self._bases:
             self._bases[key] = self._load(source)
-        return model.on_base(self._bases[key], source.adapter)
+        return loading.on_base(self._bases[key], source.adapter)
 
-    def _load(self, source: Source) -> model.Weights:
-        return model.load_weights(base_config(source), source.base, named=source.named)
+    def _load(self, source: Source) -> loading.Weights:
+        return loading.load_weights(base_config(source), source.base, named=source.named)
 
 
 def _spec(source: Source) -> PolicySpec:

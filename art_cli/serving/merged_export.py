@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.chat.requests import Sampling
-from art_cli.models import loading as model
+from art_cli.models import loading
 from art_cli.models.loading import Weights
 from art_cli.runs.durable import new_directory
 from art_cli.runs.run_dir import RunDir
@@ -55,12 +55,12 @@ def export(
         raise RunError(f"{output}: there is something already; choose another name")
     policy = _load(source, "float32")
     prompts = saved_prompts(source.run) or [probe(policy.model.config.vocab_size)]
-    wanted = [model.token_logprobs(policy if dtype == "float32" else _load(source, dtype), ids) for ids in prompts]
+    wanted = [loading.token_logprobs(policy if dtype == "float32" else _load(source, dtype), ids) for ids in prompts]
     with new_directory(output, is_private=False) as directory:
-        model.save_merged(model.merge(policy), directory, dtype)
+        loading.save_merged(loading.merge(policy), directory, dtype)
         written = Source(source.name, str(directory), None, 0, dtype, source.max_length, Sampling())
         merged = _load(written, dtype)
-        exported = compare(output, wanted, [model.token_logprobs(merged, ids) for ids in prompts])
+        exported = compare(output, wanted, [loading.token_logprobs(merged, ids) for ids in prompts])
         exported = exported._replace(quantize=source.quantize)
         check(exported, BOUNDS[dtype] if bound is None else bound)
         (directory / "README.md").write_text(_card(source, exported, dtype))
@@ -99,8 +99,8 @@ def check(exported: Exported, bound: float) -> None:
 
 def _load(source: Source, dtype: str) -> Weights:
     config = base_config(source).model_copy(update={"dtype": dtype, "quantize": None})
-    base = model.load_weights(config, source.base, named=source.named)
-    return base if source.adapter is None else model.on_base(base, source.adapter)
+    base = loading.load_weights(config, source.base, named=source.named)
+    return base if source.adapter is None else loading.on_base(base, source.adapter)
 
 
 def _card(source: Source, exported: Exported, dtype: str) -> str:

@@ -13,7 +13,7 @@ import msgspec
 
 from art_cli.chat.requests import Sampling
 from art_cli.config.schema import ModelConfig
-from art_cli.runs import run_checkpoints as checkpoints
+from art_cli.runs import run_checkpoints
 from art_cli.runs.manifest import Manifest
 from art_cli.runs.run_checkpoints import Found, Which
 from art_cli.runs.run_dir import RunDir
@@ -50,7 +50,7 @@ class Source(NamedTuple):
 
 def base_config(source: Source) -> ModelConfig:
     """How to load the base without the adapter. The adapter's chat template is used, because a base may have none."""
-    own = source.adapter / checkpoints.TEMPLATE_FILE if source.adapter is not None else None
+    own = source.adapter / run_checkpoints.TEMPLATE_FILE if source.adapter is not None else None
     return ModelConfig.model_validate(
         {
             "base": source.base,
@@ -84,7 +84,7 @@ def find_source(text: str, *, which: Which = "offered", base: str | None = None,
     if (run := _run_of_base(target)) is not None:
         _refuse(target, which)
         return of_base(run, name=name, base=base, dtype=dtype)
-    found = checkpoints.find(Path(target), which=which) if target else None
+    found = run_checkpoints.find(Path(target), which=which) if target else None
     if found is not None:
         return of_checkpoint(found, name=name, base=base, dtype=dtype)
     if not HUB_ID.fullmatch(target) or target.startswith("."):
@@ -95,7 +95,7 @@ def find_source(text: str, *, which: Which = "offered", base: str | None = None,
 
 def _refuse(target: str, which: Which) -> None:
     if which != "offered":
-        raise UsageError(f"{target}: {checkpoints.option(which)} picks among the checkpoints of a run")
+        raise UsageError(f"{target}: {run_checkpoints.option(which)} picks among the checkpoints of a run")
 
 
 def _run_of_base(target: str) -> RunDir | None:
@@ -107,7 +107,7 @@ def _run_of_base(target: str) -> RunDir | None:
 
 def of_base(run: RunDir, *, name: str | None = None, base: str | None = None, dtype: str | None = None) -> Source:
     """The base model of a run without an adapter, with the run's sampling."""
-    trained = of_checkpoint(checkpoints.choose(run, "newest"), base=base, dtype=dtype)
+    trained = of_checkpoint(run_checkpoints.choose(run, "newest"), base=base, dtype=dtype)
     if trained.adapter is None and base is None:
         raise UsageError(f"{run.root}/base: the run trains all weights; name its base model, or its step 0")
     return trained._replace(name=name or "base", adapter=None, step=0, run=None, manifest=None)
@@ -118,11 +118,11 @@ def of_checkpoint(
 ) -> Source:
     """The source in a checkpoint, an adapter or a model's directory."""
     found = _downloaded(found)
-    config = checkpoints.run_config(found.run)
+    config = run_checkpoints.run_config(found.run)
     model, sampling = config.get("model", {}), config.get("rollout", {}).get("sampling", {})
     if found.is_adapter:
-        checkpoints.check_adapter(found.path)
-        base_model = base or checkpoints.base_of(found)
+        run_checkpoints.check_adapter(found.path)
+        base_model = base or run_checkpoints.base_of(found)
         named = f"--base {base!r}" if base else f"{found.path}: its base model {base_model!r} (--base names another)"
     else:
         base_model, named = str(found.path.resolve()), str(found.path)
@@ -146,7 +146,7 @@ def _downloaded(found: Found) -> Found:
     path = fetched(found.path)
     if path == found.path or found.manifest is None:
         return found
-    manifest = msgspec.structs.replace(found.manifest, base=checkpoints.base_of(found))
+    manifest = msgspec.structs.replace(found.manifest, base=run_checkpoints.base_of(found))
     return found._replace(path=path, manifest=manifest, is_adapter=(path / "adapter_config.json").is_file())
 
 

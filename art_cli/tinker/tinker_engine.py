@@ -24,7 +24,7 @@ from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request, Sampling, demands_format, needs_echo
 from art_cli.config.schema import TinkerEngineConfig
 from art_cli.engines import Endpoint, EngineSetup
-from art_cli.engines.embedded import chat_prompts as messages
+from art_cli.engines.embedded import chat_prompts
 from art_cli.engines.embedded.chat_prompts import Prompt
 from art_cli.engines.embedded.choices import ChoiceWriter, Piece, reply_limit, stop_ids
 from art_cli.engines.embedded.reply_text import Vocabulary
@@ -147,7 +147,7 @@ class TinkerEngine:
         _refuse(request)
         vocabulary, most = self._vocabulary, self._policy.max_length
         assert vocabulary is not None, "not started"
-        prompt = await self._reader.read(messages.render, vocabulary, request, most)
+        prompt = await self._reader.read(chat_prompts.render, vocabulary, request, most)
         limit = reply_limit(request, prompt, most, self._policy.vocabulary)
         sampling = msgspec.structs.replace(request.sampling, max_tokens=limit - len(prompt.ids))
         step, sequences = await self._sample(prompt, sampling)

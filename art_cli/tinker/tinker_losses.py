@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from art_cli.config.sections import loss_config as sections
+from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.normalization import FinishedCounts, UpdateCounts
 from art_cli.learners.samples import Sample
@@ -36,17 +36,17 @@ class ServerLoss(NamedTuple):
     values: Callable[[Floats, Floats, Floats], TokenValues]  # (new, old, advantages) of one sample's tokens
 
 
-def server_loss(config: sections.LossConfig) -> ServerLoss:
+def server_loss(config: loss_config.LossConfig) -> ServerLoss:
     """The server's form of a preset's objective. The presets that have none are refused before (config/checks.py)."""
     low = high = getattr(config, "clip", 0.2)
     high = getattr(config, "clip_high", high)
     low = min(low, 1.0)  # a ratio is never negative, so a lower bound below 0 is none
     settings = {"clip_low_threshold": 1 - low, "clip_high_threshold": 1 + high}
-    if isinstance(config, sections.CispoConfig):
+    if isinstance(config, loss_config.CispoConfig):
         return ServerLoss("cispo", settings, lambda new, old, a: _cispo(new, old, a, low, high))
-    if isinstance(config, sections.GspoConfig):
+    if isinstance(config, loss_config.GspoConfig):
         return ServerLoss(None, {}, lambda new, old, a: _whole(new, old, a, low, high, np.mean))
-    if isinstance(config, sections.RlooConfig):
+    if isinstance(config, loss_config.RlooConfig):
         return ServerLoss(None, {}, lambda new, old, a: _whole(new, old, a, low, high, np.sum))
     return ServerLoss("ppo", settings, lambda new, old, a: _clipped(np.exp(new - old), a, low, high))
 
@@ -101,7 +101,7 @@ class WeightedSample(NamedTuple):
 
 
 def weigh(
-    samples: Sequence[Sample], algorithm: Algorithm, finished: FinishedCounts | None, *, mean_over: sections.MeanOver
+    samples: Sequence[Sample], algorithm: Algorithm, finished: FinishedCounts | None, *, mean_over: loss_config.MeanOver
 ) -> list[WeightedSample]:
     """The samples of one optimizer step, with each token's share in the means over it.
 
@@ -129,7 +129,7 @@ def _share(
     component: int,
     counts: Sequence[UpdateCounts],
     algorithm: Algorithm,
-    mean_over: sections.MeanOver,
+    mean_over: loss_config.MeanOver,
 ) -> float:
     num_tokens = sample.num_in(component)
     return algorithm.share(num_tokens, counts[component].over(mean_over)) if num_tokens else 0.0

@@ -1,15 +1,16 @@
 """Wire: one client protocol, from the request's body to the last event of a streamed answer.
 
-    openai_shared.py               what OpenAI's protocols share: key, error body, sampling parameters, usage
-    openai_chat.py          OpenAIChat: POST /v1/chat/completions
-    openai_completions.py   OpenAICompletions: POST /v1/completions
-    openai_responses.py     OpenAIResponses: POST /v1/responses, with responses_{items,reply,memory}.py
-    anthropic_messages.py   AnthropicMessages, AnthropicCountTokens: POST /v1/messages, /v1/messages/count_tokens
-    anthropic_replies.py    a reply as Anthropic's content blocks and events
+    openai_shared.py       what OpenAI's protocols share: key, error body, sampling parameters, usage
+    openai_chat.py         OpenAIChat: POST /v1/chat/completions
+    openai_completions.py  OpenAICompletions: POST /v1/completions
+    openai_responses.py    OpenAIResponses: POST /v1/responses, with responses_{items,reply,memory}.py
+    anthropic_messages.py  AnthropicMessages, AnthropicCountTokens: POST /v1/messages, /v1/messages/count_tokens
+    anthropic_replies.py   a reply as Anthropic's content blocks and events
 
 A wire translates between JSON and the records of requests.py and replies.py. It answers nothing by itself: the
-application (app.py) receives the body, asks a backend and sends what the wire has written. To add a protocol, write a
-class of the shape `Wire` in a file of its own here and name it in WIRES. The gateway and `art serve` read that table.
+application (chat_app.py) receives the body, asks a backend and sends what the wire has written. To add a protocol,
+write a class of the shape `Wire` in a file of its own here and name it in WIRES. The gateway and `art serve` read
+that table.
 """
 
 from collections.abc import Iterator

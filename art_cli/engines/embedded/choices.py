@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from art_cli.chat.chat_errors import invalid
 from art_cli.chat.replies import Choice, Echo, join_deltas
 from art_cli.chat.requests import Request
-from art_cli.engines.embedded import chat_prompts as messages
+from art_cli.engines.embedded import chat_prompts
 from art_cli.engines.embedded.chat_prompts import Prompt
 from art_cli.engines.embedded.reply_text import Detokenizer, StopWatch, Vocabulary
 from art_cli.runtime.errors import EngineError
@@ -138,8 +138,8 @@ def reply_limit(request: Request, prompt: Prompt, most: int, vocabulary: int) ->
     if num_prompt == 0:
         raise invalid("prompt: it has no tokens", "prompt")
     asked = request.sampling.max_tokens
-    if num_prompt + messages.num_wanted(request) > most:
-        raise messages.too_long(request, num_prompt, most)
+    if num_prompt + chat_prompts.num_wanted(request) > most:
+        raise chat_prompts.too_long(request, num_prompt, most)
     for id in (min(prompt.ids), max(prompt.ids)):
         if not 0 <= id < vocabulary:
             raise invalid(f"prompt: the model has no token {id}", "prompt")

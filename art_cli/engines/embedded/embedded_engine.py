@@ -29,8 +29,7 @@ from art_cli.chat.replies import Choice, Chunk, Echo, Reply
 from art_cli.chat.requests import Request, needs_echo
 from art_cli.config.sections.engine_config import EmbeddedEngineConfig
 from art_cli.engines import Endpoint, EngineSetup
-from art_cli.engines.embedded import chat_prompts as messages
-from art_cli.engines.embedded import token_sampling as sampling
+from art_cli.engines.embedded import chat_prompts, token_sampling
 from art_cli.engines.embedded.chat_prompts import Prompt
 from art_cli.engines.embedded.choices import ChoiceWriter, Piece, context_of, echo_of, reply_limit, stop_ids
 from art_cli.engines.embedded.engine_thread import EngineThread, Generation
@@ -39,7 +38,7 @@ from art_cli.engines.embedded.model_runner import ForwardRunner, ScoredPart
 from art_cli.engines.embedded.reply_text import Detokenizer, Vocabulary
 from art_cli.engines.embedded.scheduler import Scheduler, TokenSequence
 from art_cli.engines.embedded.token_sampling import Reshaping
-from art_cli.models import loading as model
+from art_cli.models import loading
 from art_cli.models.loading import Weights
 from art_cli.runtime import openmp, threads
 from art_cli.runtime.errors import EngineError
@@ -115,7 +114,7 @@ class EmbeddedEngine:
 
         def load() -> None:
             if not self._shares_weights:
-                model.load_checkpoint(self._weights, checkpoint)
+                loading.load_checkpoint(self._weights, checkpoint)
             thread.set_step(step)
 
         await self._with_weights(load)
@@ -255,9 +254,9 @@ class EmbeddedEngine:
 
     async def _prompt(self, request: Request) -> Prompt:
         """Rendered on the event loop where that is sooner done than handed to a thread."""
-        if messages.is_short(request):
-            return messages.render(self._vocabulary, request, self._weights.max_length)
-        return await self._reader.read(messages.render, self._vocabulary, request, self._weights.max_length)
+        if chat_prompts.is_short(request):
+            return chat_prompts.render(self._vocabulary, request, self._weights.max_length)
+        return await self._reader.read(chat_prompts.render, self._vocabulary, request, self._weights.max_length)
 
     @contextlib.contextmanager
     def _submitted(self, job: "_Job") -> Iterator[None]:
@@ -327,7 +326,7 @@ class _Job:
         ids = np.array(prompt.ids, np.int64)
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64)
         self.generations = [
-            self._generation(ids, limit, sampling.seed_of(seed, index), vocabulary, mailbox, is_stream)
+            self._generation(ids, limit, token_sampling.seed_of(seed, index), vocabulary, mailbox, is_stream)
             for index in range(request.sampling.n if limit > len(ids) else 0)
         ]
         self._index = {id(generation): index for index, generation in enumerate(self.generations)}

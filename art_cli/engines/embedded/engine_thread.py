@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from art_cli.engines.embedded import token_sampling as sampling
+from art_cli.engines.embedded import token_sampling
 from art_cli.engines.embedded.choices import Piece, Top
 from art_cli.engines.embedded.grammars import GrammarError, Masks, reason
 from art_cli.engines.embedded.model_runner import ForwardRunner
@@ -191,7 +191,7 @@ class EngineThread:
             self._scheduler.commit(plan, plan.rows, none, none, plan.rows.astype(np.bool_))
             return
         allowed = self._allowed(plan)  # before the logits are read, because a GPU still computes them
-        drawn = sampling.draw(logits, self._knobs(plan), allowed, self._reshaped(plan, logits))
+        drawn = token_sampling.draw(logits, self._knobs(plan), allowed, self._reshaped(plan, logits))
         self._collect_top(plan, logits)
         self._take_in(plan, drawn, step)
 
@@ -294,7 +294,7 @@ class EngineThread:
         generations: list[Generation] = [self._scheduler.running[int(plan.slots[row])].payload for row in rows]
         temperature = np.array([generation.top_temperature for generation in generations], np.float32)
         wanted = logits[torch.from_numpy(rows).to(logits.device)]
-        values, ids = sampling.top_logprobs(wanted, int(nums.max()), temperature)
+        values, ids = token_sampling.top_logprobs(wanted, int(nums.max()), temperature)
         for generation, row_ids, row_values in zip(generations, ids.tolist(), values.tolist(), strict=True):
             generation.top.append(list(zip(row_ids, row_values, strict=True))[: generation.num_top])
 

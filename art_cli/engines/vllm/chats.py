@@ -18,7 +18,7 @@ from art_cli.chat.control_tokens import Guard
 from art_cli.chat.reading import RequestReader
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request
-from art_cli.engines.embedded import chat_prompts as messages
+from art_cli.engines.embedded import chat_prompts
 from art_cli.engines.embedded.call_syntax import call_of, schemas_of
 from art_cli.engines.embedded.chat_prompts import Prompt
 from art_cli.engines.embedded.choices import ChoiceWriter, Piece, reply_limit
@@ -58,7 +58,7 @@ class Chats:
         vocabulary, talk = self._vocabulary, request.messages
         if vocabulary is None or talk is None:
             return None
-        talk = [messages.for_template(message, keeps_text=False) for message in talk]
+        talk = [chat_prompts.for_template(message, keeps_text=False) for message in talk]
         guard = Guard(vocabulary.controls, talk, request.tools, request.template_kwargs)
         guard.messages(talk)
         guard.value([request.tools, request.template_kwargs])
@@ -67,7 +67,7 @@ class Chats:
         free = msgspec.structs.replace(request, response_format=None)
         if request.tool_choice != "none":
             free = msgspec.structs.replace(free, tool_choice="auto")
-        prompt = await self._reader.read(messages.render, vocabulary, free, self._model.max_length)
+        prompt = await self._reader.read(chat_prompts.render, vocabulary, free, self._model.max_length)
         if not prompt.is_guarded:
             return None
         limit = reply_limit(request, prompt, self._model.max_length, self._model.vocabulary)

@@ -1,10 +1,10 @@
 """The seam to a model that judges: the Provider base class, what a provider answers, and how a call fails.
 
-    http.py       OpenAI and any OpenAI-compatible `base_url`
-    litellm.py    every other provider that litellm knows
-    caller.py     when a call is made, and made again: concurrency, rate limits, tries, budget
-    waits.py      how long a provider asks to wait
-    judge_keys.py       API keys
+    http.py        OpenAI and any OpenAI-compatible `base_url`
+    litellm.py     every other provider that litellm knows
+    caller.py      when a call is made, and made again: concurrency, rate limits, tries, budget
+    waits.py       how long a provider asks to wait
+    judge_keys.py  API keys
 
 A provider makes one call and says what came of it. It does not try again.
 """

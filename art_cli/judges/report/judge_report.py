@@ -1,7 +1,7 @@
 """What a scored file says of its judge: order bias, spread, agreement with a gold reward, cost, groups without signal.
 
 Reads the scored lines, and of each only the fields it needs. Writes nothing: judge_report_text.py puts the report in
-words, and `views.judge_page` makes a page of it.
+words, and `reports/pages/judge_page.py` makes a page of it.
 """
 
 import math

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from art_cli.config.schema import RulerJudgeConfig
 from art_cli.judges import make_key
 from art_cli.judges.judge_text import BYTES_PER_TOKEN, count_tokens
-from art_cli.judges.ruler import attempt_tree as tree
+from art_cli.judges.ruler import attempt_tree
 from art_cli.judges.ruler.attempts import Attempt, Conversation, Message, Segment, digest, read_attempt
 from art_cli.judges.ruler.votes import num_anchors, split
 from art_cli.runs.trajectory import Json, Trajectory
@@ -80,7 +80,7 @@ def shorten(attempts: Sequence[Attempt], max_tokens: int) -> list[Attempt]:
     trimmed = [each if _surely_fits(each, max_tokens) else _drop_middle(each, max_tokens) for each in attempts]
     limits: dict[Message, int] = {}
     for attempt in trimmed:
-        messages = [message for part in tree.build([attempt]).parts() for message in part.messages]
+        messages = [message for part in attempt_tree.build([attempt]).parts() for message in part.messages]
         for message, limit in _limits(messages, max_tokens).items():
             limits[message] = max(limit, limits.get(message, 0))
     return [

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from art_cli.config.schema import RulerJudgeConfig
 from art_cli.judges.judge_text import clean
-from art_cli.judges.ruler import attempt_tree as tree
+from art_cli.judges.ruler import attempt_tree
 from art_cli.judges.ruler.attempts import Attempt, Message, Segment
 from art_cli.runs.trajectory import Json
 from art_cli.runtime.errors import UsageError
@@ -111,10 +111,10 @@ class _Record:
     """The user message while it is written, mark by mark and text by text."""
 
     def __init__(self, attempts: Sequence[Attempt], ids: Sequence[str], tools: Sequence[str], rng: random.Random):
-        self.tree = tree.build(attempts)
+        self.tree = attempt_tree.build(attempts)
         self.ids, self.tools = ids, tools
         self.parts = self.tree.parts()
-        passages = tree.repeated_texts(self.parts, PASSAGE_LENGTH)
+        passages = attempt_tree.repeated_texts(self.parts, PASSAGE_LENGTH)
         self.passages = {text: number for number, text in enumerate(passages, 1)}
         self.code = choose_code([*tools, *_texts(self.parts)], rng)
         self.numbers: dict[int, int] = {}  # id of a part -> its number in the record
@@ -141,11 +141,11 @@ class _Record:
     def mark(self, words: str) -> None:
         self.lines.append(f"<{self.code} {words}>")
 
-    def open_part(self, part: tree.Part) -> None:
+    def open_part(self, part: attempt_tree.Part) -> None:
         self.numbers[id(part)] = len(self.numbers) + 1
         self.mark(f"part {self.numbers[id(part)]}{self.after(part)}")
 
-    def after(self, part: tree.Part) -> str:
+    def after(self, part: attempt_tree.Part) -> str:
         """The words that name the part before this one; "" when this part begins a conversation."""
         number = self.numbers.get(id(part.parent))
         return f" after part {number}" if number else ""
@@ -169,10 +169,10 @@ class _Record:
             if part.attempts == {index}:
                 self.write_own(part, labels.get(id(part)))
 
-    def ending(self, part: tree.Part) -> str:
+    def ending(self, part: attempt_tree.Part) -> str:
         return f" ends with part {self.numbers[id(part)]}" if id(part) in self.numbers else " is empty"
 
-    def write_own(self, part: tree.Part, label: str | None) -> None:
+    def write_own(self, part: attempt_tree.Part, label: str | None) -> None:
         """Writes a part of one attempt: the end of one of its conversations, or a part that several of them share."""
         if part.children:
             self.open_part(part)
@@ -205,7 +205,7 @@ class _Record:
             self.lines.append(segment.tail)
 
 
-def _texts(parts: Sequence[tree.Part]) -> Iterator[str]:
+def _texts(parts: Sequence[attempt_tree.Part]) -> Iterator[str]:
     for part in parts:
         for message in part.messages:
             for segment in message.segments:

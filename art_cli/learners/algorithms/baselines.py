@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from art_cli.config.sections import loss_config as loss
+from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms.credit import (
     advantages,
     leave_one_out,
@@ -20,7 +20,7 @@ from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import LearnerError
 
 
-class Maxrl(ClippedPreset[loss.MaxrlConfig]):
+class Maxrl(ClippedPreset[loss_config.MaxrlConfig]):
     """MaxRL: Tajwar et al. 2026, Maximum Likelihood Reinforcement Learning (arXiv:2602.02710).
 
     A_i = (r_i - mean(r)) / mean(r), and 0 where the mean is 0. For rewards of 0 and 1 its gradient is an unbiased
@@ -42,7 +42,7 @@ class Maxrl(ClippedPreset[loss.MaxrlConfig]):
         return over_mean(rewards)
 
 
-class Rloo(ClippedPreset[loss.RlooConfig]):
+class Rloo(ClippedPreset[loss_config.RlooConfig]):
     """RLOO: Ahmadian et al. 2024, Back to Basics (arXiv:2402.14740), section 3.3.
 
     The baseline of a trajectory is the mean reward of the others in its group, and a whole trajectory is one action:
@@ -61,7 +61,7 @@ class Rloo(ClippedPreset[loss.RlooConfig]):
         return trajectory_mean(num_tokens, update)
 
 
-class ReinforcePlusPlus(ClippedPreset[loss.ReinforcePlusPlusConfig]):
+class ReinforcePlusPlus(ClippedPreset[loss_config.ReinforcePlusPlusConfig]):
     """REINFORCE++: Hu et al. 2025 (arXiv:2501.03262), and with `baseline` its variant REINFORCE++ w/ baseline.
 
     A_i = (r_i - mean) / std over all trajectories of the step; with `baseline` r_i minus the mean of its group, divided
@@ -77,7 +77,7 @@ class ReinforcePlusPlus(ClippedPreset[loss.ReinforcePlusPlusConfig]):
         return scale_over_step(rewards)
 
 
-class Gdpo(ClippedPreset[loss.GdpoConfig]):
+class Gdpo(ClippedPreset[loss_config.GdpoConfig]):
     """GDPO: Liu et al. 2026, Group reward-Decoupled Normalization (arXiv:2601.05242), section 3.
 
     Each part of the reward is normalized within its group on its own, A_k = (r_k - mean(r_k)) / std(r_k). The weighted

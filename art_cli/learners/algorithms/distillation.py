@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from art_cli.config.sections import loss_config as loss
+from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.algorithms.distill_math import (
     Lesson,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from art_cli.learners.teachers import Teacher
     from art_cli.learners.teachers.feedback import Feedback
 
-TaughtKnobs = TypeVar("TaughtKnobs", bound=loss.TaughtLossConfig)
+TaughtKnobs = TypeVar("TaughtKnobs", bound=loss_config.TaughtLossConfig)
 
 
 class TaughtPreset(ClippedPreset[TaughtKnobs]):
@@ -77,7 +77,7 @@ class TaughtPreset(ClippedPreset[TaughtKnobs]):
         return self._numbers
 
 
-class Distill(TaughtPreset[loss.DistillConfig]):
+class Distill(TaughtPreset[loss_config.DistillConfig]):
     """On-policy distillation: Lu and Thinking Machines Lab 2025, "On-Policy Distillation".
 
     A_t = log teacher(y_t | y_<t) - log student(y_t | y_<t), detached, both at the temperature that sampled. Its
@@ -110,7 +110,7 @@ class Distill(TaughtPreset[loss.DistillConfig]):
         return super()._advantages(log_ratios) * prefix_weights(log_ratios, self.knobs.prefix_weight)
 
 
-class Sdpo(TaughtPreset[loss.SdpoConfig]):
+class Sdpo(TaughtPreset[loss_config.SdpoConfig]):
     """SDPO: self-distillation policy optimization, 2026 (arXiv:2601.20802), on sampled tokens, with a judge's words.
 
     A_t = log q(y_t | x, feedback, y_<t) - log p(y_t | x, y_<t), detached, where p is the policy that sampled and q, the

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from art_cli.config.sections import loss_config as loss
+from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.algorithms.preset import ClippedPreset
 from art_cli.learners.algorithms.step_credit import (
@@ -16,7 +16,7 @@ from art_cli.learners.token_weights import Credit
 from art_cli.runs.trajectory import ScoredTrajectory, has_signal
 
 
-class Gigpo(ClippedPreset[loss.GigpoConfig]):
+class Gigpo(ClippedPreset[loss_config.GigpoConfig]):
     """GiGPO: Feng et al. 2025, Group-in-Group Policy Optimization (arXiv:2505.10978), equations 3 to 9.
 
     A = A^E + omega A^S (equation 8): the attempt's advantage in its group, and the reply's among those of the group's
@@ -38,7 +38,7 @@ class Gigpo(ClippedPreset[loss.GigpoConfig]):
         ]
 
 
-class Gagpo(ClippedPreset[loss.GagpoConfig]):
+class Gagpo(ClippedPreset[loss_config.GagpoConfig]):
     """GAGPO: Zhu et al. 2026 (arXiv:2605.13217). The advantages of `grouped_gae` (step_credit.py), and nothing else.
 
     They are normalized over all steps of the group: minus the mean, divided by the standard deviation. The ratio is

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from art_cli.config.sections import loss_config as loss
+from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms.credit import advantages, overlong_penalty, rewards_of, seen_turns
 from art_cli.learners.algorithms.normalization import UpdateCounts, sample_mean, trajectory_sum
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, clip_samples, clip_tokens, clip_weights
@@ -10,7 +10,7 @@ from art_cli.learners.algorithms.preset import ClippedPreset, ScaledPreset
 from art_cli.runs.trajectory import ScoredTrajectory
 
 
-class Grpo(ScaledPreset[loss.GrpoConfig]):
+class Grpo(ScaledPreset[loss_config.GrpoConfig]):
     """GRPO: Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), equation 3.
 
     The mean is over all trained tokens of the step. The paper's is over each sequence first, which favours short right
@@ -21,7 +21,7 @@ class Grpo(ScaledPreset[loss.GrpoConfig]):
         return clip_tokens(terms, self.knobs.clip, self.knobs.clip)
 
 
-class DrGrpo(ClippedPreset[loss.DrGrpoConfig]):
+class DrGrpo(ClippedPreset[loss_config.DrGrpoConfig]):
     """Dr. GRPO: Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv:2503.20783), section 3.2.
 
     GRPO without its two biases: advantages are not divided by the group's deviation, and the sum over a trajectory's
@@ -35,7 +35,7 @@ class DrGrpo(ClippedPreset[loss.DrGrpoConfig]):
         return trajectory_sum(num_tokens, update, max_tokens=self.knobs.max_tokens or self.max_tokens)
 
 
-class Dapo(ScaledPreset[loss.DapoConfig]):
+class Dapo(ScaledPreset[loss_config.DapoConfig]):
     """DAPO: Yu et al. 2025 (arXiv:2503.14476), equations 8 to 13.
 
     Clip-higher (equation 10), the mean over all tokens (equation 12), and a soft punishment of replies that come near
@@ -62,7 +62,7 @@ class Dapo(ScaledPreset[loss.DapoConfig]):
         return overlong_penalty(longest, max_tokens=self.max_tokens, buffer=self.knobs.overlong_buffer)
 
 
-class Gspo(ScaledPreset[loss.GspoConfig]):
+class Gspo(ScaledPreset[loss_config.GspoConfig]):
     """GSPO: Zheng et al. 2025 (arXiv:2507.18071), equations 5 to 7.
 
     The ratio belongs to a whole sequence, so that clipping takes or leaves a sequence whole. A sequence is a sample.
@@ -75,7 +75,7 @@ class Gspo(ScaledPreset[loss.GspoConfig]):
         return sample_mean(num_tokens, update)
 
 
-class Cispo(ScaledPreset[loss.CispoConfig]):
+class Cispo(ScaledPreset[loss_config.CispoConfig]):
     """CISPO: MiniMax-M1, 2025 (arXiv:2506.13585), equations 4 and 5.
 
     The importance weight is clipped, not the update: every token keeps its gradient.

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from art_cli.config.sections import loss_config as loss
+from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms.objectives import sample_mean
 
 
@@ -29,18 +29,18 @@ class SampledTerms(NamedTuple):
 Correction = Callable[[SampledTerms], Tensor]  # [N] weights of the objective; 0: the term is left out
 
 
-def build_correction(config: loss.OffPolicyConfig | None) -> Correction | None:
+def build_correction(config: loss_config.OffPolicyConfig | None) -> Correction | None:
     """The correction that a configuration names. None: there is none."""
     match config:
         case None:
             return None
-        case loss.TruncateConfig():
+        case loss_config.TruncateConfig():
             return lambda terms: truncated_weights(terms.learner, terms.engine, cap=config.cap)
-        case loss.IcepopConfig():
+        case loss_config.IcepopConfig():
             return lambda terms: icepop_weights(terms.learner, terms.engine, low=config.low, high=config.high)
-        case loss.SequenceMaskConfig():
+        case loss_config.SequenceMaskConfig():
             return lambda terms: sequence_mask_weights(terms, low=config.low, high=config.high, cap=config.cap)
-        case loss.DppoConfig():
+        case loss_config.DppoConfig():
             return lambda terms: dppo_weights(terms, divergence=config.divergence, delta=config.delta, cap=config.cap)
 
 

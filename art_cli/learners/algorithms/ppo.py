@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from art_cli.config.sections import loss_config as loss
+from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms.gae import credit_by_values, critic_numbers, turn_values
 from art_cli.learners.algorithms.normalization import UpdateCounts
 from art_cli.learners.algorithms.objectives import ValueTerms, clipped_value_error
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from art_cli.learners.packs.logprob_reader import Reader
 
 
-class Ppo(ClippedPreset[loss.PpoConfig]):
+class Ppo(ClippedPreset[loss_config.PpoConfig]):
     """PPO with a critic: Schulman et al. 2017 (arXiv:1707.06347), equations 7 and 9; turns as in arXiv:2512.17008.
 
     An action is a turn, and its state is the prompt before it. Generalized advantage estimation runs over the turns of

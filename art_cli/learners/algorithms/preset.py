@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from art_cli.config.sections import loss_config as loss
+from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, clip_tokens
 from art_cli.runs.trajectory import ScoredTrajectory
 
-Knobs = TypeVar("Knobs", bound=loss.BaseLossConfig)
-ClippedKnobs = TypeVar("ClippedKnobs", bound=loss.ClippedLossConfig)
-ScaledKnobs = TypeVar("ScaledKnobs", bound=loss.ScaledLossConfig)
+Knobs = TypeVar("Knobs", bound=loss_config.BaseLossConfig)
+ClippedKnobs = TypeVar("ClippedKnobs", bound=loss_config.ClippedLossConfig)
+ScaledKnobs = TypeVar("ScaledKnobs", bound=loss_config.ScaledLossConfig)
 
 
 class Preset(Algorithm, Generic[Knobs]):
@@ -19,7 +19,7 @@ class Preset(Algorithm, Generic[Knobs]):
 
     def __init__(self, knobs: Knobs, max_tokens: int) -> None:
         self.knobs, self.max_tokens = knobs, max_tokens
-        self.is_scaled = isinstance(knobs, loss.ScaledLossConfig) and knobs.scale_advantages
+        self.is_scaled = isinstance(knobs, loss_config.ScaledLossConfig) and knobs.scale_advantages
 
 
 class ScaledPreset(Preset[ScaledKnobs]):

@@ -7,7 +7,7 @@ config/sections/loss_config.py. tests/learners/test_presets.py then holds its gr
 from pathlib import Path
 from typing import Any
 
-from art_cli.config.sections import loss_config as loss
+from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.baselines import Gdpo, Maxrl, ReinforcePlusPlus, Rloo
 from art_cli.learners.algorithms.distillation import Distill, Sdpo
@@ -36,12 +36,12 @@ PRESETS: dict[str, type[Preset[Any]]] = {
 
 
 def build_algorithm(
-    config: loss.LossConfig | loss.AlgorithmConfig, *, max_tokens: int, directory: Path = Path()
+    config: loss_config.LossConfig | loss_config.AlgorithmConfig, *, max_tokens: int, directory: Path = Path()
 ) -> Algorithm:
     """The algorithm that a configuration names. `max_tokens` is the length limit of one reply.
 
     Raises UsageError: a user's class, relative to `directory`, that cannot be loaded.
     """
-    if isinstance(config, loss.AlgorithmConfig):
+    if isinstance(config, loss_config.AlgorithmConfig):
         return UserAlgorithm(config.entry, config.options, directory)
     return PRESETS[config.name](config, max_tokens)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from art_cli.learners.processes import record_bytes as exchange
+from art_cli.learners.processes import record_bytes
 from art_cli.learners.processes.ranks import Ranks
 from art_cli.runtime.errors import LearnerError
 
@@ -27,7 +27,7 @@ class GroupRanks(Ranks):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def gather(self, value: Value, kind: type[Value]) -> list[Value]:
-        return exchange.gather(value, kind, self.size)
+        return record_bytes.gather(value, kind, self.size)
 
     def add_up(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor)

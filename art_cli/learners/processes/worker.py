@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from art_cli.runs.trajectory import ScoredTrajectory
-from art_cli.runtime import log
-from art_cli.runtime import permissions as private
+from art_cli.runtime import log, permissions
 from art_cli.runtime.processes.process_server import run_and_exit, serve
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def _status_of(error: BaseException) -> int:
 
 def _write_to(path: Path) -> None:
     """Sends all output of this process to a file from here on, whether Python writes it or C code."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, private.FILE)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, permissions.FILE)
     for number in (1, 2):
         os.dup2(file, number)
 

@@ -10,7 +10,7 @@ from art_cli.learners.samples import Sample
 from art_cli.learners.teachers.vocabulary import check_vocabulary
 from art_cli.learners.token_weights import Floats
 from art_cli.models.loading import Weights, load_weights, on_base
-from art_cli.runs import run_checkpoints as checkpoints
+from art_cli.runs import run_checkpoints
 from art_cli.runtime.errors import LearnerError, UsageError
 
 
@@ -41,14 +41,14 @@ class LocalTeacher:
 
 def load_teacher(model: str, directory: Path, *, device: str, name: str) -> Weights:
     """The weights that `model` names; `name` is what errors call them. Raises UsageError: nothing loadable there."""
-    found = checkpoints.find(directory / model)
+    found = run_checkpoints.find(directory / model)
     if found is None:
         if model.startswith((".", "/", "~")):
             raise UsageError(f"{name}: no such directory")
         return load_weights(ModelConfig(base=model, lora=None), model, device=device, named=name)
-    trained = checkpoints.run_config(found.run).get("model", {})
-    base = checkpoints.base_of(found) if found.is_adapter else str(found.path.resolve())
-    template = found.path / checkpoints.TEMPLATE_FILE
+    trained = run_checkpoints.run_config(found.run).get("model", {})
+    base = run_checkpoints.base_of(found) if found.is_adapter else str(found.path.resolve())
+    template = found.path / run_checkpoints.TEMPLATE_FILE
     config = ModelConfig.model_validate(
         {
             "base": base,

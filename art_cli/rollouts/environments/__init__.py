@@ -2,14 +2,14 @@
 
     rollout: {environment: reasoning_gym/countdown}
 
-reasoning_gym.py   reasoning-gym's generators of puzzles, each scored by its own scorer
-textarena.py       textarena's games; one policy plays all seats
-openenv_servers.py         any OpenEnv server, by its address
-verifiers_tasks.py       tasksets of verifiers, played by its harnesses
-mcp.py             any MCP server; its tools become the agent's
-mcp_connection.py  how such a server is reached, and what it may send
-servers.py         what the two behind a server have in common
-expressions.py     which answers may be given to a scorer that evaluates them
+reasoning_gym.py    reasoning-gym's generators of puzzles, each scored by its own scorer
+textarena.py        textarena's games; one policy plays all seats
+openenv_servers.py  any OpenEnv server, by its address
+verifiers_tasks.py  tasksets of verifiers, played by its harnesses
+mcp.py              any MCP server; its tools become the agent's
+mcp_connection.py   how such a server is reached, and what it may send
+servers.py          what the two behind a server have in common
+expressions.py      which answers may be given to a scorer that evaluates them
 
 A name is LIBRARY/NAME. A package of the user adds a library by an entry point in the group `art_cli.environments`,
 which names a class like `Library`. An environment is opened and played in the rollout process, so that neither the

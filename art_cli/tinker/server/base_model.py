@@ -11,7 +11,7 @@ from art_cli.learners.adapter_learner import AdapterLearner, Passed
 from art_cli.learners.datums import Datum
 from art_cli.learners.optimizer import Adam
 from art_cli.learners.processes.adapter_pool import AdapterReplicas
-from art_cli.models import loading as model
+from art_cli.models import loading
 from art_cli.models.loading import Weights
 
 ALPHA = 32  # the adapters' scale where no configuration names one; it does not grow with the rank
@@ -106,16 +106,16 @@ class Base:
         """A learner of a fresh adapter, or of a copy of all weights."""
         if self.replicas is not None:
             return self.replicas.new_adapter(lora, seed, self.policy)
-        own = model.clone_trainable(self.weights) if lora is None else model.with_adapter(self.weights, lora, seed)
+        own = loading.clone_trainable(self.weights) if lora is None else loading.with_adapter(self.weights, lora, seed)
         return AdapterLearner(own, self._learner)
 
     def policy(self, adapter: Path | None) -> Weights:
         """The base with a saved adapter, or without one."""
         if self.is_whole and adapter is not None:
-            weights = model.clone_trainable(self.weights)
-            model.load_checkpoint(weights, adapter)
+            weights = loading.clone_trainable(self.weights)
+            loading.load_checkpoint(weights, adapter)
             return weights
-        return model.on_base(self.weights, adapter)
+        return loading.on_base(self.weights, adapter)
 
     def _targets(self, parts: Parts) -> str | list[str]:
         if parts.attention and parts.mlp:

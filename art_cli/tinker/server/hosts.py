@@ -22,7 +22,7 @@ from art_cli.engines import Engine, make_engine
 from art_cli.engines.proof import Proof, make_probe
 from art_cli.engines.vllm import arguments
 from art_cli.engines.vllm.vllm_policies import VllmPolicies
-from art_cli.models import loading as model
+from art_cli.models import loading
 from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import PolicySpec, spec_of
 from art_cli.runs.manifest import verify_checkpoint
@@ -160,7 +160,7 @@ class VllmHost:
     def _prove(self, adapter: Path | None) -> Proof:
         """What the base in this process says to the probe, with a saved adapter or without."""
         probe, weights = make_probe(self._base.vocabulary), _load(self._base, adapter)
-        return Proof(probe, model.token_logprobs(weights, probe), weights.dtype_name)
+        return Proof(probe, loading.token_logprobs(weights, probe), weights.dtype_name)
 
     def copy(self, key: str, learner: ClientLearner) -> SampledPolicy:
         directory = self._copies / str(next(self._numbers))

@@ -27,7 +27,7 @@ from art_cli.learners.processes.worker import HEARTBEAT_S
 from art_cli.learners.processes.workers import Workers
 from art_cli.runtime import signals
 from art_cli.runtime.errors import Interrupted, LearnerError, printable
-from art_cli.runtime.processes import authenticated as sealed
+from art_cli.runtime.processes import authenticated
 from art_cli.runtime.processes.process_calls import MAX_LINE_BYTES, Json
 from art_cli.runtime.processes.process_server import answer
 
@@ -74,7 +74,7 @@ async def join(job: Job, *, files: Path, logs: Path, wait_s: float) -> None:
 
 
 class _First(NamedTuple):
-    connection: sealed.Sealed
+    connection: authenticated.Sealed
     dtype: str
     own_host: str  # this machine's address in that connection
 
@@ -101,11 +101,11 @@ async def _meet(address: Address, secret: bytes, identity: Identity, wait_s: flo
         await asyncio.sleep(DIAL_EVERY_S)
     try:
         keep_alive(writer.get_extra_info("socket"))
-        connection = await sealed.dial(reader, writer, secret)
+        connection = await authenticated.dial(reader, writer, secret)
         connection.writer.write(msgspec.json.encode(Introduction(identity)))
         async with asyncio.timeout(ADMISSION_DEADLINE_S):
             said = msgspec.json.decode(await connection.reader.readline(), type=Welcome)
-    except sealed.SecretRefused as error:
+    except authenticated.SecretRefused as error:
         writer.close()
         raise LearnerError(f"the run at {address} has another {VARIABLE} than this machine") from error
     except (OSError, TimeoutError, ValueError) as error:  # msgspec's errors are ValueErrors

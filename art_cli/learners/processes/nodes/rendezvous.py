@@ -17,7 +17,7 @@ from art_cli.learners.processes.nodes.node_end import NodeEnd
 from art_cli.learners.processes.nodes.node_identity import Identity, difference
 from art_cli.learners.processes.nodes.node_secret import VARIABLE
 from art_cli.runtime.errors import LearnerError, printable
-from art_cli.runtime.processes import authenticated as sealed
+from art_cli.runtime.processes import authenticated
 from art_cli.runtime.processes.process_calls import MAX_LINE_BYTES, CallingEnd
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Rendezvous:
         try:
             keep_alive(writer.get_extra_info("socket"))
             is_admitted = await self._introduce(reader, writer, peer)
-        except sealed.SecretRefused:
+        except authenticated.SecretRefused:
             log.warning("learner: a node at %s has another %s than this one, and is refused", peer, VARIABLE)
         except (OSError, TimeoutError, ValueError) as error:
             log.warning("learner: what came from %s is no node: %s", peer, printable(error, limit=200) or "too slow")
@@ -125,8 +125,8 @@ class Rendezvous:
                 writer.close()
 
     async def _introduce(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> bool:
-        connection = await sealed.listen(reader, writer, self.meeting.secret)
-        async with asyncio.timeout(sealed.HANDSHAKE_DEADLINE_S):
+        connection = await authenticated.listen(reader, writer, self.meeting.secret)
+        async with asyncio.timeout(authenticated.HANDSHAKE_DEADLINE_S):
             # msgspec's errors are ValueErrors
             node = msgspec.json.decode(await connection.reader.readline(), type=Introduction)
         self._met = self._met if self._is_full.is_set() else [node for node in self._met if not node.has_ended]
@@ -137,7 +137,7 @@ class Rendezvous:
         if refusal:
             log.warning("learner: a node at %s is refused: %s", peer, refusal)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(connection.writer.drain(), sealed.HANDSHAKE_DEADLINE_S)
+                await asyncio.wait_for(connection.writer.drain(), authenticated.HANDSHAKE_DEADLINE_S)
             return False
         connection.reader.max_bytes = MAX_LINE_BYTES
         self._met.append(NodeEnd(CallingEnd(*connection), peer))
