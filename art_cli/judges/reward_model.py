@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from art_cli.chat.control_tokens import ControlTokens
+from art_cli.chat.control_tokens import controls_of
 from art_cli.config.sections.judge_config import RewardModelJudgeConfig
 from art_cli.judges import Judge, Verdict, make_key
 from art_cli.judges.judge_text import clean
@@ -87,7 +87,7 @@ class RewardModelJudge(Judge):
         """The conversation's token ids; only the last ones if it is too long."""
         if tokenizer.chat_template:
             try:
-                ids = ControlTokens(tokenizer).chat_ids(conversation)
+                ids = controls_of(tokenizer).chat_ids(conversation)
             except Exception as error:  # the boundary to the model's own template, which may raise anything
                 raise JudgeError(
                     f"{self.config.model}: its chat template refuses a conversation: {describe(error)}"

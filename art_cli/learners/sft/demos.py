@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from art_cli.chat.control_tokens import ControlTokens, Guard
+from art_cli.chat.control_tokens import ControlTokens, Guard, controls_of
 from art_cli.learners.samples import Ints, Sample, bare_sample
 from art_cli.runs.durable import read_lines
 from art_cli.runtime.errors import DataError, LearnerError, describe
@@ -100,7 +100,7 @@ def demo_samples(demo: Json, tokenizer: Any, *, name: str, max_length: int) -> l
 
     Raises LearnerError: no assistant message, too many tokens, or a template whose reply does not continue its prompt.
     """
-    controls = ControlTokens(tokenizer)
+    controls = controls_of(tokenizer)
     guard = Guard(controls, demo)
     messages, tools = guard.messages(demo["messages"]), guard.value(demo.get("tools")) or None
     for given, guarded in zip(demo["messages"], messages, strict=True):
