@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from art_cli.cli import Finding, Json, print_findings
+from art_cli.runtime.allocator import memory_size
 from art_cli.runtime.errors import ArtError
 from art_cli.runtime.openmp import num_cores
 
@@ -70,10 +71,9 @@ def _check_python() -> Finding:
 
 
 def _check_machine() -> Finding:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     free = shutil.disk_usage(Path.cwd()).free / GIB
     message = (
-        f"{platform.system()} {platform.machine()}, {num_cores()} cores, {memory:.0f} GiB memory, "
+        f"{platform.system()} {platform.machine()}, {num_cores()} cores, {memory_size() / GIB:.0f} GiB memory, "
         f"{free:.0f} GiB disk free"
     )
     return Finding("machine", True, message, "free some: a base model takes gigabytes" if free < 2 else "")

@@ -4,7 +4,6 @@ Two rows are measured, because what a row takes has a part that grows with its t
 grows with the square of the length. Its share follows from the model's shape; short rows are too noisy to show it.
 """
 
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from typing import NamedTuple
 from art_cli.learners import Learner, StepMetrics
 from art_cli.models.loading import Weights, count_parameters
 from art_cli.runs.trajectory import Trajectory, Turn, score_trajectory
+from art_cli.runtime.allocator import memory_size
 
 MAX_TOKENS = 1024  # longest row that is tried; a longer one is estimated
 MIN_SECOND = 256  # tokens of the second row at least, so that it differs from the first by more than noise
@@ -88,12 +88,12 @@ def knee_of(weights: Weights) -> float:
 
 
 def memory_there(weights: Weights) -> float:
-    """Returns the gigabytes of the GPU that holds the weights, or of this machine."""
+    """Returns the gigabytes of the GPU that holds the weights, or those that this process may use."""
     if weights.device.type == "cuda":
         import torch
 
         return torch.cuda.get_device_properties(weights.device).total_memory / 1e9
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return memory_size() / 1e9
 
 
 def _forget_peak(weights: Weights) -> None:
