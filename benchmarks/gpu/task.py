@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-WORDS = Path(__file__).parents[2] / "art_cli" / "builtin_words.txt"
+WORDS = Path(__file__).parents[2] / "art_cli" / "models" / "builtin_words.txt"
 NUM_SCENARIOS = 64
 
 
