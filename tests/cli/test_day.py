@@ -26,12 +26,12 @@ eval: {scenarios: held_out.jsonl, every: 1}
 """
 ROLLOUT = """\
 async def rollout(policy, scenario):
-    messages = [{"role": "user", "content": scenario["question"]}]
+    messages, text = [{"role": "user", "content": scenario["question"]}], ""
     for _ in range(3):  # one call more than max_turns allows
         try:
             reply = await policy.client.chat.completions.create(model=policy.model, messages=messages, max_tokens=6)
         except Exception:
-            return 0.0  # the agent looped
+            return text.count("n") / 100  # the agent looped; attempts still differ, so that a step learns
         text = reply.choices[0].message.content or ""
         if "yes" in text:
             return 1.0
