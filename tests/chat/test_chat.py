@@ -467,17 +467,22 @@ async def test_a_client_that_goes_away_cancels_its_request(is_stream: bool) -> N
         call = asyncio.create_task(client.chat.completions.create(model="policy", messages=[USER], stream=is_stream))
         await asyncio.wait_for(started.wait(), 10)
         call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
         await asyncio.wait_for(backend.was_cancelled.wait(), 10)
+    assert [request.is_stream for request in backend.requests] == [is_stream]
 
 
 async def test_a_client_that_leaves_in_the_middle_of_a_stream_ends_it() -> None:
-    closed = asyncio.Event()
+    closed, num_yielded = asyncio.Event(), 0
 
     class Endless(ScriptedBackend):
         async def stream(self, request: Request) -> AsyncIterator[Any]:
             chunks = [chunk async for chunk in super().stream(request)]
             try:
                 while True:
+                    nonlocal num_yielded
+                    num_yielded += 1
                     yield chunks[0]
                     await asyncio.sleep(0)
             finally:
@@ -488,6 +493,9 @@ async def test_a_client_that_leaves_in_the_middle_of_a_stream_ends_it() -> None:
         await anext(aiter(stream))
         await stream.close()
         await asyncio.wait_for(closed.wait(), 10)
+        num_before = num_yielded
+        await asyncio.sleep(0.1)
+        assert num_yielded == num_before
 
 
 async def test_streams_that_are_there_at_once_hold_nobody_up() -> None:

@@ -211,12 +211,18 @@ async def test_a_function_that_is_begun_is_loaded_while_the_event_loop_is_held_u
 
 
 async def test_a_function_that_is_begun_and_not_opened_ends_at_once(stage: Stage) -> None:
-    (stage.directory / "rollout.py").write_text("import threading\nthreading.Event().wait()\n")
+    pid = stage.directory / "pid"
+    (stage.directory / "rollout.py").write_text(
+        f"import os, threading\nfrom pathlib import Path\nPath({str(pid)!r}).write_text(str(os.getpid()))\n"
+        "threading.Event().wait()\n"
+    )
     rollout = process.ProcessRollout("rollout.py:rollout", directory=stage.directory)
     await rollout.begin()
+    subprocess.run(["sh", "-c", f"while [ ! -s {pid} ]; do sleep 0.02; done"], check=True, timeout=60)
     async with asyncio.timeout(process.CLOSE_DEADLINE_S - 5):
         await rollout.close()
         await rollout.close()
+    assert not is_alive(int(pid.read_text()))
 
 
 async def test_what_a_begun_function_raises_is_raised_when_it_is_opened(stage: Stage) -> None:

@@ -303,7 +303,7 @@ def test_a_session_that_ends_gives_up_the_model_that_it_waits_for(base: Base, tm
         second.post("create_model", session_id=second.session, model_seq_id=0, base_model="tiny", lora_config=lora)
         for client in (second, first):
             client.post(f"sessions/{client.session}/finish", reason={"type": "success"})
-        third.new_model()
+        assert third.new_model().startswith(third.session)
 
 
 def test_a_web_page_may_not_ask_a_server_without_a_key(address: str) -> None:
