@@ -16,6 +16,6 @@ async def rollout(policy: Policy, scenario: dict[str, str]) -> Outcome:
 
 
 async def coarse(policy: Policy, scenario: dict[str, str]) -> Outcome:
-    """Reward 1 where more than four in five characters are letters, else 0, so that many groups say nothing."""
+    """Reward 1 where more than three in ten characters are letters, else 0, so that many groups say nothing."""
     outcome = await rollout(policy, scenario)
-    return Outcome(reward=float((outcome.reward or 0.0) > 0.8), metrics=outcome.metrics)
+    return Outcome(reward=float((outcome.reward or 0.0) > 0.3), metrics=outcome.metrics)
