@@ -16,8 +16,8 @@ MACHINES := .venv-machines
 APP := art_cli/view/app_src
 
 .PHONY: setup setup-demo setup-vllm setup-unsloth setup-agents setup-verifiers setup-readers setup-s3 setup-gpu demo test \
-	test-vllm test-unsloth test-agents test-verifiers test-readers test-s3 test-machines test-gpu lint bench bench-gpu \
-	bench-gpu-small view clean
+	test-rest test-all test-vllm test-unsloth test-agents test-verifiers test-readers test-s3 test-machines test-gpu lint \
+	bench bench-gpu bench-gpu-small view clean
 
 setup: $(DEV)
 
@@ -57,8 +57,17 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: lint  ## ruff, mypy, then every test that this machine can run; those of vLLM and of agents where their setup was run
-	$(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+# What `make test` leaves out: slow tests, and those that need another Python, a GPU, or tools of docs/machines.md.
+REST := slow or gpu or vllm or agents or verifiers or readers or s3 or machines or unsloth
+PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+
+test: lint  ## ruff, mypy, then the tests that need no other environment, without the slow ones: minutes
+	$(PYTEST) -m 'not ($(REST))'
+
+test-rest: $(DEV)  ## every other test that this machine can run; those of vLLM and of agents where their setup was run
+	$(PYTEST) -m '$(REST)'
+
+test-all: test test-rest
 
 # vLLM's own Python with CPU kernels, a test tool in an environment of its own. The torch packages that go again are
 # CUDA builds: beside a CPU torch they install and then break `import transformers`. Where the package index lacks torch's
