@@ -81,7 +81,7 @@ def expected_signal(history: History, *, step: int, half_life: float) -> dict[st
     for past in sorted(history):
         discount = 2.0 ** ((past - step) / half_life)
         for group in history[past]:
-            squares[group.pool] += discount * squared_deviations(group.rewards) / scale**2
+            squares[group.pool] += discount * squared_deviations([reward / scale for reward in group.rewards])
             degrees[group.pool] += discount * (max(len(group.rewards), 2) - 1)
     return {pool: (PRIOR_DEGREES * PRIOR_SIGNAL + squares[pool]) / (PRIOR_DEGREES + degrees[pool]) for pool in squares}
 
