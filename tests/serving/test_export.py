@@ -86,7 +86,7 @@ def test_weights_that_are_not_the_policy_are_not_exported(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One weight in the file off by 0.5: the replay sees it, and nothing is left at the output."""
-    save = module.model.save_merged
+    save = module.loading.save_merged
 
     def damage(weights: object, directory: Path, dtype: str) -> None:
         save(weights, directory, dtype)  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def test_weights_that_are_not_the_policy_are_not_exported(
         tensors["model.layers.0.self_attn.q_proj.weight"][3, 3] += 0.5
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
-    monkeypatch.setattr(module.model, "save_merged", damage)
+    monkeypatch.setattr(module.loading, "save_merged", damage)
     with pytest.raises(DriftError, match="the merged weights are not the policy"):
         export(find_source(str(run.root)), tmp_path / "out", dtype="float32", bound=None, probe=make_probe)
     assert list(tmp_path.iterdir()) == []

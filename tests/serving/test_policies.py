@@ -282,7 +282,7 @@ def test_the_engine_is_set_up_as_in_the_run_it_was_trained_with() -> None:
     assert engine_config("embedded", {"max_batch": 3}, {"name": "vllm"}) == EmbeddedEngineConfig(max_batch=3)
     elsewhere = {"name": "vllm", "url": "http://elsewhere", "sleep": 1}
     forced = engine_config("vllm", {"python": "/opt/python"}, elsewhere)
-    assert (forced.name, forced.url, str(forced.python)) == ("vllm", None, "/opt/python")  # type: ignore[union-attr]
+    assert (forced.name, forced.base_url, str(forced.python)) == ("vllm", None, "/opt/python")  # type: ignore[union-attr]
     for name, knobs, message in (
         ("fast", [], "--engine fast: one of auto, embedded, vllm"),
         ("embedded", ["max_batch"], "expected KEY=VALUE"),
