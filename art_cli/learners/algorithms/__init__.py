@@ -5,8 +5,8 @@
     objective   [N] terms -> what each token of the policy component adds to the loss   objectives.py
     share       how much one token counts in the mean over the whole optimizer step     normalization.py
 
-presets.py has the table of the presets, each a class with paper and equation in the file of its family (grpo.py,
-baselines.py, gigpo.py). pack_loss.py adds up what they give, pack by pack.
+presets.py has the table of the presets, each a class with paper and equation. An experiment is one file, which has its
+options too (gigpo.py). pack_loss.py adds up what they give, pack by pack.
 Tensors and numbers in, tensors and numbers out; float32 whatever the model's dtype is.
 """
 
@@ -35,6 +35,7 @@ class Algorithm:
 
     is_scaled = True  # whether advantages are divided by the standard deviation of the group's rewards
     compares_states = False  # whether credit depends on which replies of a group answered equal states (step_credit.py)
+    reads_policy = False  # whether credit needs the policy that `bind` is called with
     is_pure = True  # whether objective and value_error change nothing, so that several packs may be computed at a time
 
     def bind(self, policy: "Reader", directory: Path) -> None:

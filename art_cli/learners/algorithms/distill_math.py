@@ -12,22 +12,18 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from art_cli.learners.samples import Sample, trajectory_samples
-from art_cli.learners.token_weights import NUM_ROWS, POLICY, Credit, Floats
+from art_cli.learners.token_weights import Credit, Floats, token_weights
 from art_cli.runs.trajectory import Trajectory
 
 Read = Callable[[Sequence[Sample]], Sequence[Floats]]  # samples -> [N] a model's logprobs of the targets of each
 
 
 def sampled_tokens(trajectory: Trajectory) -> list[Sample]:
-    """The trajectory's samples with every sampled token as a target. Its policy weight is its index among the M tokens.
+    """Returns the trajectory's samples with every sampled token as a target.
 
     A sampled token that no sample holds (the rollout never saw it), and the first token of a sequence, is no target.
     """
-    lengths = [(len(turn.prompt_ids), len(turn.sampled_ids)) for turn in trajectory.turns]
-    is_sampled = np.repeat(np.tile([False, True], len(lengths)), np.array(lengths, dtype=np.int64).ravel())
-    weights = np.full((NUM_ROWS, len(is_sampled)), np.nan)
-    weights[POLICY, is_sampled] = np.flatnonzero(is_sampled)
-    return trajectory_samples(trajectory, weights)
+    return trajectory_samples(trajectory, token_weights(trajectory, 1.0))
 
 
 def student_logprobs(samples: Sequence[Sample], policy: Read) -> list[Floats]:
@@ -84,7 +80,7 @@ def lesson(
     """Each advantage [N] of the samples' targets at its token; `samples` come from `sampled_tokens`."""
     row = np.full(sum(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in trajectory.turns), np.nan)
     for sample, values in zip(samples, advantages, strict=True):
-        row[sample.advantages.astype(np.int64)] = values
+        row[sample.places] = values
     return Lesson(row, np.concatenate([np.empty(0), *log_ratios]))
 
 

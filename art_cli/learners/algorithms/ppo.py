@@ -29,6 +29,7 @@ class Ppo(ClippedPreset[loss_config.PpoConfig]):
     each other. Where all advantages of a step are equal (to 1e-8), the critic alone is trained.
     """
 
+    reads_policy = True
     _policy: "Reader"
     _numbers: dict[str, float] = {}
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class UserAlgorithm(Algorithm):
     """Calls the methods of the user's class. They raise LearnerError: it raised, or gave what cannot be used."""
 
-    is_pure = False  # it is not known what the user's class does, so it is called for one pack at a time
+    # what the user's class does is not known: it may keep the policy, and is called for one pack at a time
+    is_pure, reads_policy = False, True
 
     def __init__(self, entry: str, options: Mapping[str, Any], directory: Path) -> None:
         """Raises UsageError: `entry` cannot be loaded, is no Algorithm, or does not take `options`."""
