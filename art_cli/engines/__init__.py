@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import msgspec
 
@@ -28,7 +28,7 @@ BUILT_INS = {
     "embedded": "art_cli.engines.embedded.embedded_engine:EmbeddedEngine",
     "openai": "art_cli.engines.openai_endpoint:OpenAIEngine",
     "tinker": "art_cli.tinker.tinker_engine:TinkerEngine",
-    "vllm": "art_cli.engines.vllm.replicas:VllmReplicas",
+    "vllm": "art_cli.engines.vllm.vllm_engine:VllmEngine",
 }
 
 
@@ -75,18 +75,6 @@ class Engine(Protocol):
         """Never returns; raises EngineError once the engine can answer no more, so that no caller waits in vain."""
 
     async def close(self) -> None: ...
-
-
-@runtime_checkable
-class Replicated(Protocol):
-    """An engine that has several servers."""
-
-    @property
-    def num_replicas(self) -> int: ...
-
-    @property
-    def num_answering(self) -> int:
-        """How many of them answer now."""
 
 
 class EngineTraits(NamedTuple):

@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import JsonValue
 
@@ -75,6 +74,8 @@ def command(
     if sleep:
         arguments |= {"enable-sleep-mode": True, "gpu-memory-utilization": SHARED_GPU_MEMORY}
     arguments |= {name.replace("_", "-"): value for name, value in config.args.items()}
+    if (replicas := num_replicas(config)) > 1:
+        arguments["data-parallel-size"] = replicas
     return [str(python), "-m", MODULE, *_flags(arguments), "--middleware", GUARD]
 
 
@@ -154,7 +155,7 @@ def shares_gpu(config: VllmEngineConfig, learner_device: str | None, inherited: 
     theirs = _visible({**inherited, **config.env})
     index = int(learner_device.partition(":")[2] or 0)
     own = ours[index] if ours and index < len(ours) else str(index)
-    num = num_gpus(config.args)
+    num = num_gpus(config)
     return own in (theirs[:num] if theirs else [str(number) for number in range(num)])
 
 
@@ -163,46 +164,33 @@ def _visible(variables: Mapping[str, str]) -> Sequence[str]:
     return [name.strip() for name in variables.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
 
 
-def num_gpus(arguments: Mapping[str, Any]) -> int:
-    """How many GPUs the server spreads over: tensor, pipeline and data parallel sizes multiplied."""
-    sizes = {name.replace("_", "-"): value for name, value in arguments.items()}
-    total = 1
-    for kind in ("tensor", "pipeline", "data"):
-        total *= int(sizes.get(f"{kind}-parallel-size") or 1)
+# --- several GPUs -----------------------------------------------------------------------------------------------------
+
+
+def num_gpus(config: VllmEngineConfig) -> int:
+    """Returns how many GPUs the server needs: its replicas, each of tensor by pipeline parallel size."""
+    sizes = {name.replace("_", "-"): value for name, value in config.args.items()}
+    total = num_replicas(config)
+    for kind in ("tensor", "pipeline"):
+        total *= int(str(sizes.get(f"{kind}-parallel-size") or 1))
     return total
 
 
-# --- several servers --------------------------------------------------------------------------------------------------
+def num_replicas(config: VllmEngineConfig) -> int:
+    """Returns vLLM's data parallel size: `engine.replicas`, times the user's own argument where there is one."""
+    own = config.args.get("data-parallel-size") or config.args.get("data_parallel_size") or 1
+    return config.replicas * int(str(own))
 
 
-def divide(config: VllmEngineConfig) -> list[VllmEngineConfig]:
-    """One configuration for each server of `base_url` or `replicas`, with GPUs of its own where the machine has some.
-
-    Raises EngineError: too few GPUs are visible.
-    """
-    if config.base_url is not None:
-        return [config.model_copy(update={"base_url": url}) for url in config.urls]
-    single = config.model_copy(update={"replicas": 1})
-    variables = {**os.environ, **config.env}
-    if not has_gpu(variables):
-        return [single] * config.replicas
-    dealt = deal_gpus(config, visible_gpus(variables))
-    return [single.model_copy(update={"env": {**config.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}}) for gpus in dealt]
-
-
-def deal_gpus(config: VllmEngineConfig, visible: Sequence[str]) -> list[Sequence[str]]:
-    """The GPUs of each replica, in order: ["0", "1", "2", "3"] for two of two each is [["0", "1"], ["2", "3"]].
-
-    Raises EngineError: there are too few.
-    """
-    each = num_gpus(config.args)
-    if len(visible) < each * config.replicas:
+def check_gpus(config: VllmEngineConfig) -> None:
+    """Raises EngineError if this machine shows fewer GPUs than the replicas need."""
+    num, visible = num_gpus(config), len(visible_gpus({**os.environ, **config.env}))
+    if config.replicas > 1 and visible < num:
+        each = num // config.replicas
         raise EngineError(
-            f"engine.replicas: {config.replicas} of {each} GPU{'s' if each > 1 else ''} each need "
-            f"{each * config.replicas}, and {len(visible)} can be seen; set fewer, or name the GPUs in "
-            "engine.env.CUDA_VISIBLE_DEVICES"
+            f"engine.replicas: {config.replicas} of {each} GPU{'s' if each > 1 else ''} each need {num}, and {visible} "
+            "can be seen; set fewer, or name the GPUs in engine.env.CUDA_VISIBLE_DEVICES"
         )
-    return [visible[each * number : each * (number + 1)] for number in range(config.replicas)]
 
 
 def visible_gpus(variables: Mapping[str, str]) -> Sequence[str]:
