@@ -6,10 +6,12 @@ words, and `reports/pages/judge_page.py` makes a page of it.
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -102,7 +104,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     judges: list[JudgeReport]
 
     def values(self) -> dict[str, float]:
-        """The values that a gate can bound, by name: `name` is the first judge's, `MODEL.name` that of any judge."""
+        """Returns the values that a gate can bound, by name: `name` is the first judge's, `MODEL.name` that of any judge."""
         found: dict[str, float] = {}
         for place, judge in enumerate(self.judges):
             for name, value in _judge_values(judge).items():
@@ -127,43 +129,41 @@ class PlotPoints:
 
 
 def read_rows(path: Path) -> dict[str, list[ScoredRow]]:
-    """The scored lines by group, in the order of their index; the last line with an index counts."""
+    """Returns the scored lines by group, in the order of their index; the last line with an index counts."""
     return by_group(read_lines(path, ScoredRow))
 
 
 def make_report(path: Path, *, gold: str | None = None) -> tuple[Report, PlotPoints]:
-    """The report on a scored file. Raises DataError (no rewards in it) and UsageError (no such gold)."""
+    """Returns the report on a scored file. Raises DataError (no rewards in it) and UsageError (no such gold)."""
     groups = read_rows(path)
     judged = {name: [row for row in rows if row.reward is not None] for name, rows in groups.items()}
     if not any(judged.values()):
         raise DataError("no rewards in it; judge it first: art judge FILE -o SCORED", path)
     golds = read_gold(judged, gold) if gold else None
-    rewards = [_rewards(rows) for rows in judged.values() if rows]
-    flat = [reward for group in rewards for reward in group]
-    spreads = [statistics.pvariance(group) for group in rewards if len(group) > 1]
+    rewards = {name: [row.reward for row in rows if row.reward is not None] for name, rows in judged.items() if rows}
+    flat = [reward for group in rewards.values() for reward in group]
+    spreads = [statistics.pvariance(group) for group in rewards.values() if len(group) > 1]
+    compared = [_Compared(name, at, [reward]) for name, group in rewards.items() for at, reward in enumerate(group)]
     report = Report(
         path=str(path),
         gold=gold,
         num_groups=len(groups),
         num_trajectories=sum(map(len, groups.values())),
         num_failed=sum(row.error is not None for rows in groups.values() for row in rows),
-        num_without_signal=sum(max(group) - min(group) <= EQUAL_REWARDS for group in rewards)
-        + sum(not rows for rows in judged.values()),
+        num_without_signal=sum(
+            name not in rewards or max(rewards[name]) - min(rewards[name]) <= EQUAL_REWARDS for name in groups
+        ),
         reward_mean=statistics.fmean(flat) if flat else None,
         reward_std=math.sqrt(statistics.fmean(spreads)) if spreads else None,
-        agreement=_agree(judged, golds, [[[row.reward for row in rows]] for rows in judged.values()]),
-        flips=None if golds is None else flip_rates([_rewards(rows) for rows in judged.values()], list(golds.values())),
+        agreement=_agree(compared, golds),
+        flips=None if golds is None else flip_rates([*rewards.values()], [golds[name] for name in rewards]),
         judges=[_judge(*name, judged, golds) for name in _judges(judged)],
     )
     return report, _sample(judged, golds)
 
 
-def _rewards(rows: Sequence[ScoredRow]) -> list[float]:
-    return [row.reward for row in rows if row.reward is not None]
-
-
 def read_gold(groups: dict[str, list[ScoredRow]], name: str) -> dict[str, list[float]]:
-    """The gold rewards of each group, in its order: `returned_reward`, or `metrics.NAME`. Raises UsageError."""
+    """Returns the gold rewards of each group, in its order: `returned_reward`, or `metrics.NAME`. Raises UsageError."""
     found = {}
     for group_id, rows in groups.items():
         values = [_gold_of(row, name) for row in rows]
@@ -183,45 +183,66 @@ def _gold_of(row: ScoredRow, name: str) -> float | None:
 
 
 def _judges(groups: dict[str, list[ScoredRow]]) -> list[tuple[str, str | None]]:
-    """The (judge, model) pairs in order of appearance."""
+    """Returns the (judge, model) pairs in order of appearance."""
     return list(
         dict.fromkeys((score.judge, score.model) for rows in groups.values() for row in rows for score in row.scores)
     )
 
 
+class _Compared(NamedTuple):
+    """The values of one attempt that are compared with its gold. Example: _Compared("s1", 2, [0.5, 0.7])"""
+
+    group: str
+    index: int  # position in its group
+    values: Sequence[float]  # one for each ranking of the group
+
+
+class _Given(NamedTuple):
+    """A judge's score of one attempt."""
+
+    group: str
+    index: int  # position in its group
+    score: Score
+
+
 def _judge(
     name: str, model: str | None, groups: dict[str, list[ScoredRow]], golds: dict[str, list[float]] | None
 ) -> JudgeReport:
-    by_group = [
-        [next((score for score in row.scores if (score.judge, score.model) == (name, model)), None) for row in rows]
-        for rows in groups.values()
-    ]
-    scores = [[score for score in group if score is not None] for group in by_group]
-    flat = [score for group in scores for score in group]
-    costs = [score.cost_usd for score in flat]
-    latencies = sorted(group[0].latency_s for group in scores if group and group[0].latency_s is not None)
-    num_votes = max((len(score.votes) for score in flat), default=0)
+    given = list(_given(name, model, groups))
+    by_group = [[each.score for each in group] for _, group in groupby(given, key=itemgetter(0))]
+    scores = [each.score for each in given]
+    latencies = sorted(group[0].latency_s for group in by_group if group[0].latency_s is not None)
+    num_votes = max((len(score.votes) for score in scores), default=0)
+    all_votes = [_Compared(group, index, [score.score]) for group, index, score in given]
+    single = [_Compared(*each[:2], each.score.votes) for each in given if len(each.score.votes) == num_votes]
     return JudgeReport(
         judge=name,
         model=model,
         num_votes=num_votes,
-        order_bias=agreement.measure([_order_bias(group) for group in scores]),
-        reliability=vote_reliability([[score.votes for score in group] for group in scores]),
-        spread=_pooled([score.spread for score in flat if score.spread is not None]),
-        agreement=_agree(groups, golds, [[[score.score if score else None for score in group]] for group in by_group]),
-        one_vote=_agree(groups, golds, [_single_votes(group, num_votes) for group in by_group])
-        if num_votes > 1
-        else None,
-        cost_usd=None if any(cost is None for cost in costs) else math.fsum(cost for cost in costs if cost is not None),
-        prompt_tokens=_total(score.prompt_tokens for score in flat),
-        completion_tokens=_total(score.completion_tokens for score in flat),
+        order_bias=agreement.measure([_order_bias(group) for group in by_group]),
+        reliability=vote_reliability([[score.votes for score in group] for group in by_group]),
+        spread=_pooled([score.spread for score in scores if score.spread is not None]),
+        agreement=_agree(all_votes, golds),
+        one_vote=_agree(single, golds) if num_votes > 1 else None,
+        cost_usd=_total(score.cost_usd for score in scores),
+        prompt_tokens=_total(score.prompt_tokens for score in scores),
+        completion_tokens=_total(score.completion_tokens for score in scores),
         latency_s=statistics.median(latencies) if latencies else None,
         latency_p95_s=latencies[math.ceil(0.95 * len(latencies)) - 1] if latencies else None,
     )
 
 
+def _given(name: str, model: str | None, groups: dict[str, list[ScoredRow]]) -> Iterator[_Given]:
+    """Yields the first score that the judge gave each attempt, group by group."""
+    for group, rows in groups.items():
+        for index, row in enumerate(rows):
+            found = next((score for score in row.scores if (score.judge, score.model) == (name, model)), None)
+            if found is not None:
+                yield _Given(group, index, found)
+
+
 def _order_bias(scores: Sequence[Score]) -> Ratio:
-    """One group's share in the order bias: the score that the first position adds over the last.
+    """Returns one group's share in the order bias: the score that the first position adds over the last.
 
     With several votes each attempt is compared with itself in other positions. With one vote the attempts of a
     group are compared with each other. Because their order is drawn at random, their quality adds noise and no bias.
@@ -238,35 +259,21 @@ def _order_bias(scores: Sequence[Score]) -> Ratio:
 
 
 def _places(scores: Sequence[Score], vote: int) -> list[float]:
-    """[G] the position of each attempt in a vote's prompt, 0 first, 1 last."""
+    """Returns [G] the position of each attempt in a vote's prompt, 0 first, 1 last."""
     last = max(score.positions[vote] for score in scores)
     return [score.positions[vote] / last if last else 0.0 for score in scores]
 
 
-def _single_votes(scores: Sequence[Score | None], num_votes: int) -> list[list[float | None]]:
-    """[k][G] the scores of each single vote; None where an attempt lacks it."""
-    return [
-        [score.votes[vote] if score and len(score.votes) == num_votes else None for score in scores]
-        for vote in range(num_votes)
-    ]
-
-
-def _agree(
-    groups: dict[str, list[ScoredRow]],
-    golds: dict[str, list[float]] | None,
-    rankings: Iterable[Sequence[Sequence[float | None]]],
-) -> Agreement | None:
-    """Agreement of each group's rankings with the gold, pooled; an attempt without a score is left out."""
+def _agree(compared: Sequence[_Compared], golds: dict[str, list[float]] | None) -> Agreement | None:
+    """Returns the agreement of each group's rankings with the gold, pooled, or None if there is no gold."""
     if golds is None:
         return None
     parts: list[list[Ratio]] = [[] for _ in MEASURES]
-    for group_id, group_rankings in zip(groups, rankings, strict=True):
-        known = [
-            [(score, true) for score, true in zip(ranking, golds[group_id], strict=True) if score is not None]
-            for ranking in group_rankings
-        ]
+    for group, attempts in ((name, list(each)) for name, each in groupby(compared, key=itemgetter(0))):
+        gold = [golds[group][attempt.index] for attempt in attempts]
+        rankings = [*zip(*(attempt.values for attempt in attempts), strict=True)]
         for part, compare in zip(parts, MEASURES, strict=True):
-            ratios = [compare([score for score, _ in pairs], [true for _, true in pairs]) for pairs in known]
+            ratios = [compare(ranking, gold) for ranking in rankings]
             part.append(Ratio(sum(ratio.numerator for ratio in ratios), sum(ratio.denominator for ratio in ratios)))
     return Agreement(*map(agreement.measure, parts))
 
