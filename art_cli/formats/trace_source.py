@@ -40,7 +40,7 @@ class SourceRecord(NamedTuple):
 
 
 def records(path: Path) -> Iterator[SourceRecord]:
-    """The records of a file. Raises DataError: there is no such file, or none of its content can be read."""
+    """Yields the records of a file. Raises DataError if there is no such file, or none of its content can be read."""
     if not path.is_file():
         raise DataError("not a file" if os.path.lexists(path) else "no such file", path)
     with path.open("rb") as file:
@@ -76,7 +76,7 @@ def _of_text(path: Path) -> Iterator[SourceRecord]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
-    """(number, line) of each line that is not blank; None for one that is too long."""
+    """Yields (number, line) of each line that is not blank; None for one that is too long."""
     number = 0
     with path.open("rb") as file:
         while line := file.readline(MAX_LINE_BYTES + 1):
@@ -90,13 +90,13 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _opens(line: bytes) -> bool:
-    """Whether a line is only the beginning of a value over many lines, as programs write it that indent."""
+    """Returns whether a line is only the beginning of a value over many lines, as programs write it that indent."""
     text = line.removeprefix(b"\xef\xbb\xbf").strip()
     return text in (b"[", b"{") or (text[:1] in b"[{" and text[-1:] in b"[{,")
 
 
 def _whole(path: Path) -> bytes | None:
-    """The content of a file that is one JSON value. None: it is too large."""
+    """Returns the content of a file that is one JSON value, or None if it is too large."""
     return path.read_bytes() if path.stat().st_size <= MAX_LINE_BYTES else None
 
 
@@ -110,7 +110,7 @@ def _parsed(text: bytes, place: str) -> Iterator[SourceRecord]:
 
 
 def _found(value: Any, place: str) -> Iterator[SourceRecord]:
-    """The records in a value: itself, the items of a list, or those of an object that is only their envelope."""
+    """Yields the records in a value: itself, the items of a list, or those of an object that is only their envelope."""
     if isinstance(value, dict | list) and is_deep(value, MAX_DEPTH):
         yield SourceRecord(place, None, "JSON is nested too deeply")
         return
@@ -127,7 +127,8 @@ def _found(value: Any, place: str) -> Iterator[SourceRecord]:
 
 
 def _enveloped(value: Any) -> list[Any] | None:
-    """The items of {"data": [...]} and the like. A record that has such a key besides its own is no envelope."""
+    """Returns the items of {"data": [...]} and the like. A record that has such a key besides its own is no
+    envelope."""
     if not isinstance(value, dict) or "id" in value or "messages" in value:
         return None
     return next((value[key] for key in LISTS if isinstance(value.get(key), list)), None)
@@ -137,7 +138,7 @@ def _enveloped(value: Any) -> list[Any] | None:
 
 
 def _of_archive(path: Path) -> Iterator[SourceRecord]:
-    """The JSON entries below `samples/` of a zip archive, as inspect writes it, each with the header's task."""
+    """Yields the JSON entries below `samples/` of a zip archive, as inspect writes it, each with the header's task."""
     try:
         archive = zipfile.ZipFile(path)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
@@ -164,7 +165,7 @@ def _of_archive(path: Path) -> Iterator[SourceRecord]:
 
 
 def _unpacked(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, file: IO[bytes], limit: int) -> bytes | None:
-    """The content of an entry. None: it is larger than `limit`, whatever the archive says of its size."""
+    """Returns the content of an entry, or None if it really is larger than `limit`."""
     if entry.compress_type not in METHODS:
         raise ValueError(f"packed by method {entry.compress_type} of zip, which inspect does not use")
     if entry.compress_type != ZSTANDARD or hasattr(zipfile, "ZIP_ZSTANDARD"):

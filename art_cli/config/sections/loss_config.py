@@ -93,7 +93,7 @@ class BaseLossConfig(Section):
     kl: NonNegative = 0.0
     """Weight of KL(policy || reference), k3 estimate; the reference is the model, adapter off. 0: not computed."""
     off_policy: Annotated[OffPolicyConfig, Field(discriminator="name")] | None = None
-    """Which weight a token has that an older policy sampled, or an engine that rounds differently. ρ is the token's
+    """The weight of a token that an older policy sampled, or an engine that rounds differently. ρ is the token's
     probability under the learner, at the start of the step, over that of the engine. null: PPO's ratio is to the
     engine's probability instead, and there are no weights."""
     echo: NonNegative = 0.0
@@ -101,9 +101,9 @@ class BaseLossConfig(Section):
     to a reply (tool outputs, further user messages), over these tokens' own count. Attempts of groups without signal
     are learned from too. 0: off."""
     mean_over: MeanOver = "all"
-    """What the loss is a mean over. `all`: every finished trajectory of the step, so that steps shrink with the signal
-    instead of getting noisier. `trained`: the trajectories of groups with signal, so that a step of few such groups is
-    as large as one of many."""
+    """The trajectories that the loss is a mean over. `all`: every finished trajectory of the step, so that steps shrink
+    with the signal instead of getting noisier. `trained`: the trajectories of groups with signal, so that a step of few
+    such groups is as large as one of many."""
     entropy_floor: PositiveFloat | None = None
     """The mean entropy in nats per token below which the loss rewards entropy, with a coefficient that grows by
     `entropy_step` in every step below the floor and falls by as much in every other (Skywork-OR1, arXiv:2505.22312).
@@ -121,16 +121,16 @@ class BaseLossConfig(Section):
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether it learns from the rewards of a group, so that every attempt must have one."""
+        """Returns whether it learns from the rewards of a group, so that every attempt must have one."""
         return True
 
     @property
     def takes_noise(self) -> bool:
-        """Whether judge.noise can correct its advantages: comparisons of a group's rewards, and of nothing else."""
+        """Returns whether judge.noise can correct its advantages: they compare a group's rewards, and nothing else."""
         return self.compares_attempts
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """(knob, message) for each knob that is set and has no effect."""
+        """Yields (knob, message) for each knob that is set and has no effect."""
         if "entropy_step" in self.model_fields_set and self.entropy_floor is None:
             yield "entropy_step", "used with entropy_floor only"
         if "kl_cov_weight" in self.model_fields_set and self.kl_cov is None:
@@ -225,19 +225,20 @@ class TeacherConfig(Section):
     """A server: http://127.0.0.1:8000/v1 of vLLM, or http://10.0.0.7:8100 of the Tinker protocol. null: the model is
     loaded beside the policy, on the learner's device."""
     protocol: Literal["vllm", "tinker"] = "vllm"
-    """What the server speaks. tinker: as `art backend` does, through the extra art-cli[tinker]."""
+    """The server's protocol. tinker: as `art backend` does, through the extra art-cli[tinker]."""
     api_key_env: str | None = None
     """The variable, in the environment or in .env, that holds the server's key. null: no key is sent to vLLM, and
     TINKER_API_KEY holds that of a server of the Tinker protocol."""
     timeout_s: Seconds = 120.0
     """The longest time for one request to the server."""
     retries: Count = 5
-    """How often a request is made again after a rate limit, a server error, a lost connection or its deadline."""
+    """The number of times that a request is made again after a rate limit, a server error, a lost connection or its
+    deadline."""
     concurrency: PositiveInt = 16
     """The number of requests at once."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """(knob, message) for each knob that is set and has no effect."""
+        """Yields (knob, message) for each knob that is set and has no effect."""
         for knob in ("protocol", "api_key_env", "timeout_s", "retries", "concurrency"):
             if self.base_url is None and knob in self.model_fields_set:
                 yield knob, "used with loss.teacher.base_url only: a model that is loaded here needs no requests"
@@ -249,8 +250,9 @@ class TaughtLossConfig(ScaledLossConfig, ClippedLossConfig):
     reward_weight: NonNegative = 0.0
     """Weight of GRPO's advantage, which is added to the teacher's of each token. 0: rewards are not learned from."""
     divergence: Literal["reverse_kl", "jensen_shannon"] = "reverse_kl"
-    """What the teacher's advantages lower. reverse_kl: KL(policy || teacher), where a token that the teacher never
-    writes outweighs all others. jensen_shannon: twice the Jensen-Shannon divergence; no advantage is below -0.69."""
+    """The divergence that the teacher's advantages lower. reverse_kl: KL(policy || teacher), where a token that the
+    teacher never writes outweighs all others. jensen_shannon: twice the Jensen-Shannon divergence; no advantage is
+    below -0.69."""
 
     @property
     def needs_rewards(self) -> bool:
@@ -310,7 +312,7 @@ class PpoConfig(ClippedLossConfig):
             yield "value_coefficient", "used with loss.value_trunk=true only; else loss.value_learning_rate says it all"
 
 
-EXPERIMENTS = {  # by name: the algorithm, whose `section` has its options; imported when it is named
+EXPERIMENTS = {  # name -> the algorithm, whose `section` has its options; imported when it is named
     "gigpo": "art_cli.learners.algorithms.gigpo:Gigpo",
     "gagpo": "art_cli.learners.algorithms.gagpo:Gagpo",
     "maxrl": "art_cli.learners.algorithms.maxrl:Maxrl",

@@ -26,7 +26,7 @@ NAME = "art_slots"
 
 
 class Layout:
-    """How the tokens of one step attend: computed once for all layers."""
+    """The attention of one step's tokens: computed once for all layers."""
 
     def __init__(self, plan: StepPlan, runs: list[Run], cache: SlotCache, device: torch.device) -> None:
         self.tokens_T = torch.from_numpy(plan.tokens_T).to(device)
@@ -70,7 +70,7 @@ class Layout:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _places_of(self, heads: int) -> Tensor:
-        """[T * heads] the row of a slab, seen as rows of head_dim, for the keys or values of each token and head."""
+        """Returns [T * heads] the row of a slab, as rows of head_dim, for keys or values of each token and head."""
         if heads not in self._places:
             length = self._cache.shape.length
             first = self._slots_T * (heads * length) + self.positions_T
@@ -78,7 +78,7 @@ class Layout:
         return self._places[heads]
 
     def _run_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """[slots, 1, 1, length] 0: attended, -inf: not; None: all are attended."""
+        """Returns [slots, 1, 1, length] 0 where attended, else -inf; or None if all are attended."""
         run, key = self._runs[index], (index, window)
         if run.is_even and not (window and run.length > window):
             return None
@@ -91,7 +91,7 @@ class Layout:
         return self._masks[key]
 
     def _chunk_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """[slots, 1, width, length]; None: causal attention from the first token on."""
+        """Returns [slots, 1, width, length], or None for causal attention from the first token on."""
         key, run = (-1 - index, window), self._chunk_runs[index]
         if run.chunk is not None and run.chunk.start == 0 and not (window and run.length > window):
             return None
@@ -116,7 +116,7 @@ def attend(
     layout: Layout | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """[1, T, heads, head_dim]: the signature of transformers' AttentionInterface; `layout` comes through the model."""
+    """Returns [1, T, heads, head_dim], as transformers' AttentionInterface; `layout` comes through the model."""
     for unsupported in ("softcap", "s_aux", "position_bias"):
         if others.get(unsupported) is not None:
             raise EngineError(f"the embedded engine cannot run this model: its attention uses {unsupported}")
@@ -128,7 +128,7 @@ def attend(
 def _attend_run(
     run: Run, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """[rows, heads, head_dim] for queries of that shape."""
+    """Returns [rows, heads, head_dim] for queries of that shape."""
     grouped = _grouped(run, query, keys.shape[1])
     slots, tokens = slice(run.start, run.stop), slice(run.length)
     out = F.scaled_dot_product_attention(
@@ -175,7 +175,7 @@ def _attend_normed(
 
 
 def _grouped(run: Run, query: Tensor, heads_kv: int) -> Tensor:
-    """[slots, heads_kv, heads / heads_kv, head_dim]; heads that share keys become rows of one product."""
+    """Returns [slots, heads_kv, heads / heads_kv, head_dim]; heads that share keys become rows of one product."""
     rows, heads, dim = query.shape
     grouped = query.reshape(rows, heads_kv, heads // heads_kv, dim)
     if run.members is None:
@@ -193,7 +193,7 @@ def _rows(run: Run, out: Tensor, heads: int) -> Tensor:
 def _attend_chunk(
     chunk: PromptChunk, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """[num, heads, head_dim] for queries of that shape."""
+    """Returns [num, heads, head_dim] for queries of that shape."""
     slot, end = slice(chunk.slot, chunk.slot + 1), chunk.start + chunk.num
     key, value = (_per_head(slab[slot, :, :end], query.shape[1]) for slab in (keys, values))
     out = F.scaled_dot_product_attention(
@@ -205,7 +205,7 @@ def _attend_chunk(
 def _attend_chunks(
     run: ChunkRun, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """[num, heads, head_dim] for queries of that shape."""
+    """Returns [num, heads, head_dim] for queries of that shape."""
     assert mask is not None
     heads_kv, (_, heads, dim) = keys.shape[1], query.shape
     num, group = run.stop - run.start, heads // heads_kv

@@ -49,10 +49,10 @@ class Generation:
     mailbox: "Mailbox"
     is_stream: bool = False  # True: a piece for every token; False: one piece at the end
     num_top: int = 0
-    top_temperature: float = 0.0  # at which the likeliest tokens are reported; 0: under softmax(logits)
+    top_temperature: float = 0.0  # the temperature of the reported likeliest tokens; 0: softmax(logits)
     stops: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()  # tokens that end it besides the model's own
-    text: Detokenizer | None = None  # the sampled text, in which stop strings are looked for; None: there are none
+    text: Detokenizer | None = None  # the sampled text, if there are stop strings to find in it
     min_tokens: int = 0  # number of first tokens in whose text no stop string counts
     ignores_ends: bool = False  # the model's own stop tokens do not end it
     reshaping: Reshaping | None = None  # its penalties and biases
@@ -67,7 +67,7 @@ Mailbox = Callable[[list[tuple[Generation, Piece]]], None]
 
 
 class _Commands:
-    """What other threads ask of the engine's. None is added after the thread has ended."""
+    """The requests of other threads. The queue is closed when the thread has ended."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -253,7 +253,7 @@ class EngineThread:
             self._version, self._is_stale = version, False
 
     def _allowed(self, plan: StepPlan) -> Allowed | None:
-        """Returns the tokens that may follow in generations that follow a grammar; None: no generation in the plan does."""
+        """Returns the tokens that may come next under grammars, or None if no generation in the plan has one."""
         rows = np.flatnonzero(self._settings.is_held[plan.slots])
         if not rows.size:
             return None
@@ -263,7 +263,7 @@ class EngineThread:
         return Allowed(rows, self._masks.allowed([running[int(slot)].payload.matcher for slot in plan.slots[rows]]))
 
     def _reshaped(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor | None:
-        """Returns a copy of the logits [R, V] after biases and penalties; None: no generation in the plan has any."""
+        """Returns a copy of the logits [R, V] after biases and penalties, or None if there are none."""
         rows = np.flatnonzero(self._settings.is_reshaped[plan.slots])
         if not rows.size:
             return None

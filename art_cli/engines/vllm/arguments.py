@@ -1,4 +1,4 @@
-"""How a server is started: its command line and environment, computed from the configuration and the model. Pure.
+"""The command line and environment of a server, computed from the configuration and the model. Pure.
 
 The user's own settings, under vLLM's names (`engine.args`, `engine.env`), come last and win. The schema refuses there
 what the engine depends on (VLLM_OWN_ARGS and VLLM_OWN_ENV).
@@ -46,7 +46,7 @@ def command(
     sleep: int,
     has_gpu: bool,
 ) -> list[str]:
-    """The server's argv, without any secret. `name` is the base model's name there."""
+    """Returns the server's argv, without any secret. `name` is the base model's name there."""
     arguments: dict[str, JsonValue] = {
         "model": model.base,
         "served-model-name": name,
@@ -116,7 +116,7 @@ def environment(
     sleep: int,
     has_gpu: bool,
 ) -> dict[str, str]:
-    """The server's environment, which is the only place for the key. Its processes' sockets are made in `sockets`."""
+    """Returns the server's environment, which alone holds the key. Its processes' sockets are in `sockets`."""
     variables = {name: value for name, value in inherited.items() if name not in NOT_INHERITED}
     defaults = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1", "VLLM_RPC_BASE_PATH": str(sockets)}
     if not has_gpu:
@@ -148,7 +148,7 @@ def sleep_level(config: VllmEngineConfig, model: PolicySpec, *, inherited: Mappi
 
 
 def shares_gpu(config: VllmEngineConfig, learner_device: str | None, inherited: Mapping[str, str]) -> bool:
-    """Whether the server's first GPUs include the learner's, both named as the system names them."""
+    """Returns whether the server's first GPUs include the learner's, both named as the system names them."""
     if learner_device is None or not learner_device.startswith("cuda"):
         return False
     ours = _visible(inherited)
@@ -194,18 +194,18 @@ def check_gpus(config: VllmEngineConfig) -> None:
 
 
 def visible_gpus(variables: Mapping[str, str]) -> Sequence[str]:
-    """The names of the GPUs that a server with that environment can use, on a machine that has some."""
+    """Returns the names of the GPUs that a server with that environment can use, on a machine that has some."""
     return _visible(variables) or _gpu_indices()
 
 
 def _gpu_indices() -> list[str]:
-    """The indices of this machine's GPUs, by their device files; at least the one that `has_gpu` found."""
+    """Returns the indices of this machine's GPUs, by their device files; at least the one that `has_gpu` found."""
     number = len(list(Path("/dev").glob("nvidia[0-9]*"))) or len(list(Path("/dev/dri").glob("renderD*"))) or 1
     return [str(index) for index in range(number)]
 
 
 def has_gpu(inherited: Mapping[str, str]) -> bool:
-    """Whether this machine shows a GPU: an NVIDIA or AMD device file, not hidden by the environment."""
+    """Returns whether this machine shows a GPU: an NVIDIA or AMD device file, not hidden by the environment."""
     if inherited.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return False
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))

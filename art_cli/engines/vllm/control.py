@@ -56,7 +56,7 @@ class Control:
         self._is_closed = False
 
     async def is_healthy(self, *, timeout_s: float) -> bool:
-        """Whether it can answer; False where it says itself that it no longer can. Raises Unreachable."""
+        """Returns whether it can answer; False if it reports that it no longer can. Raises Unreachable."""
         try:
             await self._call("GET", "/health", timeout_s=timeout_s)
         except Refused as refusal:
@@ -66,7 +66,7 @@ class Control:
         return True
 
     async def models(self) -> list[str]:
-        """The names that it serves, with adapters. The base model's name is first."""
+        """Returns the names that it serves, with adapters. The base model's name is first."""
         answer = await self._call("GET", "/v1/models", timeout_s=CALL_DEADLINE_S)
         return [model["id"] for model in answer["data"]]
 
@@ -171,7 +171,7 @@ class Control:
 
 
 def _json(answer: bytes) -> Json:
-    """The answer's JSON object; empty where it is something else (vLLM says "Success" in plain text)."""
+    """Returns the answer's JSON object; empty if it is something else (vLLM answers "Success" in plain text)."""
     try:
         fields = msgspec.json.decode(answer)
     except (ValueError, RecursionError):

@@ -30,7 +30,7 @@ class Verbatim:
     "{{ (call.arguments['1f3c'] if '1f3c' in call.arguments else call.arguments | tojson) }}"."""
 
     def __init__(self, template: str | None) -> None:
-        """`template` is the model's own; None: it is not known, and requests stay as they are."""
+        """`template` is the model's, or None if it is unknown, and requests stay as they are."""
         self._key = secrets.token_hex(12)
         choice = rf"(\1['{self._key}'] if '{self._key}' in \1 else \g<0>)"
         self.template = None if template is None else _WRITTEN.sub(choice, template)
@@ -38,7 +38,7 @@ class Verbatim:
         self._takes_apart = template is not None and _TAKEN_APART.search(template) is not None
 
     def put_into(self, request: Request) -> Request:
-        """The request with the arguments of earlier calls under the key.
+        """Returns the request with the arguments of earlier calls under the key.
 
         A template that in some case takes arguments apart, as Llama 3.1's does for built-in tools, does so only where
         a client sets its variables; such a request stays as it is.
@@ -78,7 +78,7 @@ def restore_arguments(choice: Choice) -> None:
 
 
 def _find_object(text: str, place: int, arguments: str) -> tuple[str | None, int]:
-    """The first JSON object from `place` on that has the same value as `arguments`, and where it ends."""
+    """Returns the first JSON object from `place` on that has the same value as `arguments`, and where it ends."""
     decoder = json.JSONDecoder()
     start = text.find("{", place)
     while start >= 0:

@@ -103,7 +103,7 @@ class VllmEngine:
         self._watcher = asyncio.create_task(self._watch_server())
 
     async def load(self, checkpoint: Path, step: int) -> None:
-        """Raises CheckpointError: no adapter there; EngineError: the server refuses it, or is gone for good."""
+        """Raises CheckpointError if there is no adapter; EngineError if the server refuses it, or is gone for good."""
 
         async def load(adapters: Adapters) -> None:
             await adapters.load(checkpoint, step)
@@ -133,12 +133,12 @@ class VllmEngine:
         return scored[0][1].logprobs
 
     def sampling(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """A request that samples. Any number of them run at once."""
+        """Enters as a request that samples. Any number of them run at once."""
         return self._traffic.shared()
 
     def scoring(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """A request for the logprobs of a prompt. Where vLLM could not do both, it waits for the requests that sample
-        to end, and new ones wait for it."""
+        """Enters as a request for the logprobs of a prompt. Where vLLM could not do both, it waits for the requests
+        that sample to end, and new ones wait for it."""
         return self._traffic.alone() if self._scores_alone else self._traffic.shared()
 
     def longest_prompt(self) -> None:
@@ -218,8 +218,8 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncIterator[tuple[Adapters, HttpBackend]]:
-        """The server's adapters and the client of the current one, as soon as the request may begin. Raises ChatError:
-        no such model, or the engine has failed."""
+        """The server's adapters and the client of the current one, as soon as the request may begin. Raises ChatError
+        if no such model, or the engine has failed."""
         await self._admit(request)
         async with self.sampling():
             adapters = await self._admit(request)  # a new server may have come while a prompt was scored
@@ -227,7 +227,7 @@ class VllmEngine:
                 yield adapters, backend
 
     async def _admit(self, request: Request) -> Adapters:
-        """The server's adapters as soon as it answers. Raises ChatError: no such model, or the engine has failed."""
+        """Returns the server's adapters as soon as it answers. Raises ChatError if it has no such model, or failed."""
         if request.model != self.endpoint.model:
             raise ChatError(404, f"the model {request.model!r} does not exist", param="model", code="model_not_found")
         try:
@@ -269,8 +269,8 @@ class VllmEngine:
         self._ready.set()
 
     def _prefix(self) -> str:
-        """The beginning of the adapters' names. The random part keeps apart those that others, an earlier run of this
-        name, or a connection that was lost, left in a running server."""
+        """Returns the beginning of the adapters' names. The random part keeps apart those that others, an earlier run
+        of this name, or a connection that was lost, left in a running server."""
         return self._name if isinstance(self._server, OwnServer) else f"{self._name}-{secrets.token_hex(4)}"
 
     def _make_backend(self, name: str, step: int) -> HttpBackend:
@@ -303,7 +303,7 @@ class VllmEngine:
         await self._server.stop()
 
     async def _steer(self, work: Callable[[Adapters], Awaitable[Result]]) -> Result:
-        """The result of `work`, which is done again when the server ends in the middle of it and a new one answers."""
+        """Returns the result of `work`, done again when the server ends in the middle of it and a new one answers."""
         async with self._steering:
             for _ in range(MAX_RESTARTS + 1):
                 adapters = await self._ready_adapters()

@@ -46,7 +46,7 @@ class OwnServer:
     """A child process of this one. Its port and key are new at every start."""
 
     def __init__(self, config: VllmEngineConfig, model: PolicySpec, *, name: str, log: Path) -> None:
-        """Raises EngineError: no such Python, or a setting that this machine cannot have."""
+        """Raises EngineError for no such Python, or a setting that this machine cannot have."""
         self.base_name = f"{name}@base"
         self.log = log
         self.has_gpu = arguments.has_gpu({**os.environ, **config.env})
@@ -72,7 +72,7 @@ class OwnServer:
         raise EngineError(f"vllm: {MAX_PORTS} ports in a row were taken by others while it started; see {self.log}")
 
     async def _start_at(self, port: int) -> bool:
-        """Whether the server answers; False where another process has that port."""
+        """Returns whether the server answers; False where another process has that port."""
         self.key = secrets.token_urlsafe(32)
         self.control = Control(f"http://127.0.0.1:{port}", self.key)
         try:
@@ -123,7 +123,7 @@ class OwnServer:
         )
 
     async def _until_healthy(self) -> bool:
-        """Whether a server answers; False where ours ended because another process was quicker to take the port."""
+        """Returns whether a server answers; False if ours ended because another process took the port."""
         assert self._child is not None
         ended = asyncio.ensure_future(self._child.wait())
         try:
@@ -194,7 +194,7 @@ class RunningServer:
             raise
 
     async def _check_logprobs(self) -> None:
-        """Raises EngineError: the server reports raw logprobs, which do not change with the temperature.
+        """Raises EngineError if the server reports raw logprobs, which do not change with the temperature.
 
         Those of the distribution sampled from do. Only tokens that both replies list are compared, because each also
         lists the token that it happened to sample.
@@ -239,7 +239,7 @@ async def _unhealthy(control: Control) -> str:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that no process listens on now; another process may be quicker to take it."""
+    """Returns a free port of the loopback interface, which another process may be quicker to take."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -32,7 +32,7 @@ PROVIDER = "art"
 
 
 class TracedRun(NamedTuple):
-    """Which run the attempts are of. Example: TracedRun("mine", "3f2a...", "Qwen/Qwen3-0.6B")"""
+    """The run that the attempts are of. Example: TracedRun("mine", "3f2a...", "Qwen/Qwen3-0.6B")"""
 
     name: str
     id: str  # the same for the same run, wherever it is sent from
@@ -61,7 +61,7 @@ class Span(NamedTuple):
 
 
 def spans_of(trajectory: Trajectory, source: TracedRun, *, split: str = "train") -> Iterator[Span]:
-    """The rollout's span first, then those inside it, in the order of time."""
+    """Yields the rollout's span first, then those inside it, in the order of time."""
     maker = _Maker(trajectory, source, split)
     yield maker.rollout()
     num = 1
@@ -215,7 +215,7 @@ class _Maker:
 
 
 def reward_of(trajectory: Trajectory) -> float | None:
-    """The final reward of a scored trajectory; without a score, the one that the rollout returned."""
+    """Returns the final reward of a scored trajectory; without a score, the one that the rollout returned."""
     return trajectory.reward if isinstance(trajectory, ScoredTrajectory) else trajectory.returned_reward
 
 
@@ -244,7 +244,8 @@ class Said(NamedTuple):
 
 
 def said(messages: Sequence[Said]) -> str:
-    """The messages as one JSON list. The oldest are left out where all of them have more than MAX_INPUT characters."""
+    """Returns the messages as one JSON list. The oldest are left out where all of them have more than MAX_INPUT
+    characters."""
     shown: list[str] = []
     left = MAX_INPUT
     for message in reversed(messages):
@@ -266,7 +267,8 @@ def as_said(message: Json, *, finish: str | None = None) -> Said:
 
 
 def _json(record: Json) -> str:
-    """The record as JSON. msgspec is fifteen times as fast, and does not take lone surrogates and large integers."""
+    """Returns the record as JSON. msgspec is fifteen times as fast, and does not take lone surrogates and large
+    integers."""
     try:
         return msgspec.json.encode(record).decode()
     except (UnicodeEncodeError, OverflowError):
@@ -295,7 +297,7 @@ def _parts(message: Json) -> list[Json]:
 
 
 def parsed(arguments: str) -> Any:
-    """A tool call's arguments as JSON, or as the text that they are where they are none, or are deep."""
+    """Returns a tool call's arguments as JSON, or as the text that they are where they are none, or are deep."""
     try:
         value = msgspec.json.decode(arguments)
     except (ValueError, RecursionError):
@@ -304,7 +306,7 @@ def parsed(arguments: str) -> Any:
 
 
 def shortened(text: str, limit: int = MAX_TEXT) -> str:
-    """The text, with its middle replaced by how much is left out where it is longer than `limit`."""
+    """Returns the text, with its middle replaced by how much is left out where it is longer than `limit`."""
     if len(text) <= limit:
         return text
     half = limit // 2

@@ -1,4 +1,4 @@
-"""What a scored file says of its judge: order bias, spread, agreement with a gold reward, cost, groups without signal.
+"""The report on a scored file's judge: order bias, spread, agreement with a gold reward, cost, groups without signal.
 
 Reads the scored lines, and of each only the fields it needs. Writes nothing: judge_report_text.py puts the report in
 words, and `reports/pages/judge_page.py` makes a page of it.
@@ -42,7 +42,7 @@ class ScoredRow(msgspec.Struct):
     schema_version: int = 1
 
     def __post_init__(self) -> None:
-        """Raises ValueError: a number too large to be added up, or votes and positions that do not fit together."""
+        """Raises ValueError for a number too large to be added up, or votes and positions that do not fit together."""
         for score in self.scores:
             _check_score(score)
         for value in (self.reward, self.returned_reward, *self.metrics.values()):
@@ -62,7 +62,7 @@ def _check_score(score: Score) -> None:
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """How a score agrees with the gold; None: the gold is equal within every group."""
+    """The agreement of a score with the gold; each is None if the gold is equal within every group."""
 
     pairwise_accuracy: Measure | None
     pair_flips: Measure | None
@@ -71,13 +71,13 @@ class Agreement(msgspec.Struct, frozen=True):
 
 
 class JudgeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One judge and model. Times are seconds, costs are US dollars for the whole file; None: unknown."""
+    """One judge and model. Times are seconds, costs are US dollars for the whole file, or None if unknown."""
 
     judge: str
     model: str | None
     num_votes: int  # the most that one attempt got
     order_bias: Measure | None  # score added to the first place over the last
-    reliability: VoteReliability | None  # None: one vote an attempt, or votes and attempts that never differ
+    reliability: VoteReliability | None  # or None if an attempt has one vote, or nothing differs
     spread: float | None  # standard deviation of one vote about its attempt's mean, pooled over attempts
     agreement: Agreement | None  # agreement of its score (all votes) with the gold
     one_vote: Agreement | None  # agreement of each single vote with the gold, pooled
@@ -100,11 +100,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     reward_mean: float | None
     reward_std: float | None  # within groups, pooled
     agreement: Agreement | None  # agreement of the reward with the gold
-    flips: FlipRates | None  # flip rates of the reward; None: no gold, or reward or gold has other values than 0 and 1
+    flips: FlipRates | None  # flip rates of the reward, if it and a gold are all 0 or 1
     judges: list[JudgeReport]
 
     def values(self) -> dict[str, float]:
-        """Returns the values that a gate can bound, by name: `name` is the first judge's, `MODEL.name` that of any judge."""
+        """Returns the values that a gate can bound, by name: `name` is the first judge's, `MODEL.name` that of any
+        judge."""
         found: dict[str, float] = {}
         for place, judge in enumerate(self.judges):
             for name, value in _judge_values(judge).items():

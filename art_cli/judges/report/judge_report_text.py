@@ -37,7 +37,7 @@ def report_lines(report: Report) -> Lines:
 
 
 def _flip_lines(flips: FlipRates, gold: str) -> Lines:
-    """The flip rates, and the value of `judge.noise` that says so."""
+    """Returns the flip rates, and the same as a value of `judge.noise`."""
     lines = [
         (f"reward against {gold}", ""),
         ("  false positives", f"{_interval(flips.false_positive)}   of {flips.num_wrong} attempts with gold 0"),
@@ -83,7 +83,7 @@ def _bias_words(bias: Measure) -> str:
 
 
 def _agreement_lines(found: Agreement, one_vote: Agreement | None = None) -> Lines:
-    """One line for each measure, with its 95 % interval and, beside it, the same measure of one vote alone."""
+    """Returns one line for each measure, with its 95 % interval and, beside it, the same measure of one vote alone."""
     alone = {} if one_vote is None else msgspec.structs.asdict(one_vote)
     lines = []
     for name, each in msgspec.structs.asdict(found).items():

@@ -42,7 +42,8 @@ class TaughtPreset(ClippedPreset[TaughtKnobs]):
         self._policy = policy
 
     def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> Sequence[Sequence[Credit | float | None]]:
-        """A trajectory without a lesson learns from its rewards alone, or is left out if these count nothing."""
+        """Returns the credits. A trajectory without a lesson has that of its rewards, or None if these count
+        nothing."""
         lessons = self.lessons(groups)
         self._numbers = lesson_numbers(lessons.values(), sum(map(len, groups)))
         taught = {name: each.advantages for name, each in lessons.items()}
@@ -59,7 +60,7 @@ class TaughtPreset(ClippedPreset[TaughtKnobs]):
         return lesson(trajectory, samples, [self._advantages(ratios) for ratios in log_ratios], log_ratios)
 
     def _advantages(self, log_ratios: Floats) -> Floats:
-        """[N] of the tokens of one sample."""
+        """Returns [N] the advantages of the tokens of one sample."""
         return teacher_advantages(log_ratios, self.knobs.divergence)
 
     def _reward_parts(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:

@@ -48,14 +48,14 @@ class Gdpo(ClippedPreset[GdpoConfig]):
         return scale_over_step([self._sum_of_parts(group) for group in groups])
 
     def _sum_of_parts(self, group: Sequence[ScoredTrajectory]) -> list[float]:
-        """[G] the weighted sum of the parts, each normalized within the group."""
+        """Returns [G] the weighted sum of the parts, each normalized within the group."""
         weights = self.knobs.reward_parts
         parts = [advantages([_part(trajectory, name) for trajectory in group], scale=True) for name in weights]
         return weighted_sum(parts, list(weights.values()))
 
 
 def _part(trajectory: ScoredTrajectory, name: str) -> float:
-    """A part of the trajectory's reward: the metric of that name, or the reward itself as `reward`."""
+    """Returns a part of the trajectory's reward: the metric of that name, or the reward itself as `reward`."""
     value = trajectory.reward if name == "reward" else trajectory.metrics.get(name)
     if value is None:
         there_are = ", ".join(map(repr, trajectory.metrics)) or "none"

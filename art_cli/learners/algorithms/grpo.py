@@ -62,7 +62,7 @@ class Dapo(ScaledPreset[loss_config.DapoConfig]):
         return clip_tokens(terms, self.knobs.clip, self.knobs.clip_high)
 
     def _penalty(self, trajectory: ScoredTrajectory) -> float:
-        """The soft punishment of the trajectory's longest reply."""
+        """Returns the soft punishment of the trajectory's longest reply."""
         if self.knobs.overlong != "penalty":
             return 0.0
         longest = max((len(turn.sampled_ids) for turn in seen_turns(trajectory)), default=0)

@@ -1,4 +1,4 @@
-"""PPO: a critic gives every turn an advantage of its own (gae.py). The learner owns the critic (../critic.py)."""
+"""PPO: a critic gives each turn its advantage (gae.py). The learner owns the critic (../critic.py)."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -17,7 +17,7 @@ ScaledKnobs = TypeVar("ScaledKnobs", bound=loss_config.ScaledLossConfig)
 class Preset(Algorithm, Generic[Knobs]):
     """An algorithm with the knobs of its section. `max_tokens` is the length limit of one reply."""
 
-    section: ClassVar[type[loss_config.PresetConfig]]  # of an experiment, which loss_config.EXPERIMENTS names
+    section: ClassVar[type[loss_config.PresetConfig]]  # an experiment's options (loss_config.EXPERIMENTS)
 
     def __init__(self, knobs: Knobs, max_tokens: int) -> None:
         self.knobs, self.max_tokens = knobs, max_tokens
