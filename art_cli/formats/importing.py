@@ -26,15 +26,15 @@ _SCORED = msgspec.json.Decoder(ScoredTrajectory)
 
 @dataclass
 class Unread:
-    """Records that were not read, by reason, each with the first place. str: one line."""
+    """Records that were not read, by reason, each with the first origin. str: one line."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
 
-    def add(self, place: str, reason: str) -> None:
+    def add(self, origin: str, reason: str) -> None:
         reason = printable(reason, limit=200)
         self.counts[reason] += 1
-        self.first.setdefault(reason, place)
+        self.first.setdefault(reason, origin)
 
     def __str__(self) -> str:
         """Example: "2 JSON is malformed: ... (a.jsonl:7 first)"."""
@@ -117,7 +117,7 @@ def _trajectories(
     `done`."""
     readers = [reader() for reader in READERS]
     ids: set[tuple[str, str]] = set()
-    for place, attempt in _attempts(paths, readers, done, form=form, group_by=group_by):
+    for origin, attempt in _attempts(paths, readers, done, form=form, group_by=group_by):
         try:
             if reward is not None:
                 attempt.reward = _named(attempt, reward)
@@ -127,7 +127,7 @@ def _trajectories(
             if trajectory.id and key in ids:
                 raise ValueError("an attempt that was read before: its id is there already")
         except WRONG as error:
-            done.unread.add(place, _why(error))
+            done.unread.add(origin, _why(error))
             continue
         ids.add(key)
         yield trajectory, line
@@ -141,20 +141,20 @@ def _attempts(
     paths: Sequence[Path], readers: Sequence[TraceReader], done: Imported, *, form: str | None, group_by: str | None
 ) -> Iterator[tuple[str, TracedAttempt]]:
     for path in paths:
-        for place, record, problem in records(path):
+        for origin, record, problem in records(path):
             done.num_records += 1
             if record is None:
-                done.unread.add(place, problem)
+                done.unread.add(origin, problem)
                 continue
             try:
                 reader = _reader_of(record, readers, form)
                 attempt = reader.read(record, _group_of(record, group_by))
             except WRONG as error:
-                done.unread.add(place, _why(error))
+                done.unread.add(origin, _why(error))
                 continue
             done.formats[reader.name] += 1
             if attempt is not None:
-                yield place, attempt
+                yield origin, attempt
     for reader in readers:
         for attempt in reader.finish():
             yield f"attempt {printable(attempt.id or attempt.scenario, limit=80)}", attempt

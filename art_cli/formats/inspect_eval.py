@@ -41,7 +41,7 @@ class InspectSample:
         )
         resolver = _Attachments(as_object(record.get("attachments"), "attachments"))
         messages = [_message(resolver.resolve(each)) for each in as_list(record.get("messages"), "messages")]
-        replies = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+        replies = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
         if not replies:
             raise ValueError("no assistant message")
         attempt.add(TracedCall(messages[: replies[-1]], messages[replies[-1]], _tools(record)))

@@ -134,10 +134,10 @@ def _record_of_turn(trajectory: Trajectory, index: int) -> Json:
 
 def _conversation_at(trajectory: Trajectory, index: int) -> tuple[list[Json] | None, Json | None]:
     """Returns (messages, reply) of a call, where the conversation never branched, so that reply N is that of call N."""
-    places = [place for place, message in enumerate(trajectory.messages) if message.get("role") == "assistant"]
-    if trajectory.branches or len(places) != len(trajectory.turns):
+    replies = [number for number, message in enumerate(trajectory.messages) if message.get("role") == "assistant"]
+    if trajectory.branches or len(replies) != len(trajectory.turns):
         return None, None
-    return trajectory.messages[: places[index]], trajectory.messages[places[index]]
+    return trajectory.messages[: replies[index]], trajectory.messages[replies[index]]
 
 
 def _own(own: Any, turns: list[Json]) -> Trajectory:

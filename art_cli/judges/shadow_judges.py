@@ -123,7 +123,7 @@ def shadow_numbers(groups: Sequence[Sequence[ScoredTrajectory]], config: RunConf
         numbers[f"shadow/{name}.num"] = sum(map(len, pairs))
         if not pairs:
             continue
-        reward, score = (fmean(pair[place] for group in pairs for pair in group) for place in (0, 1))
+        reward, score = (fmean(pair[side] for group in pairs for pair in group) for side in (0, 1))
         numbers |= {f"shadow/{name}": score, f"shadow/{name}.reward": reward}
         if not compares_only(each.judge) and not compares_only(config.judge):
             numbers[f"shadow/{name}.gap"] = reward - score
@@ -148,9 +148,9 @@ def _correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | Non
     """Pearson's, of the differences from the means of each group."""
     centered: list[tuple[float, float]] = []
     for pairs in groups:
-        means = [fmean(pair[place] for pair in pairs) for place in (0, 1)]
+        means = [fmean(pair[side] for pair in pairs) for side in (0, 1)]
         centered += [(reward - means[0], score - means[1]) for reward, score in pairs]
-    square = [math.fsum(pair[place] ** 2 for pair in centered) for place in (0, 1)]
+    square = [math.fsum(pair[side] ** 2 for pair in centered) for side in (0, 1)]
     scale = math.sqrt(square[0]) * math.sqrt(square[1])
     if not 1e-12 < scale < math.inf:
         return None

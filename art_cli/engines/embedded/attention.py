@@ -36,7 +36,7 @@ class Layout:
         self._num_decodes = len(plan.decodes)
         self._runs, self._chunk_runs = runs, plan_chunk_runs(plan.chunks, device)
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
-        self._places: dict[int, Tensor] = {}
+        self._slab_rows: dict[int, Tensor] = {}
 
     def attend(
         self,
@@ -49,7 +49,7 @@ class Layout:
         window: int | None,
     ) -> Tensor:
         """[T, heads, head_dim]"""
-        self._cache.write(layer, key, value, self._places_of(key.shape[1]))
+        self._cache.write(layer, key, value, self._slab_rows_of(key.shape[1]))
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         parts = []
         for index, run in enumerate(self._runs):
@@ -69,13 +69,13 @@ class Layout:
             offset += chunks.num
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _places_of(self, heads: int) -> Tensor:
+    def _slab_rows_of(self, heads: int) -> Tensor:
         """Returns [T * heads] the row of a slab, as rows of head_dim, for keys or values of each token and head."""
-        if heads not in self._places:
+        if heads not in self._slab_rows:
             length = self._cache.shape.length
             first = self._slots_T * (heads * length) + self.positions_T
-            self._places[heads] = (first[:, None] + torch.arange(heads, device=first.device) * length).view(-1)
-        return self._places[heads]
+            self._slab_rows[heads] = (first[:, None] + torch.arange(heads, device=first.device) * length).view(-1)
+        return self._slab_rows[heads]
 
     def _run_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Returns [slots, 1, 1, length] 0 where attended, else -inf; or None if all are attended."""
@@ -83,10 +83,10 @@ class Layout:
         if run.is_even and not (window and run.length > window):
             return None
         if key not in self._masks:
-            place = torch.arange(run.length, device=run.lengths.device)
-            hidden = place >= run.lengths[:, None]
+            column = torch.arange(run.length, device=run.lengths.device)
+            hidden = column >= run.lengths[:, None]
             if window:
-                hidden |= place < run.lengths[:, None] - window
+                hidden |= column < run.lengths[:, None] - window
             self._masks[key] = _additive(hidden, dtype)[:, None, None]
         return self._masks[key]
 
@@ -96,10 +96,10 @@ class Layout:
         if run.chunk is not None and run.chunk.start == 0 and not (window and run.length > window):
             return None
         if key not in self._masks:
-            place, position = torch.arange(run.length, device=run.positions.device), run.positions[:, :, None]
-            hidden = place > position
+            column, position = torch.arange(run.length, device=run.positions.device), run.positions[:, :, None]
+            hidden = column > position
             if window:
-                hidden |= place <= position - window
+                hidden |= column <= position - window
             self._masks[key] = _additive(hidden, dtype)[:, None]
         return self._masks[key]
 

@@ -108,29 +108,29 @@ def _split(text: str, opening: str) -> list[str] | None:
         return None
     if not text.startswith(opening):
         return None
-    decoder, parts, place = json.JSONDecoder(), [], 1
-    while text[place] not in "]}":
-        if text[place] in SPACE + ",:":
-            place += 1
+    decoder, parts, offset = json.JSONDecoder(), [], 1
+    while text[offset] not in "]}":
+        if text[offset] in SPACE + ",:":
+            offset += 1
         else:
-            _, end = decoder.raw_decode(text, place)
-            parts.append(text[place:end])
-            place = end
+            _, end = decoder.raw_decode(text, offset)
+            parts.append(text[offset:end])
+            offset = end
     return parts
 
 
 def _split_objects(text: str) -> list[str] | None:
     decoder = json.JSONDecoder()
-    items, place = [], 0
-    while place < len(text):
+    items, offset = [], 0
+    while offset < len(text):
         try:
-            _, end = decoder.raw_decode(text, place)
+            _, end = decoder.raw_decode(text, offset)
         except (ValueError, RecursionError):
             return None
-        items.append(text[place:end])
-        place = end
-        while place < len(text) and text[place] in SPACE + ";":
-            place += 1
+        items.append(text[offset:end])
+        offset = end
+        while offset < len(text) and text[offset] in SPACE + ";":
+            offset += 1
     return items
 
 

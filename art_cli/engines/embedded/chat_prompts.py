@@ -165,7 +165,7 @@ def _apply_template(vocabulary: Vocabulary, request: Request, tools: list[Json],
     wishes = {} if request.thinks is None else {"enable_thinking": request.thinks}
     guard = Guard(vocabulary.controls, messages, request.messages, tools, request.template_kwargs, request.tool_choice)
     messages, tools, variables = guard.messages(messages), guard.value(tools), guard.value(request.template_kwargs)
-    stand_ins.texts = {place: guard.json(text) for place, text in stand_ins.texts.items()}
+    stand_ins.texts = {call: guard.json(text) for call, text in stand_ins.texts.items()}
 
     def rendered(messages: list[Json]) -> str:
         return vocabulary.template.render(messages, tools, variables, most=most, wishes=wishes)
@@ -195,8 +195,8 @@ class StandIns:
 
     def __init__(self, messages: Sequence[Json]) -> None:
         calls = [(m, c) for m, message in enumerate(messages) for c in range(len(message.get("tool_calls") or ()))]
-        given = {place: messages[place[0]]["tool_calls"][place[1]]["function"].get("arguments") for place in calls}
-        self.texts = {place: text for place, text in given.items() if isinstance(text, str) and text[:1] == "{"}
+        given = {call: messages[call[0]]["tool_calls"][call[1]]["function"].get("arguments") for call in calls}
+        self.texts = {call: text for call, text in given.items() if isinstance(text, str) and text[:1] == "{"}
         self._name = secrets.token_hex(12) if self.texts else ""
 
     def put_into(self, messages: list[Json]) -> list[Json]:

@@ -403,13 +403,13 @@ class _Room:
         if num == 0:
             yield
             return
-        place = num, asyncio.get_running_loop().create_future()
-        self._change(0, joins=place)
+        entry = num, asyncio.get_running_loop().create_future()
+        self._change(0, joins=entry)
         try:
-            await place[1]
+            await entry[1]
             yield
         finally:
-            self._change(num, leaves=place)
+            self._change(num, leaves=entry)
 
     def _change(self, freed: int, *, joins: Any = None, leaves: Any = None) -> None:
         with self._lock:

@@ -122,8 +122,8 @@ class Masks:
         """Returns [n, V] at least one token each: if nothing else can follow, or on an error, those that end the
         reply."""
         words = np.zeros((len(matchers), -(-self._vocab // 32)), np.int32)
-        places = [(matcher, row) for row, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(places, words.ctypes.data, words.shape[1] * 4, len(matchers))
+        jobs = [(matcher, row) for row, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(jobs, words.ctypes.data, words.shape[1] * 4, len(matchers))
         bits = np.unpackbits(words.view(np.uint8), axis=1, count=self._vocab, bitorder="little")
         return bits.view(np.bool_)
 

@@ -169,7 +169,7 @@ class ForwardRunner:
 
     def _layout(self, tokens: Any, start: int, stop: int, cache: SlotCache) -> Layout:
         """Returns a layout for some tokens of one sequence, whose earlier tokens are in `cache`."""
-        none, places = np.empty(0, np.int64), np.arange(start, stop)
+        none, positions = np.empty(0, np.int64), np.arange(start, stop)
         plan = StepPlan(
             shape=Shape(1, len(tokens)),
             copies=[],
@@ -177,8 +177,8 @@ class ForwardRunner:
             shared=none,
             chunks=[PromptChunk(0, start, stop - start, True)],
             tokens_T=tokens[start:stop],
-            slots_T=np.zeros_like(places),
-            positions_T=places,
+            slots_T=np.zeros_like(positions),
+            positions_T=positions,
             rows=none,
             slots=none,
             num_sampled=none,

@@ -105,7 +105,7 @@ def _byte_letters() -> dict[str, int]:
     """Returns the byte of each letter in a byte-level vocabulary: `bytes_to_unicode` of GPT-2's encoder.py."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = sorted(set(range(256)) - set(plain))
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in plain} | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 class Detokenizer:
@@ -170,11 +170,11 @@ class StopWatch:
         if self.is_stopped:
             return ""
         text = self._held + text
-        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        found = [(start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
-            place, self.found = min(found)
+            start, self.found = min(found)
             self._held = ""
-            return text[:place]
+            return text[:start]
         keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

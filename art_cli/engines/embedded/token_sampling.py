@@ -146,10 +146,10 @@ def _draw_held(logits: Tensor, knobs: Knobs, allowed: Allowed) -> Tensor:
     if 2 * len(columns) >= tokens.shape[1]:
         held = logits[rows].masked_fill_(torch.from_numpy(~tokens).to(logits.device), -torch.inf)
         return draw(held, knobs.at(allowed.rows)).ids
-    places = torch.from_numpy(columns).to(logits.device)
+    ids = torch.from_numpy(columns).to(logits.device)
     others = torch.from_numpy(~tokens[:, columns]).to(logits.device)
-    held = logits[rows[:, None], places].masked_fill_(others, -torch.inf)
-    return places[draw(held, knobs.at(allowed.rows)).ids]
+    held = logits[rows[:, None], ids].masked_fill_(others, -torch.inf)
+    return ids[draw(held, knobs.at(allowed.rows)).ids]
 
 
 def _draw_whole(scaled: Tensor, norm: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,8 +167,8 @@ def _draw_whole(scaled: Tensor, norm: Tensor, uniform: Tensor) -> tuple[Tensor, 
     block = torch.searchsorted(sums, point[:, None], right=True).clamp_(max=sums.shape[1] - 1)  # [n, 1]
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
     inside = blocks.gather(1, block[:, :, None].expand(num, 1, BLOCK))[:, 0].double()
-    place = _invert(inside, point - before[:, 0])
-    ids = block[:, 0] * BLOCK + place
+    column = _invert(inside, point - before[:, 0])
+    ids = block[:, 0] * BLOCK + column
     return ids, scaled.gather(1, ids[:, None])[:, 0] - norm
 
 
@@ -190,17 +190,17 @@ def _draw_cut(scaled: Tensor, norm: Tensor, top_k: Tensor, top_p: Tensor, unifor
     reached = admitted.cumsum(-1) - admitted  # probability before each candidate
     kept = torch.where((reached < (top_p * whole)[:, None]) | (rank == 0), admitted, 0.0)
     total = kept.sum(-1)
-    place = _invert(kept, uniform * total)[:, None]
-    logprobs = kept.gather(1, place)[:, 0].log() - total.log()
-    return ids.gather(1, place)[:, 0], logprobs.float()
+    column = _invert(kept, uniform * total)[:, None]
+    logprobs = kept.gather(1, column)[:, 0].log() - total.log()
+    return ids.gather(1, column)[:, 0], logprobs.float()
 
 
 def _invert(probs: Tensor, point: Tensor) -> Tensor:
     """Returns [n] the first index whose cumulative probability is above `point`, never one of probability zero."""
     cumulative = probs.cumsum(-1)
-    place = torch.searchsorted(cumulative, point[:, None], right=True)[:, 0]
+    column = torch.searchsorted(cumulative, point[:, None], right=True)[:, 0]
     last = probs.shape[1] - 1 - (probs.flip(-1) > 0).byte().argmax(-1)  # rounding may lead past the end
-    return torch.minimum(place, last)
+    return torch.minimum(column, last)
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ class _Sample:
 
     @staticmethod
     def _replies(messages: Sequence[Json]) -> Iterator[int]:
-        return (place for place, message in enumerate(messages) if message["role"] == "assistant")
+        return (index for index, message in enumerate(messages) if message["role"] == "assistant")
 
     def _target(self) -> str:
         found = next((self.attempt.scenario[key] for key in ("target", "answer") if key in self.attempt.scenario), "")

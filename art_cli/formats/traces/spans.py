@@ -70,10 +70,10 @@ def spans_of(trajectory: Trajectory, source: TracedRun, *, split: str = "train")
             break
         yield maker.chat(number, call)
         tools = call.tools[: MAX_SPANS - num]
-        yield from (maker.tool(f"{number}.{place}", tool, call.end) for place, tool in enumerate(tools))
+        yield from (maker.tool(f"{number}.{index}", tool, call.end) for index, tool in enumerate(tools))
         num += 1 + len(tools)
     if isinstance(trajectory, ScoredTrajectory):
-        yield from (maker.judge(place, score) for place, score in enumerate(trajectory.scores))
+        yield from (maker.judge(index, score) for index, score in enumerate(trajectory.scores))
 
 
 def trace_id_of(trajectory: Trajectory, source: TracedRun, split: str) -> bytes:
@@ -163,7 +163,7 @@ class _Maker:
         name = f"chat {self.source.model}"
         return self._span(f"chat {number}", name, attributes, begin=call.begin, end=call.end)._replace(is_client=True)
 
-    def tool(self, place: str, tool: ToolUse, time: float) -> Span:
+    def tool(self, key: str, tool: ToolUse, time: float) -> Span:
         attributes: dict[str, Value | None] = {
             "gen_ai.operation.name": "execute_tool",
             "gen_ai.tool.name": shortened(tool.name),
@@ -172,9 +172,9 @@ class _Maker:
             "gen_ai.tool.call.arguments": shortened(tool.arguments),
             "gen_ai.tool.call.result": None if tool.result is None else shortened(tool.result),
         }
-        return self._span(f"tool {place}", f"execute_tool {tool.name}", attributes, begin=time, end=time)
+        return self._span(f"tool {key}", f"execute_tool {tool.name}", attributes, begin=time, end=time)
 
-    def judge(self, place: int, score: Score) -> Span:
+    def judge(self, number: int, score: Score) -> Span:
         attributes: dict[str, Value | None] = {
             **_evaluation(score),
             "gen_ai.request.model": score.model,
@@ -185,7 +185,7 @@ class _Maker:
             "art.cost_usd": score.cost_usd,
         }
         end = self.end + (score.latency_s or 0.0)
-        return self._span(f"judge {place}", f"judge {score.judge}", attributes, begin=self.end, end=end)
+        return self._span(f"judge {number}", f"judge {score.judge}", attributes, begin=self.end, end=end)
 
     def _span(
         self,

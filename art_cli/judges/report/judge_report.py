@@ -107,9 +107,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the values that a gate can bound, by name: `name` is the first judge's, `MODEL.name` that of any
         judge."""
         found: dict[str, float] = {}
-        for place, judge in enumerate(self.judges):
+        for number, judge in enumerate(self.judges):
             for name, value in _judge_values(judge).items():
-                if place == 0:
+                if number == 0:
                     found[name] = value
                 found[f"{judge.model or judge.judge}.{name}"] = value
         shares = {"no_signal_share": self.num_without_signal / self.num_groups} if self.num_groups else {}
@@ -194,7 +194,7 @@ class _Compared(NamedTuple):
     """The values of one attempt that are compared with its gold. Example: _Compared("s1", 2, [0.5, 0.7])"""
 
     group: str
-    index: int  # position in its group
+    attempt: int  # position in its group
     values: Sequence[float]  # one for each ranking of the group
 
 
@@ -202,7 +202,7 @@ class _Given(NamedTuple):
     """A judge's score of one attempt."""
 
     group: str
-    index: int  # position in its group
+    attempt: int  # position in its group
     score: Score
 
 
@@ -214,7 +214,7 @@ def _judge(
     scores = [each.score for each in given]
     latencies = sorted(group[0].latency_s for group in by_group if group[0].latency_s is not None)
     num_votes = max((len(score.votes) for score in scores), default=0)
-    all_votes = [_Compared(group, index, [score.score]) for group, index, score in given]
+    all_votes = [_Compared(group, attempt, [score.score]) for group, attempt, score in given]
     single = [_Compared(*each[:2], each.score.votes) for each in given if len(each.score.votes) == num_votes]
     return JudgeReport(
         judge=name,
@@ -252,7 +252,7 @@ def _order_bias(scores: Sequence[Score]) -> Ratio:
     if not points:
         return Ratio(0.0, 0.0)
     if len(points) == 1:
-        return agreement.slope([-place for place in points[0]], [score.votes[0] for score in scores])
+        return agreement.slope([-position for position in points[0]], [score.votes[0] for score in scores])
     parts = [
         agreement.slope([-vote[at] for vote in points], score.votes[: len(points)]) for at, score in enumerate(scores)
     ]
@@ -271,8 +271,8 @@ def _agree(compared: Sequence[_Compared], golds: dict[str, list[float]] | None) 
         return None
     parts: list[list[Ratio]] = [[] for _ in MEASURES]
     for group, attempts in ((name, list(each)) for name, each in groupby(compared, key=itemgetter(0))):
-        gold = [golds[group][attempt.index] for attempt in attempts]
-        rankings = [*zip(*(attempt.values for attempt in attempts), strict=True)]
+        gold = [golds[group][each.attempt] for each in attempts]
+        rankings = [*zip(*(each.values for each in attempts), strict=True)]
         for part, compare in zip(parts, MEASURES, strict=True):
             ratios = [compare(ranking, gold) for ranking in rankings]
             part.append(Ratio(sum(ratio.numerator for ratio in ratios), sum(ratio.denominator for ratio in ratios)))
@@ -322,9 +322,9 @@ def _sample(groups: dict[str, list[ScoredRow]], golds: dict[str, list[float]] | 
         firsts = [row.scores[0] for row in rows if row.scores and row.scores[0].positions]
         for vote in range(min((len(score.positions) for score in firsts), default=0)):
             centre = statistics.fmean(score.votes[vote] for score in firsts)
-            for place, score in zip(_places(firsts, vote), firsts, strict=True):
+            for position, score in zip(_places(firsts, vote), firsts, strict=True):
                 mean = statistics.fmean(score.votes) if len(score.votes) > 1 else centre
-                sample.positions.append((place, score.votes[vote] - mean))
+                sample.positions.append((position, score.votes[vote] - mean))
         sample.rewards += [row.reward for row in rows if row.reward is not None]
         sample.spreads += [score.spread for score in firsts if score.spread is not None]
         if golds is not None:

@@ -130,8 +130,8 @@ def _limits(messages: Sequence[Message], max_tokens: int) -> dict[Message, int]:
 
 def _level(sizes: Sequence[int], room: int) -> int:
     """Returns the largest L with sum(min(size, L)) <= room; 0 without room, more than every size when all fit."""
-    for place, size in enumerate(sorted(sizes)):
-        share = room // (len(sizes) - place)
+    for index, size in enumerate(sorted(sizes)):
+        share = room // (len(sizes) - index)
         if share < size:
             return max(share, 0)
         room -= size

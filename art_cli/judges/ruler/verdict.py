@@ -65,12 +65,12 @@ def check_document(document: Any, ids: Sequence[str]) -> dict[str, Entry]:
         raise VerdictError(['"scores" is not a list'])
     problems: list[str] = []
     found: dict[str, Entry] = {}
-    for place, entry in enumerate(entries, 1):
+    for number, entry in enumerate(entries, 1):
         if len(problems) >= MAX_PROBLEMS:
             raise VerdictError(problems)
         name = entry.get("id") if isinstance(entry, dict) else None
         if not isinstance(name, str):
-            problems.append(f"entry {place} has no id")
+            problems.append(f"entry {number} has no id")
         elif name not in ids:
             problems.append(f"there is no attempt {clean(name[:20])!r}")
         elif name in found:
@@ -118,26 +118,26 @@ def _documents(text: str) -> Iterator[Any]:
         yield from fenced
         return
     decoder = _decoder()
-    place = text.find("{")
+    start = text.find("{")
     num_read = 0
     for _ in range(MAX_STARTS):
-        if place < 0:
+        if start < 0:
             return
         if num_read > MAX_READ * len(text) + 10_000:
             break
         try:
-            document, end = decoder.raw_decode(text, place)
+            document, end = decoder.raw_decode(text, start)
         except RecursionError:
             raise VerdictError(["the answer is nested deeper than any verdict"]) from None
         except ValueError as error:
             _refuse_twofold(error)
-            num_read += (error.pos if isinstance(error, json.JSONDecodeError) else len(text)) - place
-            place = text.find("{", place + 1)
+            num_read += (error.pos if isinstance(error, json.JSONDecodeError) else len(text)) - start
+            start = text.find("{", start + 1)
             continue
         if isinstance(document, dict) and "scores" in document:
             yield document
-        place = text.find("{", end)
-    if place >= 0:  # the part of the answer that was not read may hold another verdict
+        start = text.find("{", end)
+    if start >= 0:  # the part of the answer that was not read may hold another verdict
         raise VerdictError(["the answer holds too many braces that are no JSON"])
 
 

@@ -51,9 +51,9 @@ def step_advantages(episodes: Sequence[Episode], *, scale: bool) -> list[list[fl
     step has, or whose returns are equal to 1e-8, gives 0. So does a turn that is no step.
     """
     worth = [[0.0] * len(episode) for episode in episodes]
-    for places in _places_by_state(episodes).values():
-        returns = [_step(episodes, place).returned for place in places]
-        for (row, column), value in zip(places, advantages(returns, scale=scale), strict=True):
+    for indexes in _indexes_by_state(episodes).values():
+        returns = [_step(episodes, index).returned for index in indexes]
+        for (row, column), value in zip(indexes, advantages(returns, scale=scale), strict=True):
             worth[row][column] = value
     return worth
 
@@ -71,8 +71,8 @@ def grouped_gae(episodes: Sequence[Episode], *, gamma: float, gae_lambda: float)
     rounding. A turn that is no step gives 0.
     """
     values = {
-        state: math.fsum(_step(episodes, place).returned for place in places) / len(places)
-        for state, places in _places_by_state(episodes).items()
+        state: math.fsum(_step(episodes, index).returned for index in indexes) / len(indexes)
+        for state, indexes in _indexes_by_state(episodes).items()
     }
     worth = []
     for episode in episodes:
@@ -133,19 +133,19 @@ def _episode(trajectory: ScoredTrajectory, reward: float, gamma: float) -> Episo
     return steps[::-1]
 
 
-def _places_by_state(episodes: Sequence[Episode]) -> dict[State, list[tuple[int, int]]]:
+def _indexes_by_state(episodes: Sequence[Episode]) -> dict[State, list[tuple[int, int]]]:
     """For each state the (trajectory, turn) of every step in it."""
-    places: dict[State, list[tuple[int, int]]] = {}
+    indexes: dict[State, list[tuple[int, int]]] = {}
     for row, episode in enumerate(episodes):
         for column, step in enumerate(episode):
             if step is not None:
-                places.setdefault(step.state, []).append((row, column))
-    return places
+                indexes.setdefault(step.state, []).append((row, column))
+    return indexes
 
 
-def _step(episodes: Sequence[Episode], place: tuple[int, int]) -> Step:
-    step = episodes[place[0]][place[1]]
-    assert step is not None, place
+def _step(episodes: Sequence[Episode], index: tuple[int, int]) -> Step:
+    step = episodes[index[0]][index[1]]
+    assert step is not None, index
     return step
 
 
