@@ -5,7 +5,7 @@ judge model is not trusted: it votes in several orders, several models can form 
 refused unless complete. Reads rubric and instructions from text files, writes the verdict cache. A group that cannot
 be scored stays owed (JudgeError).
 
-    group -> group.py: different attempts -> ask.py: votes of each model -> prompt.py -> providers/ -> verdict.py
+    group -> group.py: different attempts -> voter.py: votes of each model -> prompt.py -> providers/ -> verdict.py
           -> votes.py: one score of each model -> here: weighted mean of the panel -> Verdict by id
 """
 
