@@ -72,7 +72,7 @@ class Engine(Protocol):
         """Samples again."""
 
     async def watch(self) -> NoReturn:
-        """Never returns; raises EngineError once the engine can answer no more, so that no caller waits in vain."""
+        """Never returns; raises EngineError once the engine can answer no more, so that no caller waits forever."""
 
     async def close(self) -> None: ...
 
@@ -122,7 +122,7 @@ def make_engine(
     its model. A user's own engine is looked up in `directory`.
     """
     if config.name not in BUILT_INS and not isinstance(config, OwnEngineConfig):
-        raise EngineError(f"engine {config.name} is not resolved; loop.auto.resolve_auto says which engine that is")
+        raise EngineError(f"engine {config.name} is not resolved; call loop.auto.resolve_auto first")
     weights = policy if isinstance(policy, Weights) else None
     traits = engine_traits(config, directory)
     assert weights is not None or not traits.needs_weights, f"engine {config.name} needs weights in this process"

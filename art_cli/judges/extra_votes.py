@@ -42,7 +42,7 @@ async def ask_again(judge: Judge, group: Sequence[Trajectory], verdicts: Mapping
         except JudgeStopped:
             raise
         except JudgeError as error:
-            log.warning("%s: asked again in vain: %s", printable(group[0].group_id), printable(str(error)))
+            log.warning("%s: a further round of votes failed: %s", printable(group[0].group_id), printable(str(error)))
             break
         rounds += 1
     return Asked(verdicts, _took(first, verdicts, rounds) if rounds else None)

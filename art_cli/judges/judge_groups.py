@@ -96,8 +96,10 @@ def noise(judge: Judge, verdicts: Mapping[str, Verdict]) -> RewardNoise | None:
     if not judge.noise.is_from_votes:
         for name, verdict in verdicts.items():
             if verdict.reward not in (0, 1):
-                told = f"trajectory {name}: its reward is {verdict.reward:g}"
-                raise JudgeError(f"{told}, and the flip rates of judge.noise are of rewards 0 and 1")
+                raise JudgeError(
+                    f"trajectory {name}: its reward is {verdict.reward:g}, and the flip rates of judge.noise are of "
+                    "rewards 0 and 1"
+                )
         return RewardNoise(false_positive=rates[0], false_negative=rates[1], min_reliability=bound)
     if not has_signal([verdict.reward for verdict in verdicts.values()]):
         return None

@@ -9,7 +9,7 @@ from art_cli.config.sections.base_config import PositiveInt, Seconds, Section
 
 
 class EngineSection(Section):
-    """The section of one engine. It says what the engine can do (engines.EngineTraits explains each)."""
+    """The section of one engine. Its class attributes are the engine's abilities (engines.EngineTraits)."""
 
     can_train: ClassVar[bool] = True
     swaps_adapters: ClassVar[bool] = False
@@ -155,7 +155,7 @@ class VllmEngineConfig(EngineSection):
     def _own_or_running(self) -> Self:
         of_own = {"python", "args", "env", "sleep", "start_timeout_s", "replicas"} & self.model_fields_set
         if self.base_url is not None and of_own:
-            raise ValueError(f"with 'base_url' the server is somebody else's: remove {', '.join(sorted(of_own))}")
+            raise ValueError(f"with 'base_url' art starts no server: remove {', '.join(sorted(of_own))}")
         if self.base_url is None and "api_key_env" in self.model_fields_set:
             raise ValueError(
                 "'api_key_env' is the key of a server at 'base_url'; a server of our own gets a random one"
@@ -184,7 +184,7 @@ class OwnEngineConfig(EngineSection):
 
     name: Literal["entry"]
     entry: str
-    """ "file.py:Class", made as art_cli.engines says: Class(setup)."""
+    """ "file.py:Class", made as Class(setup) (art_cli/engines)."""
     options: dict[str, JsonValue] = {}
     """What the class gets as `setup.options`; no secrets: they stand in config.json."""
 

@@ -309,7 +309,10 @@ class PpoConfig(ClippedLossConfig):
         if "mean_over" in self.model_fields_set:
             yield "mean_over", "has no effect here: with a critic every group has signal, so both means are the same"
         if "value_coefficient" in self.model_fields_set and not self.value_trunk:
-            yield "value_coefficient", "used with loss.value_trunk=true only; else loss.value_learning_rate says it all"
+            yield (
+                "value_coefficient",
+                "used with loss.value_trunk=true only; else the critic learns by loss.value_learning_rate alone",
+            )
 
 
 EXPERIMENTS = {  # name -> the algorithm, whose `section` has its options; imported when it is named

@@ -215,7 +215,7 @@ class RunningServer:
         raise AssertionError("the event was set")
 
     def last_lines(self) -> str:
-        return f"the log of {self.control.root} says more"
+        return f"see the log of {self.control.root}"
 
     async def stop(self) -> None:
         await self.control.close()
@@ -233,7 +233,7 @@ async def _unhealthy(control: Control) -> str:
         except Unreachable:
             pass  # it may answer again before HANG_S have passed
         except Refused as refusal:
-            return f"its health check says {refusal}"
+            return f"its health check failed: {refusal}"
         await asyncio.sleep(HEALTH_EVERY_S)
     return f"no answer for {HANG_S:.0f} s"
 

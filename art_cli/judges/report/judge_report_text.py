@@ -44,7 +44,10 @@ def _flip_lines(flips: FlipRates, gold: str) -> Lines:
         ("  false negatives", f"{_interval(flips.false_negative)}   of {flips.num_right} attempts with gold 1"),
     ]
     if not flips.is_usable:
-        return [*lines, ("  for judge.noise", "nothing: rates that add up to 1 or more say nothing of the truth")]
+        return [
+            *lines,
+            ("  for judge.noise", "nothing: with rates that add up to 1 or more, verdicts do not depend on the truth"),
+        ]
     rates = f"{{false_positive: {flips.false_positive.value:.3f}, false_negative: {flips.false_negative.value:.3f}}}"
     return [
         *lines,
@@ -94,7 +97,7 @@ def _agreement_lines(found: Agreement, one_vote: Agreement | None = None) -> Lin
 
 
 def _interval(each: Measure | None) -> str:
-    return "no group tells" if each is None else f"{each.value:.3f} [{each.low:.3f}, {each.high:.3f}]"
+    return "not known from these groups" if each is None else f"{each.value:.3f} [{each.low:.3f}, {each.high:.3f}]"
 
 
 def _number(value: float | None) -> str:
