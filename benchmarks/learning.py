@@ -279,11 +279,12 @@ def combine(settings: Sequence[str], own: Sequence[str]) -> list[str]:
 def presets() -> list[Contestant]:
     """One contestant for each loss that a configuration can name."""
     from art_cli.config.compose import load_config
+    from art_cli.config.sections.loss_config import EXPERIMENTS
     from art_cli.learners.algorithms.presets import PRESETS
 
     used = load_config(ROOT / GROUPS, []).config.loss
     own = getattr(used, "name", "")  # its knobs are those of the file
-    names = [name for name in PRESETS if name not in NOT_ALONE]
+    names = [name for name in (*PRESETS, *EXPERIMENTS) if name not in NOT_ALONE]
     return [Contestant(f"loss={name}", () if name == own else (f"loss={name}",)) for name in names]
 
 

@@ -52,7 +52,6 @@ PARTS = {
     "overlap": Part("Sampling beside training", ("benchmarks.overlap",)),
     "trackers": Part("What trackers cost", ("benchmarks.trackers",)),
     "storage": Part("A run in an object store", ("benchmarks.storage",)),
-    "replicas": Part("Two vLLM servers against one, and one killed", ("benchmarks.replicas",)),
     "remote": Part("Training through a server against local", ("benchmarks.remote",)),
     "lossy": Part(
         "A network that loses and repeats, and thirty kills of client and server",

@@ -161,8 +161,6 @@ def _choose_engine(loaded: "LoadedBackend") -> "EngineConfig":
         raise UsageError(
             f"engine: {engine.name}: clients' adapters are loaded beside each other: engine=embedded or vllm"
         )
-    if isinstance(engine, VllmEngineConfig) and (engine.replicas > 1 or len(engine.urls) > 1):
-        raise UsageError("engine: one vLLM holds all adapters here; set one url, or replicas: 1")
     if isinstance(engine, VllmEngineConfig) and engine.sleep in (1, 2):
         raise UsageError("engine.sleep: samples are drawn while the learner works, so vLLM never sleeps here")
     return engine

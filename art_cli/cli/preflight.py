@@ -9,6 +9,7 @@ its line says what that cost.
 import json
 import logging
 import math
+import os
 import shutil
 import socket
 import time
@@ -24,7 +25,7 @@ from art_cli.chat.requests import text_of
 from art_cli.cli import Finding
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import TinkerEngineConfig, TinkerLearnerConfig, VllmEngineConfig
-from art_cli.engines.vllm.arguments import divide
+from art_cli.engines.vllm.arguments import check_gpus, has_gpu
 from art_cli.engines.vllm.probe import find_vllm
 from art_cli.judges import Judge, smoke_test
 from art_cli.judges.costs import CostEstimate
@@ -517,16 +518,16 @@ def _size(base: str) -> str:
 
 def _vllm_problem(engine: VllmEngineConfig) -> str:
     """Why the vLLM that the configuration names cannot be used; "" if there is no known reason."""
-    for url in engine.urls:
-        address = urlsplit(url)
+    if engine.base_url is not None:
+        address = urlsplit(engine.base_url)
         try:
             socket.create_connection((address.hostname or "", address.port or 80), CONNECT_TIMEOUT_S).close()
         except (OSError, ValueError) as error:
-            return f"engine.base_url: nothing answers at {url}: {error}"
-    if engine.urls:
+            return f"engine.base_url: nothing answers at {engine.base_url}: {error}"
         return ""
     try:
-        divide(engine)
+        if has_gpu({**os.environ, **engine.env}):
+            check_gpus(engine)
     except EngineError as error:
         return str(error)
     if engine.python is None and find_spec("vllm") is None:

@@ -14,8 +14,8 @@ from art_cli.config.schema import (
     RolloutJudgeConfig,
     RulerJudgeConfig,
     RunConfig,
-    SdpoConfig,
     StopRule,
+    TaughtLossConfig,
     TinkerEngineConfig,
     TinkerLearnerConfig,
     UnslothLearnerConfig,
@@ -140,7 +140,7 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield "judge.noise", f"judge {name!r} gives each attempt one score, which says nothing of its error: {cure}"
         if not noise.is_from_votes and name not in ("rollout", "function"):
             yield "judge.noise", f"flip rates are of verdicts 0 and 1, and judge {name!r} gives scores; set it to votes"
-    if isinstance(config.loss, SdpoConfig) and name in ("rollout", "none", "reward_model"):
+    if config.loss.needs_explanations and name in ("rollout", "none", "reward_model"):
         yield "loss", f"'sdpo' teaches what the judge says, and judge {name!r} gives no reasons; choose judge=ruler"
     if not config.learns_by.needs_rewards:
         rollout = config.rollout
@@ -228,7 +228,7 @@ def _remote_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, st
         yield "model.quantize", "learner 'tinker' leaves the base model to the server; leave it out"
     if config.algorithm is not None:
         yield "algorithm", "its objective runs where the weights are, and a server runs its own; choose a loss by name"
-    if isinstance(loss, PpoConfig | DistillConfig | SdpoConfig):
+    if isinstance(loss, PpoConfig | TaughtLossConfig):
         yield (
             "loss",
             f"{loss.name!r} needs more of the model than a server of the Tinker protocol gives; loss=grpo would do",

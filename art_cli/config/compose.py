@@ -217,7 +217,7 @@ def _with_defaults(data: dict[str, Any], schema: Schema, path: Path | None) -> d
     """`data` with what a file may leave out: the run's name, the name of a variant, the value of an empty section."""
     filled = dict(data)
     for name, known in schema.model_fields.items():
-        if sections(known) and filled.get(name, known) is None and known.default is not None:
+        if filled.get(name, known) is None and known.default is not None and sections(known):
             del filled[name]  # the file says `train:` and has nothing below it
     for group in groups(schema):
         if isinstance(section := filled.get(group), dict):
@@ -234,8 +234,9 @@ def _with_defaults(data: dict[str, Any], schema: Schema, path: Path | None) -> d
 
 def _own_variant(section: dict[str, Any], schema: Schema, group: str) -> str | None:
     """The variant that runs a user's own class or function, if the section has an `entry`."""
-    takes_entry = [name for name, variant in variants(schema, group).items() if ENTRY in variant.model_fields]
-    return takes_entry[0] if ENTRY in section and takes_entry else None
+    if ENTRY not in section:
+        return None
+    return next((name for name, variant in variants(schema, group).items() if ENTRY in variant.model_fields), None)
 
 
 def _named(item: Any) -> Any:

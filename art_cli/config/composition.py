@@ -33,7 +33,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from art_cli.config.documents import bad_yaml, read_document, read_text
 from art_cli.config.interpolation import InterpolationTooLarge, bounded
 from art_cli.config.key_locations import COMMAND_LINE, Places, join
-from art_cli.config.knobs import Schema, groups, section_at, variants
+from art_cli.config.knobs import Schema, groups, section_at, variant_names
 from art_cli.config.overrides import parse, refuse_sweeps
 from art_cli.config.sections.base_config import OLD_NAMES
 from art_cli.runtime.errors import ConfigError, Problem, no_such_option
@@ -165,7 +165,7 @@ class Composition:
 
     def _options(self, group: str) -> list[str]:
         """The names that `group=NAME` can choose, sorted."""
-        return sorted(self._own_options(group) | variants(self.schema, group).keys())
+        return sorted(self._own_options(group).union(variant_names(self.schema, group)))
 
     def _named_in(self, config: DictConfig) -> dict[str, str]:
         """{group: option} for each section of the files that is only a name. The names are removed from `config`."""
@@ -291,7 +291,7 @@ def _hydra(directory: Path, schema: Schema) -> Iterator[None]:
     stored = store.repo
     store.repo = {name: node for name, node in stored.items() if name not in groups(schema)}
     for group in groups(schema):
-        for name in variants(schema, group):
+        for name in variant_names(schema, group):
             if not (directory / group / f"{name}.yaml").exists():  # Hydra refuses a name that the store has as well
                 store.store(group=group, name=name, node={"name": name})
     GlobalHydra.instance().clear()

@@ -7,13 +7,19 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from art_cli.config.key_locations import join
+from art_cli.config.sections.base_config import ImportedVariants
 
 Schema = type[BaseModel]
 
 
 def sections(field: FieldInfo) -> list[Schema]:
-    """The section classes that a field may hold: none for a plain value, several if `name` discriminates them."""
-    return list(_schemas(field.annotation))
+    """Returns the section classes that a field may hold: none for a plain value, several if `name` chooses one."""
+    imported = [mark.section_of(name) for mark in _imported(field) for name in mark.names]
+    return [*_schemas(field.annotation), *imported]
+
+
+def _imported(field: FieldInfo) -> list[ImportedVariants]:
+    return [mark for mark in field.metadata if isinstance(mark, ImportedVariants)]
 
 
 def _schemas(annotation: Any) -> Iterator[Schema]:
@@ -24,13 +30,22 @@ def _schemas(annotation: Any) -> Iterator[Schema]:
 
 
 def variants(schema: Schema, section: str) -> dict[str, Schema]:
-    """The variants of a root section by their `name`, the default first; empty for a section with one form."""
+    """Returns the variants of a root section by their `name`, the default first; empty for a section with one form."""
     field = schema.model_fields.get(section)
     if field is None or get_origin(field.annotation) is list:
         return {}
     found = {name: variant for variant in sections(field) if (name := variant_name(variant))}
     default = getattr(field.default, "name", None) if found else None
     return dict(sorted(found.items(), key=lambda item: item[0] != default))
+
+
+def variant_names(schema: Schema, section: str) -> list[str]:
+    """Returns the names of `variants`, sorted, and imports none of them."""
+    field = schema.model_fields.get(section)
+    if field is None or get_origin(field.annotation) is list:
+        return []
+    known = [name for variant in _schemas(field.annotation) if (name := variant_name(variant))]
+    return sorted(known + [name for mark in _imported(field) for name in mark.names])
 
 
 def variant_name(schema: Schema) -> str | None:
@@ -41,7 +56,7 @@ def variant_name(schema: Schema) -> str | None:
 
 def groups(schema: Schema) -> list[str]:
     """The sections that are chosen by name: engine, judge, loss, learner, tracker."""
-    return [section for section in schema.model_fields if variants(schema, section)]
+    return [section for section in schema.model_fields if variant_names(schema, section)]
 
 
 def section_at(schema: Schema, key: str, data: Any) -> Schema | None:
@@ -49,7 +64,7 @@ def section_at(schema: Schema, key: str, data: Any) -> Schema | None:
     parts = iter(key.split(".") if key else [])
     for part in parts:
         field = schema.model_fields.get(part)
-        found = sections(field) if field else []
+        found = list(_schemas(field.annotation)) if field else []
         if field is None or not found:
             return None
         data = _item(data, part)
@@ -58,7 +73,9 @@ def section_at(schema: Schema, key: str, data: Any) -> Schema | None:
             dict,
         ):  # a list or dict of sections: the next part is an index or a name in it
             data = _item(data, next(parts, ""))
-        schema = next((each for each in found if variant_name(each) == _item(data, "name")), found[0])
+        name = _item(data, "name")
+        found += [mark.section_of(name) for mark in _imported(field) if name in mark.names]
+        schema = next((each for each in found if variant_name(each) == name), found[0])
     return schema
 
 

@@ -4,16 +4,12 @@ from collections.abc import Callable
 from difflib import get_close_matches
 
 from art_cli.config.schema import (
-    AlgorithmConfig,
-    DistillConfig,
-    GagpoConfig,
-    GigpoConfig,
     NoJudgeConfig,
     PpoConfig,
     RewardModelJudgeConfig,
     RolloutJudgeConfig,
     RunConfig,
-    SdpoConfig,
+    TaughtLossConfig,
 )
 from art_cli.runs.trajectory import SHADOW
 
@@ -48,7 +44,6 @@ def _knows_noise(config: RunConfig) -> bool:
     return not isinstance(config.judge, NoJudgeConfig) and config.judge.noise is not None
 
 
-STATEFUL = GigpoConfig | GagpoConfig | AlgorithmConfig  # algorithms that may compare states
 Need = tuple[str, Callable[[RunConfig], bool]]  # (the key to set, whether it is set)
 
 NEEDS: dict[str, Need] = {
@@ -57,7 +52,7 @@ NEEDS: dict[str, Need] = {
         lambda config: config.train.epochs_per_step * config.train.updates_per_step > 1,
     ),
     "cross_entropy": ("loss.echo", lambda config: config.learns_by.echo > 0 or config.algorithm is not None),
-    "shared_states": ("loss=gigpo", lambda config: isinstance(config.learns_by, STATEFUL)),
+    "shared_states": ("loss=gigpo", lambda config: config.learns_by.compares_states),
     "kl": ("loss.kl above 0", lambda config: config.learns_by.kl > 0 or config.algorithm is not None),
     "kl_cov": ("loss.kl_cov", lambda config: config.learns_by.kl_cov is not None),
     "entropy_coefficient": ("loss.entropy_floor", lambda config: config.learns_by.entropy_floor is not None),
@@ -69,7 +64,7 @@ NEEDS: dict[str, Need] = {
     ),
     **dict.fromkeys(
         ("teacher_kl", "taught_share"),
-        ("loss=distill or loss=sdpo", lambda config: isinstance(config.learns_by, DistillConfig | SdpoConfig)),
+        ("loss=distill or loss=sdpo", lambda config: isinstance(config.learns_by, TaughtLossConfig)),
     ),
     **dict.fromkeys(("reliability", "num_unreliable", "reward_corrected"), ("judge.noise", _knows_noise)),
     **dict.fromkeys(("num_asked_again", "judge_again_tokens", "judge_again_usd"), ("judge.noise", _knows_noise)),

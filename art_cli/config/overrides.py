@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 
 from art_cli.config.key_locations import COMMAND_LINE
-from art_cli.config.knobs import variants
+from art_cli.config.knobs import variant_names
 from art_cli.config.schema import RunConfig
 from art_cli.runtime.errors import ConfigError, Problem
 
@@ -107,7 +107,7 @@ def _values(override: Override) -> Iterator[str]:
     if not override.is_sweep_override():
         yield override.input_line
         return
-    found = value.filter(sorted(variants(RunConfig, override.key_or_group))) if isinstance(value, Glob) else None
+    found = value.filter(variant_names(RunConfig, override.key_or_group)) if isinstance(value, Glob) else None
     for each in found if found is not None else override.sweep_string_iterator():
         yield f"{override.get_key_element()}={each}"
 

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from art_cli.config.documents import MAX_DEPTH, MAX_DIGITS
 from art_cli.config.key_locations import Places, join
-from art_cli.config.knobs import Schema, all_keys, section_at, variant_name, variants
+from art_cli.config.knobs import Schema, all_keys, section_at, variant_name, variant_names, variants
 from art_cli.config.sections.base_config import OLD_NAMES
 from art_cli.runtime.errors import Problem, first_sentence, no_such_option
 
@@ -192,12 +192,12 @@ def _message(key: str, details: Sequence[ErrorDetails], data: dict[str, Any], sc
         case "extra_forbidden":
             return no_such_key(key, data, schema)
         case "union_tag_invalid":
-            there_are = sorted(variants(schema, section)) or re.findall(r"'(\w+)'", first["ctx"]["expected_tags"])
+            there_are = variant_names(schema, section) or re.findall(r"'(\w+)'", first["ctx"]["expected_tags"])
             return no_such_option(_noun(section, schema), first["ctx"]["tag"], there_are)
         case "union_tag_not_found":
             return f"missing: which {_noun(section, schema)} it is"
         case "literal_error" if name == "name" and section in schema.model_fields:
-            return no_such_option(section, first["input"], sorted(variants(schema, section)))
+            return no_such_option(section, first["input"], variant_names(schema, section))
         case "value_error":
             return str(first["ctx"]["error"])
         case "string_too_long":

@@ -177,8 +177,8 @@ def _engine(loaded: LoadedConfig) -> Iterator[Wrong]:
     if isinstance(engine, VllmEngineConfig):
         if engine.python is not None and not _is_program(str(engine.python), loaded.directory):
             yield Wrong("engine.python", f"no program {show(engine.python)}; it names the Python that has vLLM")
-        for url in engine.urls:
-            yield from _url("engine.base_url", url)
+        if engine.base_url is not None:
+            yield from _url("engine.base_url", engine.base_url)
     elif isinstance(engine, OpenAIEngineConfig | AnthropicEngineConfig):
         yield from _url("engine.base_url", engine.base_url)
     elif isinstance(engine, OwnEngineConfig):

@@ -1,18 +1,18 @@
-"""What samples from the policy: the Engine protocol and the table of built-ins.
+"""Engines, which sample from the policy: the Engine protocol and the table of built-ins.
 
 An engine owns an endpoint (OpenAI-compatible, on loopback unless it is foreign) and knows which step's weights it
 samples from. It speaks in plain data (paths, numbers, token ids), so that it can be another process or another machine.
 
-A new engine is its own file, a section in config/sections/engine_config.py and a line of BUILT_INS here. A user's own
+A new engine is its own file, a section in config/sections/engine_config.py and a line of BUILT_INS here. A user's
 is a class in a file beside the configuration, `engine: {entry: "mine.py:MyEngine", options: {...}}`, made as
-`MyEngine(setup)` and used through the Engine protocol; its class attributes say what it can do (EngineTraits).
+`MyEngine(setup)` and used through the Engine protocol; its class attributes are its EngineTraits.
 """
 
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import msgspec
 
@@ -28,17 +28,17 @@ BUILT_INS = {
     "embedded": "art_cli.engines.embedded.embedded_engine:EmbeddedEngine",
     "openai": "art_cli.engines.openai_endpoint:OpenAIEngine",
     "tinker": "art_cli.tinker.tinker_engine:TinkerEngine",
-    "vllm": "art_cli.engines.vllm.replicas:VllmReplicas",
+    "vllm": "art_cli.engines.vllm.vllm_engine:VllmEngine",
 }
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a policy answers, and as which step.
+    """The address where a policy answers, and its step.
 
     Example: Endpoint(base_url="http://127.0.0.1:41233/v1", api_key="sk-...", model="tictactoe", step=3)
     """
 
-    base_url: str | None  # None: only inside this process, through `Engine.backend`
+    base_url: str | None  # or None if it answers only in this process, by `Engine.backend`
     api_key: str
     model: str
     step: int
@@ -60,10 +60,10 @@ class Engine(Protocol):
         """Samples from `step` when it returns: cached prefixes of other weights are gone, `endpoint.step` is `step`."""
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """[L - 1] logprobs in nats of each token after the first, at temperature 1; compared with the learner's."""
+        """Returns [L - 1] logprobs in nats of the tokens after the first, at temperature 1, as the learner's."""
 
     def longest_prompt(self) -> int | None:
-        """The number of characters that no prompt within the context exceeds; None: unknown. Only `art serve` asks."""
+        """Returns the most characters of a prompt within the context, or None if unknown. `art serve` asks."""
 
     async def sleep(self) -> None:
         """Frees the memory that a learner on the same device needs; nothing is sampled until `wake`."""
@@ -72,25 +72,13 @@ class Engine(Protocol):
         """Samples again."""
 
     async def watch(self) -> NoReturn:
-        """Never returns; raises EngineError once the engine can answer no more, so that no caller waits in vain."""
+        """Never returns; raises EngineError once the engine can answer no more, so that no caller waits forever."""
 
     async def close(self) -> None: ...
 
 
-@runtime_checkable
-class Replicated(Protocol):
-    """An engine that has several servers."""
-
-    @property
-    def num_replicas(self) -> int: ...
-
-    @property
-    def num_answering(self) -> int:
-        """How many of them answer now."""
-
-
 class EngineTraits(NamedTuple):
-    """What an engine can do. A built-in's section says it; a user's class has attributes of these names."""
+    """An engine's abilities, as attributes of a built-in's section or of a user's class."""
 
     can_train: bool = True  # False: its model is its own, and no checkpoint can be loaded into it
     swaps_adapters: bool = False  # it loads another adapter while it still answers with the one before
@@ -100,10 +88,10 @@ class EngineTraits(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What an engine is made of: `Class(setup)`."""
+    """The argument that an engine is made with: `Class(setup)`."""
 
     options: Mapping[str, Any]  # the engine's own section of the configuration; of a user's, what is below `options`
-    policy: PolicySpec | None  # None: the engine brings a model of its own
+    policy: PolicySpec | None  # or None if the engine brings its model
     name: str  # the policy's name for clients
     step: int  # where the policy stands before the first `load`
     logs: Path  # directory in which a process of its own writes its log
@@ -112,7 +100,7 @@ class EngineSetup:
 
 
 def engine_traits(config: EngineConfig, directory: Path) -> EngineTraits:
-    """What the configured engine can do. Raises UsageError: the user's own cannot be imported."""
+    """Returns the abilities of the configured engine. Raises UsageError if the user's cannot be imported."""
     says: Any = plugins.resolve(config.entry, base=directory) if isinstance(config, OwnEngineConfig) else config
     defaults = zip(EngineTraits._fields, EngineTraits(), strict=True)
     return EngineTraits(*(bool(getattr(says, name, default)) for name, default in defaults))
@@ -128,13 +116,13 @@ def make_engine(
     directory: Path = Path(),
     shares_weights: bool = True,
 ) -> Engine:
-    """The engine of a configuration, not started yet. Raises EngineError: it cannot be made here.
+    """Returns the engine of a configuration, not started yet. Raises EngineError if it cannot be made here.
 
-    `policy` is the policy's weights in this process, or what is known of it; None for an engine that brings a model
-    of its own. A user's own engine is looked up in `directory`.
+    `policy` is the policy's weights in this process, or what is known of it; None for an engine that brings
+    its model. A user's own engine is looked up in `directory`.
     """
     if config.name not in BUILT_INS and not isinstance(config, OwnEngineConfig):
-        raise EngineError(f"engine {config.name} is not resolved; loop.auto.resolve_auto says which engine that is")
+        raise EngineError(f"engine {config.name} is not resolved; call loop.auto.resolve_auto first")
     weights = policy if isinstance(policy, Weights) else None
     traits = engine_traits(config, directory)
     assert weights is not None or not traits.needs_weights, f"engine {config.name} needs weights in this process"

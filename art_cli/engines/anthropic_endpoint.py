@@ -12,7 +12,7 @@ class AnthropicEngine(HostedEngine):
     """A foreign model at its own address; its step is always 0."""
 
     def __init__(self, config: AnthropicEngineConfig) -> None:
-        """Raises EngineError: the endpoint is not on this machine, and the environment has no key for it."""
+        """Raises EngineError if the endpoint is not on this machine, and the environment has no key for it."""
 
         def connect(key: str) -> AnthropicBackend:
             limits: Any = {"max_tokens": config.max_tokens, "timeout_s": config.timeout_s}

@@ -28,7 +28,7 @@ class HostedEngine:
     def __init__(self, config: HostedEngineConfig, connect: Callable[[str], HttpBackend]) -> None:
         """`connect` makes the backend for a key.
 
-        Raises EngineError: the endpoint is not on this machine, and the environment has no key for it.
+        Raises EngineError if the endpoint is not on this machine, and the environment has no key for it.
         """
         key = os.environ.get(config.api_key_env, "")
         if not key and urlsplit(config.base_url).hostname not in LOCAL:
@@ -74,7 +74,7 @@ class HostedEngine:
         """Does nothing, because it never sleeps."""
 
     async def watch(self) -> NoReturn:
-        """Raises nothing, because a failure of the endpoint is told call by call."""
+        """Raises nothing, because each call raises its failure."""
         await asyncio.Event().wait()
         raise AssertionError("this event is never set")
 

@@ -18,7 +18,7 @@ def make_probe(vocabulary: int, *, seed: int = 0) -> list[int]:
 
 
 def compare(engine: list[float], learner: list[float], *, dtype: str, step: int) -> float:
-    """The mean absolute gap in nats between two scores of the probe. Raises DriftError: above the dtype's bound."""
+    """Returns the mean absolute gap in nats of two scores of the probe. Raises DriftError if it exceeds the bound."""
     gap, bound = mean_gap(engine, learner), bound_of(dtype)
     if not gap <= bound:
         raise DriftError(
@@ -30,18 +30,19 @@ def compare(engine: list[float], learner: list[float], *, dtype: str, step: int)
 
 
 def mean_gap(scores: list[float], others: list[float]) -> float:
-    """The mean |difference| in nats of two scores of the same tokens."""
+    """Returns the mean |difference| in nats of two scores of the same tokens."""
     assert len(scores) == len(others), (len(scores), len(others))
     return sum(abs(a - b) for a, b in zip(scores, others, strict=True)) / len(scores)
 
 
 def bound_of(dtype: str) -> float:
-    """The largest `mean_gap` of the same weights in that dtype."""
+    """Returns the largest `mean_gap` of the same weights in that dtype."""
     return BOUNDS.get(dtype, BOUNDS["bfloat16"])
 
 
 class Proof(NamedTuple):
-    """What an engine has to score as the learner does. Example: Proof([7, 3, 41], [-3.6, -5.8], "float32", step=3)"""
+    """A probe that an engine has to score as the learner does. Example: Proof([7, 3, 41], [-3.6, -5.8], "float32",
+    step=3)"""
 
     probe: list[int]
     scores: list[float]  # [L - 1] the learner's
@@ -49,5 +50,5 @@ class Proof(NamedTuple):
     step: int = 0
 
     def check(self, engine: list[float]) -> None:
-        """Raises DriftError: the engine's scores are those of other weights."""
+        """Raises DriftError if the engine's scores are those of other weights."""
         compare(engine, self.scores, dtype=self.dtype, step=self.step)

@@ -1,7 +1,7 @@
 """Traces of other tools read into trajectories (`art import`), and trajectories written as theirs (`art generate`).
 
-One file for each format: how a record of it is recognised, and what it says of an attempt. `import_files` reads files
-of any of them, puts attempts at the same scenario into groups, and says what it could not read.
+One file for each format recognises its records and reads attempts from them. `import_files` reads files of any of them,
+puts attempts at the same scenario into groups, and counts what it could not read.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,17 +25,17 @@ class TraceReader(Protocol):
 
     @staticmethod
     def recognises(record: Json) -> bool:
-        """Whether the record is of this format."""
+        """Returns whether the record is of this format."""
 
     def read(self, record: Json, group: str | None) -> TracedAttempt | None:
-        """The attempt of one record. None: it is part of one that `finish` gives.
+        """Returns the attempt of one record, or None if it is part of one that `finish` gives.
 
-        `group`: the scenario's id, whatever the record says; None: the record says it, or else the first question.
-        Raises ValueError: the record cannot be read.
+        `group` is the scenario's id, or None if it is taken from the record or its first question. Raises ValueError if
+        the record cannot be read.
         """
 
     def finish(self) -> Iterator[TracedAttempt]:
-        """The attempts that several records are parts of."""
+        """Yields the attempts that several records are parts of."""
 
 
 # A record is tried in this order, because the last ones recognise less.

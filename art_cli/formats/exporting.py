@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 def write_traces(trajectories: Sequence[Trajectory], output: Path, form: str) -> None:
     """Writes `output` whole, group by group, in the order of the indexes.
 
-    A trajectory that the format cannot hold is left out with a warning. Raises DataError: it can hold none.
+    A trajectory that the format cannot hold is left out with a warning. Raises DataError if it can hold none.
     """
     groups = {trajectory.group_id: number for number, trajectory in enumerate(trajectories)}
     records: list[Json] = []

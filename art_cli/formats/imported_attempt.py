@@ -1,4 +1,4 @@
-"""Attempt: what a record of another tool says of one rollout, and the Trajectory that becomes of it."""
+"""TracedAttempt: one rollout as a record of another tool has it, and the Trajectory made of it."""
 
 import hashlib
 import json
@@ -25,13 +25,13 @@ class Tokens(NamedTuple):
     prompt_ids: Sequence[int]
     sampled_ids: Sequence[int]  # [L]
     logprobs: Sequence[Any]  # [L] in nats; what is no number is refused when it is added
-    mask: Sequence[bool] | None = None  # [L] which of them are trained; None: all
+    mask: Sequence[bool] | None = None  # [L] which of them are trained, or None if all are
 
 
 class TracedCall(NamedTuple):
     """One model call: the messages that were sent, and the reply."""
 
-    messages: Sequence[Json] | None  # OpenAI's form; None: the record has none
+    messages: Sequence[Json] | None  # OpenAI's form, if the record has them
     message: Json | None  # the assistant's
     tools: Sequence[Json] = ()
     tokens: Tokens | None = None
@@ -41,7 +41,7 @@ class TracedCall(NamedTuple):
 
 @dataclass
 class TracedAttempt:
-    """One rollout. `scenario` is the id of its group; None: it is derived from what the model was first asked."""
+    """One rollout. `scenario` is the id of its group, or None if it is derived from the first question."""
 
     id: str | None = None
     scenario: str | None = None
@@ -71,7 +71,8 @@ class TracedAttempt:
             self._tokens.record(request, Reply(id="", created=0, model="", choices=[choice], prompt_ids=prompt))
 
     def trajectory(self) -> ScoredTrajectory:
-        """The trajectory, in a group that is not counted yet: index 0 of 1. Its reward is the one that it came with."""
+        """Returns the trajectory, in a group that is not counted yet: index 0 of 1. Its reward is the one that it came
+        with."""
         if self.whole is not None:
             return score_trajectory(self.whole, self.whole.returned_reward if self.whole.error is None else None)
         recorder = self._messages
@@ -101,7 +102,7 @@ class TracedAttempt:
 
 
 def first_question(messages: Sequence[Json], otherwise: Any = None) -> str:
-    """The scenario of a conversation that names none: a hash of all that was said before the first reply."""
+    """Returns the scenario of a conversation that names none: a hash of all messages before the first reply."""
     asked = []
     for message in messages:
         if message["role"] == "assistant":
@@ -112,9 +113,10 @@ def first_question(messages: Sequence[Json], otherwise: Any = None) -> str:
 
 
 def _trained(tokens: Tokens) -> Iterator[tuple[list[int], list[int], list[float]]]:
-    """(prompt, sampled, logprobs) of each run of tokens that is trained; what is not is part of the next one's prompt.
+    """Yields (prompt, sampled, logprobs) of each run of tokens that is trained; what is not is part of the next one's
+    prompt.
 
-    Raises ValueError: the numbers of tokens and logprobs differ, or they are none.
+    Raises ValueError if the numbers of tokens and logprobs differ, or they are none.
     """
     prompt, sampled = list(tokens.prompt_ids), list(tokens.sampled_ids)
     logprobs = list(tokens.logprobs)
@@ -139,7 +141,7 @@ def _trained(tokens: Tokens) -> Iterator[tuple[list[int], list[int], list[float]
 
 
 def plain_message(message: Any) -> Json:
-    """A message in OpenAI's form. Raises ValueError: it has no role or no content that can be one."""
+    """Returns a message in OpenAI's form. Raises ValueError if it has no role or no content that can be one."""
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
         raise ValueError(f"a message without a role of {', '.join(sorted(ROLES))}")
     content, calls = message.get("content"), message.get("tool_calls")
@@ -154,7 +156,7 @@ def plain_message(message: Any) -> Json:
 
 
 def _plain_call(call: Any) -> Json:
-    """A tool call in OpenAI's form: {"id", "type", "function": {"name", "arguments": text}}."""
+    """Returns a tool call in OpenAI's form: {"id", "type", "function": {"name", "arguments": text}}."""
     if not isinstance(call, dict):
         raise ValueError("a tool call that is no object")
     function = call.get("function")
@@ -168,7 +170,7 @@ def _plain_call(call: Any) -> Json:
 
 
 def plain_tool(tool: Any) -> Json:
-    """A tool in OpenAI's form. Raises ValueError: it has no name."""
+    """Returns a tool in OpenAI's form. Raises ValueError if it has no name."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if isinstance(function, dict) and isinstance(function.get("name"), str):
         return dict(tool)
@@ -179,34 +181,34 @@ def plain_tool(tool: Any) -> Json:
 
 
 def as_list(value: Any, name: str) -> list[Any]:
-    """A list; none for null. Raises ValueError: it is something else."""
+    """Returns a list; none for null. Raises ValueError if it is something else."""
     if not isinstance(value, list | None):
         raise ValueError(f"{name!r} is a {type(value).__name__}, not a list")
     return value or []
 
 
 def as_object(value: Any, name: str) -> Json:
-    """An object; an empty one for null. Raises ValueError: it is something else."""
+    """Returns an object; an empty one for null. Raises ValueError if it is something else."""
     if not isinstance(value, dict | None):
         raise ValueError(f"{name!r} is a {type(value).__name__}, not an object")
     return value or {}
 
 
 def as_number(value: Any) -> float | None:
-    """A number that a reward or a metric can be, true and false as 1 and 0; None for all else."""
+    """Returns a number that a reward or a metric can be, true and false as 1 and 0; None for all else."""
     if not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
         return None
     return float(value)
 
 
 def numbers(values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, float]:
-    """Those of the values that are numbers."""
+    """Returns those of the values that are numbers."""
     pairs = values.items() if isinstance(values, Mapping) else values
     return {str(name): number for name, value in pairs if (number := as_number(value)) is not None}
 
 
 def named(record: Mapping[str, Any], keys: Iterable[str]) -> str | None:
-    """The first of these keys that is an id: text or a whole number. None: none of them is."""
+    """Returns the first of these keys that is an id (text or a whole number), or None."""
     return next((str(record[key]) for key in keys if isinstance(record.get(key), str | int)), None)
 
 

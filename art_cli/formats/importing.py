@@ -18,23 +18,23 @@ from art_cli.runs.trajectory import Json, ScoredTrajectory
 from art_cli.runtime.errors import DataError, UsageError, printable
 from art_cli.runtime.permissions import make_directory, owner_only
 
-MAX_SCORES = 20  # names of scores that are told
-MAX_REASONS = 5  # different reasons that are told; the others are counted
+MAX_SCORES = 20  # names of scores that are shown
+MAX_REASONS = 5  # different reasons that are shown; the others are counted
 WRONG = (ValueError, TypeError, OverflowError, RecursionError)  # errors of converting a hostile value
 _SCORED = msgspec.json.Decoder(ScoredTrajectory)
 
 
 @dataclass
 class Unread:
-    """Records that were not read, by reason, each with the first place. str: one line."""
+    """Records that were not read, by reason, each with the first origin. str: one line."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
 
-    def add(self, place: str, reason: str) -> None:
+    def add(self, origin: str, reason: str) -> None:
         reason = printable(reason, limit=200)
         self.counts[reason] += 1
-        self.first.setdefault(reason, place)
+        self.first.setdefault(reason, origin)
 
     def __str__(self) -> str:
         """Example: "2 JSON is malformed: ... (a.jsonl:7 first)"."""
@@ -45,13 +45,13 @@ class Unread:
 
 @dataclass
 class Imported:
-    """What an import wrote, and what it did not."""
+    """The counts of an import: what it wrote, and what it did not."""
 
     num_records: int = 0
     num_below: int = 0  # attempts below the lowest reward that was asked for
     num_with_tokens: int = 0
     num_rewarded: int = 0
-    num_failed: int = 0  # attempts with an error of their own
+    num_failed: int = 0  # attempts with an error
     scores: set[str] = field(default_factory=set)  # names of numbers of attempts without a reward
     num_other_temperatures: int = 0  # attempts with tokens that were not sampled at temperature 1
     formats: Counter[str] = field(default_factory=Counter)
@@ -73,11 +73,11 @@ def import_files(
     reward: str | None = None,
     min_reward: float | None = None,
 ) -> Imported:
-    """Writes `output` from the files. `form`: the format of all records; None: each is recognised.
+    """Writes `output` from the files. `form` is the format of all records, or None if each is recognised.
 
     `group_by` is the dotted key of a record that names its scenario, and `reward` the metric that is the reward. Only
-    attempts with at least `min_reward` are written. Raises UsageError: `output` is there already; DataError: no file of
-    that name, or no record that could be read.
+    attempts with at least `min_reward` are written. Raises UsageError if `output` is there already, DataError if there
+    is no file of that name, or no record could be read.
     """
     if os.path.lexists(output):
         raise UsageError(f"{output}: it is there already; name another file")
@@ -113,10 +113,11 @@ def _nothing(done: Imported, min_reward: float | None) -> str:
 def _trajectories(
     paths: Sequence[Path], done: Imported, *, form: str | None, group_by: str | None, reward: str | None
 ) -> Iterator[tuple[ScoredTrajectory, bytes]]:
-    """The trajectories of all records, each with its line, as soon as it is whole. A wrong one is counted in `done`."""
+    """Yields the trajectories of all records, each with its line, as soon as it is whole. A wrong one is counted in
+    `done`."""
     readers = [reader() for reader in READERS]
     ids: set[tuple[str, str]] = set()
-    for place, attempt in _attempts(paths, readers, done, form=form, group_by=group_by):
+    for origin, attempt in _attempts(paths, readers, done, form=form, group_by=group_by):
         try:
             if reward is not None:
                 attempt.reward = _named(attempt, reward)
@@ -126,7 +127,7 @@ def _trajectories(
             if trajectory.id and key in ids:
                 raise ValueError("an attempt that was read before: its id is there already")
         except WRONG as error:
-            done.unread.add(place, _why(error))
+            done.unread.add(origin, _why(error))
             continue
         ids.add(key)
         yield trajectory, line
@@ -140,20 +141,20 @@ def _attempts(
     paths: Sequence[Path], readers: Sequence[TraceReader], done: Imported, *, form: str | None, group_by: str | None
 ) -> Iterator[tuple[str, TracedAttempt]]:
     for path in paths:
-        for place, record, problem in records(path):
+        for origin, record, problem in records(path):
             done.num_records += 1
             if record is None:
-                done.unread.add(place, problem)
+                done.unread.add(origin, problem)
                 continue
             try:
                 reader = _reader_of(record, readers, form)
                 attempt = reader.read(record, _group_of(record, group_by))
             except WRONG as error:
-                done.unread.add(place, _why(error))
+                done.unread.add(origin, _why(error))
                 continue
             done.formats[reader.name] += 1
             if attempt is not None:
-                yield place, attempt
+                yield origin, attempt
     for reader in readers:
         for attempt in reader.finish():
             yield f"attempt {printable(attempt.id or attempt.scenario, limit=80)}", attempt
@@ -173,7 +174,7 @@ def _reader_of(record: Json, readers: Sequence[TraceReader], form: str | None) -
 
 
 def _group_of(record: Json, group_by: str | None) -> str | None:
-    """The value of the dotted key. Raises ValueError: there is no such key."""
+    """Returns the value of the dotted key. Raises ValueError if there is no such key."""
     if group_by is None:
         return None
     value: Any = record

@@ -41,7 +41,7 @@ class InspectSample:
         )
         resolver = _Attachments(as_object(record.get("attachments"), "attachments"))
         messages = [_message(resolver.resolve(each)) for each in as_list(record.get("messages"), "messages")]
-        replies = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+        replies = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
         if not replies:
             raise ValueError("no assistant message")
         attempt.add(TracedCall(messages[: replies[-1]], messages[replies[-1]], _tools(record)))
@@ -52,7 +52,7 @@ class InspectSample:
 
 
 def _number(score: Any) -> float | None:
-    """A score as a number; None for one that is a list, an object or other words."""
+    """Returns a score as a number; None for one that is a list, an object or other words."""
     value = score.get("value") if isinstance(score, dict) else score
     if isinstance(value, str):
         return LETTERS.get(value, WORDS.get(value.lower(), _parsed(value)))
@@ -67,7 +67,7 @@ def _parsed(text: str) -> float | None:
 
 
 def _message(message: Any) -> Json:
-    """A message of inspect in OpenAI's form: thoughts apart, text parts joined, tool calls nested."""
+    """Returns a message of inspect in OpenAI's form: thoughts apart, text parts joined, tool calls nested."""
     message = as_object(message, "messages")
     plain: Json = {"role": message.get("role"), "content": message.get("content")}
     if isinstance(parts := message.get("content"), list):
@@ -83,7 +83,7 @@ def _message(message: Any) -> Json:
 
 
 def _tools(record: Json) -> list[Json]:
-    """The tools that model calls of the sample offered, each once."""
+    """Returns the tools that model calls of the sample offered, each once."""
     found: dict[str, Json] = {}
     for event in as_list(record.get("events"), "events"):
         if isinstance(event, dict) and event.get("event") == "model":

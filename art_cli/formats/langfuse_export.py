@@ -29,7 +29,7 @@ class LangfuseExport:
     about = "exports of Langfuse: observations, traces, scores"
 
     def __init__(self) -> None:
-        self._traces: dict[str, Json] = {}  # id -> what a record of the trace itself says
+        self._traces: dict[str, Json] = {}  # id -> the record of the trace itself
         self._generations: dict[str, list[Json]] = {}
         self._scores: dict[str, dict[str, float]] = {}
         self._groups: dict[str, str] = {}  # id -> the scenario that the caller names
@@ -100,12 +100,12 @@ def _attempt(trace: str, about: Json, generations: list[Json], scores: dict[str,
 
 
 def _scenario(record: Json) -> str | None:
-    """The scenario that the metadata of a trace or of one of its observations names."""
+    """Returns the scenario that the metadata of a trace or of one of its observations names."""
     return named(_object(record.get("metadata")), GROUPS)
 
 
 def _call(observation: Json) -> TracedCall:
-    """One generation. Raises ValueError: its input has no messages, or its output no reply."""
+    """Returns one generation. Raises ValueError if its input has no messages, or its output no reply."""
     asked, answered = _value(observation.get("input")), _value(observation.get("output"))
     tools: list[Any] = []
     if isinstance(asked, dict):
@@ -137,13 +137,13 @@ def _is_trace(record: Json) -> bool:
 
 
 def _get(record: Json, name: str) -> Any:
-    """The value of a key in camelCase or in snake_case."""
+    """Returns the value of a key in camelCase or in snake_case."""
     snake = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
     return record.get(name, record.get(snake))
 
 
 def _value(value: Any) -> Any:
-    """A value; a text that is a JSON list or object is that."""
+    """Returns a value; a text that is a JSON list or object is that."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)

@@ -4,7 +4,7 @@
     {"request": {"messages": [...]}, "response": {"choices": [...]}}              one call of a conversation
 
 A call may also be one of OpenAI's Responses or of Anthropic's Messages (protocols.py). Calls whose messages go on from
-an earlier call's reply are one attempt, also where no key says so. `record_of` writes the first form.
+an earlier call's reply are one attempt, even without a key. `record_of` writes the first form.
 """
 
 import hashlib
@@ -72,7 +72,8 @@ class OpenAILog:
         yield from self._open.values()
 
     def _session(self, record: Json, call: TracedCall) -> str:
-        """The attempt that a call belongs to: by a key of the line, or because it goes on from a reply of it."""
+        """Returns the attempt that a call belongs to: by a key of the line, or because it goes on from a reply of
+        it."""
         metadata = record.get("metadata") if isinstance(record.get("metadata"), dict) else {}
         for source in (record, metadata or {}):
             for key in SESSIONS:
@@ -86,7 +87,7 @@ class OpenAILog:
 
 
 def _conversation(record: Json, group: str | None) -> TracedAttempt:
-    """A line of `messages`. Raises ValueError: there is no assistant's among them."""
+    """Returns a line of `messages`. Raises ValueError if there is no assistant's among them."""
     messages = [plain_message(each) for each in as_list(record.get("messages"), "messages")]
     attempt = _about(record, group)
     tools = as_list(record.get("tools"), "tools")
@@ -153,7 +154,8 @@ def _names(calls: Any) -> list[Any]:
 
 
 def record_of(trajectory: Trajectory) -> Json:
-    """A trajectory as one line of `messages`; its tokens are left out, because the form has no place for them."""
+    """Returns a trajectory as one line of `messages`; its tokens are left out, because the form has no place for
+    them."""
     record: Json = {
         "id": trajectory.id,
         "group_id": trajectory.group_id,

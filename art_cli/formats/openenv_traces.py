@@ -94,10 +94,10 @@ def _call(turn: Json) -> TracedCall:
 
 
 def record_of(trajectory: Trajectory) -> Json:
-    """A trajectory as a TrainingTrace. Raises ValueError: it has no tokens, or logprobs that the format refuses.
+    """Returns a trajectory as a TrainingTrace. Raises ValueError if it has no tokens, or logprobs that do not fit.
 
-    `metadata.art` of the first call keeps the trajectory without its tokens, and of each call what its turn says
-    besides. A reply that the agent never saw has a mask of zeros.
+    `metadata.art` of the first call keeps the trajectory without its tokens, and of each call the rest of its turn.
+    A reply that the agent never saw has a mask of zeros.
     """
     if not trajectory.turns:
         raise ValueError("no token ids")
@@ -133,15 +133,15 @@ def _record_of_turn(trajectory: Trajectory, index: int) -> Json:
 
 
 def _conversation_at(trajectory: Trajectory, index: int) -> tuple[list[Json] | None, Json | None]:
-    """(messages, reply) of a call, where the conversation never branched, so that reply N is that of call N."""
-    places = [place for place, message in enumerate(trajectory.messages) if message.get("role") == "assistant"]
-    if trajectory.branches or len(places) != len(trajectory.turns):
+    """Returns (messages, reply) of a call, where the conversation never branched, so that reply N is that of call N."""
+    replies = [number for number, message in enumerate(trajectory.messages) if message.get("role") == "assistant"]
+    if trajectory.branches or len(replies) != len(trajectory.turns):
         return None, None
-    return trajectory.messages[: places[index]], trajectory.messages[places[index]]
+    return trajectory.messages[: replies[index]], trajectory.messages[replies[index]]
 
 
 def _own(own: Any, turns: list[Json]) -> Trajectory:
-    """The trajectory that `record_of` wrote. Raises ValueError: its parts do not fit."""
+    """Returns the trajectory that `record_of` wrote. Raises ValueError if its parts do not fit."""
     fields = as_object(as_object(own, "metadata.art").get("trajectory"), "metadata.art.trajectory")
     made: list[Turn] = []
     for turn in turns:

@@ -22,9 +22,9 @@ Kept = Mapping[str, Sequence[Json]]  # id of a response -> its conversation, the
 
 
 def call_of(request: Json, response: Json, kept: Kept) -> TracedCall:
-    """The call. `kept` are earlier responses, which a Responses request may go on from by their id alone.
+    """Returns the call. `kept` are earlier responses, which a Responses request may go on from by their id alone.
 
-    Raises ValueError: the call failed, or the log has it in another form.
+    Raises ValueError if the call failed, or the log has it in another form.
     """
     if error := response.get("error"):
         raise ValueError(f"a call that failed: {json.dumps(error)[:200]}")
@@ -57,7 +57,7 @@ def _chat_call(request: Json, response: Json) -> TracedCall:
 
 
 def _tokens(response: Json, choice: Json) -> Tokens | None:
-    """The tokens of a reply of vLLM with `return_token_ids` and `logprobs`; None where it lacks one of them."""
+    """Returns the tokens of a reply of vLLM with `return_token_ids` and `logprobs`; None where it lacks one of them."""
     prompt = response.get("prompt_token_ids") or choice.get("prompt_token_ids")
     sampled, logprobs = choice.get("token_ids"), choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
@@ -98,7 +98,7 @@ def _is_function(tool: Any) -> bool:
 
 
 def _is_own(tool: Any) -> bool:
-    """Whether the client runs the tool, and not Anthropic."""
+    """Returns whether the client runs the tool, and not Anthropic."""
     return isinstance(tool, dict) and tool.get("type", "custom") == "custom"
 
 

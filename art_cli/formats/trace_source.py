@@ -34,13 +34,13 @@ _ANY = msgspec.json.Decoder()
 class SourceRecord(NamedTuple):
     """One record, or why it cannot be read. Example: SourceRecord("log.jsonl:3", None, "JSON is malformed: ...")"""
 
-    place: str
+    origin: str
     record: Json | None
     problem: str = ""
 
 
 def records(path: Path) -> Iterator[SourceRecord]:
-    """The records of a file. Raises DataError: there is no such file, or none of its content can be read."""
+    """Yields the records of a file. Raises DataError if there is no such file, or none of its content can be read."""
     if not path.is_file():
         raise DataError("not a file" if os.path.lexists(path) else "no such file", path)
     with path.open("rb") as file:
@@ -62,21 +62,21 @@ def _of_text(path: Path) -> Iterator[SourceRecord]:
     """JSON lines; or, where the first line is no whole value, one JSON value over many lines."""
     is_first = True
     for number, line in _lines(path):
-        place = f"{path}:{number}"
+        origin = f"{path}:{number}"
         if line is None:
-            yield SourceRecord(place, None, f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
+            yield SourceRecord(origin, None, f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
         elif is_first and _opens(line) and (whole := _whole(path)) is not None:
             yield from _parsed(whole, str(path))
             return
         elif json_lines.is_torn(line):
-            yield SourceRecord(place, None, "the last line is half-written")
+            yield SourceRecord(origin, None, "the last line is half-written")
         else:
-            yield from _parsed(line, place)
+            yield from _parsed(line, origin)
         is_first = False
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
-    """(number, line) of each line that is not blank; None for one that is too long."""
+    """Yields (number, line) of each line that is not blank; None for one that is too long."""
     number = 0
     with path.open("rb") as file:
         while line := file.readline(MAX_LINE_BYTES + 1):
@@ -90,44 +90,45 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _opens(line: bytes) -> bool:
-    """Whether a line is only the beginning of a value over many lines, as programs write it that indent."""
+    """Returns whether a line is only the beginning of a value over many lines, as programs write it that indent."""
     text = line.removeprefix(b"\xef\xbb\xbf").strip()
     return text in (b"[", b"{") or (text[:1] in b"[{" and text[-1:] in b"[{,")
 
 
 def _whole(path: Path) -> bytes | None:
-    """The content of a file that is one JSON value. None: it is too large."""
+    """Returns the content of a file that is one JSON value, or None if it is too large."""
     return path.read_bytes() if path.stat().st_size <= MAX_LINE_BYTES else None
 
 
-def _parsed(text: bytes, place: str) -> Iterator[SourceRecord]:
+def _parsed(text: bytes, origin: str) -> Iterator[SourceRecord]:
     try:
         value = json_lines.decode(text, _ANY)
     except (ValueError, MemoryError) as error:
-        yield SourceRecord(place, None, str(error) or "too large for the memory")
+        yield SourceRecord(origin, None, str(error) or "too large for the memory")
         return
-    yield from _found(value, place)
+    yield from _found(value, origin)
 
 
-def _found(value: Any, place: str) -> Iterator[SourceRecord]:
-    """The records in a value: itself, the items of a list, or those of an object that is only their envelope."""
+def _found(value: Any, origin: str) -> Iterator[SourceRecord]:
+    """Yields the records in a value: itself, the items of a list, or those of an object that is only their envelope."""
     if isinstance(value, dict | list) and is_deep(value, MAX_DEPTH):
-        yield SourceRecord(place, None, "JSON is nested too deeply")
+        yield SourceRecord(origin, None, "JSON is nested too deeply")
         return
     items = value if isinstance(value, list) else _enveloped(value)
     if items is None:
         is_record = isinstance(value, dict)
-        yield SourceRecord(place, value if is_record else None, "" if is_record else "not a JSON object")
+        yield SourceRecord(origin, value if is_record else None, "" if is_record else "not a JSON object")
         return
     for number, item in enumerate(items, 1):
         is_record = isinstance(item, dict)
         yield SourceRecord(
-            f"{place}, item {number}", item if is_record else None, "" if is_record else "not a JSON object"
+            f"{origin}, item {number}", item if is_record else None, "" if is_record else "not a JSON object"
         )
 
 
 def _enveloped(value: Any) -> list[Any] | None:
-    """The items of {"data": [...]} and the like. A record that has such a key besides its own is no envelope."""
+    """Returns the items of {"data": [...]} and the like. A record that has such a key besides its own is no
+    envelope."""
     if not isinstance(value, dict) or "id" in value or "messages" in value:
         return None
     return next((value[key] for key in LISTS if isinstance(value.get(key), list)), None)
@@ -137,7 +138,7 @@ def _enveloped(value: Any) -> list[Any] | None:
 
 
 def _of_archive(path: Path) -> Iterator[SourceRecord]:
-    """The JSON entries below `samples/` of a zip archive, as inspect writes it, each with the header's task."""
+    """Yields the JSON entries below `samples/` of a zip archive, as inspect writes it, each with the header's task."""
     try:
         archive = zipfile.ZipFile(path)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
@@ -150,21 +151,21 @@ def _of_archive(path: Path) -> Iterator[SourceRecord]:
             raise DataError(f"a zip archive of {len(entries)} entries; at most {MAX_ENTRIES} are read", path)
         left = MAX_ARCHIVE_BYTES
         for entry in entries:
-            place = f"{path}, {entry.filename[:200]}"
+            origin = f"{path}, {entry.filename[:200]}"
             try:
                 text = _unpacked(archive, entry, file, min(MAX_LINE_BYTES, left))
             except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError) as error:
-                yield SourceRecord(place, None, f"it cannot be unpacked: {describe(error)}")
+                yield SourceRecord(origin, None, f"it cannot be unpacked: {describe(error)}")
                 continue
             if text is None:
-                yield SourceRecord(place, None, f"it unpacks to more than {MAX_LINE_BYTES >> 20} MiB")
+                yield SourceRecord(origin, None, f"it unpacks to more than {MAX_LINE_BYTES >> 20} MiB")
                 continue
             left -= len(text)
-            yield from _parsed(text, place)
+            yield from _parsed(text, origin)
 
 
 def _unpacked(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, file: IO[bytes], limit: int) -> bytes | None:
-    """The content of an entry. None: it is larger than `limit`, whatever the archive says of its size."""
+    """Returns the content of an entry, or None if it really is larger than `limit`."""
     if entry.compress_type not in METHODS:
         raise ValueError(f"packed by method {entry.compress_type} of zip, which inspect does not use")
     if entry.compress_type != ZSTANDARD or hasattr(zipfile, "ZIP_ZSTANDARD"):

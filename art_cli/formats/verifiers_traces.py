@@ -63,7 +63,7 @@ def _scenario(task: Json) -> str | None:
 
 
 def _reward(value: Any) -> float | None:
-    """The weighted score of one named reward. None: it was not scored."""
+    """Returns the weighted score of one named reward, or None if it was not scored."""
     if not isinstance(value, dict):
         return as_number(value)
     score, weight = as_number(value.get("score")), as_number(value.get("weight", 1.0))
@@ -79,7 +79,8 @@ def _error(record: Json) -> str | None:
 
 
 def _call(nodes: Sequence[Json], index: int, call: Json, record: Json) -> TracedCall:
-    """The call that sampled a node. Raises ValueError: a node whose parent is none before it, or tokens that misfit."""
+    """Returns the call that sampled a node. Raises ValueError for a node whose parent is none before it, or tokens that
+    misfit."""
     path = _path(nodes, index)
     tools = as_list(path[0].get("tools"), "tools") or as_list(record.get("tools"), "tools")
     prompt = [id for node in path[:-1] for id in as_list(node.get("token_ids"), "token_ids")]
@@ -101,7 +102,7 @@ def _call(nodes: Sequence[Json], index: int, call: Json, record: Json) -> Traced
 
 
 def _path(nodes: Sequence[Json], index: int) -> list[Json]:
-    """The nodes from the root to this one."""
+    """Returns the nodes from the root to this one."""
     path = [nodes[index]]
     while (parent := path[-1].get("parent")) is not None:
         if not isinstance(parent, int) or not 0 <= parent < index:
@@ -112,6 +113,6 @@ def _path(nodes: Sequence[Json], index: int) -> list[Json]:
 
 
 def _message(node: Json) -> Json:
-    """The message without what is null."""
+    """Returns the message without what is null."""
     message = as_object(node.get("message"), "message")
     return {key: value for key, value in message.items() if value is not None or key == "content"}

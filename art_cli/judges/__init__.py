@@ -1,4 +1,4 @@
-"""What turns a group into one score each: the Judge base class and the table of built-ins.
+"""Judges, which turn a group into one score each: the Judge base class and the table of built-ins.
 
 A judge sees the trajectories of one group that finished without error, and answers by trajectory id. It never makes up
 a score: when it cannot score a group, it raises JudgeError and the group stays owed.
@@ -41,11 +41,11 @@ BUILT_INS = {
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trajectory gets: the reward it is trained with, and the scores behind it."""
+    """A trajectory's result: the reward it is trained with, and the scores behind it."""
 
     reward: float  # finite
     scores: list[Score] = []
-    # error variance of the reward's distance to its group's mean, at least 0; None: unknown, as with a single vote
+    # error variance of the reward's distance to its group's mean, at least 0, or None if unknown, as with a single vote
     variance: float | None = None
 
 
@@ -58,7 +58,7 @@ class Judge:
     """
 
     title: str = "judge"
-    """What messages call it."""
+    """Its name in messages."""
     timeout_s: float = 600.0
     """Longest time that one verdict is expected to take."""
     in_flight: int = 16
@@ -66,7 +66,7 @@ class Judge:
     needs_reward: bool = False
     """Whether it refuses a rollout that returned no reward."""
     noise: "NoiseConfig | None" = None
-    """What the configuration says of its errors; `make_judge` sets it."""
+    """The configured model of its errors; `make_judge` sets it."""
     spent_usd: float = 0.0
     """Dollars that earlier processes of its job spent, as far as it keeps a record of them."""
     is_priced: bool = True
@@ -80,11 +80,11 @@ class Judge:
         return ""
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """One verdict per trajectory id, complete. An empty group gives an empty mapping. Raises JudgeError."""
+        """Returns one verdict per trajectory id, complete. An empty group gives an empty mapping. Raises JudgeError."""
         raise NotImplementedError
 
     async def judge_again(self, group: Sequence[Trajectory], num_rounds: int) -> Mapping[str, Verdict]:
-        """The verdicts by the votes of `num_rounds` rounds together, 2 or more. A group not empty, as in `judge`.
+        """Returns the verdicts by the votes of `num_rounds` rounds together, 2 or more, on a group as in `judge`.
 
         The rounds before the last have been asked for and are not paid for again. Raises JudgeError.
         """
@@ -92,7 +92,7 @@ class Judge:
 
     @property
     def usage(self) -> Usage:
-        """What the calls of this process took."""
+        """Returns the usage of this process's calls."""
         return Usage()
 
     @property
@@ -101,7 +101,7 @@ class Judge:
         return 0
 
     def estimate(self, group: Sequence[Trajectory]) -> CostEstimate | None:
-        """What judging this group would take now. None: this judge makes no calls that cost money."""
+        """Returns what judging this group would take now, or None if no call costs money."""
         return None
 
     @property
@@ -111,13 +111,13 @@ class Judge:
 
     @classmethod
     def for_trial(cls, config: Any, directory: Path) -> "Judge":
-        """The judge to try before a run: it asks each of its models once and uses no cache."""
+        """Returns the judge to try before a run: it asks each of its models once and uses no cache."""
         judge: Judge = cast(Any, cls)(config, directory)
         return judge
 
     @classmethod
     def missing_keys(cls, config: Any, directory: Path) -> dict[str, str]:
-        """The environment variables without which every call would fail -> the model that needs each."""
+        """Returns the environment variables without which every call would fail -> the model that needs each."""
         return {}
 
     async def close(self) -> None:
@@ -125,7 +125,7 @@ class Judge:
 
 
 def make_judge(config: "JudgeConfig", directory: Path, *, job: str = "") -> Judge:
-    """The judge that a configuration names; paths in it are relative to `directory`.
+    """Returns the judge that a configuration names; paths in it are relative to `directory`.
 
     `job` names whose budget is spent: what that job spent before, in other processes, counts. Raises UsageError: what
     the configuration names cannot be loaded.
@@ -138,7 +138,7 @@ def make_judge(config: "JudgeConfig", directory: Path, *, job: str = "") -> Judg
 
 
 def settings_of(judge: Judge) -> str:
-    """A digest of all that decides the rewards, and with further rounds of which groups get them."""
+    """Returns a digest of all that decides the rewards, and with further rounds of which groups get them."""
     if judge.noise is None or not judge.noise.ask_again:
         return judge.settings
     again = [judge.noise.ask_again, judge.noise.min_reliability]
@@ -146,10 +146,10 @@ def settings_of(judge: Judge) -> str:
 
 
 def judge_class(config: "JudgeConfig", directory: Path) -> Any:
-    """The class of the judge that a configuration names."""
+    """Returns the class of the judge that a configuration names."""
     return resolve(BUILT_INS[config.name], base=directory)
 
 
 def make_key(**parts: object) -> str:
-    """A digest of `parts`, which decide a verdict; the same in every process."""
+    """Returns a digest of `parts`, which decide a verdict; the same in every process."""
     return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()

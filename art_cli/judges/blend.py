@@ -42,14 +42,14 @@ class BlendJudge(Judge):
         return make_key(blend=parts)[:12]
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """The weighted mean, with every judge's scores beside it. Raises what the first failing judge raises.
+        """Returns the weighted mean, with every judge's scores beside it. Raises what the first failing judge raises.
 
         A judge without a variance, which gives the same reward whenever it is asked, adds none.
         """
         return await self._judge(group, [judge.judge(group) for judge in self.judges.values()])
 
     async def judge_again(self, group: Sequence[Trajectory], num_rounds: int) -> Mapping[str, Verdict]:
-        """As `judge`, with `num_rounds` rounds of those that have votes; the others say what they said."""
+        """Returns the same with `num_rounds` rounds of those that have votes, and the same verdicts of the others."""
         return await self._judge(
             group,
             [
@@ -118,6 +118,6 @@ class BlendJudge(Judge):
 
 
 def _named(config: BlendJudgeConfig) -> dict[str, NamedJudgeConfig]:
-    """The configuration of each judge that has a weight; `ruler` and `rollout` have defaults."""
+    """Returns the configuration of each judge that has a weight; `ruler` and `rollout` have defaults."""
     defaults: dict[str, NamedJudgeConfig] = {"ruler": RulerJudgeConfig(name="ruler"), "rollout": RolloutJudgeConfig()}
     return {name: (defaults | config.judges)[name] for name in config.blend}

@@ -1,4 +1,4 @@
-"""What judging costs: usage of calls, prices of models, an estimate beforehand, and the budget that a job keeps to.
+"""Costs of judging: usage of calls, prices of models, an estimate beforehand, and the budget that a job keeps to.
 
 Prices are read from litellm's packaged table as a file, because importing litellm takes seconds. Makes no call.
 """
@@ -29,7 +29,7 @@ class _Sum(msgspec.Struct, frozen=True):
 
 
 class Usage(_Sum, frozen=True):
-    """What calls took. `cost_usd` is None when the price of at least one call is unknown."""
+    """Usage of calls. `cost_usd` is None when the price of at least one call is unknown."""
 
     calls: int = 0
     prompt_tokens: int = 0
@@ -43,7 +43,7 @@ class Usage(_Sum, frozen=True):
 
 
 class CostEstimate(_Sum, frozen=True):
-    """Calls still to make and what they would take; `cached` votes cost nothing. `usd` None: a price is unknown.
+    """Calls still to make and what they would take; `cached` votes cost nothing. `usd` is None if a price is unknown.
 
     Completion tokens are those of the verdict alone. What a model thinks before it answers comes on top.
     """
@@ -71,7 +71,7 @@ class Price(NamedTuple):
 
 
 def find_price(member: JudgeModelConfig) -> Price | None:
-    """The configured price, or the table's. None: it is unknown, which is not the same as nothing."""
+    """Returns the configured price, or the table's, or None if it is unknown, which is not the same as nothing."""
     if member.price is not None:
         prompt, completion = member.price.input / 1e6, member.price.output / 1e6
         return Price(prompt, completion, prompt)
@@ -85,7 +85,7 @@ def find_price(member: JudgeModelConfig) -> Price | None:
 
 
 def takes_schema(model: str) -> bool | None:
-    """Whether the table says that the model can hold its answer to a JSON schema; None: it does not say."""
+    """Returns whether the model can hold its answer to a JSON schema, or None if the table has no entry."""
     row = _table().get(model) or _table().get(model.partition("/")[2]) or {}
     known = row.get("supports_response_schema")
     return None if known is None else bool(known)
@@ -107,7 +107,7 @@ def _table() -> dict[str, dict[str, Any]]:
 
 
 class Spent(NamedTuple):
-    """What a job took, or what one call may take."""
+    """The cost of a job so far, or of one call at most."""
 
     usd: float
     tokens: int
@@ -118,7 +118,7 @@ class BudgetSpent(JudgeStopped):
 
 
 class Budget:
-    """How much a job may still spend. `usd` and `tokens` None: no limit. `spent` is what the job took before.
+    """The rest that a job may spend. `usd` and `tokens` are limits, or None; `spent` is what the job took before.
 
     A call in flight counts with its estimate, so that many calls at once cannot exceed the limit together. A call that
     does not fit beside those in flight waits for them, because most calls take less than their estimate.

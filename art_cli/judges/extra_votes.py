@@ -1,6 +1,6 @@
 """Further rounds of votes on a group whose attempts its votes cannot tell apart (`judge.noise.ask_again`).
 
-    judge.judge -> reliability not above the bound? -> judge.judge_again(2 rounds) -> ... -> told apart, or left out
+    judge.judge -> reliability not above the bound? -> judge.judge_again(2 rounds) -> ... -> distinct, or left out
 
 The votes of all rounds count together. What is asked follows from the votes alone, so that a judge which keeps its
 votes is asked for none of them twice after a kill. Looking several times finds a difference by chance a little more
@@ -21,16 +21,17 @@ log = logging.getLogger(__name__)
 
 
 class Asked(NamedTuple):
-    """A group's verdicts by all its rounds. `again` is each trajectory's share of the further ones; None: none."""
+    """A group's verdicts by all its rounds. `again` is each trajectory's share of the further ones, if there are
+    any."""
 
     verdicts: Mapping[str, Verdict]
     again: AskedAgain | None
 
 
 async def ask_again(judge: Judge, group: Sequence[Trajectory], verdicts: Mapping[str, Verdict]) -> Asked:
-    """The verdicts after as many further rounds as it takes to tell the attempts apart, or as are allowed.
+    """Returns the verdicts after as many further rounds as it takes to tell the attempts apart, or as are allowed.
 
-    A round without a usable answer is the last one, and what was said before it counts. Raises JudgeStopped.
+    A round without a usable answer is the last one, and the votes before it count. Raises JudgeStopped.
     """
     if judge.noise is None or not judge.noise.ask_again:
         return Asked(verdicts, None)
@@ -41,14 +42,14 @@ async def ask_again(judge: Judge, group: Sequence[Trajectory], verdicts: Mapping
         except JudgeStopped:
             raise
         except JudgeError as error:
-            log.warning("%s: asked again in vain: %s", printable(group[0].group_id), printable(str(error)))
+            log.warning("%s: a further round of votes failed: %s", printable(group[0].group_id), printable(str(error)))
             break
         rounds += 1
     return Asked(verdicts, _took(first, verdicts, rounds) if rounds else None)
 
 
 def is_hidden(verdicts: Mapping[str, Verdict], min_reliability: float) -> bool:
-    """Whether votes differ and the attempts' rewards cannot be told from that. Without variances: False.
+    """Returns whether the votes' differences hide those of the attempts; False without variances.
 
     Votes that agree on equal rewards are no noise: another round would say the same.
     """
@@ -62,7 +63,7 @@ def is_hidden(verdicts: Mapping[str, Verdict], min_reliability: float) -> bool:
 
 
 def _took(first: Mapping[str, Verdict], last: Mapping[str, Verdict], rounds: int) -> AskedAgain:
-    """What the rounds after the first took, by the scores' own numbers, in equal shares."""
+    """Returns what the rounds after the first took by the scores' numbers, in equal shares."""
     tokens = _tokens(last.values()) - _tokens(first.values())
     costs = _cost(first.values()), _cost(last.values())
     cost = None if costs[0] is None or costs[1] is None else max(costs[1] - costs[0], 0.0) / len(last)
@@ -75,7 +76,7 @@ def _tokens(verdicts: Iterable[Verdict]) -> float:
 
 
 def _cost(verdicts: Iterable[Verdict]) -> float | None:
-    """Dollars; None: a score that took tokens has no known cost."""
+    """Returns dollars, or None if a score that took tokens has no known cost."""
     scores = [score for verdict in verdicts for score in verdict.scores if score.prompt_tokens is not None]
     costs = [score.cost_usd for score in scores]
     return None if any(cost is None for cost in costs) else math.fsum(cost for cost in costs if cost is not None)

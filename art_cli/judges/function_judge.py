@@ -35,7 +35,7 @@ CLOSE_TIMEOUT_S = 5.0  # longest wait for a user's code to end
 
 
 class FunctionJudge(Judge):
-    """Runs the user's code, checks its answers, and passes on what a user's class says of itself.
+    """Runs the user's code, checks its answers, and passes on what a user's class declares.
 
     Raises UsageError when it is made: the code cannot be loaded, or a class cannot be made with `judge.options`.
     """
@@ -72,7 +72,7 @@ class FunctionJudge(Judge):
         return make_key(source=self._source, own=self._own.settings)[:12] if self._own.settings else self._source
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """Raises JudgeError: the code raised, took too long, or did not give each trajectory one finite number."""
+        """Raises JudgeError if the code raised, took too long, or did not give each trajectory one finite number."""
         if not group:
             return {}
         return self._check(await self._call(self._function, copy.deepcopy(list(group))), group)
@@ -87,7 +87,7 @@ class FunctionJudge(Judge):
                 if inspect.iscoroutinefunction(function):
                     return await self._loop.run(function(*arguments))
                 return await call_in_thread(function, *arguments)
-        except JudgeError:  # a user's class may say itself that a group stays owed
+        except JudgeError:  # a user's class may decide that a group stays owed
             raise
         except Exception as error:  # the boundary to the user's code
             if limit.expired():
@@ -99,7 +99,7 @@ class FunctionJudge(Judge):
         return f" ({place})" if place else ""
 
     def _check(self, answer: Any, group: Sequence[Trajectory]) -> dict[str, Verdict]:
-        """The answer by id, each with a finite reward."""
+        """Returns the answer by id, each with a finite reward."""
         ids = [trajectory.id for trajectory in group]
         answer = answer.tolist() if hasattr(answer, "tolist") else answer  # an array or a tensor
         if isinstance(answer, Mapping):
@@ -130,7 +130,7 @@ class FunctionJudge(Judge):
             raise JudgeError(f"{self._entry}: the reward of {id} is {value!r:.60}, not a finite number")
         return number
 
-    # --- what a user's class says of itself ---------------------------------------------------------------------------
+    # --- what a user's class declares ---------------------------------------------------------------------------------
 
     @property
     def usage(self) -> Usage:
@@ -155,7 +155,7 @@ class FunctionJudge(Judge):
 
 
 def _digest(entry: str, directory: Path, options: Mapping[str, Any]) -> str:
-    """A digest of the code's name, its file and its options; what that file imports is not looked at."""
+    """Returns a digest of the code's name, its file and its options; what that file imports is not looked at."""
     module, _, name = entry.rpartition(":")
     source = (
         directory / module if module.endswith(".py") else Path(getattr(sys.modules[module], "__file__", None) or "")

@@ -1,6 +1,6 @@
 """Judges one group, or many at once: as many in flight as keep the calls busy, each handed on the moment it is done.
 
-A group that cannot be scored stays owed, and JudgeProgress says why. Once no further group can be scored
+A group that cannot be scored stays owed, and JudgeProgress has the reason. Once no further group can be scored
 (`JudgeStopped`), those in flight are finished and no new one is begun. Groups are drawn from an iterator only when
 there is room for them, so that memory does not grow with their number.
 """
@@ -45,14 +45,14 @@ def by_group(rows: Iterable[AnyPlaced]) -> dict[str, list[AnyPlaced]]:
 
 @dataclass
 class JudgeProgress:
-    """What became of the groups."""
+    """The counts of judged and owed groups."""
 
     num_scored: int = 0
     owed: dict[str, str] = field(default_factory=dict)  # group id -> why it could not be scored
     stopped: str | None = None  # why no further group can be scored
 
     async def judge(self, judge: Judge, group_id: str, load: Load) -> list[ScoredTrajectory] | None:
-        """The group scored. None: it could not be read or scored, and is noted as owed."""
+        """Returns the group scored, or None if it could not be read or scored, and is noted as owed."""
         try:
             return await judge_group(judge, load())
         except (JudgeError, DataError) as error:
@@ -65,7 +65,7 @@ class JudgeProgress:
 
 
 async def judge_group(judge: Judge, group: Sequence[Trajectory]) -> list[ScoredTrajectory]:
-    """The group scored, in its order; the judge sees only what finished without error. Raises JudgeError."""
+    """Returns the group scored, in its order; the judge sees only what finished without error. Raises JudgeError."""
     finished = [trajectory for trajectory in group if trajectory.error is None]
     try:
         verdicts, again = await ask_again(judge, finished, await judge.judge(finished))
@@ -86,7 +86,7 @@ async def judge_group(judge: Judge, group: Sequence[Trajectory]) -> list[ScoredT
 
 
 def noise(judge: Judge, verdicts: Mapping[str, Verdict]) -> RewardNoise | None:
-    """What the judge knows of the errors in a group's rewards; None: nothing was asked of it, or no votes differ.
+    """Returns the known errors of a group's rewards, or None if none are configured, or no votes differ.
 
     Raises JudgeError: flip rates for other rewards than 0 and 1, or scores without a variance.
     """
@@ -96,8 +96,10 @@ def noise(judge: Judge, verdicts: Mapping[str, Verdict]) -> RewardNoise | None:
     if not judge.noise.is_from_votes:
         for name, verdict in verdicts.items():
             if verdict.reward not in (0, 1):
-                told = f"trajectory {name}: its reward is {verdict.reward:g}"
-                raise JudgeError(f"{told}, and the flip rates of judge.noise are of rewards 0 and 1")
+                raise JudgeError(
+                    f"trajectory {name}: its reward is {verdict.reward:g}, and the flip rates of judge.noise are of "
+                    "rewards 0 and 1"
+                )
         return RewardNoise(false_positive=rates[0], false_negative=rates[1], min_reliability=bound)
     if not has_signal([verdict.reward for verdict in verdicts.values()]):
         return None
@@ -130,7 +132,7 @@ async def judge_groups(
             if progress is not None:
                 progress(done)
 
-    with first_of_group():  # the first failure, a full disk for example, tells the cause
+    with first_of_group():  # the first failure, a full disk for example, is the cause
         async with asyncio.TaskGroup() as workers:
             for _ in range(in_flight):
                 workers.create_task(work())

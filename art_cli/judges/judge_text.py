@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-# Control characters but tab and newline. Providers refuse some of them, and none of them tells a judge anything.
+# Control characters but tab and newline. Providers refuse some of them, and none means anything to a judge.
 _CONTROL = {code: "\ufffd" for code in (*range(9), 11, 12, *range(14, 32), 127)}
 BYTES_PER_TOKEN = 4  # measured on English and code with tokenizers of 2023 and later; other scripts need fewer bytes
 
@@ -17,6 +17,6 @@ def clean(value: Any) -> str:
 
 
 def count_tokens(text: str) -> int:
-    """The estimated number of tokens, rounded up."""
+    """Returns the estimated number of tokens, rounded up."""
     size = len(text) if text.isascii() else len(text.encode())
     return -(-size // BYTES_PER_TOKEN)

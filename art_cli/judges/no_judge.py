@@ -16,5 +16,5 @@ class NoJudge(Judge):
         """Uses none of the arguments, which every judge is made with."""
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """The reward that the rollout returned, so that metrics show it; 0 where it returned none."""
+        """Returns the reward that the rollout returned, so that metrics show it; 0 where it returned none."""
         return {trajectory.id: Verdict(reward=trajectory.returned_reward or 0.0) for trajectory in group}

@@ -35,12 +35,12 @@ class RewardModelJudge(Judge):
         return make_key(model=self._digest_model(), told=told)[:12]
 
     def _digest_model(self) -> str | dict[str, str]:
-        """A hub id as it is; for a directory the hash of each file by name, the chat template among them."""
+        """Returns a hub id as it is; for a directory the hash of each file by name, the chat template among them."""
         path = self._directory / self.config.model
         return hash_files(path) if path.is_dir() else self.config.model
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """The chosen output of each attempt. Raises JudgeError: it is not a finite number; JudgeStopped: no model."""
+        """Returns each attempt's chosen output. Raises JudgeError if it is not finite, JudgeStopped without a model."""
         if not group:
             return {}
         async with self._lock:
@@ -53,7 +53,7 @@ class RewardModelJudge(Judge):
         }
 
     def _score(self, conversations: Sequence[Sequence[Json]]) -> list[float]:
-        """[G] the score of each conversation."""
+        """Returns [G] the score of each conversation."""
         import torch
 
         model, tokenizer = self._load()
@@ -73,7 +73,7 @@ class RewardModelJudge(Judge):
         return values
 
     def _activate(self, logits: Any) -> Any:
-        """[B] the configured label's score."""
+        """Returns [B] the configured label's score."""
         if self.config.label >= logits.shape[-1]:
             raise JudgeStopped(
                 f"judge.label {self.config.label}: {self.config.model} has {logits.shape[-1]} outputs, counted from 0"
@@ -84,7 +84,7 @@ class RewardModelJudge(Judge):
         return chosen.sigmoid() if self.config.activation == "sigmoid" else chosen
 
     def _tokenize(self, tokenizer: Any, model: Any, conversation: Sequence[Json]) -> list[int]:
-        """The conversation's token ids; only the last ones if it is too long."""
+        """Returns the conversation's token ids; only the last ones if it is too long."""
         if tokenizer.chat_template:
             try:
                 ids = controls_of(tokenizer).chat_ids(conversation)

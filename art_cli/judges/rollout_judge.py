@@ -18,7 +18,7 @@ class RolloutJudge(Judge):
         """Uses none of the arguments, which every judge is made with."""
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """Raises JudgeError: a rollout returned no reward, which is never taken for a zero."""
+        """Raises JudgeError if a rollout returned no reward, which is never taken for a zero."""
         return {trajectory.id: Verdict(reward=_reward(trajectory)) for trajectory in group}
 
 

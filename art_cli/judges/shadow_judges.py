@@ -43,7 +43,7 @@ class ShadowJudges:
         self._failures = dict.fromkeys(config, 0)  # those in a row
 
     async def score(self, group: Sequence[Trajectory]) -> Shadows:
-        """The shadow scores of a group's finished trajectories. Raises nothing."""
+        """Returns the shadow scores of a group's finished trajectories. Raises nothing."""
         finished = [trajectory for trajectory in group if trajectory.error is None]
         chosen = [name for name, each in self._config.items() if finished and is_chosen(name, group[0], each.share)]
         scores: dict[str, list[Score]] = {}
@@ -53,7 +53,7 @@ class ShadowJudges:
         return scores
 
     async def _ask(self, name: str, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """The verdicts of one judge; empty: it failed, took too long, or is left alone."""
+        """Returns the verdicts of one judge; empty: it failed, took too long, or is left alone."""
         if self._failures[name] >= MAX_FAILURES:
             return {}
         limit = self._config[name].timeout_s
@@ -88,7 +88,7 @@ class ShadowJudges:
 
 
 def is_chosen(name: str, trajectory: Trajectory, share: float) -> bool:
-    """Whether a shadow judge scores the trajectory's group: the same in every start of the run."""
+    """Returns whether a shadow judge scores the trajectory's group: the same in every start of the run."""
     digest = hashlib.sha256(f"{name}\0{trajectory.group_id}".encode(errors="replace")).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
@@ -98,7 +98,7 @@ def _is_sound(verdict: Verdict | None) -> bool:
 
 
 def _score(name: str, verdict: Verdict) -> Score:
-    """The verdict as a score of that name, with the words and votes of the judge if it has one score."""
+    """Returns the verdict as a score of that name, with the words and votes of the judge if it has one score."""
     if len(verdict.scores) == 1:
         return msgspec.structs.replace(verdict.scores[0], judge=name, score=verdict.reward)
     return Score(judge=name, score=verdict.reward)
@@ -123,7 +123,7 @@ def shadow_numbers(groups: Sequence[Sequence[ScoredTrajectory]], config: RunConf
         numbers[f"shadow/{name}.num"] = sum(map(len, pairs))
         if not pairs:
             continue
-        reward, score = (fmean(pair[place] for group in pairs for pair in group) for place in (0, 1))
+        reward, score = (fmean(pair[side] for group in pairs for pair in group) for side in (0, 1))
         numbers |= {f"shadow/{name}": score, f"shadow/{name}.reward": reward}
         if not compares_only(each.judge) and not compares_only(config.judge):
             numbers[f"shadow/{name}.gap"] = reward - score
@@ -133,7 +133,7 @@ def shadow_numbers(groups: Sequence[Sequence[ScoredTrajectory]], config: RunConf
 
 
 def compares_only(judge: JudgeConfig) -> bool:
-    """Whether a judge's scores of different groups cannot be compared, because it compares the attempts of one."""
+    """Returns whether a judge's scores of different groups cannot be compared, because it compares attempts."""
     if isinstance(judge, BlendJudgeConfig):
         return "ruler" in judge.blend or any(map(compares_only, judge.judges.values()))
     return isinstance(judge, RulerJudgeConfig)
@@ -148,9 +148,9 @@ def _correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | Non
     """Pearson's, of the differences from the means of each group."""
     centered: list[tuple[float, float]] = []
     for pairs in groups:
-        means = [fmean(pair[place] for pair in pairs) for place in (0, 1)]
+        means = [fmean(pair[side] for pair in pairs) for side in (0, 1)]
         centered += [(reward - means[0], score - means[1]) for reward, score in pairs]
-    square = [math.fsum(pair[place] ** 2 for pair in centered) for place in (0, 1)]
+    square = [math.fsum(pair[side] ** 2 for pair in centered) for side in (0, 1)]
     scale = math.sqrt(square[0]) * math.sqrt(square[1])
     if not 1e-12 < scale < math.inf:
         return None

@@ -1,4 +1,4 @@
-"""Tries a judge before a run needs it: keys that are not set, and one question about two short attempts.
+"""The trial of a judge before a run needs it: keys that are not set, and one question about two short attempts.
 
 Looking for keys makes no call. Every model of the judge is asked the question once, without the cache, and the result
 says what that cost.
@@ -21,7 +21,7 @@ GRACE_S = 10.0  # time beyond a judge's own deadline, at which it should have ra
 
 
 class Trial(NamedTuple):
-    """What came of asking. Example: Trial(right=1.0, wrong=0.0, usage=Usage(...))"""
+    """The result of asking. Example: Trial(right=1.0, wrong=0.0, usage=Usage(...))"""
 
     right: float  # the reward of the attempt that answers correctly
     wrong: float
@@ -29,7 +29,7 @@ class Trial(NamedTuple):
 
 
 def missing_keys(config: JudgeConfig, directory: Path) -> dict[str, str]:
-    """The environment variables without which every call would fail -> the model that needs each."""
+    """Returns the environment variables without which every call would fail -> the model that needs each."""
     found: dict[str, str] = judge_class(config, directory).missing_keys(config, directory)
     return found
 
@@ -41,13 +41,13 @@ def require_keys(config: JudgeConfig, directory: Path) -> None:
 
 
 def make_trial_judge(config: JudgeConfig, directory: Path) -> Judge:
-    """The judge to try, which asks each of its models once. Raises UsageError: it cannot be made."""
+    """Returns the judge to try, which asks each of its models once. Raises UsageError if it cannot be made."""
     judge: Judge = judge_class(config, directory).for_trial(config, directory)
     return judge
 
 
 def short_attempts() -> list[Trajectory]:
-    """Two attempts at a sum, the right one and a wrong one."""
+    """Returns two attempts at a sum, the right one and a wrong one."""
     return [
         Trajectory(
             id=f"trial-{index}",
@@ -62,9 +62,9 @@ def short_attempts() -> list[Trajectory]:
 
 
 async def ask(judge: Judge) -> Trial:
-    """The verdict of a judge that costs money on the two short attempts; closes the judge.
+    """Returns the verdict of a judge that costs money on the two short attempts; closes the judge.
 
-    Raises JudgeError: it gave no usable answer.
+    Raises JudgeError if it gave no usable answer.
     """
     try:
         verdicts = await judge.judge(short_attempts())
@@ -74,7 +74,7 @@ async def ask(judge: Judge) -> Trial:
 
 
 async def score(judge: Judge, attempts: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-    """The verdict of a judge that costs nothing on attempts that were played. Raises JudgeError."""
+    """Returns the verdict of a judge that costs nothing on attempts that were played. Raises JudgeError."""
     deadline_s = judge.timeout_s + GRACE_S
     try:
         async with asyncio.timeout(deadline_s):

@@ -61,7 +61,7 @@ def advantages_again(
     relative to `directory`.
     """
     algorithm = build_algorithm(loss, max_tokens=max_tokens, directory=directory)
-    if type(algorithm).bind is not Algorithm.bind:
+    if algorithm.reads_policy:
         return None
     record = StepRecord()
     plan = plan_step(groups, algorithm, loss=loss, train=train, record=record)

@@ -237,8 +237,8 @@ def describe(resolved: LoadedConfig, *groups: str) -> str:
 
 def engine_name(config: EngineConfig) -> str:
     """Example: "embedded", "mine.py:Engine" or "vllm (2 replicas)"."""
-    if isinstance(config, VllmEngineConfig) and config.num_servers > 1:
-        return f"vllm ({config.num_servers} {'servers' if config.urls else 'replicas'})"
+    if isinstance(config, VllmEngineConfig) and config.replicas > 1:
+        return f"vllm ({config.replicas} replicas)"
     return config.entry if isinstance(config, OwnEngineConfig) else config.name
 
 

@@ -22,7 +22,7 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_hash
 from art_cli.config.references import missing_targets
 from art_cli.config.schema import RunConfig, TinkerEngineConfig, TinkerLearnerConfig
-from art_cli.engines import Replicated, engine_traits, proof
+from art_cli.engines import engine_traits, proof
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.shadow_judges import ShadowJudges
 from art_cli.learners import Learner, StepMetrics, describe_processes, has_own_weights, load_policy, make_learner
@@ -141,8 +141,6 @@ class TrainingRun:
                     self.startup.reached("first checkpoint and warm-up")
                     async with self._open_sampler(step) as sampler:
                         self.startup.reached("engine and agent")
-                        if isinstance(engine := sampler.engine, Replicated):
-                            self.panel.num_servers = lambda: (engine.num_answering, engine.num_replicas)
                         sampler.gateway.on_first_reply = partial(self.startup.end, "first reply")
                         step = await self._take_steps(sampler, step)
             finally:

@@ -190,7 +190,7 @@ def test_the_model_decides_what_the_server_can_hold() -> None:
         ({"args": {"max_model_len": 5}}, r"use model\.max_length"),
         ({"args": {"--seed": 5}}, r"write it without dashes in front: 'seed'"),
         ({"env": {"VLLM_API_KEY": "x"}}, r"VLLM_API_KEY is set by art itself"),
-        ({"url": "http://h:1", "args": {"seed": 1}, "sleep": 0}, r"somebody else's: remove args, sleep"),
+        ({"url": "http://h:1", "args": {"seed": 1}, "sleep": 0}, r"art starts no server: remove args, sleep"),
         ({"api_key_env": "K"}, r"a server of our own gets a random one"),
     ],
 )

@@ -9,10 +9,12 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
-from art_cli.config.schema import GigpoConfig, GrpoConfig, ReinforcePlusPlusConfig
+from art_cli.config.schema import GrpoConfig
+from art_cli.learners.algorithms.gigpo import GigpoConfig
 from art_cli.learners.algorithms.normalization import FinishedCounts, UpdateCounts
 from art_cli.learners.algorithms.off_policy import SampledTerms, build_correction
 from art_cli.learners.algorithms.presets import build_algorithm
+from art_cli.learners.algorithms.reinforce_plus_plus import ReinforcePlusPlusConfig
 from art_cli.learners.token_weights import Credit
 from tests.support.paths import ROOT
 from tests.support.trees import scored, turn

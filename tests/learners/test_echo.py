@@ -7,7 +7,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from art_cli.config.schema import GagpoConfig, GigpoConfig, GrpoConfig, LossConfig
+from art_cli.config.schema import GrpoConfig, LossConfig
+from art_cli.learners.algorithms.gagpo import GagpoConfig
+from art_cli.learners.algorithms.gigpo import GigpoConfig
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.step_samples import count, make_step_samples
 from art_cli.learners.token_weights import CROSS_ENTROPY, Credit, observed_tokens

@@ -1,4 +1,4 @@
-"""Every preset: contracts 1 and 6 hold for each name in PRESETS; and what each one's credit is, by hand."""
+"""Every preset: contracts 1 and 6 hold for each name; and what each one's credit is, by hand."""
 
 import math
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from art_cli.config.sections.loss_config import EXPERIMENTS
 from art_cli.learners.algorithms.presets import PRESETS, build_algorithm
 from art_cli.learners.step_samples import make_step_samples
 from art_cli.runs.trajectory import ScoredTrajectory
@@ -16,7 +17,7 @@ from tests.support.preset_groups import config_of, made_groups
 from tests.support.tiny import tiny_weights
 from tests.support.trees import scored, turn
 
-NAMES = sorted(PRESETS.keys() - {"distill"})  # test_teachers.py holds the same of it, with a teacher
+NAMES = sorted({*PRESETS, *EXPERIMENTS} - {"distill"})  # test_teachers.py holds the same of it, with a teacher
 PACKINGS = [(24, "tree"), (4096, "tree"), (4096, "rows")]  # micro_batch_tokens, packing
 WEIGHTS = tiny_weights(seed=3)
 

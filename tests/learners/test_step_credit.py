@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from art_cli.config.compose import load_config
-from art_cli.config.schema import GagpoConfig, GigpoConfig, GrpoConfig, LossConfig
+from art_cli.config.schema import GrpoConfig, LossConfig
 from art_cli.learners.algorithms.credit import advantages
+from art_cli.learners.algorithms.gagpo import GagpoConfig
+from art_cli.learners.algorithms.gigpo import GigpoConfig
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.algorithms.step_credit import (
     Episode,

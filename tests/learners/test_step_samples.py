@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 
-from art_cli.config.schema import DapoConfig, DrGrpoConfig, GigpoConfig, GrpoConfig, LossConfig
+from art_cli.config.schema import DapoConfig, DrGrpoConfig, GrpoConfig, LossConfig
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.credit import rewards_of
+from art_cli.learners.algorithms.gigpo import GigpoConfig
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.samples import count_sampled
 from art_cli.learners.step_samples import count, make_step_samples, split_by_update

@@ -59,6 +59,7 @@ class Fake:
         self.adapters: dict[str, int] = {}  # name -> seed
         self.is_healthy = True
         self.num_chats = 0  # number of chats in flight
+        self.rank: str | None = None  # of the last call
         self.cached: int | None = None  # the seed whose keys and values a stale cache holds
 
     def note(self, line: Json) -> None:
@@ -82,7 +83,8 @@ class Fake:
         path = request.url.path
         body = json.loads(await request.body() or b"{}")
         if path != "/health":
-            self.note({"path": path, "query": request.url.query, "body": body})
+            self.rank = request.headers.get("x-data-parallel-rank")
+            self.note({"path": path, "query": request.url.query, "body": body, "rank": self.rank})
         is_guarded = path.startswith("/v1") and "VLLM_API_KEY" in os.environ
         if is_guarded and request.headers.get("authorization") != f"Bearer {os.environ['VLLM_API_KEY']}":
             return JSONResponse({"error": "Unauthorized"}, 401)
@@ -151,6 +153,8 @@ class Fake:
         seed = self.adapters.get(body["model"], 1)
         if self.cached is None:
             self.cached = seed
+        if MANNER == "ranks differ" and self.rank == "1":
+            seed += 1
         if MANNER == "stale" and "prompt_logprobs" not in body:
             seed = self.cached
         temperature = 1.0 if MANNER == "raw" else body.get("temperature", 1.0)

@@ -1,11 +1,20 @@
 """What every section is built from: the base class, and numbers with bounds."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidatorFunctionWrapHandler,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
 def _not_true_or_false(value: Any) -> Any:
@@ -62,3 +71,23 @@ class Section(BaseModel):
         if len(given) > 1:
             raise ValueError(f"{' and '.join(map(repr, given))} are one key: keep {given[0]!r} alone")
         return {OLD_NAMES.get(name, name): value for name, value in data.items()}
+
+
+class ImportedVariants:
+    """Further variants of a section that `name` chooses, each of which is imported when it is named.
+
+    A mark beside a union of the known variants: Annotated[A | B, ImportedVariants(names, section_of)].
+    """
+
+    def __init__(self, names: Iterable[str], section_of: Callable[[str], type[Section]]) -> None:
+        self.names, self.section_of = tuple(names), section_of
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        known = handler.generate_schema(Annotated[source, Field(discriminator="name")])
+        return core_schema.no_info_wrap_validator_function(
+            self._validated, known, serialization=core_schema.simple_ser_schema("any")
+        )
+
+    def _validated(self, value: Any, known: ValidatorFunctionWrapHandler) -> Any:
+        name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
+        return self.section_of(name).model_validate(value) if name in self.names else known(value)

@@ -9,7 +9,7 @@ from art_cli.config.sections.base_config import PositiveInt, Seconds, Section
 
 
 class EngineSection(Section):
-    """The section of one engine. It says what the engine can do (engines.EngineTraits explains each)."""
+    """The section of one engine. Its class attributes are the engine's abilities (engines.EngineTraits)."""
 
     can_train: ClassVar[bool] = True
     swaps_adapters: ClassVar[bool] = False
@@ -113,15 +113,24 @@ class VllmEngineConfig(EngineSection):
     start_timeout_s: Seconds = 600.0
     """The longest time from the start of the process to its first answer."""
     replicas: PositiveInt = 1
-    """The number of servers that art starts. Each has GPUs of its own, as many as its arguments say. The attempts of a
-    group stay with one server, and the calls of a server that ends move to the others."""
-    base_url: str | list[str] | None = None
-    """A vLLM server that runs already and sees the run's files: http://127.0.0.1:8000. A list is several servers, used
-    like replicas. null: art starts them."""
+    """How often the server has the model, each time on other GPUs, as many as its arguments name: vLLM's data parallel
+    size. Each request goes to the replica with the fewest."""
+    base_url: str | None = None
+    """A vLLM server that runs already and sees the run's files: http://127.0.0.1:8000. null: art starts one."""
     api_key_env: str = "VLLM_API_KEY"
     """The environment variable that holds the key of the server at `base_url`."""
     timeout_s: Seconds = 600.0
     """The longest time for one request."""
+
+    @field_validator("base_url", mode="before")
+    @classmethod
+    def _one_server(cls, url: object) -> object:
+        """The only item of a list, which older configurations may have."""
+        if not isinstance(url, list):
+            return url
+        if len(url) != 1:
+            raise ValueError("'base_url' is one server, which may have several replicas (vllm --data-parallel-size)")
+        return url[0]
 
     @field_validator("args")
     @classmethod
@@ -146,24 +155,12 @@ class VllmEngineConfig(EngineSection):
     def _own_or_running(self) -> Self:
         of_own = {"python", "args", "env", "sleep", "start_timeout_s", "replicas"} & self.model_fields_set
         if self.base_url is not None and of_own:
-            raise ValueError(f"with 'base_url' the server is somebody else's: remove {', '.join(sorted(of_own))}")
+            raise ValueError(f"with 'base_url' art starts no server: remove {', '.join(sorted(of_own))}")
         if self.base_url is None and "api_key_env" in self.model_fields_set:
             raise ValueError(
                 "'api_key_env' is the key of a server at 'base_url'; a server of our own gets a random one"
             )
-        plain = [url.rstrip("/").removesuffix("/v1") for url in self.urls]
-        if self.base_url == [] or len(set(plain)) < len(plain):
-            raise ValueError("'base_url' names each server once, and at least one")
         return self
-
-    @property
-    def urls(self) -> list[str]:
-        """The servers that run already; empty where art starts them."""
-        return [self.base_url] if isinstance(self.base_url, str) else self.base_url or []
-
-    @property
-    def num_servers(self) -> int:
-        return len(self.urls) or self.replicas
 
 
 class TinkerEngineConfig(EngineSection):
@@ -187,7 +184,7 @@ class OwnEngineConfig(EngineSection):
 
     name: Literal["entry"]
     entry: str
-    """ "file.py:Class", made as art_cli.engines says: Class(setup)."""
+    """ "file.py:Class", made as Class(setup) (art_cli/engines)."""
     options: dict[str, JsonValue] = {}
     """What the class gets as `setup.options`; no secrets: they stand in config.json."""
 

@@ -1,13 +1,15 @@
 """The `loss` and `algorithm` sections: how scored groups become a gradient."""
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, Self, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, JsonValue, model_validator
 
 from art_cli.config.sections.base_config import (
     Count,
     Float,
+    ImportedVariants,
     NonNegative,
     PositiveFloat,
     PositiveInt,
@@ -15,6 +17,7 @@ from art_cli.config.sections.base_config import (
     Section,
     UnitInterval,
 )
+from art_cli.runtime.plugins import resolve
 
 
 class TruncateConfig(Section):
@@ -84,11 +87,13 @@ MeanOver = Literal["trained", "all"]
 
 class BaseLossConfig(Section):
     compares_attempts: ClassVar[bool] = True  # whether an attempt's worth is relative to the others of its group
+    compares_states: ClassVar[bool] = False  # whether it may depend on which replies answered equal states
+    needs_explanations: ClassVar[bool] = False  # whether it learns from the judge's reasons
 
     kl: NonNegative = 0.0
     """Weight of KL(policy || reference), k3 estimate; the reference is the model, adapter off. 0: not computed."""
     off_policy: Annotated[OffPolicyConfig, Field(discriminator="name")] | None = None
-    """Which weight a token has that an older policy sampled, or an engine that rounds differently. ρ is the token's
+    """The weight of a token that an older policy sampled, or an engine that rounds differently. ρ is the token's
     probability under the learner, at the start of the step, over that of the engine. null: PPO's ratio is to the
     engine's probability instead, and there are no weights."""
     echo: NonNegative = 0.0
@@ -96,9 +101,9 @@ class BaseLossConfig(Section):
     to a reply (tool outputs, further user messages), over these tokens' own count. Attempts of groups without signal
     are learned from too. 0: off."""
     mean_over: MeanOver = "all"
-    """What the loss is a mean over. `all`: every finished trajectory of the step, so that steps shrink with the signal
-    instead of getting noisier. `trained`: the trajectories of groups with signal, so that a step of few such groups is
-    as large as one of many."""
+    """The trajectories that the loss is a mean over. `all`: every finished trajectory of the step, so that steps shrink
+    with the signal instead of getting noisier. `trained`: the trajectories of groups with signal, so that a step of few
+    such groups is as large as one of many."""
     entropy_floor: PositiveFloat | None = None
     """The mean entropy in nats per token below which the loss rewards entropy, with a coefficient that grows by
     `entropy_step` in every step below the floor and falls by as much in every other (Skywork-OR1, arXiv:2505.22312).
@@ -116,16 +121,16 @@ class BaseLossConfig(Section):
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether it learns from the rewards of a group, so that every attempt must have one."""
+        """Returns whether it learns from the rewards of a group, so that every attempt must have one."""
         return True
 
     @property
     def takes_noise(self) -> bool:
-        """Whether judge.noise can correct its advantages: comparisons of a group's rewards, and of nothing else."""
+        """Returns whether judge.noise can correct its advantages: they compare a group's rewards, and nothing else."""
         return self.compares_attempts
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """(knob, message) for each knob that is set and has no effect."""
+        """Yields (knob, message) for each knob that is set and has no effect."""
         if "entropy_step" in self.model_fields_set and self.entropy_floor is None:
             yield "entropy_step", "used with entropy_floor only"
         if "kl_cov_weight" in self.model_fields_set and self.kl_cov is None:
@@ -134,12 +139,16 @@ class BaseLossConfig(Section):
             yield "kl_cov", "holds back the tokens whose gradient clip_cov takes away; set one of the two"
 
 
-class ScaledLossConfig(BaseLossConfig):
+class PresetConfig(BaseLossConfig):
+    name: str
+
+
+class ScaledLossConfig(PresetConfig):
     scale_advantages: bool = True
     """Divide advantages by the group's standard deviation."""
 
 
-class ClippedLossConfig(BaseLossConfig):
+class ClippedLossConfig(PresetConfig):
     clip: PositiveFloat = 0.2
     """The ratio of new to old probability counts from 1 - clip to 1 + clip."""
 
@@ -197,38 +206,6 @@ class CispoConfig(ScaledLossConfig):
     """The ratio of new to old probability counts up to 1 + clip_high."""
 
 
-class GigpoConfig(ScaledLossConfig, ClippedLossConfig):
-    """GiGPO (Feng et al. 2025, arXiv:2505.10978): GRPO, and each reply against the group's others in equal states."""
-
-    name: Literal["gigpo"]
-    step_weight: NonNegative = 1.0
-    """Weight of the advantage within equal states, beside that of the whole attempt. 0: GRPO."""
-    gamma: UnitInterval = 0.95
-    """Discount per turn: with k turns still to come, a reply's return is gamma^k times the reward."""
-
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        yield from super().conflicts()
-        if "gamma" in self.model_fields_set and self.step_weight == 0:
-            yield "gamma", "used within equal states only, and loss.step_weight is 0"
-
-
-class GagpoConfig(ScaledLossConfig, ClippedLossConfig):
-    """GAGPO (Zhu et al. 2026, arXiv:2605.13217): GAE over turns; a state's value is the group's mean return there."""
-
-    name: Literal["gagpo"]
-    gamma: UnitInterval = 0.95
-    """Discount per turn: with k turns still to come, a reply's return is gamma^k times the reward."""
-    gae_lambda: UnitInterval = 0.95
-    """How far a change of value counts for the replies before it. 0: for the reply before it only; 1: for all."""
-
-
-class MaxrlConfig(ClippedLossConfig):
-    """MaxRL (Tajwar et al. 2026, arXiv:2602.02710): advantages are divided by the group's mean reward, so that a
-    scenario counts the more the seldomer it is solved. For rewards of at least 0."""
-
-    name: Literal["maxrl"]
-
-
 class RlooConfig(ClippedLossConfig):
     """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): the baseline is the mean reward of the others in the group, and a
     whole trajectory is one action."""
@@ -236,33 +213,6 @@ class RlooConfig(ClippedLossConfig):
     name: Literal["rloo"]
     clip: PositiveFloat = 0.2
     """The ratio of new to old probability of a whole sample counts from 1 - clip to 1 + clip."""
-
-
-class ReinforcePlusPlusConfig(ClippedLossConfig):
-    """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): rewards are normalized over all trajectories of the step."""
-
-    name: Literal["reinforce++"]
-    baseline: bool = False
-    """true: the group's mean is subtracted before (REINFORCE++ w/ baseline)."""
-
-
-class GdpoConfig(ClippedLossConfig):
-    """GDPO (Liu et al. 2026, arXiv:2601.05242): a reward in several parts, each normalized within its group."""
-
-    name: Literal["gdpo"]
-    reward_parts: dict[str, Float] = Field(min_length=1)
-    """The weight of each part: {win: 1.0, brevity: 0.2}. A name is one of the rollout's metrics, or `reward`, which is
-    the reward of the rollout or the judge. The reward as such does not count otherwise."""
-
-    @property
-    def takes_noise(self) -> bool:
-        return False
-
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        yield from super().conflicts()
-        for name, weight in self.reward_parts.items():
-            if weight == 0:
-                yield f"reward_parts.{name}", "a part of weight 0 has no effect; leave it out"
 
 
 class TeacherConfig(Section):
@@ -275,19 +225,20 @@ class TeacherConfig(Section):
     """A server: http://127.0.0.1:8000/v1 of vLLM, or http://10.0.0.7:8100 of the Tinker protocol. null: the model is
     loaded beside the policy, on the learner's device."""
     protocol: Literal["vllm", "tinker"] = "vllm"
-    """What the server speaks. tinker: as `art backend` does, through the extra art-cli[tinker]."""
+    """The server's protocol. tinker: as `art backend` does, through the extra art-cli[tinker]."""
     api_key_env: str | None = None
     """The variable, in the environment or in .env, that holds the server's key. null: no key is sent to vLLM, and
     TINKER_API_KEY holds that of a server of the Tinker protocol."""
     timeout_s: Seconds = 120.0
     """The longest time for one request to the server."""
     retries: Count = 5
-    """How often a request is made again after a rate limit, a server error, a lost connection or its deadline."""
+    """The number of times that a request is made again after a rate limit, a server error, a lost connection or its
+    deadline."""
     concurrency: PositiveInt = 16
     """The number of requests at once."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """(knob, message) for each knob that is set and has no effect."""
+        """Yields (knob, message) for each knob that is set and has no effect."""
         for knob in ("protocol", "api_key_env", "timeout_s", "retries", "concurrency"):
             if self.base_url is None and knob in self.model_fields_set:
                 yield knob, "used with loss.teacher.base_url only: a model that is loaded here needs no requests"
@@ -299,8 +250,9 @@ class TaughtLossConfig(ScaledLossConfig, ClippedLossConfig):
     reward_weight: NonNegative = 0.0
     """Weight of GRPO's advantage, which is added to the teacher's of each token. 0: rewards are not learned from."""
     divergence: Literal["reverse_kl", "jensen_shannon"] = "reverse_kl"
-    """What the teacher's advantages lower. reverse_kl: KL(policy || teacher), where a token that the teacher never
-    writes outweighs all others. jensen_shannon: twice the Jensen-Shannon divergence; no advantage is below -0.69."""
+    """The divergence that the teacher's advantages lower. reverse_kl: KL(policy || teacher), where a token that the
+    teacher never writes outweighs all others. jensen_shannon: twice the Jensen-Shannon divergence; no advantage is
+    below -0.69."""
 
     @property
     def needs_rewards(self) -> bool:
@@ -332,23 +284,6 @@ class DistillConfig(TaughtLossConfig):
         yield from ((f"teacher.{knob}", message) for knob, message in self.teacher.conflicts())
 
 
-class SdpoConfig(TaughtLossConfig):
-    """SDPO (2026, arXiv:2601.20802): the policy that has read the judge's explanation teaches the one that has not."""
-
-    name: Literal["sdpo"]
-    teacher_rate: Annotated[Float, Field(gt=0, le=1)] = 0.05
-    """The teacher is a moving average of the policy, as in the paper: after each step it moves by this share toward the
-    policy's weights. 1: the teacher is the policy itself."""
-    feedback: str | None = None
-    """The text added to the first user message, where {explanation}, {score}, {rank} and {attempts} are the judge's.
-    null: the one on docs/teachers.md."""
-
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        yield from super().conflicts()
-        if self.feedback is not None and "{explanation}" not in self.feedback:
-            yield "feedback", "has no {explanation}, so that the policy would not read what the judge said"
-
-
 class PpoConfig(ClippedLossConfig):
     """PPO with a critic (Schulman et al. 2017, arXiv:1707.06347), with advantages of turns as in Turn-PPO (Li et al.
     2025, arXiv:2512.17008). It compares no attempts with each other, so rollout.group_size may be 1."""
@@ -374,30 +309,38 @@ class PpoConfig(ClippedLossConfig):
         if "mean_over" in self.model_fields_set:
             yield "mean_over", "has no effect here: with a critic every group has signal, so both means are the same"
         if "value_coefficient" in self.model_fields_set and not self.value_trunk:
-            yield "value_coefficient", "used with loss.value_trunk=true only; else loss.value_learning_rate says it all"
+            yield (
+                "value_coefficient",
+                "used with loss.value_trunk=true only; else the critic learns by loss.value_learning_rate alone",
+            )
 
 
-LossConfig = Annotated[
-    GrpoConfig
-    | DrGrpoConfig
-    | DapoConfig
-    | GspoConfig
-    | CispoConfig
-    | GigpoConfig
-    | GagpoConfig
-    | MaxrlConfig
-    | RlooConfig
-    | ReinforcePlusPlusConfig
-    | GdpoConfig
-    | DistillConfig
-    | SdpoConfig
-    | PpoConfig,
-    Field(discriminator="name"),
-]
+EXPERIMENTS = {  # name -> the algorithm, whose `section` has its options; imported when it is named
+    "gigpo": "art_cli.learners.algorithms.gigpo:Gigpo",
+    "gagpo": "art_cli.learners.algorithms.gagpo:Gagpo",
+    "maxrl": "art_cli.learners.algorithms.maxrl:Maxrl",
+    "reinforce++": "art_cli.learners.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
+    "gdpo": "art_cli.learners.algorithms.gdpo:Gdpo",
+    "sdpo": "art_cli.learners.algorithms.sdpo:Sdpo",
+}
+
+
+def _section_of(name: str) -> type[PresetConfig]:
+    section: type[PresetConfig] = resolve(EXPERIMENTS[name], base=Path()).section
+    return section
+
+
+Known = GrpoConfig | DrGrpoConfig | DapoConfig | GspoConfig | CispoConfig | RlooConfig | DistillConfig | PpoConfig
+if TYPE_CHECKING:
+    LossConfig = PresetConfig
+else:
+    LossConfig = Annotated[Known, ImportedVariants(EXPERIMENTS, _section_of)]
 
 
 class AlgorithmConfig(BaseLossConfig):
     """A user's own algorithm, instead of a named loss."""
+
+    compares_states: ClassVar[bool] = True
 
     entry: str
     """ "file.py:Class", a subclass of art_cli.learners.algorithms.Algorithm (docs/algorithms.md)."""

@@ -26,7 +26,7 @@ NAME = "art_slots"
 
 
 class Layout:
-    """How the tokens of one step attend: computed once for all layers."""
+    """The attention of one step's tokens: computed once for all layers."""
 
     def __init__(self, plan: StepPlan, runs: list[Run], cache: SlotCache, device: torch.device) -> None:
         self.tokens_T = torch.from_numpy(plan.tokens_T).to(device)
@@ -36,7 +36,7 @@ class Layout:
         self._num_decodes = len(plan.decodes)
         self._runs, self._chunk_runs = runs, plan_chunk_runs(plan.chunks, device)
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
-        self._places: dict[int, Tensor] = {}
+        self._slab_rows: dict[int, Tensor] = {}
 
     def attend(
         self,
@@ -49,7 +49,7 @@ class Layout:
         window: int | None,
     ) -> Tensor:
         """[T, heads, head_dim]"""
-        self._cache.write(layer, key, value, self._places_of(key.shape[1]))
+        self._cache.write(layer, key, value, self._slab_rows_of(key.shape[1]))
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         parts = []
         for index, run in enumerate(self._runs):
@@ -69,37 +69,37 @@ class Layout:
             offset += chunks.num
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _places_of(self, heads: int) -> Tensor:
-        """[T * heads] the row of a slab, seen as rows of head_dim, for the keys or values of each token and head."""
-        if heads not in self._places:
+    def _slab_rows_of(self, heads: int) -> Tensor:
+        """Returns [T * heads] the row of a slab, as rows of head_dim, for keys or values of each token and head."""
+        if heads not in self._slab_rows:
             length = self._cache.shape.length
             first = self._slots_T * (heads * length) + self.positions_T
-            self._places[heads] = (first[:, None] + torch.arange(heads, device=first.device) * length).view(-1)
-        return self._places[heads]
+            self._slab_rows[heads] = (first[:, None] + torch.arange(heads, device=first.device) * length).view(-1)
+        return self._slab_rows[heads]
 
     def _run_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """[slots, 1, 1, length] 0: attended, -inf: not; None: all are attended."""
+        """Returns [slots, 1, 1, length] 0 where attended, else -inf; or None if all are attended."""
         run, key = self._runs[index], (index, window)
         if run.is_even and not (window and run.length > window):
             return None
         if key not in self._masks:
-            place = torch.arange(run.length, device=run.lengths.device)
-            hidden = place >= run.lengths[:, None]
+            column = torch.arange(run.length, device=run.lengths.device)
+            hidden = column >= run.lengths[:, None]
             if window:
-                hidden |= place < run.lengths[:, None] - window
+                hidden |= column < run.lengths[:, None] - window
             self._masks[key] = _additive(hidden, dtype)[:, None, None]
         return self._masks[key]
 
     def _chunk_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """[slots, 1, width, length]; None: causal attention from the first token on."""
+        """Returns [slots, 1, width, length], or None for causal attention from the first token on."""
         key, run = (-1 - index, window), self._chunk_runs[index]
         if run.chunk is not None and run.chunk.start == 0 and not (window and run.length > window):
             return None
         if key not in self._masks:
-            place, position = torch.arange(run.length, device=run.positions.device), run.positions[:, :, None]
-            hidden = place > position
+            column, position = torch.arange(run.length, device=run.positions.device), run.positions[:, :, None]
+            hidden = column > position
             if window:
-                hidden |= place <= position - window
+                hidden |= column <= position - window
             self._masks[key] = _additive(hidden, dtype)[:, None]
         return self._masks[key]
 
@@ -116,7 +116,7 @@ def attend(
     layout: Layout | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """[1, T, heads, head_dim]: the signature of transformers' AttentionInterface; `layout` comes through the model."""
+    """Returns [1, T, heads, head_dim], as transformers' AttentionInterface; `layout` comes through the model."""
     for unsupported in ("softcap", "s_aux", "position_bias"):
         if others.get(unsupported) is not None:
             raise EngineError(f"the embedded engine cannot run this model: its attention uses {unsupported}")
@@ -128,7 +128,7 @@ def attend(
 def _attend_run(
     run: Run, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """[rows, heads, head_dim] for queries of that shape."""
+    """Returns [rows, heads, head_dim] for queries of that shape."""
     grouped = _grouped(run, query, keys.shape[1])
     slots, tokens = slice(run.start, run.stop), slice(run.length)
     out = F.scaled_dot_product_attention(
@@ -175,7 +175,7 @@ def _attend_normed(
 
 
 def _grouped(run: Run, query: Tensor, heads_kv: int) -> Tensor:
-    """[slots, heads_kv, heads / heads_kv, head_dim]; heads that share keys become rows of one product."""
+    """Returns [slots, heads_kv, heads / heads_kv, head_dim]; heads that share keys become rows of one product."""
     rows, heads, dim = query.shape
     grouped = query.reshape(rows, heads_kv, heads // heads_kv, dim)
     if run.members is None:
@@ -193,7 +193,7 @@ def _rows(run: Run, out: Tensor, heads: int) -> Tensor:
 def _attend_chunk(
     chunk: PromptChunk, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """[num, heads, head_dim] for queries of that shape."""
+    """Returns [num, heads, head_dim] for queries of that shape."""
     slot, end = slice(chunk.slot, chunk.slot + 1), chunk.start + chunk.num
     key, value = (_per_head(slab[slot, :, :end], query.shape[1]) for slab in (keys, values))
     out = F.scaled_dot_product_attention(
@@ -205,7 +205,7 @@ def _attend_chunk(
 def _attend_chunks(
     run: ChunkRun, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """[num, heads, head_dim] for queries of that shape."""
+    """Returns [num, heads, head_dim] for queries of that shape."""
     assert mask is not None
     heads_kv, (_, heads, dim) = keys.shape[1], query.shape
     num, group = run.stop - run.start, heads // heads_kv

@@ -1,4 +1,4 @@
-"""How a model family writes tool calls in its text: where a call begins and ends, and how to read it.
+"""Syntaxes in which model families write tool calls: the markers around a call, and its reading.
 
     hermes    <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>              Qwen 2.5 and 3, Hermes
     xml       <tool_call><function=f><parameter=a>1</parameter></function></tool_call>  Qwen3-Coder
@@ -37,12 +37,12 @@ class CallSyntax:
 
     @property
     def can_be_forced(self) -> bool:
-        """Whether a grammar can hold a reply to this syntax (formats.py writes Hermes calls)."""
+        """Returns whether a grammar can hold a reply to this syntax (formats.py writes Hermes calls)."""
         return self.name == "hermes"
 
 
 def find_syntax(template: str) -> CallSyntax:
-    """The syntax of a model's chat template; Hermes where the template shows none."""
+    """Returns the syntax of a model's chat template; Hermes where the template shows none."""
     for mark, syntax in _BY_MARK:
         if mark in template:
             return syntax
@@ -50,7 +50,7 @@ def find_syntax(template: str) -> CallSyntax:
 
 
 def call_of(name: str, arguments: str) -> Json:
-    """The OpenAI tool call with an id of its own; `arguments` is JSON text."""
+    """Returns the OpenAI tool call with a new id; `arguments` is JSON text."""
     function = {"name": name, "arguments": arguments}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
@@ -63,13 +63,13 @@ def schemas_of(tools: Sequence[Json]) -> Schemas:
 
 
 def read_json_call(body: str, _: Schemas = {}) -> list[Json] | None:  # noqa: B006  (read only)
-    """One object with `name` and `arguments` (or `parameters`)."""
+    """Returns one object with `name` and `arguments` (or `parameters`)."""
     call = _json_call(body.strip(SPACE))
     return None if call is None else [call]
 
 
 def read_json_calls(body: str, _: Schemas) -> list[Json] | None:
-    """A list of objects with `name` and `arguments`, or one, or several joined by semicolons (Llama)."""
+    """Returns a list of objects with `name` and `arguments`, or one, or several joined by semicolons (Llama)."""
     return _calls_in(body, _json_call)
 
 
@@ -81,7 +81,7 @@ def _calls_in(body: str, read: Callable[[str], Json | None]) -> list[Json] | Non
 
 
 def _json_call(text: str) -> Json | None:
-    """The call in an object's text, its arguments exactly as sampled; None: it is no call."""
+    """Returns the call in an object's text, its arguments exactly as sampled, or None if it is no call."""
     fields = read_object(text)
     if fields is None or "name" not in fields:
         return None
@@ -93,7 +93,7 @@ def _json_call(text: str) -> Json | None:
 
 
 def read_object(text: str) -> dict[str, str] | None:
-    """A JSON object's fields, each value as the text it was written in; None if the text is not one object."""
+    """Returns a JSON object's fields, each value as its text, or None if the text is not one object."""
     parts = _split(text, "{")
     return (
         None if parts is None else {json.loads(key): value for key, value in zip(parts[::2], parts[1::2], strict=True)}
@@ -101,36 +101,36 @@ def read_object(text: str) -> dict[str, str] | None:
 
 
 def _split(text: str, opening: str) -> list[str] | None:
-    """The texts of a JSON list's items, or of an object's keys and values in turn; None if the text is neither."""
+    """Returns the texts of a JSON list's items or an object's keys and values in turn, or None if it is neither."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
         return None
     if not text.startswith(opening):
         return None
-    decoder, parts, place = json.JSONDecoder(), [], 1
-    while text[place] not in "]}":
-        if text[place] in SPACE + ",:":
-            place += 1
+    decoder, parts, offset = json.JSONDecoder(), [], 1
+    while text[offset] not in "]}":
+        if text[offset] in SPACE + ",:":
+            offset += 1
         else:
-            _, end = decoder.raw_decode(text, place)
-            parts.append(text[place:end])
-            place = end
+            _, end = decoder.raw_decode(text, offset)
+            parts.append(text[offset:end])
+            offset = end
     return parts
 
 
 def _split_objects(text: str) -> list[str] | None:
     decoder = json.JSONDecoder()
-    items, place = [], 0
-    while place < len(text):
+    items, offset = [], 0
+    while offset < len(text):
         try:
-            _, end = decoder.raw_decode(text, place)
+            _, end = decoder.raw_decode(text, offset)
         except (ValueError, RecursionError):
             return None
-        items.append(text[place:end])
-        place = end
-        while place < len(text) and text[place] in SPACE + ";":
-            place += 1
+        items.append(text[offset:end])
+        offset = end
+        while offset < len(text) and text[offset] in SPACE + ";":
+            offset += 1
     return items
 
 
@@ -145,7 +145,7 @@ _GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_va
 
 
 def read_mistral_calls(body: str, schemas: Schemas) -> list[Json] | None:
-    """A JSON list, or `name[ARGS]{...}` once for each call, `[TOOL_CALLS]` between them.
+    """Returns a JSON list, or `name[ARGS]{...}` once for each call, `[TOOL_CALLS]` between them.
 
     Mistral's templates refuse an id that is not 9 letters and digits. Those that write the list write the id in it, so
     the id that the model sampled is the call's.
@@ -198,7 +198,7 @@ def _typed_call(name: str, arguments: Sequence[tuple[str, str]], schemas: Schema
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """The value of a text: itself where the schema says string or it is not JSON, else its JSON value."""
+    """Returns the value of a text: itself where its type is string or it is not JSON, else its JSON value."""
     if isinstance(schema, dict) and schema.get("type") == "string":
         return text
     try:

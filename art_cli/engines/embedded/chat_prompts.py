@@ -45,7 +45,7 @@ class Prompt:
     opening: str = ""  # the beginning of the reply, which the prompt already holds
     has_tools: bool = False
     has_thinking: bool = False
-    format: Format | None = None  # the grammar of the reply; None: it is free
+    format: Format | None = None  # the grammar of the reply, or None if it is free
     syntax: CallSyntax = HERMES  # the way this model writes calls
     schemas: Schemas = field(default_factory=dict)
     is_guarded: bool = False  # whether the tokenizer alone would have made control tokens of a text
@@ -62,9 +62,9 @@ class Prompt:
 
 
 def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGTH) -> Prompt:
-    """The prompt of a request, for a context of `max_length` tokens. It may take seconds, so not in an event loop.
+    """Returns the prompt of a request, for a context of `max_length` tokens. It may take seconds: use a thread.
 
-    Raises ChatError 400: the template refuses the request, the context cannot hold it, or the engine cannot do it.
+    Raises ChatError 400 if the template refuses the request, the context cannot hold it, or the engine cannot do it.
     """
     if request.prompt is not None:
         text = request.prompt
@@ -88,7 +88,7 @@ def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGT
 
 
 def is_short(request: Request) -> bool:
-    """Whether `render` takes at most some milliseconds, whatever the request holds."""
+    """Returns whether `render` takes at most some milliseconds, whatever the request holds."""
     if request.template_kwargs or demands_format(request):
         return False
     left = SHORT
@@ -110,21 +110,21 @@ def is_short(request: Request) -> bool:
 
 
 def _num_letters(value: Any) -> int:
-    """Number of characters of all texts in a JSON value."""
+    """Returns the number of characters of all texts in a JSON value."""
     if isinstance(value, dict):
         return sum(map(_num_letters, value.values()))
     return sum(map(_num_letters, value)) if isinstance(value, list) else len(value) if isinstance(value, str) else 0
 
 
 def num_wanted(request: Request) -> int:
-    """Number of tokens that the reply needs: the client's max_tokens, or one where that is only a bound."""
+    """Returns the number of tokens that the reply needs: the client's max_tokens, or one where that is only a bound."""
     asked = request.sampling.max_tokens
     is_needed = "max_tokens" in request.user_set and not request.caps_tokens
     return asked if asked is not None and is_needed else 1
 
 
 def too_long(request: Request, num_prompt: int | str, most: int) -> ChatError:
-    """The refusal of a prompt that, with its reply, exceeds the context's `most` tokens."""
+    """Returns the refusal of a prompt that, with its reply, exceeds the context's `most` tokens."""
     return ChatError(
         400,
         f"this model's context holds {most} tokens (model.max_length); the prompt has {num_prompt} and the reply was "
@@ -155,7 +155,7 @@ def _encode(
 
 
 def _apply_template(vocabulary: Vocabulary, request: Request, tools: list[Json], max_length: int) -> tuple[str, Guard]:
-    """The prompt's text with the guard's stand-ins in it."""
+    """Returns the prompt's text with the guard's stand-ins in it."""
     assert request.messages is not None, "a request has messages or a prompt"
     template = vocabulary.tokenizer.chat_template or ""
     keeps_text = "arguments is string" in template or "arguments is not string" in template  # Qwen3; Mistral
@@ -165,7 +165,7 @@ def _apply_template(vocabulary: Vocabulary, request: Request, tools: list[Json],
     wishes = {} if request.thinks is None else {"enable_thinking": request.thinks}
     guard = Guard(vocabulary.controls, messages, request.messages, tools, request.template_kwargs, request.tool_choice)
     messages, tools, variables = guard.messages(messages), guard.value(tools), guard.value(request.template_kwargs)
-    stand_ins.texts = {place: guard.json(text) for place, text in stand_ins.texts.items()}
+    stand_ins.texts = {call: guard.json(text) for call, text in stand_ins.texts.items()}
 
     def rendered(messages: list[Json]) -> str:
         return vocabulary.template.render(messages, tools, variables, most=most, wishes=wishes)
@@ -189,14 +189,14 @@ def _writes_anew(template: str) -> bool:
 class StandIns:
     """Keeps the arguments of calls as they were written, where a template would write them anew (`arguments | tojson`).
 
-    The template gets an object of a name that nobody can guess in their place, and its text is put right afterwards. So
+    The template gets an object of a random name in their place, and its text is put right afterwards. So
     a call that the model wrote with other spaces than Python's continues the tokens that were sampled.
     """
 
     def __init__(self, messages: Sequence[Json]) -> None:
         calls = [(m, c) for m, message in enumerate(messages) for c in range(len(message.get("tool_calls") or ()))]
-        given = {place: messages[place[0]]["tool_calls"][place[1]]["function"].get("arguments") for place in calls}
-        self.texts = {place: text for place, text in given.items() if isinstance(text, str) and text[:1] == "{"}
+        given = {call: messages[call[0]]["tool_calls"][call[1]]["function"].get("arguments") for call in calls}
+        self.texts = {call: text for call, text in given.items() if isinstance(text, str) and text[:1] == "{"}
         self._name = secrets.token_hex(12) if self.texts else ""
 
     def put_into(self, messages: list[Json]) -> list[Json]:
@@ -208,7 +208,7 @@ class StandIns:
         return changed
 
     def replaced(self, text: str) -> str | None:
-        """The text with the arguments in it. None: the template did something else with an object than write it."""
+        """Returns the text with the arguments in it, or None if the template did not simply write the objects."""
         for number, arguments in enumerate(self.texts.values()):
             stand_in = json.dumps({self._name: number})
             if text.count(stand_in) != 1:
@@ -218,7 +218,7 @@ class StandIns:
 
 
 def for_template(message: Json, keeps_text: bool) -> Json:
-    """The message as templates expect it: content as a string, arguments of calls as an object (or as they were)."""
+    """Returns the message for templates: content as a string, arguments of calls as an object (or as they were)."""
     role = "system" if message["role"] == "developer" else message["role"]
     message = {**message, "role": role, "content": text_of(message.get("content"))}
     if message.get("tool_calls"):
@@ -282,12 +282,12 @@ class MessageParser:
         self.calls: list[Json] = []
 
     def push(self, text: str) -> list[Json]:
-        """The deltas that this text adds."""
+        """Returns the deltas that this text adds."""
         self._held += text
         return self._advance(is_last=False)
 
     def flush(self) -> list[Json]:
-        """The deltas of the text held back, now that no text follows."""
+        """Returns the deltas of the text held back, now that no text follows."""
         return self._advance(is_last=True)
 
     @property
@@ -309,7 +309,7 @@ class MessageParser:
         return deltas
 
     def _in_start(self, is_last: bool) -> list[Json]:
-        """A think block counts only at the very beginning."""
+        """Leaves the start: a think block counts only at the very beginning."""
         text = self._held.lstrip(SPACE)
         if text.startswith(THINK):
             self._held, self._state = text[len(THINK) :].lstrip("\n"), "think"
@@ -354,7 +354,7 @@ class MessageParser:
             self._held, self._state = rest, "call"
             return self._show(before.removesuffix("\n"))
         keep = max(overlap(before, begin), overlap(before, "\n" + begin))
-        if is_last and not self._is_held:  # of a reply that a grammar holds, it is a call that was cut
+        if is_last and not self._is_held:  # in a held reply it is a call that was cut
             keep = 0
         self._held = "" if is_last else before[len(before) - keep :]
         return self._show(before[: len(before) - keep], is_last)
@@ -371,7 +371,7 @@ class MessageParser:
         return self._show(self._syntax.begin + body + found) if calls is None else self._call(calls)
 
     def _may_be_bare_call(self) -> bool:
-        """Whether the whole reply may still be one call without a marker."""
+        """Returns whether the whole reply may still be one call without a marker."""
         is_first = not self.calls and not self._content
         return self._syntax.is_bare_json and is_first and self._held.lstrip(SPACE)[:1] in ("", "{")
 
@@ -381,7 +381,7 @@ class MessageParser:
         return [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(calls, first)]
 
     def _show(self, text: str, is_last: bool = False) -> list[Json]:
-        """The text as content. White space after a call is held back until other text follows."""
+        """Returns the text as content. White space after a call is held back until other text follows."""
         if self.calls:
             text = self._gap + text
             bare = text.rstrip(SPACE)
@@ -399,5 +399,5 @@ class MessageParser:
 
 
 def _before_marker(text: str, marker: str) -> str:
-    """The text without its end, where that is line breaks and a beginning of the marker."""
+    """Returns the text without its end, where that is line breaks and a beginning of the marker."""
     return text[: len(text) - overlap(text, marker)].rstrip("\n")

@@ -20,14 +20,14 @@ CONTEXT_TOKENS = 8  # number of the prompt's last tokens that the text of the fi
 
 
 class Piece(NamedTuple):
-    """What a generation gained: L new tokens."""
+    """The L new tokens of a generation."""
 
     ids: list[int]
     logprobs: list[float]
     raw_logprobs: list[float]
-    top: Top | None  # [L][k] token ids and logprobs; None: the client did not ask for them
+    top: Top | None  # [L][k] token ids and logprobs, if the client asked for them
     step: int
-    finish_reason: str | None = None  # None: the generation goes on
+    finish_reason: str | None = None  # or None if the generation goes on
     failure: EngineError | None = None
 
 
@@ -55,7 +55,7 @@ class ChoiceWriter:
         return self._parser.message if self._parser else None
 
     def write(self, piece: Piece) -> Choice:
-        """The choice of a chunk: the new text, and the same as an OpenAI delta."""
+        """Returns the choice of a chunk: the new text, and the same as an OpenAI delta."""
         is_last = piece.finish_reason is not None
         text, ids = "", piece.ids
         if self._num_unwatched:
@@ -102,7 +102,7 @@ class ChoiceWriter:
 
 
 def echo_of(vocabulary: Vocabulary, request: Request, ids: list[int], logprobs: list[float], top: Top) -> Echo:
-    """The prompt as the answer repeats it. The lists begin with its second token; empty: no logprobs are asked for.
+    """Returns the prompt as the answer repeats it. The lists begin with its second token, if logprobs are asked for.
 
     A token that is a part of a character begins where the character does.
     """
@@ -125,12 +125,12 @@ def echo_of(vocabulary: Vocabulary, request: Request, ids: list[int], logprobs: 
 
 
 def context_of(prompt: Prompt) -> list[int]:
-    """The end of the prompt, on which the text of the first sampled tokens may depend."""
+    """Returns the end of the prompt, on which the text of the first sampled tokens may depend."""
     return prompt.ids[-CONTEXT_TOKENS:]
 
 
 def reply_limit(request: Request, prompt: Prompt, most: int, vocabulary: int) -> int:
-    """Number of tokens, prompt included, at which a generation ends. `most` is the context, `vocabulary` its token ids.
+    """Returns the tokens, prompt included, at which a generation ends. `most` is the context, `vocabulary` its ids.
 
     Raises ChatError 400: more than the context, or a token that the model does not have.
     """
@@ -150,7 +150,7 @@ def reply_limit(request: Request, prompt: Prompt, most: int, vocabulary: int) ->
 
 
 def stop_ids(*owners: Any) -> list[int]:
-    """The tokens that end a reply, by whatever names some: a generation configuration, a model's, a tokenizer."""
+    """Returns the tokens that end a reply, by a generation configuration, a model's and a tokenizer."""
     found: set[int] = set()
     for owner in owners:
         ids = getattr(owner, "eos_token_id", None)

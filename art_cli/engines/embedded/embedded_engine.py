@@ -109,7 +109,7 @@ class EmbeddedEngine:
         openmp.release_pool()  # the runner's check of the model used this thread's pool
 
     async def load(self, checkpoint: Path, step: int) -> None:
-        """Raises CheckpointError: the checkpoint does not fit; EngineError: the weights are held for too long."""
+        """Raises CheckpointError if the checkpoint does not fit; EngineError if the weights are held for too long."""
         thread = self._running_thread()
 
         def load() -> None:
@@ -227,8 +227,8 @@ class EmbeddedEngine:
         return job
 
     async def _echo(self, request: Request, ids: list[int]) -> Echo:
-        """The prompt with its logprobs, if they are asked for. A part at a time holds the weights, so that others are
-        sampled meanwhile; if the weights change between two parts, it begins again."""
+        """Returns the prompt with its logprobs, if they are asked for. A part at a time holds the weights, so that
+        others are sampled meanwhile; if the weights change between two parts, it begins again."""
         version: object = None
         found: list[ScoredPart] = []
         thread, runner = self._running_thread(), self._runner
@@ -374,7 +374,8 @@ class _Job:
         self._pieces.put_nowait(Taken(self._index[id(generation)], piece))
 
     async def next(self) -> Taken:
-        """The next piece of any choice. Raises ChatError 400: its grammar failed; 500: the engine failed."""
+        """Returns the next piece of any choice. Raises ChatError 400 if its grammar failed, 500 if the engine
+        failed."""
         taken = await self._pieces.get()
         if isinstance(taken.piece.failure, GrammarError):
             assert self.prompt.format is not None
@@ -402,13 +403,13 @@ class _Room:
         if num == 0:
             yield
             return
-        place = num, asyncio.get_running_loop().create_future()
-        self._change(0, joins=place)
+        entry = num, asyncio.get_running_loop().create_future()
+        self._change(0, joins=entry)
         try:
-            await place[1]
+            await entry[1]
             yield
         finally:
-            self._change(num, leaves=place)
+            self._change(num, leaves=entry)
 
     def _change(self, freed: int, *, joins: Any = None, leaves: Any = None) -> None:
         with self._lock:
@@ -433,7 +434,7 @@ def _enter(entered: "asyncio.Future[None]") -> None:
 
 
 def _stop_ids(weights: Weights) -> list[int]:
-    """The tokens that end a reply of the model."""
+    """Returns the tokens that end a reply of the model."""
     return stop_ids(getattr(weights.model, "generation_config", None), weights.model.config, weights.tokenizer)
 
 

@@ -21,7 +21,7 @@ MAX_KEPT = 16 * 2**20  # bytes of all parts that are remembered
 PART_BYTES = 400  # memory that a part takes beside its characters and tokens: 340 measured
 MAX_NEW = 64  # new parts of a text that are tokenized one by one; a text with more is tokenized as a whole
 MAX_PART = 2**16  # characters of the longest part that is remembered
-# Steps that treat every part by itself. Metaspace and others may treat a text's beginning in a way of its own.
+# Steps that treat every part by itself. Metaspace and others may treat a text's beginning otherwise.
 SEPARATE = frozenset({"Split", "Digits", "ByteLevel", "Whitespace", "WhitespaceSplit", "Punctuation", "UnicodeScripts"})
 NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Replace", "StripAccents"})
 
@@ -37,7 +37,7 @@ class TextEncoder:
         self._lock = threading.Lock()
 
     def encode(self, text: str, *, adds_special: bool) -> list[int]:
-        """The same as `tokenizer.encode(text, add_special_tokens=adds_special)`."""
+        """Returns the same as `tokenizer.encode(text, add_special_tokens=adds_special)`."""
         if adds_special or self._marks is None:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=adds_special)
             return ids
@@ -47,7 +47,7 @@ class TextEncoder:
         return [id for part in parts for id in self._of_part(part)]
 
     def encode_chat(self, text: str, guard: Guard, controls: ControlTokens) -> list[int]:
-        """The tokens of a text that the chat template made of guarded values. Raises ValueError as ControlTokens does.
+        """Returns the tokens of a text that the chat template made of guarded values. Raises as ControlTokens does.
 
         Parts in which no text would have become a control token are remembered as always, the others beside them.
         """
@@ -70,7 +70,7 @@ class TextEncoder:
         return ids
 
     def _of_part(self, part: str, apart: tuple[str, str, ControlTokens] | None = None) -> Iterable[int]:
-        """The tokens of a part, or of one that holds markers as text: with stand-ins, and without."""
+        """Returns the tokens of a part, or of one that holds markers as text: with stand-ins, and without."""
         with self._lock:
             if (known := self._known.get(part)) is not None:
                 self._known.move_to_end(part)
@@ -94,7 +94,7 @@ def _size(part: str, ids: "array[int]") -> int:
 
 
 def _cut(text: str, marks: "re.Pattern[str]") -> list[str]:
-    """The parts of a text: what stands before the first mark, and each mark with what follows it."""
+    """Returns the parts of a text: what stands before the first mark, and each mark with what follows it."""
     starts = [found.start() for found in marks.finditer(text)]
     if starts[:1] != [0]:
         starts.insert(0, 0)
@@ -102,7 +102,8 @@ def _cut(text: str, marks: "re.Pattern[str]") -> list[str]:
 
 
 def _marks(tokenizer: Any) -> "re.Pattern[str] | None":
-    """Finds the special tokens at which a text may be cut; None: there are none, or cutting may change tokens."""
+    """Returns a pattern of the special tokens at which a text may be cut, or None if there are none, or cutting is
+    unsafe."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.encode_special_tokens or getattr(tokenizer, "split_special_tokens", False):
         return None
@@ -117,7 +118,7 @@ def _marks(tokenizer: Any) -> "re.Pattern[str] | None":
 
 
 def _overlaps(other: str, mark: str) -> bool:
-    """Whether an occurrence of `mark` in a text may lie in, or begin in, an occurrence of the token `other`."""
+    """Returns whether an occurrence of `mark` in a text may lie in, or begin in, an occurrence of the token `other`."""
     if other == mark:
         return any(mark[-length:] == mark[:length] for length in range(1, len(mark)))
     if mark in other or other in mark:
@@ -126,7 +127,7 @@ def _overlaps(other: str, mark: str) -> bool:
 
 
 def _is_separate(step: Any, kinds: frozenset[str]) -> bool:
-    """Whether a step of the tokenizer, or each of a sequence of them, is of these kinds."""
+    """Returns whether a step of the tokenizer, or each of a sequence of them, is of these kinds."""
     return step is None or _are_kinds(json.loads(step.__getstate__()), kinds)
 
 

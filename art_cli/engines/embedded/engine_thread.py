@@ -49,10 +49,10 @@ class Generation:
     mailbox: "Mailbox"
     is_stream: bool = False  # True: a piece for every token; False: one piece at the end
     num_top: int = 0
-    top_temperature: float = 0.0  # at which the likeliest tokens are reported; 0: under softmax(logits)
+    top_temperature: float = 0.0  # the temperature of the reported likeliest tokens; 0: softmax(logits)
     stops: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()  # tokens that end it besides the model's own
-    text: Detokenizer | None = None  # the sampled text, in which stop strings are looked for; None: there are none
+    text: Detokenizer | None = None  # the sampled text, if there are stop strings to find in it
     min_tokens: int = 0  # number of first tokens in whose text no stop string counts
     ignores_ends: bool = False  # the model's own stop tokens do not end it
     reshaping: Reshaping | None = None  # its penalties and biases
@@ -66,6 +66,76 @@ class Generation:
 Mailbox = Callable[[list[tuple[Generation, Piece]]], None]
 
 
+class _Commands:
+    """The requests of other threads. The queue is closed when the thread has ended."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._ended: EngineError | None = None
+        self._gate = threading.Lock()
+
+    @property
+    def is_empty(self) -> bool:
+        return self._queue.empty()
+
+    def put(self, command: Callable[[], None]) -> None:
+        """Raises EngineError if the thread has ended."""
+        with self._gate:
+            self.check()
+            self._queue.put(command)
+
+    def check(self) -> None:
+        """Raises EngineError if the thread has ended."""
+        if self._ended is not None:
+            raise self._ended
+
+    def run_next(self, *, waits: bool) -> bool:
+        """Runs the next command in this thread. Returns False if there is none."""
+        try:
+            command = self._queue.get(block=waits)
+        except queue.Empty:
+            return False
+        command()
+        return True
+
+    def end(self, error: EngineError) -> None:
+        """Lets no command in any more, and runs those that are waiting."""
+        with self._gate:
+            self._ended = error
+        while self.run_next(waits=False):
+            pass
+
+
+class _SlotSettings:
+    """The settings of the generations in the slots, as arrays of [slots]."""
+
+    def __init__(self, size: int) -> None:
+        self.temperature = np.zeros(size, np.float32)
+        self.top_p = np.ones(size, np.float32)
+        self.top_k = np.zeros(size, np.int64)
+        self.seeds = np.zeros(size, np.uint64)
+        self.num_top = np.zeros(size, np.int64)
+        self.is_held = np.zeros(size, np.bool_)  # whether it must follow a grammar
+        self.has_stop_ids = np.zeros(size, np.bool_)
+        self.ignores_ends = np.zeros(size, np.bool_)
+        self.is_reshaped = np.zeros(size, np.bool_)
+        self.is_watched = np.zeros(size, np.bool_)  # whether it streams or has stop strings
+
+    def set(self, slot: int, generation: Generation) -> None:
+        self.temperature[slot], self.top_p[slot] = generation.temperature, generation.top_p
+        self.top_k[slot], self.seeds[slot] = generation.top_k, generation.seed
+        self.num_top[slot] = generation.num_top
+        self.is_held[slot] = generation.matcher is not None
+        self.has_stop_ids[slot] = bool(generation.stop_ids)
+        self.ignores_ends[slot] = generation.ignores_ends
+        self.is_reshaped[slot] = generation.reshaping is not None
+        self.is_watched[slot] = generation.is_stream or bool(generation.stops)
+
+    def knobs(self, plan: StepPlan) -> Knobs:
+        slots = plan.slots
+        return Knobs(self.temperature[slots], self.top_p[slots], self.top_k[slots], self.seeds[slots], plan.num_sampled)
+
+
 class EngineThread:
     """Owns the scheduler. After `start` no other thread may use the runner without the weights' lock."""
 
@@ -74,27 +144,15 @@ class EngineThread:
     ) -> None:
         self.step = step
         self._runner, self._scheduler = runner, scheduler
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands = _Commands()
         self._version = runner.weights.version
         self._is_stale = False
         self._is_closing = False
         self._out: dict[Mailbox, list[tuple[Generation, Piece]]] = {}  # pieces of this step
-        self._ended: EngineError | None = None  # why the thread takes no more commands
-        self._gate = threading.Lock()  # no command is added after the thread has decided to end
         self._stop_table = np.zeros(vocab, np.bool_)
         self._stop_table[[id for id in stop_ids if id < vocab]] = True
-        size = scheduler.max_slots
-        self._temperature = np.zeros(size, np.float32)
-        self._top_p = np.ones(size, np.float32)
-        self._top_k = np.zeros(size, np.int64)
-        self._seeds = np.zeros(size, np.uint64)
-        self._num_top = np.zeros(size, np.int64)
-        self._is_held = np.zeros(size, np.bool_)  # whether the generation must follow a grammar
-        self._masks: Masks | None = None  # None: no generation has followed a grammar yet
-        self._has_stop_ids = np.zeros(size, np.bool_)
-        self._ignores_ends = np.zeros(size, np.bool_)
-        self._is_reshaped = np.zeros(size, np.bool_)
-        self._is_watched = np.zeros(size, np.bool_)  # whether the generation streams or has stop strings
+        self._settings = _SlotSettings(scheduler.max_slots)
+        self._masks: Masks | None = None  # made for the first generation that follows a grammar
         self._thread = threading.Thread(target=self._run, name="art-embedded-engine", daemon=True)
 
     # --- from any thread ----------------------------------------------------------------------------------------------
@@ -103,13 +161,13 @@ class EngineThread:
         self._thread.start()
 
     def add(self, generations: Sequence[Generation]) -> None:
-        """Raises EngineError: the thread has ended."""
+        """Raises EngineError if the thread has ended."""
 
         def command() -> None:
             for generation in generations:
                 self._scheduler.add(generation.sequence)
 
-        self._put(command)
+        self._commands.put(command)
 
     def cancel(self, generations: Sequence[Generation]) -> None:
         def command() -> None:
@@ -117,17 +175,11 @@ class EngineThread:
                 self._scheduler.cancel(generation.sequence)
 
         with contextlib.suppress(EngineError):
-            self._put(command)
+            self._commands.put(command)
 
     def check(self) -> None:
-        """Raises EngineError: the thread has ended."""
-        if self._ended is not None:
-            raise self._ended
-
-    def _put(self, command: Callable[[], None] | None) -> None:
-        with self._gate:
-            self.check()
-            self._commands.put(command)
+        """Raises EngineError if the thread has ended."""
+        self._commands.check()
 
     def set_step(self, step: int) -> None:
         """Tags later tokens with `step` and uses nothing computed before. The caller holds the weights."""
@@ -142,9 +194,13 @@ class EngineThread:
         self._is_stale = True
 
     def close(self, timeout_s: float) -> bool:
-        """Ends the thread; unfinished generations get a failure. False: it still runs after `timeout_s`."""
+        """Ends the thread; unfinished generations get a failure. Returns False if it still runs after `timeout_s`."""
+
+        def command() -> None:
+            self._is_closing = True
+
         with contextlib.suppress(EngineError):
-            self._put(None)
+            self._commands.put(command)
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -163,18 +219,12 @@ class EngineThread:
         self._end(ended)
 
     def _take_commands(self) -> bool:
-        """Runs the commands that came since the last step; waits while there is nothing to sample. False: close."""
+        """Runs the new commands; waits while there is nothing to sample. Returns False after `close`."""
         while not self._is_closing:
-            if self._scheduler.is_idle and self._commands.empty():
+            if self._scheduler.is_idle and self._commands.is_empty:
                 openmp.release_pool()
-            try:
-                command = self._commands.get(block=self._scheduler.is_idle)
-            except queue.Empty:
+            if not self._commands.run_next(waits=self._scheduler.is_idle):
                 return True
-            if command is None:
-                self._is_closing = True
-            else:
-                command()
         return False
 
     def _step(self) -> None:
@@ -183,7 +233,8 @@ class EngineThread:
             plan = self._scheduler.plan()
             if plan is None:
                 return
-            self._set_knobs(plan)
+            for sequence in plan.placed:
+                self._settings.set(sequence.slot, sequence.payload)
             step = self.step
             logits = self._runner.forward(plan)
         if len(plan.rows) == 0:
@@ -191,7 +242,7 @@ class EngineThread:
             self._scheduler.commit(plan, plan.rows, none, none, plan.rows.astype(np.bool_))
             return
         allowed = self._allowed(plan)  # before the logits are read, because a GPU still computes them
-        drawn = token_sampling.draw(logits, self._knobs(plan), allowed, self._reshaped(plan, logits))
+        drawn = token_sampling.draw(logits, self._settings.knobs(plan), allowed, self._reshaped(plan, logits))
         self._collect_top(plan, logits)
         self._take_in(plan, drawn, step)
 
@@ -201,28 +252,9 @@ class EngineThread:
             self._scheduler.invalidate()
             self._version, self._is_stale = version, False
 
-    def _set_knobs(self, plan: StepPlan) -> None:
-        for sequence in plan.placed:
-            generation: Generation = sequence.payload
-            slot = sequence.slot
-            self._temperature[slot], self._top_p[slot] = generation.temperature, generation.top_p
-            self._top_k[slot], self._seeds[slot] = generation.top_k, generation.seed
-            self._num_top[slot] = generation.num_top
-            self._is_held[slot] = generation.matcher is not None
-            self._has_stop_ids[slot] = bool(generation.stop_ids)
-            self._ignores_ends[slot] = generation.ignores_ends
-            self._is_reshaped[slot] = generation.reshaping is not None
-            self._is_watched[slot] = generation.is_stream or bool(generation.stops)
-
-    def _knobs(self, plan: StepPlan) -> Knobs:
-        slots = plan.slots
-        return Knobs(
-            self._temperature[slots], self._top_p[slots], self._top_k[slots], self._seeds[slots], plan.num_sampled
-        )
-
     def _allowed(self, plan: StepPlan) -> Allowed | None:
-        """The tokens that may follow in generations that follow a grammar; None: no generation in the plan does."""
-        rows = np.flatnonzero(self._is_held[plan.slots])
+        """Returns the tokens that may come next under grammars, or None if no generation in the plan has one."""
+        rows = np.flatnonzero(self._settings.is_held[plan.slots])
         if not rows.size:
             return None
         if self._masks is None:
@@ -231,8 +263,8 @@ class EngineThread:
         return Allowed(rows, self._masks.allowed([running[int(slot)].payload.matcher for slot in plan.slots[rows]]))
 
     def _reshaped(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor | None:
-        """A copy of the logits [R, V] after biases and penalties; None: no generation in the plan has any."""
-        rows = np.flatnonzero(self._is_reshaped[plan.slots])
+        """Returns a copy of the logits [R, V] after biases and penalties, or None if there are none."""
+        rows = np.flatnonzero(self._settings.is_reshaped[plan.slots])
         if not rows.size:
             return None
         reshaped = logits.clone()
@@ -249,9 +281,9 @@ class EngineThread:
         running = self._scheduler.running
         for row in np.flatnonzero(plan.num_sampled == 0):
             running[int(plan.slots[row])].payload.step = step
-        for row in np.flatnonzero(self._is_held[plan.slots]):
+        for row in np.flatnonzero(self._settings.is_held[plan.slots]):
             running[int(plan.slots[row])].payload.matcher.consume_token(int(ids[row]))
-        watched = [running[int(slot)].payload for slot in plan.slots[self._is_watched[plan.slots]]]
+        watched = [running[int(slot)].payload for slot in plan.slots[self._settings.is_watched[plan.slots]]]
         finished = self._scheduler.commit(plan, ids, logprobs, raw_logprobs, self._stops(plan, ids))
         for generation in watched:
             sequence = generation.sequence
@@ -267,14 +299,14 @@ class EngineThread:
         self._send()
 
     def _stops(self, plan: StepPlan, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """[R] whether each drawn token ends its generation."""
-        stops: npt.NDArray[np.bool_] = self._stop_table[ids] & ~self._ignores_ends[plan.slots]
-        for row in np.flatnonzero(self._has_stop_ids[plan.slots]):
+        """Returns [R] whether each drawn token ends its generation."""
+        stops: npt.NDArray[np.bool_] = self._stop_table[ids] & ~self._settings.ignores_ends[plan.slots]
+        for row in np.flatnonzero(self._settings.has_stop_ids[plan.slots]):
             stops[row] |= int(ids[row]) in self._scheduler.running[int(plan.slots[row])].payload.stop_ids
         return stops
 
     def _meets_stop(self, generation: Generation) -> bool:
-        """Whether the newest token completes a stop string."""
+        """Returns whether the newest token completes a stop string."""
         assert generation.text is not None
         num_sampled = self._scheduler.num_sampled(generation.sequence)
         ids, _, _ = self._scheduler.sampled_since(generation.sequence, num_sampled - 1)
@@ -287,7 +319,7 @@ class EngineThread:
         return is_met
 
     def _collect_top(self, plan: StepPlan, logits: torch.Tensor) -> None:
-        nums: npt.NDArray[np.int64] = self._num_top[plan.slots]
+        nums: npt.NDArray[np.int64] = self._settings.num_top[plan.slots]
         rows = np.flatnonzero(nums)
         if not rows.size:
             return
@@ -319,11 +351,7 @@ class EngineThread:
 
     def _end(self, ended: EngineError) -> None:
         """Gives the failure to every generation, including those whose command was not taken."""
-        with self._gate:
-            self._ended = ended
-        while not self._commands.empty():
-            if command := self._commands.get():
-                command()
+        self._commands.end(ended)
         for sequence in [*self._scheduler.running.values(), *self._scheduler.waiting]:
             generation: Generation = sequence.payload
             self._out.setdefault(generation.mailbox, []).append(

@@ -33,7 +33,7 @@ class Format:
 
 
 def reply_format(vocabulary: Vocabulary, request: Request, tools: list[Json], thoughts: Thoughts) -> Format | None:
-    """The format of the reply to a chat request; None: the reply is free. Raises ChatError 400: a schema is too long.
+    """Returns the format of a chat reply, or None if it is free. Raises ChatError 400 if a schema is too long.
 
     `tools`: the tools that may be called. The prompt has opened a forced call, unless it has opened a thought.
     """
@@ -94,7 +94,7 @@ class _Calls:
 
 
 def _thought(vocabulary: Vocabulary, thoughts: Thoughts) -> str:
-    """The rule for a thought before the answer; "" where none may come."""
+    """Returns the rule for a thought before the answer; "" where none may come."""
     end = _spelled(vocabulary, THINK_END)
     rest = "thought GAP?" if end.startswith('"') else f"/(?s:.*)/ {end} GAP?"
     return {"begun": rest, "free": f"({_spelled(vocabulary, THINK)} {rest})?", "none": ""}[thoughts]
@@ -108,7 +108,7 @@ def _answer_rule(response_format: Json) -> str:
 
 
 def _json_rule(schema: Json, param: str, is_strict: bool) -> str:
-    """The schema as a rule. One that is not strict is advice: keywords that llguidance does not know are ignored."""
+    """Returns the schema as a rule. One that is not strict is advice: keywords unknown to llguidance are ignored."""
     text = json.dumps({**schema, "x-guidance": {"lenient": not is_strict}})
     if len(text) > MAX_SCHEMA:
         raise invalid(f"{param}: a schema of {len(text)} characters; at most {MAX_SCHEMA}", param)
@@ -116,7 +116,7 @@ def _json_rule(schema: Json, param: str, is_strict: bool) -> str:
 
 
 def _spelled(vocabulary: Vocabulary, marker: str) -> str:
-    """The marker as a grammar writes it: quoted text, or the id where the marker is an added token.
+    """Returns the marker as a grammar writes it: quoted text, or the id where the marker is an added token.
 
     llguidance takes no added token for text, even where the tokenizer does not call it special.
     """

@@ -1,4 +1,4 @@
-"""Compiles one grammar in a process of its own, which can be ended. Some small schemas take minutes or gigabytes.
+"""Compiles one grammar in a child process, which can be ended. Some small schemas take minutes or gigabytes.
 
 It is run as a script, not imported. It reads JSON from standard input: {"grammar": Lark, "seconds": limit of processor
 time, "bytes": limit of memory, "limits": llguidance's own}. It writes the reason why the grammar cannot be used, or

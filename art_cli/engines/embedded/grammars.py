@@ -1,8 +1,7 @@
 """Formats compiled to grammars, and the tokens that they allow next.
 
-llguidance does both. A schema is first compiled in a process of its own (grammar_trial.py), which is ended past its
-limits, because the library's own limits do not hold everywhere; then here, in a thread. Compiled formats and refusals
-are kept.
+llguidance does both. A schema is first compiled in a child process (grammar_trial.py), which is ended past its limits,
+because the library's own limits do not hold everywhere; then here, in a thread. Compiled formats and refusals are kept.
 """
 
 import asyncio
@@ -58,7 +57,8 @@ class Grammars:
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="art-grammar")
 
     async def compile(self, format: Format) -> "LLMatcher":
-        """A matcher at the format's beginning; callers copy it. Raises ChatError 400: there is none; 503: busy."""
+        """Returns a matcher at the format's beginning, for callers to copy. Raises ChatError 400 (no grammar), 503
+        (busy)."""
         compiled = asyncio.wrap_future(self._future(format))
         compiled.add_done_callback(
             lambda done: done.cancelled() or done.exception()
@@ -92,7 +92,7 @@ class Grammars:
         return matcher
 
     def _wrap(self) -> "LLTokenizer":
-        """The tokenizer as llguidance reads it. Made once, in about a second for 150,000 tokens."""
+        """Returns the tokenizer as llguidance reads it. Made once, in about a second for 150,000 tokens."""
         from llguidance import LLTokenizer
 
         with self._wrap_lock:
@@ -110,7 +110,7 @@ class Grammars:
 
 
 class Masks:
-    """Which tokens may come next, for several generations at once."""
+    """The tokens that may come next, for several generations at once."""
 
     def __init__(self, vocab: int, num_threads: int) -> None:
         from llguidance import LLExecutor
@@ -119,10 +119,11 @@ class Masks:
         self._executor = LLExecutor(num_threads)
 
     def allowed(self, matchers: Sequence["LLMatcher"]) -> Bools:
-        """[n, V] at least one token each: where nothing else can follow, or on an error, those that end the reply."""
+        """Returns [n, V] at least one token each: if nothing else can follow, or on an error, those that end the
+        reply."""
         words = np.zeros((len(matchers), -(-self._vocab // 32)), np.int32)
-        places = [(matcher, row) for row, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(places, words.ctypes.data, words.shape[1] * 4, len(matchers))
+        jobs = [(matcher, row) for row, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(jobs, words.ctypes.data, words.shape[1] * 4, len(matchers))
         bits = np.unpackbits(words.view(np.uint8), axis=1, count=self._vocab, bitorder="little")
         return bits.view(np.bool_)
 
@@ -130,7 +131,7 @@ class Masks:
 def try_out(schemas: Sequence[str]) -> None:
     """Compiles the schemas in a process that can be ended. Not to be called in an event loop.
 
-    Raises GrammarError: the schemas cannot be used, or cost too much.
+    Raises GrammarError if the schemas cannot be used, or cost too much.
     """
     names = [f"schema_{index}" for index in range(len(schemas))]
     rules = [f"{name}: {schema}" for name, schema in zip(names, schemas, strict=True)]
@@ -150,7 +151,7 @@ def try_out(schemas: Sequence[str]) -> None:
 
 
 def reason(text: str) -> str:
-    """The library's message as one line, without the grammar that it quotes."""
+    """Returns the library's message as one line, without the grammar that it quotes."""
     text = re.split(r"\n\s*\d+ \| |\n<", text, maxsplit=1)[0]
     text = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", " ".join(text.split()))
     text = text.partition(" Enable 'coerce_one_of'")[0]  # an option that no client has

@@ -39,13 +39,13 @@ class SlotCache:
                     for target in copy.targets:  # one by one, which takes half the time of one call with indices
                         slab[target, :, : copy.length] = copied
 
-    def write(self, layer: int, key: Tensor, value: Tensor, places: Tensor) -> None:
-        """Writes key and value `[T, heads, head_dim]` of each token and head into the slab's rows `places`."""
+    def write(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
+        """Writes key and value `[T, heads, head_dim]` of each token and head into these rows of the slab."""
         if layer not in self.keys:
             self.keys[layer] = self._slab(key)
             self.values[layer] = self._slab(value)
         for slab, states in ((self.keys[layer], key), (self.values[layer], value)):
-            slab.view(-1, slab.shape[3]).index_copy_(0, places, states.reshape(-1, slab.shape[3]))
+            slab.view(-1, slab.shape[3]).index_copy_(0, rows, states.reshape(-1, slab.shape[3]))
 
     def clear(self) -> None:
         """Frees all slabs."""

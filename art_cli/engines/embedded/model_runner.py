@@ -47,7 +47,7 @@ class ScoredPart(NamedTuple):
 
 
 class ForwardRunner:
-    """The model with its slots. Raises EngineError: a model whose layers cannot keep their past in slots."""
+    """The model with its slots. Raises EngineError for a model whose layers cannot keep their past in slots."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
@@ -63,7 +63,7 @@ class ForwardRunner:
         log.debug("the engine computes with %s", getattr(self.decoder_kind, "__name__", "the model's own layers"))
 
     def forward(self, plan: StepPlan) -> Tensor:
-        """[len(plan.rows), V] float32 logits of the token after each of those rows."""
+        """Returns [len(plan.rows), V] float32 logits of the token after each of those rows."""
         with torch.no_grad():
             self.cache.resize(plan.shape)
             self.cache.copy(plan.copies)
@@ -72,12 +72,12 @@ class ForwardRunner:
             return self._logits(layout, rows)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """[L - 1] logprobs of each token after the first, computed as in sampling, in slots of its own."""
+        """Returns [L - 1] logprobs of each token after the first, computed as in sampling, in a new cache."""
         return [logprob for part in self.score_parts(token_ids) for logprob in part.logprobs]
 
     def score_parts(self, token_ids: Sequence[int], num_top: int = 0) -> Iterator[ScoredPart]:
-        """The same with the `num_top` likeliest tokens, SCORE_ROWS tokens at a time, so that a long prompt needs no
-        matrix of the vocabulary's width for all of them. The caller holds the weights during each part."""
+        """Yields the same with the `num_top` likeliest tokens, SCORE_ROWS tokens at a time, so that a long prompt needs
+        no matrix of the vocabulary's width for all of them. The caller holds the weights during each part."""
         tokens, cache = np.array(token_ids, np.int64), SlotCache()
         for start in range(0, len(tokens) - 1, SCORE_ROWS):
             stop = min(start + SCORE_ROWS, len(tokens) - 1)
@@ -103,7 +103,7 @@ class ForwardRunner:
         return 2 * int(config.num_hidden_layers * heads * head_dim * self.weights.dtype.itemsize)
 
     def token_budget(self) -> int:
-        """Number of tokens of all slots together that fit into a share of the free memory."""
+        """Returns the number of tokens of all slots together that fit into a share of the free memory."""
         if self.weights.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.weights.device)[0]
         else:
@@ -137,11 +137,11 @@ class ForwardRunner:
 
     @property
     def is_small(self) -> bool:
-        """Whether the model's products are so small that a CPU's other cores are better left to the clients."""
+        """Returns whether the model's products are so small that a CPU's other cores are better left to the clients."""
         return self.weights.device.type == "cpu" and count_parameters(self._model).whole < SMALL
 
     def _is_right(self, kind: DecoderKind) -> bool:
-        """Whether a decoder of that kind knows this model and gives its logprobs within rounding."""
+        """Returns whether a decoder of that kind knows this model and gives its logprobs within rounding."""
         tokens = np.arange(PROBE) * 37 % self._model.config.vocab_size
         rows = torch.arange(PROBE, device=self.weights.device)
         try:
@@ -159,17 +159,17 @@ class ForwardRunner:
         return False
 
     def _rounding(self, tokens: Any, rows: Tensor, own: Tensor) -> Gap:
-        """How far rounding alone moves the model's logprobs `own`."""
+        """Returns the gap that rounding alone makes in the model's logprobs `own`."""
         with torch.no_grad(), self.weights.lock, rounded_otherwise(self._model, self.weights.dtype):
             return matrix_gap(own, self._model_logits(self._whole(tokens), rows).log_softmax(-1))
 
     def _whole(self, tokens: Any) -> Layout:
-        """A layout for one whole sequence, in a cache of its own."""
+        """Returns a layout for one whole sequence, in a new cache."""
         return self._layout(tokens, 0, len(tokens), SlotCache())
 
     def _layout(self, tokens: Any, start: int, stop: int, cache: SlotCache) -> Layout:
-        """A layout for some tokens of one sequence, whose earlier tokens are in `cache`."""
-        none, places = np.empty(0, np.int64), np.arange(start, stop)
+        """Returns a layout for some tokens of one sequence, whose earlier tokens are in `cache`."""
+        none, positions = np.empty(0, np.int64), np.arange(start, stop)
         plan = StepPlan(
             shape=Shape(1, len(tokens)),
             copies=[],
@@ -177,8 +177,8 @@ class ForwardRunner:
             shared=none,
             chunks=[PromptChunk(0, start, stop - start, True)],
             tokens_T=tokens[start:stop],
-            slots_T=np.zeros_like(places),
-            positions_T=places,
+            slots_T=np.zeros_like(positions),
+            positions_T=positions,
             rows=none,
             slots=none,
             num_sampled=none,
@@ -220,6 +220,6 @@ def _check_supported(model: Any) -> None:
 
 
 def _replaced_forward(model: Any) -> str | None:
-    """The Unsloth module whose code replaces the model's own; None: there is none."""
+    """Returns the Unsloth module whose code replaces the model's own, or None."""
     modules = (getattr(module.forward, "__module__", None) or "" for module in model.modules())
     return next((module for module in modules if module.startswith("unsloth")), None)

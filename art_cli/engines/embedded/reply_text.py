@@ -46,14 +46,14 @@ class Vocabulary:
         return max(map(len, self.tokenizer.get_vocab()))
 
     def encode(self, text: str, *, most: int, adds_special: bool) -> list[int] | None:
-        """The tokens of a text; None: more than `most`. A text that is far too long is not tokenized as a whole."""
+        """Returns the tokens of a text, or None for more than `most`. A far longer text is not tokenized as a whole."""
         if len(text) > most * self.longest or (len(text) > SURE * most and self._is_too_long(text, most)):
             return None
         ids = self._encoder.encode(text, adds_special=adds_special)
         return ids if len(ids) <= most else None
 
     def encode_chat(self, text: str, guard: Guard, *, most: int) -> list[int] | None:
-        """The same of a text that the chat template made of guarded values. Raises ValueError as ControlTokens does."""
+        """Returns the same of a text that the chat template made of guarded values. Raises as ControlTokens does."""
         whole = guard.restored(text)
         if len(whole) > most * self.longest or (len(whole) > SURE * most and self._is_too_long(whole, most)):
             return None
@@ -61,7 +61,7 @@ class Vocabulary:
         return ids if len(ids) <= most else None
 
     def _is_too_long(self, text: str, most: int) -> bool:
-        """Whether the parts of a text have more tokens than `most`, with room for extra tokens at the cuts."""
+        """Returns whether the parts of a text have more tokens than `most`, with room for extra tokens at the cuts."""
         num_tokens = 0
         for number, start in enumerate(range(0, len(text), size := max(most, SMALLEST_PART)), 1):
             num_tokens += len(self.tokenizer.encode(text[start : start + size], add_special_tokens=False))
@@ -70,7 +70,7 @@ class Vocabulary:
         return False
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of these tokens without the hidden ones."""
+        """Returns the text of these tokens without the hidden ones."""
         shown = tuple(self.shown(ids))
         return self._decode_few(shown) if len(shown) <= FEW else self._decode(shown)
 
@@ -78,11 +78,11 @@ class Vocabulary:
         return str(self.tokenizer.decode(list(shown), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def shown(self, ids: Iterable[int]) -> list[int]:
-        """The tokens that have text. A model may have rows beyond its tokenizer's last token."""
+        """Returns the tokens that have text. A model may have rows beyond its tokenizer's last token."""
         return [id for id in ids if id < self._size and id not in self.hidden]
 
     def text_of(self, id: int) -> str:
-        """One token as text; "" for a hidden one. A character's part becomes lone surrogates, one a byte (PEP 383)."""
+        """Returns one token as text; "" for a hidden one. Parts of characters become lone surrogates (PEP 383)."""
         if id not in self._texts:
             text = self.decode([id])
             data = _bytes_of(self.tokenizer.convert_ids_to_tokens(id)) if UNKNOWN in text else None
@@ -91,7 +91,7 @@ class Vocabulary:
 
 
 def _bytes_of(token: str | None) -> bytes | None:
-    """The bytes of a byte-level token or of a byte token such as <0xE4>; None: it is neither."""
+    """Returns the bytes of a byte-level token or of a byte token such as <0xE4>, or None for others."""
     if token is None:
         return None
     if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
@@ -102,10 +102,10 @@ def _bytes_of(token: str | None) -> bytes | None:
 
 @cache
 def _byte_letters() -> dict[str, int]:
-    """The byte of each letter in a byte-level vocabulary: `bytes_to_unicode` of GPT-2's encoder.py."""
+    """Returns the byte of each letter in a byte-level vocabulary: `bytes_to_unicode` of GPT-2's encoder.py."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = sorted(set(range(256)) - set(plain))
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in plain} | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 class Detokenizer:
@@ -124,7 +124,7 @@ class Detokenizer:
         self._length = len(vocabulary.decode(self._ids))  # characters of the decoding that have been shown
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that these tokens add. An unfinished character waits for the next call."""
+        """Returns the text that these tokens add. An unfinished character waits for the next call."""
         self._ids.extend(self._vocabulary.shown(ids))
         text = self._new_text()
         if not text.endswith(UNKNOWN):
@@ -134,14 +134,14 @@ class Detokenizer:
         return self._show(text, min(MAX_UNKNOWN, len(text) - len(text.rstrip(UNKNOWN))))
 
     def flush(self) -> str:
-        """The text that still waits, with U+FFFD for an unfinished character."""
+        """Returns the text that still waits, with U+FFFD for an unfinished character."""
         return self._show(self._new_text(), 0)
 
     def _new_text(self) -> str:
         return self._vocabulary.decode(self._ids)[self._length :]
 
     def _show(self, text: str, num_held: int) -> str:
-        """The text without its last `num_held` characters, which may yet change. The next decoding begins later."""
+        """Returns the text without its last `num_held` characters, which may change. The next decoding begins later."""
         if text and not num_held:
             self._begin(self._ids[self._num_shown :], 0)
         elif len(self._ids) - self._num_shown > MAX_WAITING:
@@ -166,15 +166,15 @@ class StopWatch:
         return self.found is not None
 
     def push(self, text: str) -> str:
-        """The text that may be shown now; "" after a stop string was found."""
+        """Returns the text that may be shown now; "" after a stop string was found."""
         if self.is_stopped:
             return ""
         text = self._held + text
-        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        found = [(start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
-            place, self.found = min(found)
+            start, self.found = min(found)
             self._held = ""
-            return text[:place]
+            return text[:start]
         keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -1,9 +1,9 @@
-"""Which slots are attended together: runs of neighbouring slots in the cache.
+"""Runs: neighbouring slots in the cache that are attended together.
 
 One call per layer reads a run's keys and values in place. A run may span idle slots and read past shorter neighbours
 where that costs less than another call. Decoding neighbours that begin with the same tokens (the attempts of a group)
 make a run that reads its shared tokens once. While the same slots decode, each grows by one token per step and the runs
-stay. Short chunks of prompt (a conversation's next turn) make runs of their own, padded to the longest.
+stay. Short chunks of prompt (a conversation's next turn) make other runs, padded to the longest.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ class Run(NamedTuple):
     length: int  # tokens of the longest slot
     shared: int  # length of the prefix that is read once for all slots; 0: each slot reads its own
     is_even: bool  # whether all slots have that length
-    members: torch.Tensor | None  # [last - first] the slots, counted from `start`; None: the run has no gaps
+    members: torch.Tensor | None  # [last - first] the slots, counted from `start`, if the run has gaps
     lengths: torch.Tensor  # [stop - start] tokens of each slot, the new one included; idle slots: `length`
 
 
 class Costs(NamedTuple):
-    """What a choice costs, in tokens whose keys and values could be read in its time."""
+    """The costs of a choice, in tokens whose keys and values could be read in its time."""
 
     call: int
     shared: int
@@ -68,7 +68,7 @@ class RunPlanner:
 
 
 def plan_runs(slots: Ints, lengths: Ints, shared: Ints, costs: Costs, device: torch.device) -> list[Run]:
-    """The slots (ascending) in runs. `shared[i]`: length of the prefix that slot i shares with slot i - 1."""
+    """Returns the slots (ascending) in runs. `shared[i]`: length of the prefix that slot i shares with slot i - 1."""
     runs: list[Run] = []
     plain = 0  # rows from here on are in no run yet
     row = 0
@@ -83,7 +83,7 @@ def plan_runs(slots: Ints, lengths: Ints, shared: Ints, costs: Costs, device: to
 
 
 def _family(shared: Ints, first: int, cost: int) -> tuple[int, int]:
-    """The end of the rows from `first` on that best share one span, and the span's length; 0: none does.
+    """Returns the end of the rows from `first` on that best share one span, and the span's length; 0: none does.
 
     The next row joins while that saves more reading. Saved are all rows but one, times the tokens they share.
     """
@@ -98,7 +98,7 @@ def _family(shared: Ints, first: int, cost: int) -> tuple[int, int]:
 
 
 def _plain_runs(slots: Ints, lengths: Ints, first: int, last: int, cost: int, device: torch.device) -> list[Run]:
-    """The rows `first` to `last` in runs. Greedy: a slot joins while the extra reading costs less than a call."""
+    """Returns the rows `first` to `last` in runs. A slot joins while the extra reading costs less than a call."""
     if first == last:
         return []
     everything = (slots[last - 1] + 1 - slots[first]) * lengths[first:last].max()
@@ -144,7 +144,7 @@ class ChunkRun(NamedTuple):
     stop: int
     width: int
     length: int  # tokens of the longest slot, those before its chunk included
-    chunk: PromptChunk | None  # the only chunk; None: there are several
+    chunk: PromptChunk | None  # the chunk, if it is the only one
     places: torch.Tensor  # [num] indices of the tokens in the padded (stop - start) * width
     positions: torch.Tensor  # [stop - start, width] positions of the tokens; 0 where there is none
 

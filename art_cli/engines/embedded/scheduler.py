@@ -118,7 +118,7 @@ class Scheduler:
         self._tokens = np.zeros((0, 0), np.int64)
         self._logprobs = np.zeros((0, 0), np.float32)
         self._raw_logprobs = np.zeros((0, 0), np.float32)
-        self._order: Ints | None = None  # the running slots, ascending; None: out of date
+        self._order: Ints | None = None  # the running slots, ascending, or None if out of date
         self._shared_of = (np.empty(0, np.int64), np.empty(0, np.int64))
 
     # --- what the caller calls ----------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Scheduler:
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """The next forward pass; None when there is nothing to compute."""
+        """Returns the next forward pass; None when there is nothing to compute."""
         self._copies, self._placed = [], []
         self._make_room()
         self._unpark()
@@ -206,7 +206,7 @@ class Scheduler:
         return self._order
 
     def _chunks(self) -> list[PromptChunk]:
-        """At most `prefill_tokens` pending prompt tokens, first come, first served; by slot, ascending."""
+        """Returns at most `prefill_tokens` pending prompt tokens, first come, first served; by slot, ascending."""
         chunks, left = [], self.prefill_tokens
         for slot in self.running:
             pending = int(self._length[slot] - self._computed[slot])
@@ -299,7 +299,8 @@ class Scheduler:
         return True
 
     def _common_prefix(self, tokens: Ints) -> Ints:
-        """[slots] length of the prefix that each slot's known tokens share with `tokens`; 0 for parked slots."""
+        """Returns [slots] length of the prefix that each slot's known tokens share with `tokens`; 0 for parked
+        slots."""
         num_slots = self.shape.slots
         shared = np.zeros(num_slots, np.int64)
         alive = np.flatnonzero(self._length[:num_slots] > 0)
@@ -315,7 +316,7 @@ class Scheduler:
         return shared
 
     def _pick_slot(self, keep: int) -> int:
-        """An idle slot to overwrite: the lowest empty one, or the least recently used; `keep` only as the last."""
+        """Returns an idle slot to overwrite: the lowest empty, or the least recently used; `keep` only as the last."""
         allowed = self._num_slots(self.shape.length)
         if (empty := self._first_empty(allowed)) is not None:
             if empty >= self.shape.slots:
@@ -387,7 +388,7 @@ class Scheduler:
         self._last_used[slot] = -1
 
     def _num_slots(self, length: int) -> int:
-        """Number of slots of that length that the cache may hold."""
+        """Returns the number of slots of that length that the cache may hold."""
         return max(1, min(self.max_slots, self.max_tokens // length)) if length else self.max_slots
 
     def _make_room(self) -> None:
@@ -409,7 +410,7 @@ class Scheduler:
         self.num_preempted += 1
 
     def _reserve(self, needed: int) -> bool:
-        """Whether slots of `needed` tokens can be had without preempting. Shrinks a long shape if that gives slots."""
+        """Returns whether slots of `needed` tokens are free without preempting. Shrinks a long shape if that helps."""
         length = self.shape.length
         if needed > length:
             length = self._roomy(needed)
@@ -427,7 +428,7 @@ class Scheduler:
         return True
 
     def _roomy(self, needed: int) -> int:
-        """A quarter more than needed, so that the cache grows rarely: growing copies every token."""
+        """Returns a quarter more than needed, so that the cache grows rarely: growing copies every token."""
         roomy = _round_up(needed + needed // 4, MIN_LENGTH)
         return max(_round_up(needed, MIN_LENGTH), min(roomy, _round_up(self.max_length, MIN_LENGTH)))
 
@@ -450,7 +451,7 @@ def _argmax(values: Ints) -> int:
 
 
 def _resized(table: Any, shape: Iterable[int]) -> Any:
-    """The table with that shape: its old content in the corner, zeros elsewhere."""
+    """Returns the table with that shape: its old content in the corner, zeros elsewhere."""
     rows, columns = shape
     new = np.zeros((rows, columns), table.dtype)
     kept = table[:rows, :columns]

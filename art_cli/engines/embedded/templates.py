@@ -31,7 +31,8 @@ class ChatTemplate:
     def render(
         self, messages: list[Json], tools: list[Json], variables: Json, *, most: int, wishes: Json | None = None
     ) -> str:
-        """The prompt's text, `most` characters at most. Raises TooLong; ChatError 400: the template refuses it.
+        """Returns the prompt's text, `most` characters at most. Raises TooLong; ChatError 400 if the template refuses
+        it.
 
         `wishes` are variables that are set where the template reads them and `variables` does not set them.
         The same text as `tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=True)`.
@@ -62,7 +63,7 @@ class ChatTemplate:
             raise invalid(f"{param}: this model's chat template does not read it; it reads {reads}", param)
 
     def _read_by(self, source: str) -> frozenset[str]:
-        """The variables that a template reads and that only a client sets."""
+        """Returns the variables that a template reads and that only a client sets."""
         if source not in self._variables:
             environment = compiling._compile_jinja_template(source).environment
             read = meta.find_undeclared_variables(environment.parse(source))

@@ -26,7 +26,7 @@ TOP = 256  # number of candidates tried for top_p before the whole vocabulary is
 
 
 class Knobs(NamedTuple):
-    """How to sample n sequences. Arrays of n."""
+    """The sampling settings of n sequences, as arrays of n."""
 
     temperature: npt.NDArray[np.float32]  # 0: greedy
     top_p: npt.NDArray[np.float32]  # 1: off
@@ -75,7 +75,7 @@ class Reshaping:
 
 
 class Drawn(NamedTuple):
-    """What was drawn, for n sequences. logprobs in nats."""
+    """The tokens drawn for n sequences. logprobs in nats."""
 
     ids: Tensor  # [n]
     logprobs: Tensor  # [n] under the distribution drawn from (greedy: 0), but without a grammar's cut
@@ -83,7 +83,7 @@ class Drawn(NamedTuple):
 
 
 def draw(logits: Tensor, knobs: Knobs, allowed: Allowed | None = None, reshaped: Tensor | None = None) -> Drawn:
-    """One token for each row of float32 `logits` [n, V]. Raises FloatingPointError: they are not finite.
+    """Returns one token for each row of float32 `logits` [n, V]. Raises FloatingPointError if they are not finite.
 
     It is drawn from `reshaped`, the logits after biases and penalties, if there are any.
 
@@ -125,7 +125,7 @@ def draw(logits: Tensor, knobs: Knobs, allowed: Allowed | None = None, reshaped:
 
 
 def top_logprobs(logits: Tensor, num: int, temperature: npt.NDArray[np.float32]) -> tuple[Tensor, Tensor]:
-    """The `num` likeliest tokens of each row: logprobs [n, num] under softmax(logits / temperature), and their ids.
+    """Returns each row's `num` likeliest tokens: logprobs [n, num] under softmax(logits / temperature), and ids.
 
     Descending. top_p and top_k cut nothing here. Temperature 0 stands for softmax(logits).
     """
@@ -136,7 +136,7 @@ def top_logprobs(logits: Tensor, num: int, temperature: npt.NDArray[np.float32])
 
 
 def _draw_held(logits: Tensor, knobs: Knobs, allowed: Allowed) -> Tensor:
-    """[m] ids for the rows that follow a grammar.
+    """Returns [m] ids for the rows that follow a grammar.
 
     Where the allowed tokens are few, only their columns are computed, because an exp of -inf costs three times as much.
     """
@@ -146,10 +146,10 @@ def _draw_held(logits: Tensor, knobs: Knobs, allowed: Allowed) -> Tensor:
     if 2 * len(columns) >= tokens.shape[1]:
         held = logits[rows].masked_fill_(torch.from_numpy(~tokens).to(logits.device), -torch.inf)
         return draw(held, knobs.at(allowed.rows)).ids
-    places = torch.from_numpy(columns).to(logits.device)
+    ids = torch.from_numpy(columns).to(logits.device)
     others = torch.from_numpy(~tokens[:, columns]).to(logits.device)
-    held = logits[rows[:, None], places].masked_fill_(others, -torch.inf)
-    return places[draw(held, knobs.at(allowed.rows)).ids]
+    held = logits[rows[:, None], ids].masked_fill_(others, -torch.inf)
+    return ids[draw(held, knobs.at(allowed.rows)).ids]
 
 
 def _draw_whole(scaled: Tensor, norm: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,13 +167,14 @@ def _draw_whole(scaled: Tensor, norm: Tensor, uniform: Tensor) -> tuple[Tensor, 
     block = torch.searchsorted(sums, point[:, None], right=True).clamp_(max=sums.shape[1] - 1)  # [n, 1]
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
     inside = blocks.gather(1, block[:, :, None].expand(num, 1, BLOCK))[:, 0].double()
-    place = _invert(inside, point - before[:, 0])
-    ids = block[:, 0] * BLOCK + place
+    column = _invert(inside, point - before[:, 0])
+    ids = block[:, 0] * BLOCK + column
     return ids, scaled.gather(1, ids[:, None])[:, 0] - norm
 
 
 def _draw_cut(scaled: Tensor, norm: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_draw_whole`, but from the fewest of each row's `top_k` likeliest tokens that reach `top_p`."""
+    """Returns the same as `_draw_whole`, but from the fewest of each row's `top_k` likeliest tokens that reach
+    `top_p`."""
     vocab = scaled.shape[1]
     top_k = torch.where(top_k == 0, vocab, top_k).clamp_(max=vocab)
     num = min(vocab, max(TOP, int(torch.where(top_k == vocab, 0, top_k).max())))
@@ -189,31 +190,31 @@ def _draw_cut(scaled: Tensor, norm: Tensor, top_k: Tensor, top_p: Tensor, unifor
     reached = admitted.cumsum(-1) - admitted  # probability before each candidate
     kept = torch.where((reached < (top_p * whole)[:, None]) | (rank == 0), admitted, 0.0)
     total = kept.sum(-1)
-    place = _invert(kept, uniform * total)[:, None]
-    logprobs = kept.gather(1, place)[:, 0].log() - total.log()
-    return ids.gather(1, place)[:, 0], logprobs.float()
+    column = _invert(kept, uniform * total)[:, None]
+    logprobs = kept.gather(1, column)[:, 0].log() - total.log()
+    return ids.gather(1, column)[:, 0], logprobs.float()
 
 
 def _invert(probs: Tensor, point: Tensor) -> Tensor:
-    """[n] the first index whose cumulative probability is above `point`, never one of probability zero."""
+    """Returns [n] the first index whose cumulative probability is above `point`, never one of probability zero."""
     cumulative = probs.cumsum(-1)
-    place = torch.searchsorted(cumulative, point[:, None], right=True)[:, 0]
+    column = torch.searchsorted(cumulative, point[:, None], right=True)[:, 0]
     last = probs.shape[1] - 1 - (probs.flip(-1) > 0).byte().argmax(-1)  # rounding may lead past the end
-    return torch.minimum(place, last)
+    return torch.minimum(column, last)
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------
 
 
 def uniforms(seeds: Seeds, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """[n] numbers in [0, 1), each a hash of its seed and count: 53 bits of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Returns [n] numbers in [0, 1), hashes of seed and count: 53 bits of SplitMix64 (Steele, Lea, Flood 2014)."""
     with np.errstate(over="ignore"):
         state = _mix(seeds) + (counts.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def seed_of(seed: int, index: int) -> int:
-    """The seed of a request's choice number `index`. It does not depend on the number of choices."""
+    """Returns the seed of a request's choice number `index`. It does not depend on the number of choices."""
     state = (seed + index * 0xD1B54A32D192ED03) % 2**64
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64  # `_mix` of one number; an array's costs ten times it
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64

@@ -1,4 +1,4 @@
-"""The vLLM engine: a server in a process and an environment of its own, called over HTTP alone. No vLLM import here.
+"""The vLLM engine: a server in another process and environment, called over HTTP alone. No vLLM import here.
 
     arguments.py      the server's command line and environment, from the configuration and the model: pure
     vllm_server.py    OwnServer starts one, waits until it answers, sees it end; RunningServer finds one at an address
@@ -7,8 +7,6 @@
     adapters.py       Adapters: each step's adapter under a name of its own, unloaded when no request uses it
     ready.py          Ready: whether a server answers: not now, yes, or never again
     vllm_engine.py    VllmEngine: an Engine over one of these servers; when its server dies, it starts one more
-    routing.py        Router: which of several servers answers a call; a group stays with one
-    replicas.py       VllmReplicas: an Engine over several VllmEngines; the calls of a dead one move to the others
     vllm_policies.py  VllmPolicies: several policies in one server, for `art backend`
     probe.py          what a Python has of vLLM and GPUs, for `art doctor` and for choosing an engine
 

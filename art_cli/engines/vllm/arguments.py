@@ -1,4 +1,4 @@
-"""How a server is started: its command line and environment, computed from the configuration and the model. Pure.
+"""The command line and environment of a server, computed from the configuration and the model. Pure.
 
 The user's own settings, under vLLM's names (`engine.args`, `engine.env`), come last and win. The schema refuses there
 what the engine depends on (VLLM_OWN_ARGS and VLLM_OWN_ENV).
@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import JsonValue
 
@@ -47,7 +46,7 @@ def command(
     sleep: int,
     has_gpu: bool,
 ) -> list[str]:
-    """The server's argv, without any secret. `name` is the base model's name there."""
+    """Returns the server's argv, without any secret. `name` is the base model's name there."""
     arguments: dict[str, JsonValue] = {
         "model": model.base,
         "served-model-name": name,
@@ -75,6 +74,8 @@ def command(
     if sleep:
         arguments |= {"enable-sleep-mode": True, "gpu-memory-utilization": SHARED_GPU_MEMORY}
     arguments |= {name.replace("_", "-"): value for name, value in config.args.items()}
+    if (replicas := num_replicas(config)) > 1:
+        arguments["data-parallel-size"] = replicas
     return [str(python), "-m", MODULE, *_flags(arguments), "--middleware", GUARD]
 
 
@@ -115,7 +116,7 @@ def environment(
     sleep: int,
     has_gpu: bool,
 ) -> dict[str, str]:
-    """The server's environment, which is the only place for the key. Its processes' sockets are made in `sockets`."""
+    """Returns the server's environment, which alone holds the key. Its processes' sockets are in `sockets`."""
     variables = {name: value for name, value in inherited.items() if name not in NOT_INHERITED}
     defaults = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1", "VLLM_RPC_BASE_PATH": str(sockets)}
     if not has_gpu:
@@ -147,14 +148,14 @@ def sleep_level(config: VllmEngineConfig, model: PolicySpec, *, inherited: Mappi
 
 
 def shares_gpu(config: VllmEngineConfig, learner_device: str | None, inherited: Mapping[str, str]) -> bool:
-    """Whether the server's first GPUs include the learner's, both named as the system names them."""
+    """Returns whether the server's first GPUs include the learner's, both named as the system names them."""
     if learner_device is None or not learner_device.startswith("cuda"):
         return False
     ours = _visible(inherited)
     theirs = _visible({**inherited, **config.env})
     index = int(learner_device.partition(":")[2] or 0)
     own = ours[index] if ours and index < len(ours) else str(index)
-    num = num_gpus(config.args)
+    num = num_gpus(config)
     return own in (theirs[:num] if theirs else [str(number) for number in range(num)])
 
 
@@ -163,61 +164,48 @@ def _visible(variables: Mapping[str, str]) -> Sequence[str]:
     return [name.strip() for name in variables.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
 
 
-def num_gpus(arguments: Mapping[str, Any]) -> int:
-    """How many GPUs the server spreads over: tensor, pipeline and data parallel sizes multiplied."""
-    sizes = {name.replace("_", "-"): value for name, value in arguments.items()}
-    total = 1
-    for kind in ("tensor", "pipeline", "data"):
-        total *= int(sizes.get(f"{kind}-parallel-size") or 1)
+# --- several GPUs -----------------------------------------------------------------------------------------------------
+
+
+def num_gpus(config: VllmEngineConfig) -> int:
+    """Returns how many GPUs the server needs: its replicas, each of tensor by pipeline parallel size."""
+    sizes = {name.replace("_", "-"): value for name, value in config.args.items()}
+    total = num_replicas(config)
+    for kind in ("tensor", "pipeline"):
+        total *= int(str(sizes.get(f"{kind}-parallel-size") or 1))
     return total
 
 
-# --- several servers --------------------------------------------------------------------------------------------------
+def num_replicas(config: VllmEngineConfig) -> int:
+    """Returns vLLM's data parallel size: `engine.replicas`, times the user's own argument where there is one."""
+    own = config.args.get("data-parallel-size") or config.args.get("data_parallel_size") or 1
+    return config.replicas * int(str(own))
 
 
-def divide(config: VllmEngineConfig) -> list[VllmEngineConfig]:
-    """One configuration for each server of `base_url` or `replicas`, with GPUs of its own where the machine has some.
-
-    Raises EngineError: too few GPUs are visible.
-    """
-    if config.base_url is not None:
-        return [config.model_copy(update={"base_url": url}) for url in config.urls]
-    single = config.model_copy(update={"replicas": 1})
-    variables = {**os.environ, **config.env}
-    if not has_gpu(variables):
-        return [single] * config.replicas
-    dealt = deal_gpus(config, visible_gpus(variables))
-    return [single.model_copy(update={"env": {**config.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}}) for gpus in dealt]
-
-
-def deal_gpus(config: VllmEngineConfig, visible: Sequence[str]) -> list[Sequence[str]]:
-    """The GPUs of each replica, in order: ["0", "1", "2", "3"] for two of two each is [["0", "1"], ["2", "3"]].
-
-    Raises EngineError: there are too few.
-    """
-    each = num_gpus(config.args)
-    if len(visible) < each * config.replicas:
+def check_gpus(config: VllmEngineConfig) -> None:
+    """Raises EngineError if this machine shows fewer GPUs than the replicas need."""
+    num, visible = num_gpus(config), len(visible_gpus({**os.environ, **config.env}))
+    if config.replicas > 1 and visible < num:
+        each = num // config.replicas
         raise EngineError(
-            f"engine.replicas: {config.replicas} of {each} GPU{'s' if each > 1 else ''} each need "
-            f"{each * config.replicas}, and {len(visible)} can be seen; set fewer, or name the GPUs in "
-            "engine.env.CUDA_VISIBLE_DEVICES"
+            f"engine.replicas: {config.replicas} of {each} GPU{'s' if each > 1 else ''} each need {num}, and {visible} "
+            "can be seen; set fewer, or name the GPUs in engine.env.CUDA_VISIBLE_DEVICES"
         )
-    return [visible[each * number : each * (number + 1)] for number in range(config.replicas)]
 
 
 def visible_gpus(variables: Mapping[str, str]) -> Sequence[str]:
-    """The names of the GPUs that a server with that environment can use, on a machine that has some."""
+    """Returns the names of the GPUs that a server with that environment can use, on a machine that has some."""
     return _visible(variables) or _gpu_indices()
 
 
 def _gpu_indices() -> list[str]:
-    """The indices of this machine's GPUs, by their device files; at least the one that `has_gpu` found."""
+    """Returns the indices of this machine's GPUs, by their device files; at least the one that `has_gpu` found."""
     number = len(list(Path("/dev").glob("nvidia[0-9]*"))) or len(list(Path("/dev/dri").glob("renderD*"))) or 1
     return [str(index) for index in range(number)]
 
 
 def has_gpu(inherited: Mapping[str, str]) -> bool:
-    """Whether this machine shows a GPU: an NVIDIA or AMD device file, not hidden by the environment."""
+    """Returns whether this machine shows a GPU: an NVIDIA or AMD device file, not hidden by the environment."""
     if inherited.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return False
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))

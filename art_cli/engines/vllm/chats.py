@@ -54,7 +54,8 @@ class Chats:
         self._vocabulary = Vocabulary(tokenizer)
 
     async def rendered(self, request: Request) -> "RenderedChat | None":
-        """The conversation as tokens, or None if the server renders the same ones. Raises ChatError as `render`."""
+        """Returns the conversation as tokens, or None if the server renders the same ones. Raises ChatError as
+        `render`."""
         vocabulary, talk = self._vocabulary, request.messages
         if vocabulary is None or talk is None:
             return None
@@ -99,7 +100,7 @@ class RenderedChat:
     def chunk(self, chunk: Chunk) -> Chunk:
         if chunk.choice.token_ids or chunk.is_last:
             delta = self._write(chunk.choice, is_last=chunk.is_last)
-            if self._choice not in ("auto", "none"):  # what the calls are is known at the end
+            if self._choice not in ("auto", "none"):  # the calls are known at the end
                 delta = (self._message(chunk.choice) or {}) if chunk.is_last else {}
                 for index, call in enumerate(delta.get("tool_calls", ())):
                     call["index"] = index
@@ -116,7 +117,7 @@ class RenderedChat:
         return written.message
 
     def _message(self, choice: Choice) -> Json | None:
-        """The message of a forced call, or None if the choice was free or the reply is no call."""
+        """Returns the message of a forced call, or None if the choice was free or the reply is no call."""
         if self._choice in ("auto", "none"):
             return None
         text = self._writers[choice.index].text
@@ -128,7 +129,7 @@ class RenderedChat:
 
 
 def _calls(text: str, choice: str | Json) -> list[Json]:
-    """The forced calls in a reply. One that was cut has as much of its arguments as there is, a list none."""
+    """Returns the forced calls in a reply. One that was cut has as much of its arguments as there is, a list none."""
     if isinstance(choice, dict):
         return [call_of(choice["function"]["name"], text)]
     try:
@@ -138,7 +139,7 @@ def _calls(text: str, choice: str | Json) -> list[Json]:
 
 
 def _held_to(request: Request) -> Json | None:
-    """The response_format of a forced call, or the request's own."""
+    """Returns the response_format of a forced call, or the request's own."""
     schemas = schemas_of(request.tools)
     if not schemas or request.tool_choice in ("auto", "none"):
         return request.response_format

@@ -4,6 +4,7 @@ Each call has a deadline. `Refused` is the server's own error. `Unreachable` mea
 be made again when a new server has started.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class Control:
         self._is_closed = False
 
     async def is_healthy(self, *, timeout_s: float) -> bool:
-        """Whether it can answer; False where it says itself that it no longer can. Raises Unreachable."""
+        """Returns whether it can answer; False if it reports that it no longer can. Raises Unreachable."""
         try:
             await self._call("GET", "/health", timeout_s=timeout_s)
         except Refused as refusal:
@@ -65,7 +66,7 @@ class Control:
         return True
 
     async def models(self) -> list[str]:
-        """The names that it serves, with adapters. The base model's name is first."""
+        """Returns the names that it serves, with adapters. The base model's name is first."""
         answer = await self._call("GET", "/v1/models", timeout_s=CALL_DEADLINE_S)
         return [model["id"] for model in answer["data"]]
 
@@ -77,11 +78,19 @@ class Control:
         await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=CALL_DEADLINE_S)
 
     async def score(
-        self, model: str, token_ids: list[int], *, is_cached: bool, timeout_s: float, temperature: float = 1.0
+        self,
+        model: str,
+        token_ids: list[int],
+        *,
+        is_cached: bool,
+        timeout_s: float,
+        temperature: float = 1.0,
+        rank: int | None = None,
     ) -> Scored:
-        """The tokens' logprobs under `model`. With `is_cached` they are computed through the server's prefix cache.
+        """Returns the tokens' logprobs under `model`, through the server's prefix cache if `is_cached`.
 
-        vLLM computes a prompt without its cache whenever the prompt's logprobs are asked for, and only then.
+        vLLM computes a prompt without its cache whenever the prompt's logprobs are asked for, and only then. `rank` is
+        the replica that computes them, or None for any.
         """
         body: Json = {
             "model": model,
@@ -95,7 +104,8 @@ class Control:
         }
         if not is_cached:
             body["prompt_logprobs"] = 0
-        answer = await self._call("POST", "/v1/completions", body, timeout_s=timeout_s)
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        answer = await self._call("POST", "/v1/completions", body, timeout_s=timeout_s, headers=headers)
         try:
             return _scored(answer["choices"][0], token_ids)
         except (LookupError, TypeError, ValueError) as error:
@@ -120,7 +130,15 @@ class Control:
             await self._session.close()
             self._session = None
 
-    async def _call(self, method: str, path: str, body: Json | None = None, *, timeout_s: float) -> Json:
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        *,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> Json:
         if self._is_closed:
             raise Unreachable(f"{self.root}{path}: the server was stopped")
         if self._session is None:
@@ -133,7 +151,9 @@ class Control:
             )
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.request(method, self.root + path, json=body, timeout=timeout) as response:
+            async with self._session.request(
+                method, self.root + path, json=body, headers=headers, timeout=timeout
+            ) as response:
                 answer = await read_answer(response)
         except TimeoutError as error:
             raise Unreachable(f"{self.root}{path}: no answer within {timeout_s:.0f} s") from error
@@ -151,7 +171,7 @@ class Control:
 
 
 def _json(answer: bytes) -> Json:
-    """The answer's JSON object; empty where it is something else (vLLM says "Success" in plain text)."""
+    """Returns the answer's JSON object; empty if it is something else (vLLM answers "Success" in plain text)."""
     try:
         fields = msgspec.json.decode(answer)
     except (ValueError, RecursionError):

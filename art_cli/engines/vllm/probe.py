@@ -1,4 +1,4 @@
-"""Which vLLM and GPUs a Python has, found out by running it. `art doctor` and the choice of an engine ask this."""
+"""The vLLM and GPUs of a Python, found by running it, for `art doctor` and the choice of an engine."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ class VllmFacts(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def find_vllm(python: Path | None = None, *, timeout_s: float = PROBE_DEADLINE_S) -> VllmFacts:
-    """The facts about a Python's vLLM; `python` None is this one. It never raises: `error` says what failed."""
+    """Returns the facts about a Python's vLLM; `python` None is this one. A failure is their `error`."""
     program = str(python or sys.executable)
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Ready: whether a server, or one of several, answers: not now, yes, or never again."""
+"""Ready: whether a server answers: not now, yes, or never again."""
 
 import asyncio
 from typing import NoReturn
@@ -13,7 +13,6 @@ class Ready:
         self._timeout_s = timeout_s
         self._decided = asyncio.Event()
         self._failed = asyncio.Event()
-        self._lost = asyncio.Event()
         self._failure = ""
 
     @property
@@ -21,27 +20,19 @@ class Ready:
         return self._decided.is_set() and not self._failed.is_set()
 
     def set(self) -> None:
-        self._lost.clear()
         self._decided.set()
 
     def clear(self) -> None:
         self._decided.clear()
-        self._lost.set()
 
     def fail(self, message: str) -> None:
         """Later failures do not replace the first one."""
         self._failure = self._failure or message
         self._failed.set()
-        self._lost.set()
         self._decided.set()
 
-    @property
-    def failure_message(self) -> str:
-        """Why there will be no answer again; "": nothing has failed for good."""
-        return self._failure if self._failed.is_set() else ""
-
     async def wait(self) -> None:
-        """Returns when there is an answer. Raises EngineError: there never will be again, or was none in time."""
+        """Returns when there is an answer. Raises EngineError if there never will be again, or was none in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._decided.wait()
@@ -49,16 +40,6 @@ class Ready:
             raise EngineError(f"vllm: not back within {self._timeout_s:g} s (engine.start_timeout_s)") from None
         if self._failed.is_set():
             raise EngineError(self._failure)
-
-    async def wait_back(self) -> None:
-        """As `wait`, however long the start takes, because the starter has a deadline of its own."""
-        await self._decided.wait()
-        if self._failed.is_set():
-            raise EngineError(self._failure)
-
-    async def lost(self) -> None:
-        """Returns when there is no answer any more, for now or for good."""
-        await self._lost.wait()
 
     async def failure(self) -> NoReturn:
         await self._failed.wait()

@@ -30,7 +30,7 @@ class Verbatim:
     "{{ (call.arguments['1f3c'] if '1f3c' in call.arguments else call.arguments | tojson) }}"."""
 
     def __init__(self, template: str | None) -> None:
-        """`template` is the model's own; None: it is not known, and requests stay as they are."""
+        """`template` is the model's, or None if it is unknown, and requests stay as they are."""
         self._key = secrets.token_hex(12)
         choice = rf"(\1['{self._key}'] if '{self._key}' in \1 else \g<0>)"
         self.template = None if template is None else _WRITTEN.sub(choice, template)
@@ -38,7 +38,7 @@ class Verbatim:
         self._takes_apart = template is not None and _TAKEN_APART.search(template) is not None
 
     def put_into(self, request: Request) -> Request:
-        """The request with the arguments of earlier calls under the key.
+        """Returns the request with the arguments of earlier calls under the key.
 
         A template that in some case takes arguments apart, as Llama 3.1's does for built-in tools, does so only where
         a client sets its variables; such a request stays as it is.
@@ -69,18 +69,18 @@ def _is_object(text: str) -> bool:
 def restore_arguments(choice: Choice) -> None:
     """Writes the arguments of the choice's calls as they stand in its tokens, where the same values stand there."""
     calls = (choice.message or {}).get("tool_calls") or []
-    text, place = "".join(choice.tokens) if calls else "", 0
+    text, offset = "".join(choice.tokens) if calls else "", 0
     for call in calls:
         function = call.get("function") or {}
-        written, place = _find_object(text, place, function.get("arguments") or "")
+        written, offset = _find_object(text, offset, function.get("arguments") or "")
         if written is not None:
             function["arguments"] = written
 
 
-def _find_object(text: str, place: int, arguments: str) -> tuple[str | None, int]:
-    """The first JSON object from `place` on that has the same value as `arguments`, and where it ends."""
+def _find_object(text: str, offset: int, arguments: str) -> tuple[str | None, int]:
+    """Returns the first JSON object from `offset` on that has the same value as `arguments`, and where it ends."""
     decoder = json.JSONDecoder()
-    start = text.find("{", place)
+    start = text.find("{", offset)
     while start >= 0:
         try:
             _, end = decoder.raw_decode(text, start)
@@ -89,4 +89,4 @@ def _find_object(text: str, place: int, arguments: str) -> tuple[str | None, int
         if end > start and are_same(text[start:end], arguments):
             return text[start:end], end
         start = text.find("{", start + 1)
-    return None, place
+    return None, offset

@@ -4,7 +4,8 @@
 
 A watcher sees the server's end at once, starts a new one, once, and loads the current adapter again. Requests in flight
 fail as failures of transport, so that their rollouts are played again; new ones wait. When the second server ends, the
-engine has failed: `watch` and every other call raise. Several of these engines are the replicas of replicas.py.
+engine has failed: `watch` and every other call raise. Several replicas are ranks of the one server, which divides the
+requests among them and loads an adapter into all.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from art_cli.chat.client import HttpBackend
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request, demands_format
 from art_cli.config.sections.engine_config import VllmEngineConfig
-from art_cli.engines import Endpoint
+from art_cli.engines import Endpoint, EngineSetup, proof
 from art_cli.engines.vllm.adapters import Adapters
 from art_cli.engines.vllm.chats import Chats
 from art_cli.engines.vllm.control import Refused, Scored, Unreachable
@@ -40,7 +41,6 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MAX_RESTARTS = 1
-MAX_REPLICA_RESTARTS = 3  # the same for each of several replicas, because the others answer meanwhile
 DEATH_S = 2.0  # longest time between a failed request and the news that the server ended
 NOTICE_S = 10.0  # the same for calls that can be made again
 DRAIN_S = 600.0  # longest wait for requests in flight to end before a sleep
@@ -54,41 +54,30 @@ STALE_BOUNDS = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
 class VllmEngine:
     """Engine and Backend in one. Before the first `load` it samples from the base model."""
 
-    def __init__(
-        self,
-        config: VllmEngineConfig,
-        model: PolicySpec,
-        *,
-        name: str,
-        step: int = 0,
-        logs: Path,
-        number: int | None = None,
-        chats: Chats | None = None,
-    ) -> None:
-        """`number` is for one of several replicas, and begins at 1; `chats` is what they share.
-
-        Raises EngineError: no such Python, or a setting that this machine cannot have.
-        """
+    def __init__(self, config: VllmEngineConfig, model: PolicySpec, *, name: str, step: int = 0, logs: Path) -> None:
+        """Raises EngineError if there is no such Python, or this machine cannot have a setting."""
         self.endpoint = Endpoint(base_url=None, api_key="", model=name, step=step)
         self._config, self._dtype = config, model.dtype
         self._server: OwnServer | RunningServer
-        if not config.urls:
-            log_name = "vllm.log" if number is None else f"vllm-{number}.log"
-            self._server = OwnServer(config, model, name=name, log=logs / log_name)
+        if config.base_url is None:
+            self._server = OwnServer(config, model, name=name, log=logs / "vllm.log")
         else:
-            self._server = RunningServer(config, is_watched=number is not None)
-        self._chats = chats or Chats(model)
+            self._server = RunningServer(config, config.base_url)
+        self._chats = Chats(model)
         self._traffic = Traffic()
         self._scores_alone = isinstance(self._server, OwnServer) and not self._server.has_gpu
         self._name = name
-        self._max_restarts = MAX_RESTARTS if number is None else MAX_REPLICA_RESTARTS
-        self.num_ends = 0  # number of times that the server ended
         self._adapters: Adapters | None = None  # those of the newest server
         self._loaded: tuple[Path, int] | None = None  # checkpoint and step
         self._ready = Ready(config.start_timeout_s)
         self._awake, self._may_restart = asyncio.Event(), asyncio.Event()
         self._steering = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
+
+    @classmethod
+    def of(cls, config: VllmEngineConfig, setup: EngineSetup) -> "VllmEngine":
+        assert setup.policy is not None, "vLLM has to know which base model it serves"
+        return cls(config, setup.policy, name=setup.name, step=setup.step, logs=setup.logs)
 
     @property
     def backend(self) -> Backend:
@@ -98,20 +87,6 @@ class VllmEngine:
     def pid(self) -> int:
         """The server's process id; 0 where it is not ours or not started."""
         return self._server.pid
-
-    @property
-    def ready(self) -> Ready:
-        """Whether the server answers."""
-        return self._ready
-
-    @property
-    def is_awake(self) -> bool:
-        return self._awake.is_set()
-
-    @property
-    def loaded(self) -> tuple[Path, int] | None:
-        """The checkpoint and the step that it samples from; None: the base model."""
-        return self._loaded
 
     # --- Engine -------------------------------------------------------------------------------------------------------
 
@@ -128,7 +103,7 @@ class VllmEngine:
         self._watcher = asyncio.create_task(self._watch_server())
 
     async def load(self, checkpoint: Path, step: int) -> None:
-        """Raises CheckpointError: no adapter there; EngineError: the server refuses it, or is gone for good."""
+        """Raises CheckpointError if there is no adapter; EngineError if the server refuses it, or is gone for good."""
 
         async def load(adapters: Adapters) -> None:
             await adapters.load(checkpoint, step)
@@ -138,27 +113,32 @@ class VllmEngine:
         self.endpoint = msgspec.structs.replace(self.endpoint, step=step)
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Raises DriftError: other weights computed what the prefix cache holds."""
+        """Raises DriftError if replicas differ, or other weights computed what a prefix cache holds."""
+        replicas = range(self._config.replicas) if self._config.replicas > 1 else (None,)
 
-        async def score(adapters: Adapters) -> tuple[Scored, Scored]:
-            timeout_s = self._config.timeout_s
+        async def score(adapters: Adapters) -> list[tuple[Scored, Scored]]:
+            ask = partial(adapters.control.score, token_ids=token_ids, timeout_s=self._config.timeout_s)
+            scored = []
             async with self.scoring():
                 with adapters.lease() as backend:
-                    cached = await adapters.control.score(backend.model, token_ids, is_cached=True, timeout_s=timeout_s)
-                    anew = await adapters.control.score(backend.model, token_ids, is_cached=False, timeout_s=timeout_s)
-            return cached, anew
+                    for rank in replicas:
+                        cached = await ask(backend.model, is_cached=True, rank=rank)
+                        scored.append((cached, await ask(backend.model, is_cached=False, rank=rank)))
+            return scored
 
-        cached, anew = await self._steer(score)
-        self._check_cache(cached, anew)
-        return anew.logprobs
+        scored = await self._steer(score)
+        for rank, (cached, anew) in enumerate(scored):
+            self._check_cache(cached, anew)
+            self._check_replica(rank, anew.logprobs, scored[0][1].logprobs)
+        return scored[0][1].logprobs
 
     def sampling(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """A request that samples. Any number of them run at once."""
+        """Enters as a request that samples. Any number of them run at once."""
         return self._traffic.shared()
 
     def scoring(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """A request for the logprobs of a prompt. Where vLLM could not do both, it waits for the requests that sample
-        to end, and new ones wait for it."""
+        """Enters as a request for the logprobs of a prompt. Where vLLM could not do both, it waits for the requests
+        that sample to end, and new ones wait for it."""
         return self._traffic.alone() if self._scores_alone else self._traffic.shared()
 
     def longest_prompt(self) -> None:
@@ -238,8 +218,8 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncIterator[tuple[Adapters, HttpBackend]]:
-        """The server's adapters and the client of the current one, as soon as the request may begin. Raises ChatError:
-        no such model, or the engine has failed."""
+        """The server's adapters and the client of the current one, as soon as the request may begin. Raises ChatError
+        if no such model, or the engine has failed."""
         await self._admit(request)
         async with self.sampling():
             adapters = await self._admit(request)  # a new server may have come while a prompt was scored
@@ -247,7 +227,7 @@ class VllmEngine:
                 yield adapters, backend
 
     async def _admit(self, request: Request) -> Adapters:
-        """The server's adapters as soon as it answers. Raises ChatError: no such model, or the engine has failed."""
+        """Returns the server's adapters as soon as it answers. Raises ChatError if it has no such model, or failed."""
         if request.model != self.endpoint.model:
             raise ChatError(404, f"the model {request.model!r} does not exist", param="model", code="model_not_found")
         try:
@@ -289,8 +269,8 @@ class VllmEngine:
         self._ready.set()
 
     def _prefix(self) -> str:
-        """The beginning of the adapters' names. The random part keeps apart those that others, an earlier run of this
-        name, or a connection that was lost, left in a running server."""
+        """Returns the beginning of the adapters' names. The random part keeps apart those that others, an earlier run
+        of this name, or a connection that was lost, left in a running server."""
         return self._name if isinstance(self._server, OwnServer) else f"{self._name}-{secrets.token_hex(4)}"
 
     def _make_backend(self, name: str, step: int) -> HttpBackend:
@@ -300,15 +280,14 @@ class VllmEngine:
     async def _watch_server(self) -> None:
         """Starts the server anew when it ends, a few times."""
         try:
-            for number in range(self._max_restarts + 1):
+            for number in range(MAX_RESTARTS + 1):
                 reason = await self._server.ended()
-                self.num_ends += 1
                 self._ready.clear()
                 message = f"vllm: the server ended ({reason}); {self._server.last_lines()}"
                 await self._clear_away()
-                if number == self._max_restarts:
+                if number == MAX_RESTARTS:
                     raise EngineError(message)
-                for line in (*message.splitlines(), self._server.cure):
+                for line in (*message.splitlines(), "it is started once more"):
                     log.warning("%s", line)
                 await self._may_restart.wait()
                 await self._bring_up()
@@ -324,9 +303,9 @@ class VllmEngine:
         await self._server.stop()
 
     async def _steer(self, work: Callable[[Adapters], Awaitable[Result]]) -> Result:
-        """The result of `work`, which is done again when the server ends in the middle of it and a new one answers."""
+        """Returns the result of `work`, done again when the server ends in the middle of it and a new one answers."""
         async with self._steering:
-            for _ in range(self._max_restarts + 1):
+            for _ in range(MAX_RESTARTS + 1):
                 adapters = await self._ready_adapters()
                 try:
                     return await work(adapters)
@@ -344,6 +323,14 @@ class VllmEngine:
         await self._ready.wait()
         assert self._adapters is not None, "ready without a server"
         return self._adapters
+
+    def _check_replica(self, rank: int, logprobs: list[float], expected: list[float]) -> None:
+        gap, bound = proof.mean_gap(logprobs, expected), proof.bound_of(self._dtype)
+        if not gap <= bound:
+            raise DriftError(
+                f"step {self.endpoint.step}: vLLM's replica {rank + 1} has other weights than replica 1: the probe's "
+                f"logprobs differ by {gap:.2e} nats, bound {bound:.0e}"
+            )
 
     def _check_cache(self, cached: Scored, anew: Scored) -> None:
         common = cached.next.keys() & anew.next.keys()

@@ -3,7 +3,7 @@
     VllmPolicies.open(adapter) -> VllmPolicy: scores, replies; close() unloads it
 
 The server is that of a VllmEngine which never loads anything itself: it is started anew once when it ends, and a policy
-loads its adapter again when it is used then. Every load has a name of its own, so that no prefix cache is stale.
+loads its adapter again when it is used then. Every load has a new name, so that no prefix cache is stale.
 """
 
 import asyncio
@@ -49,10 +49,10 @@ class VllmPolicies(VllmEngine):
         self._own = secrets.token_hex(4)  # keeps apart what others, or an earlier run, left in a running server
 
     async def open(self, adapter: Path | None, proof: Proof) -> "VllmPolicy":
-        """The policy of an adapter's directory, which stays there while it is open; None: the base model.
+        """Returns the policy of an adapter's directory, which stays there while it is open, or of the base model.
 
-        Raises CheckpointError: no adapter there; DriftError: the server has other weights; EngineError: it refuses the
-        adapter, or is gone for good.
+        Raises CheckpointError if there is no adapter there; DriftError if the server has other weights; EngineError if
+        it refuses the adapter, or is gone for good.
         """
         if adapter is not None and (missing := [name for name in FILES if not (adapter / name).is_file()]):
             raise CheckpointError(f"{adapter}: no {missing[0]}: not a LoRA adapter")
@@ -67,7 +67,7 @@ class VllmPolicies(VllmEngine):
         await super().close()
 
     async def present(self) -> Adapters:
-        """The server that answers now. Raises EngineError: none will any more."""
+        """Returns the server that answers now. Raises EngineError if none will any more."""
         return await self._ready_adapters()
 
     def new_name(self) -> str:
@@ -77,7 +77,7 @@ class VllmPolicies(VllmEngine):
         return self._make_backend(name, 0)
 
     async def is_lost(self, adapters: Adapters) -> bool:
-        """Whether the server of a call that failed has ended. A server at an address is never known to."""
+        """Returns whether the server of a call that failed has ended. A server at an address is never known to."""
         if not self.pid:
             return False
         try:
@@ -97,7 +97,8 @@ class VllmPolicy:
         self._loading = asyncio.Lock()
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """[L - 1] logprobs in nats of each token after the first, at temperature 1, computed without a cache."""
+        """Returns [L - 1] logprobs in nats of each token after the first, at temperature 1, computed without a
+        cache."""
 
         async def score(client: HttpBackend, adapters: Adapters) -> list[float]:
             return await self._score(client, adapters, token_ids)
@@ -136,7 +137,7 @@ class VllmPolicy:
                 log.info("%s was not unloaded: %s", client.model, error)
 
     async def ask(self, work: Callable[[HttpBackend, Adapters], Awaitable[Result]]) -> Result:
-        """The result of `work`, which is done again where the server ended in the middle of it and a new one answers.
+        """Returns the result of `work`, done again if the server ended in the middle of it and a new one answers.
 
         Raises EngineError or ChatError.
         """
@@ -151,7 +152,7 @@ class VllmPolicy:
         raise AssertionError("the last round returns or raises")
 
     async def _ready(self, adapters: Adapters) -> HttpBackend:
-        """The client of this policy in that server, which has it loaded then."""
+        """Returns the client of this policy in that server, which has it loaded then."""
         async with self._loading:
             if self._client is None or self._there is not adapters:
                 if self._client is not None:
@@ -185,7 +186,7 @@ class VllmPolicy:
         choice.raw_logprobs = scores[len(prompt) - 1 :]
 
     def _bounded(self, request: Request, prompt: list[int]) -> Request:
-        """The request with a bound that leaves room in the context to score what it gives: scoring samples a token."""
+        """Returns the request, bounded so that its reply can be scored within the context: scoring samples a token."""
         sampling, room = request.sampling, self._server.max_length - len(prompt)
         if sampling.temperature not in (0, 1) or sampling.top_p < 1 or sampling.top_k:
             room -= 1
@@ -200,7 +201,7 @@ async def _nothing(client: HttpBackend, adapters: Adapters) -> None:
 
 
 def _check(reply: Reply) -> None:
-    """Raises EngineError: a reply whose tokens and logprobs do not belong together."""
+    """Raises EngineError for a reply whose tokens and logprobs do not belong together."""
     for choice in reply.choices:
         logprobs = choice.raw_logprobs or []
         if len(logprobs) != len(choice.token_ids) or not all(map(math.isfinite, logprobs)):

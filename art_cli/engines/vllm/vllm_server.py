@@ -36,7 +36,6 @@ POLL_S = 0.25  # time between health checks while it starts
 HEALTH_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 10.0
 HANG_S = 120.0  # a server without an answer for this long hangs; long prefills on a CPU take seconds
-AWAY_S = 5.0  # the same for one of several running servers, because the others answer meanwhile
 PROMPT = [1, 2, 3, 4]  # any tokens do
 SAME = 1e-6  # nats; logprobs that differ by less are the same
 TERM_GRACE_S = 10.0  # time that vLLM has to free a GPU, which takes a few seconds
@@ -46,13 +45,13 @@ TAIL_LINES = 15
 class OwnServer:
     """A child process of this one. Its port and key are new at every start."""
 
-    cure = "it is started once more"
-
     def __init__(self, config: VllmEngineConfig, model: PolicySpec, *, name: str, log: Path) -> None:
-        """Raises EngineError: no such Python, or a setting that this machine cannot have."""
+        """Raises EngineError for no such Python, or a setting that this machine cannot have."""
         self.base_name = f"{name}@base"
         self.log = log
         self.has_gpu = arguments.has_gpu({**os.environ, **config.env})
+        if self.has_gpu:
+            arguments.check_gpus(config)
         self.sleep_level = arguments.sleep_level(config, model, inherited=os.environ, has_gpu=self.has_gpu)
         self._python = config.python or Path(sys.executable)
         if not self._python.is_file():
@@ -73,7 +72,7 @@ class OwnServer:
         raise EngineError(f"vllm: {MAX_PORTS} ports in a row were taken by others while it started; see {self.log}")
 
     async def _start_at(self, port: int) -> bool:
-        """Whether the server answers; False where another process has that port."""
+        """Returns whether the server answers; False where another process has that port."""
         self.key = secrets.token_urlsafe(32)
         self.control = Control(f"http://127.0.0.1:{port}", self.key)
         try:
@@ -124,7 +123,7 @@ class OwnServer:
         )
 
     async def _until_healthy(self) -> bool:
-        """Whether a server answers; False where ours ended because another process was quicker to take the port."""
+        """Returns whether a server answers; False if ours ended because another process took the port."""
         assert self._child is not None
         ended = asyncio.ensure_future(self._child.wait())
         try:
@@ -149,7 +148,7 @@ class OwnServer:
     async def ended(self) -> str:
         assert self._child is not None, "not started"
         died = asyncio.ensure_future(self._child.wait())
-        hung = asyncio.ensure_future(_unhealthy(self.control, HANG_S))
+        hung = asyncio.ensure_future(_unhealthy(self.control))
         try:
             done, _ = await asyncio.wait({died, hung}, return_when=asyncio.FIRST_COMPLETED)
             return describe_end(died.result()) if died in done else hung.result()
@@ -174,29 +173,16 @@ class RunningServer:
 
     pid = 0
     sleep_level = 0
-    cure = "it is used again once it answers"
 
-    def __init__(self, config: VllmEngineConfig, *, is_watched: bool = False) -> None:
-        """`is_watched` is for one of several, whose calls go to the others while it is away."""
-        (url,) = config.urls
-        self._config, self._is_watched = config, is_watched
-        self._root = url.rstrip("/").removesuffix("/v1")
-        self._was_started = False
+    def __init__(self, config: VllmEngineConfig, url: str) -> None:
         self._key_variable = config.api_key_env
         self.key = os.environ.get(config.api_key_env, "")
-        self.control = Control(self._root, self.key)
+        self.control = Control(url.rstrip("/").removesuffix("/v1"), self.key)
         self.verbatim = Verbatim(None)  # its template is the user's
         self.base_name = ""
 
     async def start(self) -> None:
-        """Raises EngineError: it does not answer, refuses the key, or reports logprobs of another distribution.
-
-        A server that answered before is waited for.
-        """
-        if self._was_started:
-            self.control = Control(self._root, self.key)  # the one before was closed
-            await self._until_back()
-        self._was_started = True
+        """Raises EngineError if it does not answer, refuses the key, or reports logprobs of another distribution."""
         try:
             self.base_name = (await self.control.models())[0]
             await self._check_logprobs()
@@ -208,7 +194,7 @@ class RunningServer:
             raise
 
     async def _check_logprobs(self) -> None:
-        """Raises EngineError: the server reports raw logprobs, which do not change with the temperature.
+        """Raises EngineError if the server reports raw logprobs, which do not change with the temperature.
 
         Those of the distribution sampled from do. Only tokens that both replies list are compared, because each also
         lists the token that it happened to sample.
@@ -223,51 +209,37 @@ class RunningServer:
                 "start it with --logprobs-mode processed_logprobs"
             )
 
-    async def _until_back(self) -> None:
-        try:
-            async with asyncio.timeout(self._config.start_timeout_s):
-                while True:
-                    with contextlib.suppress(Unreachable, Refused):
-                        if await self.control.is_healthy(timeout_s=HEALTH_TIMEOUT_S):
-                            return
-                    await asyncio.sleep(HEALTH_EVERY_S)
-        except TimeoutError:
-            limit = f"{self._config.start_timeout_s:g} s"
-            raise EngineError(f"engine.base_url: {self._root} ended, and did not come back within {limit}") from None
-
     async def ended(self) -> str:
-        """Never returns for a single server, because the user watches it. Requests fail while it is away."""
-        if self._is_watched:
-            return await _unhealthy(self.control, AWAY_S)
+        """Never returns, because the user watches the server. Requests fail while it is away."""
         await asyncio.Event().wait()
         raise AssertionError("the event was set")
 
     def last_lines(self) -> str:
-        return f"the log of {self.control.root} says more"
+        return f"see the log of {self.control.root}"
 
     async def stop(self) -> None:
         await self.control.close()
 
 
-async def _unhealthy(control: Control, silence_s: float) -> str:
-    """Why a server can no longer be used, as soon as it cannot: it says so, or gives no answer for `silence_s`."""
+async def _unhealthy(control: Control) -> str:
+    """Returns why a server can no longer be used, as soon as it reports that or gives no answer for HANG_S."""
     loop = asyncio.get_running_loop()
     answered = loop.time()
-    while loop.time() - answered < silence_s:
+    while loop.time() - answered < HANG_S:
         try:
             if not await control.is_healthy(timeout_s=HEALTH_TIMEOUT_S):
                 return "its engine core died"
             answered = loop.time()
         except Unreachable:
-            pass  # it may answer again before silence_s have passed
+            pass  # it may answer again before HANG_S have passed
         except Refused as refusal:
-            return f"its health check says {refusal}"
+            return f"its health check failed: {refusal}"
         await asyncio.sleep(HEALTH_EVERY_S)
-    return f"no answer for {silence_s:.0f} s"
+    return f"no answer for {HANG_S:.0f} s"
 
 
 def free_port() -> int:
-    """A port of the loopback interface that no process listens on now; another process may be quicker to take it."""
+    """Returns a free port of the loopback interface, which another process may be quicker to take."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

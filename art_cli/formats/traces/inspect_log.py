@@ -3,7 +3,8 @@
     header.json, summaries.json        what the log is, one line for each attempt
     samples/{scenario}_epoch_{n}.json  an attempt: messages, model and tool calls as events, scores
 
-Only zip and JSON are needed. A scenario is a sample, an attempt an epoch. Rewards, judges' scores with their words, and
+Only zip and JSON are needed: inspect_ai's models would hold a whole log in memory for the
+hundred lines that they save. A scenario is a sample, an attempt an epoch. Rewards, judges' scores with their words, and
 the rollout's own metrics are scores. Messages that several calls share are kept once (`events_data`), so that a long
 conversation takes no more than its length. The file is written beside its place and renamed.
 """
@@ -37,7 +38,7 @@ MAX_TIME = 253402300799.0  # the end of the year 9999, the last one that dates r
 
 @dataclass
 class LogTotals:
-    """What the header says of all samples."""
+    """The numbers of all samples, for the header."""
 
     samples: list[Json] = field(default_factory=list)  # summaries
     epochs: dict[str, int] = field(default_factory=dict)  # sample id -> attempts so far
@@ -58,7 +59,7 @@ def log_path(directory: Path, saved: Saved, part: SavedPart) -> Path:
 
 
 def write_log(path: Path, saved: Saved, part: SavedPart) -> int:
-    """The number of attempts written; no file where there are none. Raises DataError: a line cannot be read."""
+    """Returns the number of attempts written; no file if there are none. Raises DataError if a line cannot be read."""
     attempts = part.attempts()
     first = next(attempts, None)
     if first is None:
@@ -233,19 +234,19 @@ class _Sample:
         return record
 
     def _id(self) -> str:
-        """The scenario's id, as a name that any file system and page can show."""
+        """Returns the scenario's id, as a name that any file system and page can show."""
         text = str(self.attempt.scenario.get("id", self.attempt.group_id))
         shown = printable(text, limit=MAX_ID).replace("/", "-").replace("\\", "-")
         return shown if shown == text else f"{shown}-{_hash(text)[:8]}"
 
     def _input(self, messages: list[Json]) -> str | list[Json]:
-        """What the agent was asked, before its first reply; the scenario where nothing was said."""
+        """Returns the messages before the agent's first reply, or the scenario if there are none."""
         before = [message for message in messages[: next(self._replies(messages), len(messages))]]
         return before or msgspec.json.encode(self.attempt.scenario).decode()
 
     @staticmethod
     def _replies(messages: Sequence[Json]) -> Iterator[int]:
-        return (place for place, message in enumerate(messages) if message["role"] == "assistant")
+        return (index for index, message in enumerate(messages) if message["role"] == "assistant")
 
     def _target(self) -> str:
         found = next((self.attempt.scenario[key] for key in ("target", "answer") if key in self.attempt.scenario), "")
@@ -353,7 +354,7 @@ class _Sample:
 
 
 def _message(message: Json, id_: str) -> Json:
-    """A message of ours, in OpenAI's form, as one of inspect's."""
+    """Returns a message in OpenAI's form as one of inspect's."""
     role = str(message.get("role"))
     text = text_of(message.get("content"))
     thoughts = message.get("reasoning_content") or message.get("reasoning")
@@ -375,7 +376,7 @@ def _message(message: Json, id_: str) -> Json:
 
 
 def _arguments(tool: ToolUse) -> Json:
-    """The arguments as an object, which inspect asks for; under one name where they are none."""
+    """Returns the arguments as an object, which inspect asks for; under one name where they are none."""
     found = parsed(tool.arguments)
     return found if isinstance(found, dict) else {"arguments": found}
 
@@ -402,7 +403,7 @@ def _tools(tools: Sequence[Json]) -> list[Json]:
 
 
 def _property(schema: Any) -> Json:
-    """What inspect shows of a parameter: its type, where it is a plain one, and its words."""
+    """Returns the part of a parameter's schema that inspect shows: a plain type, and the description."""
     known = schema if isinstance(schema, dict) else {}
     types = ("string", "integer", "number", "boolean", "array", "object", "null")
     shown = {"type": known["type"]} if known.get("type") in types else {}

@@ -2,7 +2,7 @@
 
 A trajectory keeps conversations and turns apart. A reply belongs to a turn where their numbers leave no doubt: in one
 conversation the last replies are those of the turns, in order. With several conversations each must have a path of
-turns of its own length. Where there is a doubt, the call has no turn, rather than another call's tokens.
+turns of that length. Where there is a doubt, the call has no turn, rather than another call's tokens.
 
 A trajectory has one time and one duration. The calls share it by their sampled tokens, so that their order is right and
 their lengths are an estimate.
@@ -21,7 +21,7 @@ class ToolUse(NamedTuple):
     id: str
     name: str
     arguments: str  # the model wrote them, so they need not be JSON
-    result: str | None  # None: the conversation has no answer to it
+    result: str | None  # if the conversation has an answer to it
 
 
 class ModelCall(NamedTuple):
@@ -29,7 +29,7 @@ class ModelCall(NamedTuple):
 
     conversation: Sequence[Json]
     place: int
-    turn: Turn | None  # None: it is not known which turn has its tokens, or there are no tokens
+    turn: Turn | None  # with its tokens, if it is known which turn has them
     number: int | None  # index of the turn in the trajectory
     begin: float  # seconds since the epoch, estimated
     end: float
@@ -40,7 +40,7 @@ class ModelCall(NamedTuple):
 
     @property
     def num_prompt(self) -> int | None:
-        """Tokens of the whole prompt; None: unknown."""
+        """Tokens of the whole prompt, or None if that is unknown."""
         return None if self.turn is None else self.turn.kept + len(self.turn.prompt_ids)
 
     @property
@@ -53,7 +53,7 @@ class ModelCall(NamedTuple):
 
 
 def tool_uses(message: Json) -> list[ToolUse]:
-    """The tool calls of a message, without their results."""
+    """Returns the tool calls of a message, without their results."""
     found = []
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else []:
@@ -66,7 +66,7 @@ def tool_uses(message: Json) -> list[ToolUse]:
 
 
 def calls_of(trajectory: Trajectory) -> list[ModelCall]:
-    """Every model call, in the order of time as far as it is known; empty where nothing was said."""
+    """Returns every model call, in the order of time as far as it is known; empty without messages."""
     conversations = [*trajectory.branches, trajectory.messages]
     replies = [_replies(conversation) for conversation in conversations]
     found: list[tuple[int, int, int | None]] = []  # (conversation, place, index of the turn)
@@ -99,7 +99,7 @@ def _timed(
 
 
 def _turns(trajectory: Trajectory, num_replies: Sequence[int]) -> list[list[int] | None]:
-    """The indexes of the turns of each conversation's last replies; None: it is not known which they are."""
+    """Returns the indexes of the turns of each conversation's last replies, or None if that is not known."""
     seen = [index for index, turn in enumerate(trajectory.turns) if not turn.is_abandoned]
     if len(num_replies) == 1:
         return [seen if seen and len(seen) <= num_replies[0] else None]
@@ -111,7 +111,7 @@ def _turns(trajectory: Trajectory, num_replies: Sequence[int]) -> list[list[int]
 
 
 def _paths(turns: Sequence[Turn], seen: Sequence[int]) -> Iterator[list[int]]:
-    """The turns from a first one to each last one that no other turn goes on from."""
+    """Yields the turns from a first one to each last one that no other turn goes on from."""
     inner = {turns[index].parent for index in seen}
     for leaf in seen:
         if leaf not in inner:
@@ -126,7 +126,7 @@ def _replies(conversation: Sequence[Json]) -> list[int]:
 
 
 def _prefixes(conversation: Sequence[Json]) -> list[int]:
-    """A hash of the conversation up to each message, that message included."""
+    """Returns a hash of the conversation up to each message, that message included."""
     hashes, before = [], 0
     for message in conversation:
         before = hash((before, repr(message)))

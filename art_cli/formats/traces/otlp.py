@@ -2,7 +2,8 @@
 
     OtlpSender("http://localhost:4318").send(spans)        POST http://localhost:4318/v1/traces
 
-Only the package opentelemetry-proto is needed, not OpenTelemetry's SDK. Keys stand in OTEL_EXPORTER_OTLP_HEADERS
+Only the package opentelemetry-proto is needed, not OpenTelemetry's SDK: its exporter has no deadline for a receiver
+that answers drop by drop, and logs a refusal instead of raising it. Keys stand in OTEL_EXPORTER_OTLP_HEADERS
 (`name=value`, several with commas), as the SDKs read it, and in no file. A receiver that is slow, hangs, answers
 without end or refuses becomes one DeliveryError after `timeout_s`.
 """
@@ -29,7 +30,7 @@ PATH = "/v1/traces"
 DEFAULT_URL = "http://localhost:4318"  # OpenTelemetry's collector listens there
 TIMEOUT_S = 30.0  # longest time for one batch, its retries included
 MAX_BATCH_BYTES = 2 << 20  # bytes of one request before compression; Langfuse takes 4.5 MB, collectors 20 MB
-RETRIED = (429, 502, 503, 504)  # answers after which OTLP says to try again
+RETRIED = (429, 502, 503, 504)  # answers after which OTLP tries again
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 8.0
 MAX_ANSWER = 1 << 20  # bytes of an answer, which has a few
 
@@ -41,9 +42,9 @@ class HttpAnswer(NamedTuple):
 
 
 def traces_url(url: str) -> str:
-    """The URL that spans are posted to: the address of a receiver, with OTLP's path where it lacks it.
+    """Returns the URL that spans are posted to: the address of a receiver, with OTLP's path where it lacks it.
 
-    Raises UsageError: it is no HTTP address, or holds a password.
+    Raises UsageError if it is no HTTP address, or holds a password.
     """
     try:
         parts = urlsplit(url)
@@ -58,14 +59,14 @@ def traces_url(url: str) -> str:
 
 
 def url_from(environment: Mapping[str, str]) -> str:
-    """The URL that OpenTelemetry's own variables name; without them a collector on this machine."""
+    """Returns the URL that OpenTelemetry's own variables name; without them a collector on this machine."""
     if whole := environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
         return whole
     return traces_url(environment.get("OTEL_EXPORTER_OTLP_ENDPOINT") or DEFAULT_URL)
 
 
 def headers_from(environment: Mapping[str, str]) -> dict[str, str]:
-    """The headers that OpenTelemetry's own variables name. Raises UsageError: one is no `name=value`."""
+    """Returns the headers that OpenTelemetry's own variables name. Raises UsageError if one is no `name=value`."""
     headers: dict[str, str] = {}
     for variable in ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"):
         for pair in filter(str.strip, environment.get(variable, "").split(",")):
@@ -99,7 +100,7 @@ class OtlpSender:
         self._resource = {"service.name": "art", "service.version": self._version, **(resource or {})}
 
     def send(self, spans: Iterable[Span]) -> int:
-        """The number of spans that the receiver took. Raises DeliveryError: it did not take all."""
+        """Returns the number of spans that the receiver took. Raises DeliveryError if it did not take all."""
         sent = 0
         for batch in self._batches(spans):
             body = gzip.compress(batch.message.SerializeToString(), compresslevel=1)
@@ -116,7 +117,7 @@ class OtlpSender:
         result = self._messages.ExportTraceServiceResponse()
         try:
             result.ParseFromString(answer)
-        except Exception:  # the boundary to protobuf: some receivers answer with JSON or text, which says nothing here
+        except Exception:  # the boundary to protobuf: some receivers answer with JSON or text
             return
         if refused := result.partial_success.rejected_spans:
             why = self.poster.shown(result.partial_success.error_message)
@@ -197,7 +198,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def clean(text: str) -> str:
-    """The text without lone surrogates, which UTF-8 cannot hold."""
+    """Returns the text without lone surrogates, which UTF-8 cannot hold."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
@@ -211,7 +212,7 @@ class Poster:
         self._secrets: Secrets = find_secrets(os.environ, params=[{"headers": self._headers}])
 
     def post(self, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
-        """The body of a good answer. Raises DeliveryError: there was none before the deadline."""
+        """Returns the body of a good answer. Raises DeliveryError if there was none before the deadline."""
         deadline = time.monotonic() + self.timeout_s
         pause = FIRST_PAUSE_S
         while True:
@@ -228,7 +229,7 @@ class Poster:
             pause = min(2 * pause, MAX_PAUSE_S)
 
     async def _try(self, body: bytes, headers: Mapping[str, str], deadline: float) -> HttpAnswer | str:
-        """The receiver's answer, or why there is none."""
+        """Returns the receiver's answer, or why there is none."""
         try:
             async with (
                 asyncio.timeout(max(0.01, deadline - time.monotonic())),
@@ -247,12 +248,12 @@ class Poster:
         return said + ("; is the key right?" if answer.status in (401, 403) else "")
 
     def shown(self, text: str) -> str:
-        """What a receiver said, on one line and without secrets."""
+        """Returns a receiver's text on one line, without secrets."""
         return printable(self._secrets.redact(" ".join(text.split())), limit=300)
 
 
 def _seconds(retry_after: str) -> float:
-    """The pause that a receiver asks for, in seconds; FIRST_PAUSE_S where it names a date."""
+    """Returns the pause that a receiver asks for, in seconds; FIRST_PAUSE_S where it names a date."""
     try:
         return max(0.0, float(retry_after))
     except ValueError:

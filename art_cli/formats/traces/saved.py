@@ -27,7 +27,7 @@ class SavedPart(NamedTuple):
     within: Path | None = None  # the run's directory, out of which no link may lead
 
     def attempts(self) -> Iterator[Trajectory]:
-        """Raises DataError: a line is no trajectory."""
+        """Raises DataError if a line is no trajectory."""
         seen: set[str] = set()
         for path in self.paths:
             for record in read_lines(path, ScoredTrajectory, within=self.within):
@@ -43,9 +43,9 @@ class Saved(NamedTuple):
 
 
 def saved_attempts(path: Path, *, step: int | None = None) -> Saved:
-    """What `path` has, of one step where `step` is given.
+    """Returns the attempts of `path`, those of one step if `step` is given.
 
-    Raises UsageError: there is no such path, or it is no run; DataError: a file cannot be read.
+    Raises UsageError if there is no such path, or it is no run; DataError if a file cannot be read.
     """
     if not path.exists():
         raise UsageError(f"{path}: no such run or file")
@@ -64,14 +64,14 @@ def saved_attempts(path: Path, *, step: int | None = None) -> Saved:
 
 
 def source_of(root: Path, config: dict[str, object]) -> TracedRun:
-    """How a run is named to other tools: the tracker of a run that trains and `art log` afterwards say the same."""
+    """Returns the run's name for other tools, the same in the tracker of a run and in `art log` afterwards."""
     model = config.get("model")
     base = model.get("base") if isinstance(model, dict) else None
     return TracedRun(str(config.get("name") or root.resolve().name), run_id(root), str(base or "policy"))
 
 
 def run_id(root: Path) -> str:
-    """The same for the same directory. Example: "3f2a8c019be47d65"."""
+    """Returns an id that is the same for the same directory. Example: "3f2a8c019be47d65"."""
     return hashlib.sha256(str(root.resolve()).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
@@ -91,5 +91,5 @@ def _is_scored(record: ScoredTrajectory) -> bool:
 
 
 def _unscored(record: ScoredTrajectory) -> Trajectory:
-    """The same without a verdict, so that its reward is the one that the rollout returned."""
+    """Returns the same without a verdict, so that its reward is the one that the rollout returned."""
     return Trajectory(**{name: getattr(record, name) for name in Trajectory.__struct_fields__})

@@ -32,7 +32,7 @@ PROVIDER = "art"
 
 
 class TracedRun(NamedTuple):
-    """Which run the attempts are of. Example: TracedRun("mine", "3f2a...", "Qwen/Qwen3-0.6B")"""
+    """The run that the attempts are of. Example: TracedRun("mine", "3f2a...", "Qwen/Qwen3-0.6B")"""
 
     name: str
     id: str  # the same for the same run, wherever it is sent from
@@ -61,7 +61,7 @@ class Span(NamedTuple):
 
 
 def spans_of(trajectory: Trajectory, source: TracedRun, *, split: str = "train") -> Iterator[Span]:
-    """The rollout's span first, then those inside it, in the order of time."""
+    """Yields the rollout's span first, then those inside it, in the order of time."""
     maker = _Maker(trajectory, source, split)
     yield maker.rollout()
     num = 1
@@ -70,10 +70,10 @@ def spans_of(trajectory: Trajectory, source: TracedRun, *, split: str = "train")
             break
         yield maker.chat(number, call)
         tools = call.tools[: MAX_SPANS - num]
-        yield from (maker.tool(f"{number}.{place}", tool, call.end) for place, tool in enumerate(tools))
+        yield from (maker.tool(f"{number}.{index}", tool, call.end) for index, tool in enumerate(tools))
         num += 1 + len(tools)
     if isinstance(trajectory, ScoredTrajectory):
-        yield from (maker.judge(place, score) for place, score in enumerate(trajectory.scores))
+        yield from (maker.judge(index, score) for index, score in enumerate(trajectory.scores))
 
 
 def trace_id_of(trajectory: Trajectory, source: TracedRun, split: str) -> bytes:
@@ -163,7 +163,7 @@ class _Maker:
         name = f"chat {self.source.model}"
         return self._span(f"chat {number}", name, attributes, begin=call.begin, end=call.end)._replace(is_client=True)
 
-    def tool(self, place: str, tool: ToolUse, time: float) -> Span:
+    def tool(self, key: str, tool: ToolUse, time: float) -> Span:
         attributes: dict[str, Value | None] = {
             "gen_ai.operation.name": "execute_tool",
             "gen_ai.tool.name": shortened(tool.name),
@@ -172,9 +172,9 @@ class _Maker:
             "gen_ai.tool.call.arguments": shortened(tool.arguments),
             "gen_ai.tool.call.result": None if tool.result is None else shortened(tool.result),
         }
-        return self._span(f"tool {place}", f"execute_tool {tool.name}", attributes, begin=time, end=time)
+        return self._span(f"tool {key}", f"execute_tool {tool.name}", attributes, begin=time, end=time)
 
-    def judge(self, place: int, score: Score) -> Span:
+    def judge(self, number: int, score: Score) -> Span:
         attributes: dict[str, Value | None] = {
             **_evaluation(score),
             "gen_ai.request.model": score.model,
@@ -185,7 +185,7 @@ class _Maker:
             "art.cost_usd": score.cost_usd,
         }
         end = self.end + (score.latency_s or 0.0)
-        return self._span(f"judge {place}", f"judge {score.judge}", attributes, begin=self.end, end=end)
+        return self._span(f"judge {number}", f"judge {score.judge}", attributes, begin=self.end, end=end)
 
     def _span(
         self,
@@ -215,7 +215,7 @@ class _Maker:
 
 
 def reward_of(trajectory: Trajectory) -> float | None:
-    """The final reward of a scored trajectory; without a score, the one that the rollout returned."""
+    """Returns the final reward of a scored trajectory; without a score, the one that the rollout returned."""
     return trajectory.reward if isinstance(trajectory, ScoredTrajectory) else trajectory.returned_reward
 
 
@@ -244,7 +244,8 @@ class Said(NamedTuple):
 
 
 def said(messages: Sequence[Said]) -> str:
-    """The messages as one JSON list. The oldest are left out where all of them have more than MAX_INPUT characters."""
+    """Returns the messages as one JSON list. The oldest are left out where all of them have more than MAX_INPUT
+    characters."""
     shown: list[str] = []
     left = MAX_INPUT
     for message in reversed(messages):
@@ -266,7 +267,8 @@ def as_said(message: Json, *, finish: str | None = None) -> Said:
 
 
 def _json(record: Json) -> str:
-    """The record as JSON. msgspec is fifteen times as fast, and does not take lone surrogates and large integers."""
+    """Returns the record as JSON. msgspec is fifteen times as fast, and does not take lone surrogates and large
+    integers."""
     try:
         return msgspec.json.encode(record).decode()
     except (UnicodeEncodeError, OverflowError):
@@ -295,7 +297,7 @@ def _parts(message: Json) -> list[Json]:
 
 
 def parsed(arguments: str) -> Any:
-    """A tool call's arguments as JSON, or as the text that they are where they are none, or are deep."""
+    """Returns a tool call's arguments as JSON, or as the text that they are where they are none, or are deep."""
     try:
         value = msgspec.json.decode(arguments)
     except (ValueError, RecursionError):
@@ -304,7 +306,7 @@ def parsed(arguments: str) -> Any:
 
 
 def shortened(text: str, limit: int = MAX_TEXT) -> str:
-    """The text, with its middle replaced by how much is left out where it is longer than `limit`."""
+    """Returns the text, with its middle replaced by how much is left out where it is longer than `limit`."""
     if len(text) <= limit:
         return text
     half = limit // 2

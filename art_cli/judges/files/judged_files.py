@@ -1,9 +1,9 @@
 """Reads the files that can be judged: our trajectories, ART's own JSONL, plain {"messages": [...]} lines.
 
 A file is read twice: once for its outline (which groups, which lines), then group by group as they are judged, so that
-memory does not grow with the file's texts. The keys of a line tell what it is:
+memory does not grow with the file's texts. The keys of a line decide what it is:
 
-    {"id": .., "group_id": .., "group_size": .., "index": ..}       a trajectory of ours (or a scored one)
+    {"id": .., "group_id": .., "group_size": .., "index": ..}       our trajectory (or a scored one)
     {"trajectories": [{"messages_and_choices": [..]}, ..]}          a group of ART's
     {"messages": [..], "group_id": ..}                              a conversation; or ART's, with messages_and_choices
 
@@ -113,7 +113,7 @@ class TrajectoryFile:
                 raise DataError(str(error), path, line.number) from error
 
     def _add(self, head: _Head, line: Line) -> None:
-        """Puts one line into its group. Raises ValueError, which says what is wrong with the line."""
+        """Puts one line into its group. Raises ValueError with the line's mistake."""
         if head.schema_version > SCHEMA_VERSION:
             raise ValueError(newer_schema(head.schema_version))
         if head.trajectories is not None:
@@ -152,7 +152,7 @@ class TrajectoryFile:
         group.count = len(group.lines)
 
     def _open_group(self, name: str, kind: Kind, *, size: int) -> Group:
-        """The group of that name, added if it is new. Raises ValueError: its lines are of another kind."""
+        """Returns the group of that name, added if it is new. Raises ValueError if its lines are of another kind."""
         group = self.groups.setdefault(name, Group(name, kind, size))
         if group.kind != kind or (kind == "art" and group.lines):
             raise ValueError(f"group {_brief(name)} is there already, in line {group.first_line}, in another format")
@@ -168,7 +168,7 @@ class TrajectoryFile:
         return str(found)
 
     def load(self, group: Group) -> list[Trajectory]:
-        """The trajectories of one group, in the order of their index. Raises DataError: a line cannot be read."""
+        """Returns the trajectories of one group, by their index. Raises DataError if a line cannot be read."""
         trajectories: list[Trajectory] = []
         names: set[str] = set()
         with self.path.open("rb") as file:
@@ -194,7 +194,7 @@ def _is_own(head: _Head) -> bool:
 
 
 def _brief(value: object) -> str:
-    """A value of the file, short and printable, for an error message."""
+    """Returns a value of the file, short and printable, for an error message."""
     return printable(repr(value), limit=80)
 
 
@@ -210,7 +210,7 @@ def _select(record: Any, dotted: str) -> Any:
 
 
 def read_line(line: bytes, group: Group, index: int) -> list[Trajectory]:
-    """The trajectories of one line; `index` is that of the first, unless the line itself has one."""
+    """Returns the trajectories of one line; `index` is that of the first, unless the line itself has one."""
     if group.kind == "own":
         trajectory = decode(line, _OWN)
         if (trajectory.group_id, trajectory.index) != (group.group_id, index):
@@ -221,7 +221,7 @@ def read_line(line: bytes, group: Group, index: int) -> list[Trajectory]:
 
 
 def _read_art_group(record: Json, group: Group) -> list[Trajectory]:
-    """An ART group: its trajectories, then its exceptions as trajectories with an error; each gets its metadata."""
+    """Returns an ART group's trajectories, then its exceptions as ones with an error; each gets its metadata."""
     found = msgspec.convert(record, _ArtGroup)
     about = {key: value for key, value in record.items() if key not in ("trajectories", "exceptions") and value}
     read = [_read_foreign(one, group, index) for index, one in enumerate(found.trajectories)]
@@ -234,7 +234,7 @@ def _read_art_group(record: Json, group: Group) -> list[Trajectory]:
 
 
 def _read_foreign(record: Json, group: Group, index: int) -> Trajectory:
-    """A plain conversation, or one of ART's trajectories. Raises msgspec.ValidationError for fields of a wrong type."""
+    """Returns a plain conversation, or one of ART's trajectories. Raises msgspec.ValidationError for wrong types."""
     found = msgspec.convert(record, _Foreign)
     known = _Foreign.__struct_fields__
     rest = {key: value for key, value in record.items() if key not in known and value not in (None, [], {})}

@@ -1,4 +1,4 @@
-"""The scored file while it is written: what it holds already, and groups appended whole. One process at a time.
+"""The scored file while it is written: its present groups, and others appended whole. One process at a time.
 
 A group's lines are written in one piece. A kill can tear only the end of the file, which is cut off when the file is
 opened again, so that every group is in it once or not at all. A file is continued only if each of its lines is a
@@ -26,7 +26,7 @@ _CURES = "name another file with -o, or start anew with --fresh (verdicts alread
 class ScoredFile:
     """A file open for appending. `done` are the groups that it holds whole. `is_fresh` empties it first.
 
-    Raises RunError: another process uses it, or it holds other trajectories or another judge's scores.
+    Raises RunError if another process uses it, or it holds other trajectories or another judge's scores.
     """
 
     def __init__(self, path: Path, source: TrajectoryFile, settings: str, *, is_fresh: bool = False) -> None:
@@ -39,7 +39,7 @@ class ScoredFile:
             raise
 
     def _resume(self, source: TrajectoryFile) -> set[str]:
-        """The groups that the file holds whole; the lines of incomplete ones are cut off."""
+        """Returns the groups that the file holds whole; the lines of incomplete ones are cut off."""
         there = TrajectoryFile(self.path)
         whole = scored_groups(there, source, self._settings)
         torn = [group for group in there if group.group_id not in whole]
@@ -63,7 +63,7 @@ class ScoredFile:
         self._writer.append_all(group)
 
     def check_place(self) -> None:
-        """Raises RunError: the file was removed or replaced, so that what was written is lost."""
+        """Raises RunError if the file was removed or replaced, so that what was written is lost."""
         if not self._writer.is_in_place():
             raise RunError(f"{self.path}: was removed or replaced while it was written; run the same command again")
 
@@ -72,7 +72,7 @@ class ScoredFile:
 
 
 def scored_groups(scored: TrajectoryFile, source: TrajectoryFile, settings: str) -> set[str]:
-    """The groups of `source` that the scored file holds whole. Changes nothing.
+    """Returns the groups of `source` that the scored file holds whole. Changes nothing.
 
     Raises RunError with the line: one that is not a trajectory of `source`, scored by the judge of `settings`.
     """
@@ -104,7 +104,7 @@ def _check_group(path: Path, group: Group, source: TrajectoryFile, settings: str
 def _find_fault(
     found: ScoredTrajectory, expected: Trajectory | None, source: TrajectoryFile, settings: str
 ) -> str | None:
-    """Why a line of the output is not `expected` scored by the judge with these settings; None: it is."""
+    """Returns why a line of the output is not `expected`, scored with these settings, or None if it is."""
     name = printable(repr(found.id), limit=80)
     if expected is None or found.id != expected.id:
         return f"trajectory {name} is not in {source.path}"
@@ -120,7 +120,7 @@ def _find_fault(
 
 
 def _is_same(scored: ScoredTrajectory, trajectory: Trajectory) -> bool:
-    """Whether the two are equal in everything but reward and scores."""
+    """Returns whether the two are equal in everything but reward and scores."""
     try:
         expected = score_trajectory(
             trajectory,
@@ -136,7 +136,7 @@ def _is_same(scored: ScoredTrajectory, trajectory: Trajectory) -> bool:
 
 
 def _settings_of(scored: ScoredTrajectory) -> str | None:
-    """The digest of the judge that scored a line; older versions wrote it into RULER's scores only."""
+    """Returns the digest of the judge that scored a line; older versions wrote it into RULER's scores only."""
     if scored.judge_settings is not None:
         return scored.judge_settings
     found = {score.settings for score in scored.scores}

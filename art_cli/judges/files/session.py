@@ -21,7 +21,7 @@ OnProgress = Callable[[int, JudgeProgress], None]
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """What one session did. Numbers count groups, unless their name says otherwise."""
+    """The results of one session. Numbers without another noun count groups."""
 
     scored: str  # path of the scored file
     groups: int  # scored by this session
@@ -32,7 +32,7 @@ class Summary(msgspec.Struct, kw_only=True):
     cached_votes: int
     prompt_tokens: int
     completion_tokens: int
-    cost_usd: float | None  # cost of this session; None: a price is unknown
+    cost_usd: float | None  # cost of this session, or None if a price is unknown
     asked_again: int  # groups of this session that got further rounds of votes
     owed: int
     owed_because: dict[str, str]  # group id -> why it could not be scored
@@ -56,7 +56,8 @@ class Session:
     async def run(self, *, is_fresh: bool = False, progress: OnProgress | None = None) -> Summary:
         """Judges what is owed, or with `is_fresh` everything. When it is cancelled, groups in flight are dropped.
 
-        Raises RunError: the output is in use, holds another file's or another judge's scores, or was removed meanwhile.
+        Raises RunError if the output is in use, holds another file's or another judge's scores, or was removed
+        meanwhile.
         """
         output = await asyncio.to_thread(self._open, is_fresh=is_fresh)
         try:
@@ -79,7 +80,7 @@ class Session:
         return self._summary(done)
 
     def _open(self, *, is_fresh: bool) -> ScoredFile:
-        """The output, compared with the source. This reads both files, and perhaps those of a reward model."""
+        """Returns the output, compared with the source. This reads both files, and perhaps those of a reward model."""
         return ScoredFile(self.path, self.source, settings_of(self.judge), is_fresh=is_fresh)
 
     def _count(self, scored: Sequence[ScoredTrajectory]) -> None:
@@ -113,5 +114,5 @@ class Session:
 
 
 def judgeable(source: TrajectoryFile, *, is_partial: bool, least: int = 1) -> list[Group]:
-    """The groups that are judged, of at least `least` attempts: the complete ones, or with `is_partial` all."""
+    """Returns the groups that are judged, of at least `least` attempts: the complete ones, or with `is_partial` all."""
     return [group for group in source if (group.is_complete or is_partial) and group.count >= least]

@@ -6,7 +6,7 @@
     waits.py       how long a provider asks to wait
     judge_keys.py  API keys
 
-A provider makes one call and says what came of it. It does not try again.
+A provider makes one call and does not try again.
 """
 
 import logging
@@ -43,12 +43,12 @@ MAX_MARKS = 200_000
 ENCODINGS = "gzip, deflate"  # encodings that are asked for, because they can be undone piece by piece
 LONG_ANSWER = 8_000  # bytes or characters from which an answer is read in a thread, not on the event loop
 MAX_TOKENS = 100_000_000  # tokens of one call; a larger number cannot be true
-# Words by which providers say that the money or the quota is gone, which no short wait cures.
+# Words of providers when the money or the quota is gone, which no short wait cures.
 _USED_UP = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active", "credit balance is too low")
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model said, without secrets, and what the call took."""
+    """The model's text, without secrets, and what the call took."""
 
     text: str
     finish_reason: str
@@ -80,11 +80,11 @@ class Provider:
         """Closes the connections."""
 
     def shown(self, text: str) -> str:
-        """A provider's error text as one short line without secrets."""
+        """Returns a provider's error text as one short line without secrets."""
         return printable(" ".join(self.secrets.redact(text[:MAX_ERROR]).split()), limit=MAX_MESSAGE)
 
     def read_text(self, content: Any) -> str:
-        """A reply's content as one text without secrets; a list of parts is joined. Raises TypeError for others.
+        """Returns a reply's content as one text without secrets; parts are joined. Raises TypeError for others.
 
         A text longer than any verdict is cut one character behind MAX_ANSWER, so that the reader still sees its excess.
         """
@@ -96,9 +96,9 @@ class Provider:
         return self.secrets.redact(clean((content or "")[: MAX_ANSWER + 1]))
 
     def read_tokens(self, said: Sequence[Any], messages: Sequence[Json], text: str) -> tuple[int, int, bool]:
-        """(prompt tokens, completion tokens, whether both can be believed).
+        """Returns (prompt tokens, completion tokens, whether both can be believed).
 
-        `said` is what the provider says of the two. What it does not say, or cannot be true, is estimated.
+        `said` is the provider's report of the two. What is not in it, or cannot be true, is estimated.
         """
         prompt, completion = map(read_count, said)
         is_odd = any(value and count is None for value, count in zip(said, (prompt, completion), strict=True))
@@ -110,7 +110,7 @@ class Provider:
 
 
 def classify(status: int, text: str) -> FailureKind:
-    """What an HTTP error status means for this call and for later ones."""
+    """Returns the meaning of an HTTP error status for this call and for later ones."""
     said = text[:MAX_ERROR].lower()
     if status == 402 or (status in (400, 403, 429) and any(words in said for words in _USED_UP)):
         return "used_up"
@@ -120,7 +120,7 @@ def classify(status: int, text: str) -> FailureKind:
 
 
 def read_count(value: Any) -> int | None:
-    """A number of tokens as a provider says it; None when it cannot be true."""
+    """Returns a number of tokens as a provider reports it, or None when it cannot be true."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_TOKENS:  # NaN is not
         return None
     return int(value)

@@ -17,7 +17,7 @@ _PIECE = 1 << 16
 
 
 def limit_transport(transport: Any) -> Any:
-    """The same httpx transport with its answers limited. Its class stays, because litellm decides by the class."""
+    """Returns the same httpx transport with its answers limited. Its class stays, because litellm reads it."""
     handle = transport.handle_async_request
 
     async def handle_async_request(request: httpx.Request) -> httpx.Response:
@@ -34,7 +34,7 @@ def limit_transport(transport: Any) -> Any:
 
 
 def find_too_large(error: BaseException | None) -> AnswerTooLarge | None:
-    """The AnswerTooLarge among the causes of an error, in which clients wrap it; None: there is none."""
+    """Returns the AnswerTooLarge among the causes of an error, in which clients wrap it, or None."""
     seen = 0
     while error is not None and not isinstance(error, AnswerTooLarge) and seen < 20:
         error, seen = error.__cause__ or error.__context__, seen + 1
@@ -68,7 +68,7 @@ class _Limited(httpx.AsyncByteStream):
 
 
 def _make_inflater(encoding: str) -> Any:
-    """A function from a piece of the answer to small pieces of its text."""
+    """Returns a function from a piece of the answer to small pieces of its text."""
     if encoding in ("", "identity"):
         return lambda data: (data,)
     if encoding in ("gzip", "x-gzip", "deflate"):
@@ -84,7 +84,7 @@ class _Inflater:
         self._is_first = True
 
     def pieces(self, data: bytes) -> Iterator[bytes]:
-        """At most 64 KiB each, so that the reader can stop between them."""
+        """Yields at most 64 KiB each, so that the reader can stop between them."""
         while data:
             try:
                 piece = self._zlib.decompress(data, _PIECE)

@@ -1,8 +1,8 @@
 """Caller: decides when a provider is called: concurrency, rate limits, new tries with backoff and jitter, budget.
 
 A call whose failure may pass is tried again after a delay that doubles each time, or after the time that the provider
-asks for. When a provider asks to wait, every call to it waits, not only the one that was told, and the log says for how
-long. A provider whose quota is used up is not called again until the quota is renewed: every call stops at once.
+asks for. When a provider asks to wait, every call to it waits, not only the one that got the answer, and the log has
+the time. A provider whose quota is used up is not called again until the quota is renewed: every call stops at once.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ FIRST_DELAY_S = 0.5  # shortest delay before a new try
 MAX_DELAY_S = 60.0  # longest delay before a new try, unless the provider asks for more
 MAX_ASKED_DELAY_S = 600.0  # longest wait that a provider may ask for; one that asks for more has no quota left
 SHOWN_DELAY_S = 5.0  # shortest wait that is logged
-USED_UP_S = 60.0  # seconds without calls after a used-up quota, unless the provider says when it is renewed
+USED_UP_S = 60.0  # seconds without calls after a used-up quota, unless the provider reports when it is renewed
 MAX_LATE = 2  # missed deadlines after which a call is given up, because each is minutes long
 # Expected completion tokens of one attempt's entry: a score and a sentence or two. Calls that take more raise it.
 COMPLETION_TOKENS = 80
@@ -64,7 +64,7 @@ class Caller:
         self._completion_tokens = 0.0  # most completion tokens that a call took so far
 
     async def ask(self, messages: Sequence[Json], schema: Json, *, num_attempts: int) -> Answer:
-        """The model's answer. Raises JudgeError when the tries are used up, JudgeStopped when no call can succeed."""
+        """Returns the model's answer. Raises JudgeError after the last try, JudgeStopped when no call can succeed."""
         self._num_open += 1
         try:
             return await self._ask_patiently(messages, schema, num_attempts)
@@ -165,7 +165,7 @@ class Caller:
             return answer
 
     def expected_tokens(self, messages: Sequence[Json], num_attempts: int) -> tuple[int, int]:
-        """The estimated (prompt, completion) tokens of one call."""
+        """Returns the estimated (prompt, completion) tokens of one call."""
         prompt = sum(count_tokens(str(message["content"])) for message in messages)
         return prompt, round(max(self._completion_tokens, COMPLETION_TOKENS * num_attempts))
 
@@ -191,7 +191,7 @@ class Caller:
 
 
 def make_provider(member: JudgeModelConfig, secrets: Secrets) -> Provider:
-    """The provider of a model; it does not connect before the first call. Raises UsageError: litellm is needed."""
+    """Returns the provider of a model, which connects at the first call. Raises UsageError if litellm is missing."""
     if not member.needs_litellm:
         from art_cli.judges.providers.http import HttpProvider
 

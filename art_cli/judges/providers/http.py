@@ -66,7 +66,7 @@ class HttpProvider(Provider):
         return await asyncio.to_thread(self._read, response, messages, latency_s)
 
     async def _post(self, body: Json, timeout_s: float) -> _Response:
-        """The response, read whole before the deadline. A lost connection or a missed deadline can be tried again."""
+        """Returns the response, read whole before the deadline. A lost connection or missed deadline can be retried."""
         try:
             data = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
             async with (
@@ -91,7 +91,7 @@ class HttpProvider(Provider):
         return _Response(response.status, response.headers, answer)
 
     def _headers(self) -> dict[str, str]:
-        """The key, unless the address itself holds a password; at OpenAI also who pays."""
+        """Returns the key, unless the address itself holds a password; at OpenAI also who pays."""
         key = os.environ.get(self.member.api_key_env or DEFAULT_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key and URL(self._url).user is None else {}
         return headers | (_account() if self.member.base_url is None else {})
@@ -140,7 +140,7 @@ class HttpProvider(Provider):
 
 
 def _account() -> dict[str, str]:
-    """The user's organisation and project at OpenAI, as OpenAI's own client reads them."""
+    """Returns the user's organisation and project at OpenAI, as OpenAI's own client reads them."""
     said = {
         "OpenAI-Organization": os.environ.get("OPENAI_ORGANIZATION") or os.environ.get("OPENAI_ORG_ID"),
         "OpenAI-Project": os.environ.get("OPENAI_PROJECT_ID"),

@@ -9,15 +9,15 @@ DEFAULT_KEY = "OPENAI_API_KEY"  # the variable that every OpenAI-compatible clie
 
 
 def openai_base() -> str:
-    """The address of OpenAI's models, read from the environment as OpenAI's own client and litellm read it."""
+    """Returns the address of OpenAI's models, read from the environment as OpenAI's own client and litellm read it."""
     said = os.environ.get("OPENAI_BASE_URL") or os.environ.get("OPENAI_API_BASE")
     return said or "https://api.openai.com/v1"
 
 
 def missing_key(member: JudgeModelConfig) -> str | None:
-    """The variable without which every call to this model would fail. None: it is set, or only the call can tell.
+    """Returns the variable without which every call would fail, or None if it is set, or only a call can show that.
 
-    A provider may take other credentials as well (a cloud's own, an address); then only the call can tell.
+    A provider may take other credentials as well (a cloud's own, an address); then only a call can show that.
     """
     if member.api_key_env is not None:
         return None if os.environ.get(member.api_key_env) else member.api_key_env
@@ -30,7 +30,7 @@ def missing_key(member: JudgeModelConfig) -> str | None:
 
 
 def _names_missing(model: str) -> list[str]:
-    """The variables that litellm would read for this model and does not find; empty where it does not know."""
+    """Returns the variables that litellm would read for this model and does not find; empty where it does not know."""
     from art_cli.judges.providers.litellm import import_litellm
 
     try:

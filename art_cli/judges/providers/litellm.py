@@ -88,7 +88,7 @@ class LitellmProvider(Provider):
         return Usage(1, prompt, completion, cost, latency_s)
 
     def _cost(self, litellm: Any, response: Any) -> float | None:
-        """litellm's own calculation, with price tiers and cached tokens; None: unknown."""
+        """Returns litellm's own calculation, with price tiers and cached tokens, or None if it has none."""
         try:
             cost = float(litellm.completion_cost(completion_response=response, model=self.member.model))
         except Exception:  # litellm raises a bare Exception for a model that its table lacks
@@ -107,7 +107,7 @@ def import_litellm() -> Any:
 
 
 def _limit_answers() -> None:
-    """Holds every provider's answers to the limit, also where litellm makes a client of its own for it.
+    """Holds every provider's answers to the limit, also where litellm makes another client for it.
 
     litellm has one place that makes transports for the clients of its providers (litellm 1.106, `AsyncHTTPHandler`)
     and no setting for what they do with an answer, so that place is replaced until there is one. Two kinds of calls
@@ -130,7 +130,7 @@ def _limit_answers() -> None:
 
 
 def _content(response: Any) -> Any:
-    """The reply's content. Raises TypeError when the response holds no reply."""
+    """Returns the reply's content. Raises TypeError when the response holds no reply."""
     try:
         return response.choices[0].message.content
     except (LookupError, AttributeError, TypeError) as error:

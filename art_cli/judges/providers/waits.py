@@ -1,4 +1,4 @@
-"""How long a provider asks to wait, read from any of the headers, forms and units in use. Pure but for the clock.
+"""The wait that a provider asks for, read from any of the headers, forms and units in use. Pure but for the clock.
 
 Retry-After: 30                            Retry-After: Wed, 21 Oct 2026 07:28:00 GMT
 x-ratelimit-reset-requests: 1m3s           anthropic-ratelimit-tokens-reset: 2026-10-21T07:28:00Z
@@ -31,7 +31,7 @@ _LIMITS = (
 
 
 def retry_after(headers: Mapping[str, str], text: str = "") -> float | None:
-    """Seconds that an error asks to wait, in its headers or else in its text; None: in neither."""
+    """Returns the seconds that an error asks to wait, in its headers or else in its text, or None."""
     milliseconds = read_wait(headers.get("retry-after-ms", ""))
     if milliseconds is not None:
         return milliseconds / 1000
@@ -44,7 +44,7 @@ def retry_after(headers: Mapping[str, str], text: str = "") -> float | None:
 
 
 def quiet_time(headers: Mapping[str, str]) -> float:
-    """Seconds until a used-up rate limit is reset; 0 when something remains of each limit.
+    """Returns seconds until a used-up rate limit is reset; 0 when something remains of each limit.
 
     Example: remaining-requests "0" and reset-requests "1m3s" -> 63.
     """
@@ -53,7 +53,7 @@ def quiet_time(headers: Mapping[str, str]) -> float:
 
 
 def read_wait(value: str) -> float | None:
-    """Seconds from now, read from a number, a duration or a time (0 for a past one). None: it is none of them."""
+    """Returns seconds from now, read from a number, a duration or a time (0 for a past one), or None for others."""
     value = value.strip()[:_MAX_VALUE]
     if _NUMBER.fullmatch(value):
         number = float(value)
@@ -69,7 +69,7 @@ def read_wait(value: str) -> float | None:
 
 
 def _read_time(value: str) -> float | None:
-    """Seconds until an HTTP date or a date of RFC 3339."""
+    """Returns seconds until an HTTP date or a date of RFC 3339."""
     for read in (parsedate_to_datetime, datetime.fromisoformat):
         try:
             moment = read(value)
@@ -81,7 +81,7 @@ def _read_time(value: str) -> float | None:
 
 
 def until(seconds: float) -> str:
-    """The words for when a wait ends. Example: until(86400) -> "until 2026-10-22 07:28 UTC (24 h)"."""
+    """Returns the words for when a wait ends. Example: until(86400) -> "until 2026-10-22 07:28 UTC (24 h)"."""
     hours = f"{seconds / 3600:,.0f} h" if seconds >= 7200 else f"{seconds / 60:.0f} min"
     short = f"{seconds:.0f} s" if seconds < 120 else hours
     try:

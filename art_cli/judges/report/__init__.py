@@ -1,1 +1,1 @@
-"""How far a judge can be trusted: agreement.py and noise.py measure; judge_report.py reads files."""
+"""The trust that a judge deserves: agreement.py and noise.py measure; judge_report.py reads files."""

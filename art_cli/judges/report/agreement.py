@@ -1,7 +1,7 @@
-"""How far two rankings agree, group by group, and how sure that is. Pure numbers, no files.
+"""The agreement of two rankings, group by group, and its interval. Pure numbers, no files.
 
-Every measure is a ratio of two sums over groups. A group that tells more adds a larger denominator and counts for more.
-Intervals come from resampling whole groups, because pairs within one group are not independent.
+Every measure is a ratio of two sums over groups. A group with more to compare adds a larger denominator and counts for
+more. Intervals come from resampling whole groups, because pairs within one group are not independent.
 """
 
 import math
@@ -19,7 +19,7 @@ MIN_RESAMPLES, MAX_RESAMPLES = 200, 2000
 
 
 class Ratio(NamedTuple):
-    """What one group adds to both sums of a measure. Example: Ratio(5, 6): 5 of 6 pairs are ordered alike."""
+    """One group's part of both sums of a measure. Example: Ratio(5, 6): 5 of 6 pairs are ordered alike."""
 
     numerator: float
     denominator: float
@@ -35,12 +35,12 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 def measure(ratios: Sequence[Ratio], *, seed: int = 0) -> Measure | None:
-    """The ratio of the sums; None when every denominator is 0. With one group the interval is the value."""
-    told = [ratio for ratio in ratios if ratio.denominator > 0]
-    if not told:
+    """Returns the ratio of the sums; None when every denominator is 0. With one group the interval is the value."""
+    known = [ratio for ratio in ratios if ratio.denominator > 0]
+    if not known:
         return None
-    size = len(told)
-    tops, bottoms = [ratio.numerator for ratio in told], [ratio.denominator for ratio in told]
+    size = len(known)
+    tops, bottoms = [ratio.numerator for ratio in known], [ratio.denominator for ratio in known]
     draw = random.Random(seed)
     resamples = max(MIN_RESAMPLES, min(MAX_RESAMPLES, MAX_DRAWS // size))
     values = []
@@ -53,7 +53,7 @@ def measure(ratios: Sequence[Ratio], *, seed: int = 0) -> Measure | None:
 
 
 def pairwise(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
-    """(pairs that `scores` orders as the gold does, pairs whose gold differs). A tie in `scores` counts one half."""
+    """Returns (pairs that `scores` orders as the gold does, pairs whose gold differs). A tie counts one half."""
     right, total = 0.0, 0
     for (score, true), (other_score, other_true) in combinations(zip(scores, gold, strict=True), 2):
         if abs(true - other_true) > EQUAL_REWARDS:
@@ -64,7 +64,7 @@ def pairwise(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
 
 
 def pair_flips(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
-    """(pairs that `scores` orders against the gold, pairs whose gold differs). A tie in `scores` is no flip."""
+    """Returns (pairs that `scores` orders against the gold, pairs whose gold differs). A tie in `scores` is no flip."""
     wrong, total = 0, 0
     for (score, true), (other_score, other_true) in combinations(zip(scores, gold, strict=True), 2):
         by_score, by_gold = _sign(score - other_score), _sign(true - other_true)
@@ -90,7 +90,7 @@ def kendall_tau(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
 
 
 def best_of_group(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
-    """(chance that the attempt scored highest is one of the truly best, 1); (0, 0) when the gold is all equal.
+    """Returns (chance that the highest score is one of the truly best, 1); (0, 0) when the gold is all equal.
 
     Of several attempts with the highest score, each is taken with the same chance.
     """
@@ -101,7 +101,7 @@ def best_of_group(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> Ratio:
-    """What one group adds to a least-squares slope of y on x, about its means: (sum of dx dy, sum of dx dx)."""
+    """Returns a group's part of a least-squares slope of y on x, about its means: (sum dx dy, sum dx dx)."""
     if not xs:
         return Ratio(0.0, 0.0)
     mean_x, mean_y = math.fsum(xs) / len(xs), math.fsum(ys) / len(ys)

@@ -1,4 +1,4 @@
-"""What a scored file says of its judge: order bias, spread, agreement with a gold reward, cost, groups without signal.
+"""The report on a scored file's judge: order bias, spread, agreement with a gold reward, cost, groups without signal.
 
 Reads the scored lines, and of each only the fields it needs. Writes nothing: judge_report_text.py puts the report in
 words, and `reports/pages/judge_page.py` makes a page of it.
@@ -6,10 +6,12 @@ words, and `reports/pages/judge_page.py` makes a page of it.
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -40,7 +42,7 @@ class ScoredRow(msgspec.Struct):
     schema_version: int = 1
 
     def __post_init__(self) -> None:
-        """Raises ValueError: a number too large to be added up, or votes and positions that do not fit together."""
+        """Raises ValueError for a number too large to be added up, or votes and positions that do not fit together."""
         for score in self.scores:
             _check_score(score)
         for value in (self.reward, self.returned_reward, *self.metrics.values()):
@@ -60,7 +62,7 @@ def _check_score(score: Score) -> None:
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """How a score agrees with the gold; None: the gold is equal within every group."""
+    """The agreement of a score with the gold; each is None if the gold is equal within every group."""
 
     pairwise_accuracy: Measure | None
     pair_flips: Measure | None
@@ -69,13 +71,13 @@ class Agreement(msgspec.Struct, frozen=True):
 
 
 class JudgeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One judge and model. Times are seconds, costs are US dollars for the whole file; None: unknown."""
+    """One judge and model. Times are seconds, costs are US dollars for the whole file, or None if unknown."""
 
     judge: str
     model: str | None
     num_votes: int  # the most that one attempt got
     order_bias: Measure | None  # score added to the first place over the last
-    reliability: VoteReliability | None  # None: one vote an attempt, or votes and attempts that never differ
+    reliability: VoteReliability | None  # or None if an attempt has one vote, or nothing differs
     spread: float | None  # standard deviation of one vote about its attempt's mean, pooled over attempts
     agreement: Agreement | None  # agreement of its score (all votes) with the gold
     one_vote: Agreement | None  # agreement of each single vote with the gold, pooled
@@ -98,15 +100,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     reward_mean: float | None
     reward_std: float | None  # within groups, pooled
     agreement: Agreement | None  # agreement of the reward with the gold
-    flips: FlipRates | None  # flip rates of the reward; None: no gold, or reward or gold has other values than 0 and 1
+    flips: FlipRates | None  # flip rates of the reward, if it and a gold are all 0 or 1
     judges: list[JudgeReport]
 
     def values(self) -> dict[str, float]:
-        """The values that a gate can bound, by name: `name` is the first judge's, `MODEL.name` that of any judge."""
+        """Returns the values that a gate can bound, by name: `name` is the first judge's, `MODEL.name` that of any
+        judge."""
         found: dict[str, float] = {}
-        for place, judge in enumerate(self.judges):
+        for number, judge in enumerate(self.judges):
             for name, value in _judge_values(judge).items():
-                if place == 0:
+                if number == 0:
                     found[name] = value
                 found[f"{judge.model or judge.judge}.{name}"] = value
         shares = {"no_signal_share": self.num_without_signal / self.num_groups} if self.num_groups else {}
@@ -127,43 +130,41 @@ class PlotPoints:
 
 
 def read_rows(path: Path) -> dict[str, list[ScoredRow]]:
-    """The scored lines by group, in the order of their index; the last line with an index counts."""
+    """Returns the scored lines by group, in the order of their index; the last line with an index counts."""
     return by_group(read_lines(path, ScoredRow))
 
 
 def make_report(path: Path, *, gold: str | None = None) -> tuple[Report, PlotPoints]:
-    """The report on a scored file. Raises DataError (no rewards in it) and UsageError (no such gold)."""
+    """Returns the report on a scored file. Raises DataError (no rewards in it) and UsageError (no such gold)."""
     groups = read_rows(path)
     judged = {name: [row for row in rows if row.reward is not None] for name, rows in groups.items()}
     if not any(judged.values()):
         raise DataError("no rewards in it; judge it first: art judge FILE -o SCORED", path)
     golds = read_gold(judged, gold) if gold else None
-    rewards = [_rewards(rows) for rows in judged.values() if rows]
-    flat = [reward for group in rewards for reward in group]
-    spreads = [statistics.pvariance(group) for group in rewards if len(group) > 1]
+    rewards = {name: [row.reward for row in rows if row.reward is not None] for name, rows in judged.items() if rows}
+    flat = [reward for group in rewards.values() for reward in group]
+    spreads = [statistics.pvariance(group) for group in rewards.values() if len(group) > 1]
+    compared = [_Compared(name, at, [reward]) for name, group in rewards.items() for at, reward in enumerate(group)]
     report = Report(
         path=str(path),
         gold=gold,
         num_groups=len(groups),
         num_trajectories=sum(map(len, groups.values())),
         num_failed=sum(row.error is not None for rows in groups.values() for row in rows),
-        num_without_signal=sum(max(group) - min(group) <= EQUAL_REWARDS for group in rewards)
-        + sum(not rows for rows in judged.values()),
+        num_without_signal=sum(
+            name not in rewards or max(rewards[name]) - min(rewards[name]) <= EQUAL_REWARDS for name in groups
+        ),
         reward_mean=statistics.fmean(flat) if flat else None,
         reward_std=math.sqrt(statistics.fmean(spreads)) if spreads else None,
-        agreement=_agree(judged, golds, [[[row.reward for row in rows]] for rows in judged.values()]),
-        flips=None if golds is None else flip_rates([_rewards(rows) for rows in judged.values()], list(golds.values())),
+        agreement=_agree(compared, golds),
+        flips=None if golds is None else flip_rates([*rewards.values()], [golds[name] for name in rewards]),
         judges=[_judge(*name, judged, golds) for name in _judges(judged)],
     )
     return report, _sample(judged, golds)
 
 
-def _rewards(rows: Sequence[ScoredRow]) -> list[float]:
-    return [row.reward for row in rows if row.reward is not None]
-
-
 def read_gold(groups: dict[str, list[ScoredRow]], name: str) -> dict[str, list[float]]:
-    """The gold rewards of each group, in its order: `returned_reward`, or `metrics.NAME`. Raises UsageError."""
+    """Returns the gold rewards of each group, in its order: `returned_reward`, or `metrics.NAME`. Raises UsageError."""
     found = {}
     for group_id, rows in groups.items():
         values = [_gold_of(row, name) for row in rows]
@@ -183,45 +184,66 @@ def _gold_of(row: ScoredRow, name: str) -> float | None:
 
 
 def _judges(groups: dict[str, list[ScoredRow]]) -> list[tuple[str, str | None]]:
-    """The (judge, model) pairs in order of appearance."""
+    """Returns the (judge, model) pairs in order of appearance."""
     return list(
         dict.fromkeys((score.judge, score.model) for rows in groups.values() for row in rows for score in row.scores)
     )
 
 
+class _Compared(NamedTuple):
+    """The values of one attempt that are compared with its gold. Example: _Compared("s1", 2, [0.5, 0.7])"""
+
+    group: str
+    attempt: int  # position in its group
+    values: Sequence[float]  # one for each ranking of the group
+
+
+class _Given(NamedTuple):
+    """A judge's score of one attempt."""
+
+    group: str
+    attempt: int  # position in its group
+    score: Score
+
+
 def _judge(
     name: str, model: str | None, groups: dict[str, list[ScoredRow]], golds: dict[str, list[float]] | None
 ) -> JudgeReport:
-    by_group = [
-        [next((score for score in row.scores if (score.judge, score.model) == (name, model)), None) for row in rows]
-        for rows in groups.values()
-    ]
-    scores = [[score for score in group if score is not None] for group in by_group]
-    flat = [score for group in scores for score in group]
-    costs = [score.cost_usd for score in flat]
-    latencies = sorted(group[0].latency_s for group in scores if group and group[0].latency_s is not None)
-    num_votes = max((len(score.votes) for score in flat), default=0)
+    given = list(_given(name, model, groups))
+    by_group = [[each.score for each in group] for _, group in groupby(given, key=itemgetter(0))]
+    scores = [each.score for each in given]
+    latencies = sorted(group[0].latency_s for group in by_group if group[0].latency_s is not None)
+    num_votes = max((len(score.votes) for score in scores), default=0)
+    all_votes = [_Compared(group, attempt, [score.score]) for group, attempt, score in given]
+    single = [_Compared(*each[:2], each.score.votes) for each in given if len(each.score.votes) == num_votes]
     return JudgeReport(
         judge=name,
         model=model,
         num_votes=num_votes,
-        order_bias=agreement.measure([_order_bias(group) for group in scores]),
-        reliability=vote_reliability([[score.votes for score in group] for group in scores]),
-        spread=_pooled([score.spread for score in flat if score.spread is not None]),
-        agreement=_agree(groups, golds, [[[score.score if score else None for score in group]] for group in by_group]),
-        one_vote=_agree(groups, golds, [_single_votes(group, num_votes) for group in by_group])
-        if num_votes > 1
-        else None,
-        cost_usd=None if any(cost is None for cost in costs) else math.fsum(cost for cost in costs if cost is not None),
-        prompt_tokens=_total(score.prompt_tokens for score in flat),
-        completion_tokens=_total(score.completion_tokens for score in flat),
+        order_bias=agreement.measure([_order_bias(group) for group in by_group]),
+        reliability=vote_reliability([[score.votes for score in group] for group in by_group]),
+        spread=_pooled([score.spread for score in scores if score.spread is not None]),
+        agreement=_agree(all_votes, golds),
+        one_vote=_agree(single, golds) if num_votes > 1 else None,
+        cost_usd=_total(score.cost_usd for score in scores),
+        prompt_tokens=_total(score.prompt_tokens for score in scores),
+        completion_tokens=_total(score.completion_tokens for score in scores),
         latency_s=statistics.median(latencies) if latencies else None,
         latency_p95_s=latencies[math.ceil(0.95 * len(latencies)) - 1] if latencies else None,
     )
 
 
+def _given(name: str, model: str | None, groups: dict[str, list[ScoredRow]]) -> Iterator[_Given]:
+    """Yields the first score that the judge gave each attempt, group by group."""
+    for group, rows in groups.items():
+        for index, row in enumerate(rows):
+            found = next((score for score in row.scores if (score.judge, score.model) == (name, model)), None)
+            if found is not None:
+                yield _Given(group, index, found)
+
+
 def _order_bias(scores: Sequence[Score]) -> Ratio:
-    """One group's share in the order bias: the score that the first position adds over the last.
+    """Returns one group's share in the order bias: the score that the first position adds over the last.
 
     With several votes each attempt is compared with itself in other positions. With one vote the attempts of a
     group are compared with each other. Because their order is drawn at random, their quality adds noise and no bias.
@@ -230,7 +252,7 @@ def _order_bias(scores: Sequence[Score]) -> Ratio:
     if not points:
         return Ratio(0.0, 0.0)
     if len(points) == 1:
-        return agreement.slope([-place for place in points[0]], [score.votes[0] for score in scores])
+        return agreement.slope([-position for position in points[0]], [score.votes[0] for score in scores])
     parts = [
         agreement.slope([-vote[at] for vote in points], score.votes[: len(points)]) for at, score in enumerate(scores)
     ]
@@ -238,35 +260,21 @@ def _order_bias(scores: Sequence[Score]) -> Ratio:
 
 
 def _places(scores: Sequence[Score], vote: int) -> list[float]:
-    """[G] the position of each attempt in a vote's prompt, 0 first, 1 last."""
+    """Returns [G] the position of each attempt in a vote's prompt, 0 first, 1 last."""
     last = max(score.positions[vote] for score in scores)
     return [score.positions[vote] / last if last else 0.0 for score in scores]
 
 
-def _single_votes(scores: Sequence[Score | None], num_votes: int) -> list[list[float | None]]:
-    """[k][G] the scores of each single vote; None where an attempt lacks it."""
-    return [
-        [score.votes[vote] if score and len(score.votes) == num_votes else None for score in scores]
-        for vote in range(num_votes)
-    ]
-
-
-def _agree(
-    groups: dict[str, list[ScoredRow]],
-    golds: dict[str, list[float]] | None,
-    rankings: Iterable[Sequence[Sequence[float | None]]],
-) -> Agreement | None:
-    """Agreement of each group's rankings with the gold, pooled; an attempt without a score is left out."""
+def _agree(compared: Sequence[_Compared], golds: dict[str, list[float]] | None) -> Agreement | None:
+    """Returns the agreement of each group's rankings with the gold, pooled, or None if there is no gold."""
     if golds is None:
         return None
     parts: list[list[Ratio]] = [[] for _ in MEASURES]
-    for group_id, group_rankings in zip(groups, rankings, strict=True):
-        known = [
-            [(score, true) for score, true in zip(ranking, golds[group_id], strict=True) if score is not None]
-            for ranking in group_rankings
-        ]
+    for group, attempts in ((name, list(each)) for name, each in groupby(compared, key=itemgetter(0))):
+        gold = [golds[group][each.attempt] for each in attempts]
+        rankings = [*zip(*(each.values for each in attempts), strict=True)]
         for part, compare in zip(parts, MEASURES, strict=True):
-            ratios = [compare([score for score, _ in pairs], [true for _, true in pairs]) for pairs in known]
+            ratios = [compare(ranking, gold) for ranking in rankings]
             part.append(Ratio(sum(ratio.numerator for ratio in ratios), sum(ratio.denominator for ratio in ratios)))
     return Agreement(*map(agreement.measure, parts))
 
@@ -314,9 +322,9 @@ def _sample(groups: dict[str, list[ScoredRow]], golds: dict[str, list[float]] | 
         firsts = [row.scores[0] for row in rows if row.scores and row.scores[0].positions]
         for vote in range(min((len(score.positions) for score in firsts), default=0)):
             centre = statistics.fmean(score.votes[vote] for score in firsts)
-            for place, score in zip(_places(firsts, vote), firsts, strict=True):
+            for position, score in zip(_places(firsts, vote), firsts, strict=True):
                 mean = statistics.fmean(score.votes) if len(score.votes) > 1 else centre
-                sample.positions.append((place, score.votes[vote] - mean))
+                sample.positions.append((position, score.votes[vote] - mean))
         sample.rewards += [row.reward for row in rows if row.reward is not None]
         sample.spreads += [score.spread for score in firsts if score.spread is not None]
         if golds is not None:

@@ -37,14 +37,17 @@ def report_lines(report: Report) -> Lines:
 
 
 def _flip_lines(flips: FlipRates, gold: str) -> Lines:
-    """The flip rates, and the value of `judge.noise` that says so."""
+    """Returns the flip rates, and the same as a value of `judge.noise`."""
     lines = [
         (f"reward against {gold}", ""),
         ("  false positives", f"{_interval(flips.false_positive)}   of {flips.num_wrong} attempts with gold 0"),
         ("  false negatives", f"{_interval(flips.false_negative)}   of {flips.num_right} attempts with gold 1"),
     ]
     if not flips.is_usable:
-        return [*lines, ("  for judge.noise", "nothing: rates that add up to 1 or more say nothing of the truth")]
+        return [
+            *lines,
+            ("  for judge.noise", "nothing: with rates that add up to 1 or more, verdicts do not depend on the truth"),
+        ]
     rates = f"{{false_positive: {flips.false_positive.value:.3f}, false_negative: {flips.false_negative.value:.3f}}}"
     return [
         *lines,
@@ -83,7 +86,7 @@ def _bias_words(bias: Measure) -> str:
 
 
 def _agreement_lines(found: Agreement, one_vote: Agreement | None = None) -> Lines:
-    """One line for each measure, with its 95 % interval and, beside it, the same measure of one vote alone."""
+    """Returns one line for each measure, with its 95 % interval and, beside it, the same measure of one vote alone."""
     alone = {} if one_vote is None else msgspec.structs.asdict(one_vote)
     lines = []
     for name, each in msgspec.structs.asdict(found).items():
@@ -94,7 +97,7 @@ def _agreement_lines(found: Agreement, one_vote: Agreement | None = None) -> Lin
 
 
 def _interval(each: Measure | None) -> str:
-    return "no group tells" if each is None else f"{each.value:.3f} [{each.low:.3f}, {each.high:.3f}]"
+    return "not known from these groups" if each is None else f"{each.value:.3f} [{each.low:.3f}, {each.high:.3f}]"
 
 
 def _number(value: float | None) -> str:

@@ -1,7 +1,7 @@
-"""What a scored file says of its judge's errors, in the form that `judge.noise` takes.
+"""A judge's errors in a scored file, in the form that `judge.noise` takes.
 
 Flip rates: a judge that gives 0 or 1, against a gold of 0 and 1. Reliability: a judge that votes several times, against
-itself. Pure numbers, no files. `art_cli/runs/reliability.py` says what training makes of either.
+itself. Pure numbers, no files. `art_cli/runs/reliability.py` has what training makes of either.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from art_cli.runs.reliability import error_variance
 
 
 class FlipRates(msgspec.Struct, frozen=True):
-    """How often the reward differs from the gold. Example: 30 of 200 wrong attempts got a 1: false_positive 0.15."""
+    """The rates at which the reward differs from the gold. Example: 30 of 200 wrong attempts got a 1: false_positive
+    0.15."""
 
     false_positive: Measure  # share of the attempts with gold 0 that got a 1
     false_negative: Measure  # share of the attempts with gold 1 that got a 0
@@ -22,7 +23,7 @@ class FlipRates(msgspec.Struct, frozen=True):
 
     @property
     def is_usable(self) -> bool:
-        """Whether the judge says anything of the truth, by the three digits that are shown.
+        """Returns whether the verdicts depend on the truth at all, by the three digits that are shown.
 
         `judge.noise` refuses rates that do not.
         """
@@ -30,7 +31,7 @@ class FlipRates(msgspec.Struct, frozen=True):
 
 
 def flip_rates(rewards: Sequence[Sequence[float]], golds: Sequence[Sequence[float]]) -> FlipRates | None:
-    """The flip rates of each group's rewards. None: other values than 0 and 1, or the gold is never 0 or never 1."""
+    """Returns the flip rates of the rewards, or None if a value is not 0 or 1, or the gold is all 0 or all 1."""
     if any(value not in (0, 1) for groups in (rewards, golds) for values in groups for value in values):
         return None
     counts = []
@@ -47,7 +48,7 @@ def flip_rates(rewards: Sequence[Sequence[float]], golds: Sequence[Sequence[floa
 
 
 def _rate(ratios: Sequence[Ratio]) -> Measure | None:
-    """The rate with its interval. One of 0 or 1, which every resample repeats, has an exact bound instead.
+    """Returns the rate with its interval. One of 0 or 1, which every resample repeats, has an exact bound instead.
 
     That is Clopper and Pearson's (1934) for none of as many trials as there are groups, because attempts of one group
     may err together: 1 - 0.025 ** (1 / num).
@@ -71,7 +72,7 @@ class VoteReliability(msgspec.Struct, frozen=True):
 
 
 def vote_reliability(groups: Sequence[Sequence[Sequence[float]]]) -> VoteReliability | None:
-    """From [A][k] votes of each group; None: no group has two attempts with two votes each that differ in anything.
+    """Returns it from [A][k] votes of each group, or None if no group has two attempts and two votes that differ.
 
     With s^2 the variance of the attempts' means and v their error variance: sum(s^2 - v) / sum(s^2) over groups, and
     sum(s^2 - v) / sum(s^2 + (k - 1) v), because a single vote has the error variance k v.

@@ -45,12 +45,12 @@ class AttemptTree:
     ends: list[list[Part]]
 
     def parts(self) -> list[Part]:
-        """All parts but the empty root, parents first."""
+        """Returns all parts but the empty root, parents first."""
         return list(self.root.walk())[1:]
 
 
 def build(attempts: Sequence[Attempt]) -> AttemptTree:
-    """The attempts' tree. Its children, and everything written from it, follow the order of `attempts`."""
+    """Returns the attempts' tree. Its children, and everything written from it, follow the order of `attempts`."""
     root = Part(None)
     steps: dict[tuple[int, Message], Part] = {}  # (id of the parent, message) -> the part of that one message
     ends = []

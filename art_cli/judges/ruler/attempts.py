@@ -1,8 +1,8 @@
 """An attempt as a judge sees it: conversations of messages of segments, read from a trajectory's OpenAI messages.
 
-Pure. Two messages that say the same are equal here, whatever their random call ids, so that attempts can be merged into
-a tree (attempt_tree.py). Nothing in a message makes reading fail: what is unknown is shown as JSON. group.py shortens
-attempts, and prompt.py writes them down for the judge.
+Pure. Two messages with the same content are equal here, whatever their random call ids, so that attempts can be merged
+into a tree (attempt_tree.py). Nothing in a message makes reading fail: what is unknown is shown as JSON. group.py
+shortens attempts, and prompt.py writes them down for the judge.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ Conversation = tuple[Message, ...]
 
 
 class Attempt(NamedTuple):
-    """Everything an attempt said and saw: its last conversation, and the others (sub-agents, edited histories)."""
+    """All messages of an attempt: its last conversation, and the others (sub-agents, edited histories)."""
 
     main: Conversation
     sides: tuple[Conversation, ...] = ()
@@ -58,7 +58,7 @@ class Attempt(NamedTuple):
 
 
 def read_attempt(trajectory: Trajectory) -> Attempt:
-    """The trajectory's conversations. A side conversation that is the beginning of another one is left out."""
+    """Returns the trajectory's conversations. A side conversation that is the beginning of another one is left out."""
     main = read_conversation(trajectory.messages)
     sides = [read_conversation(branch) for branch in trajectory.branches]
     kept: list[Conversation] = []
@@ -120,7 +120,7 @@ def _read_content(content: Any) -> list[Segment]:
 
 
 def _read_part(part: Any) -> Segment:
-    """One element of a content list."""
+    """Returns one element of a content list."""
     if not isinstance(part, dict):
         return Segment("text", clean(part))
     named = part.get("type")
@@ -160,7 +160,7 @@ def _describe(part: Json) -> str:
 
 
 def _read_call(call: Any) -> Segment:
-    """A tool call as `name(arguments)`."""
+    """Returns a tool call as `name(arguments)`."""
     function = call.get("function", call.get("custom")) if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return Segment("call", clean(call))
@@ -169,5 +169,5 @@ def _read_call(call: Any) -> Segment:
 
 
 def digest(attempt: Attempt) -> str:
-    """A digest of the attempt's content; attempts with the same content have the same digest."""
+    """Returns a digest of the attempt's content; attempts with the same content have the same digest."""
     return hashlib.sha256(msgspec.json.encode(attempt)).hexdigest()

@@ -1,4 +1,4 @@
-"""`ruler_score_group`: RULER as one Python call, for programs that have groups of their own.
+"""`ruler_score_group`: RULER as one Python call, for programs that have groups already.
 
     judged = await ruler_score_group(group, "openai/o3")
 
@@ -34,7 +34,7 @@ async def ruler_score_group(
     debug: bool = False,
     **settings: Any,
 ) -> Any:
-    """The group, scored. `settings` are those of the configuration's judge section: votes=4, base_url=..., cache=None.
+    """Returns the group, scored. `settings` are those of the judge section: votes=4, base_url=..., cache=None.
 
     `rubric` is the text of a rubric. `debug` logs every score with its explanation. Raises JudgeError when no complete
     verdict came (with `swallow_exceptions` it returns None instead), and UsageError when a setting is wrong.
@@ -68,7 +68,7 @@ def _make_judge(model: str, params: Mapping[str, Any] | None, rubric: str | None
 
 
 def _read_group(group: Any) -> list[Trajectory]:
-    """The group's attempts as our trajectories; foreign attempts get their index as id."""
+    """Returns the group's attempts as our trajectories; foreign attempts get their index as id."""
     items: list[Any] = list(getattr(group, "trajectories", group))
     if all(isinstance(item, Trajectory) for item in items):
         return items
@@ -96,7 +96,7 @@ def _messages(item: Any) -> list[Json]:
 
 
 def _give_back(group: Any, scored: Sequence[ScoredTrajectory]) -> Any:
-    """A copy of the foreign group with the scores as rewards; metrics["independent_reward"] keeps the old ones."""
+    """Returns a copy of the foreign group with new rewards; metrics["independent_reward"] keeps the old ones."""
     judged = copy.copy(group)
     judged.trajectories = [copy.deepcopy(item) for item in group.trajectories]
     for item, trajectory in zip(judged.trajectories, scored, strict=True):

@@ -20,7 +20,7 @@ from art_cli.runs.trajectory import Json, Trajectory
 
 MARK_TOKENS = 8  # estimated tokens of a mark line
 TOOL_FLOOR = 100  # tokens of a tool output below which the other texts are cut too
-_HEAD_SHARE = 2 / 3  # the head's share of what stays: a text says first what it is, and its tail says how it ended
+_HEAD_SHARE = 2 / 3  # the head's share of what stays: a text begins with what it is, and its tail is how it ended
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,14 @@ class JudgedGroup:
         return split(len(self.attempts), max_group=max_group, seed=self.seed)
 
     def parts_by_example(self, max_group: int) -> list[list[int]]:
-        """The same parts, each with arbitrary anchors: as large as the calls will be, known before any is made."""
+        """Returns the same parts, each with arbitrary anchors: as large as the calls will be, known before any is
+        made."""
         first, *others = self.parts(max_group)
         return [first, *([*first[: num_anchors(max_group)], *part] for part in others)]
 
 
 def read_group(group: Sequence[Trajectory], config: RulerJudgeConfig) -> JudgedGroup:
-    """The group to judge. The same trajectories in another order, or under other ids, give the same questions."""
+    """Returns the group to judge. The same trajectories in another order or with other ids give the same questions."""
     assert group, "an empty group is never judged"
     found: dict[str, tuple[Attempt, list[str]]] = {}
     for trajectory in group:
@@ -74,7 +75,7 @@ def read_group(group: Sequence[Trajectory], config: RulerJudgeConfig) -> JudgedG
 
 
 def shorten(attempts: Sequence[Attempt], max_tokens: int) -> list[Attempt]:
-    """The attempts with every text cut to what `max_tokens` for each attempt allows."""
+    """Returns the attempts with every text cut to what `max_tokens` for each attempt allows."""
     if all(_surely_fits(attempt, max_tokens) for attempt in attempts):
         return list(attempts)
     trimmed = [each if _surely_fits(each, max_tokens) else _drop_middle(each, max_tokens) for each in attempts]
@@ -89,7 +90,7 @@ def shorten(attempts: Sequence[Attempt], max_tokens: int) -> list[Attempt]:
 
 
 def _surely_fits(attempt: Attempt, max_tokens: int) -> bool:
-    """Whether the attempt fits even if its conversations share no message; then nothing has to be cut."""
+    """Returns whether the attempt fits even if its conversations share no message; then nothing is cut."""
     total = 0
     for conversation in attempt.conversations:
         for message in conversation:
@@ -98,7 +99,7 @@ def _surely_fits(attempt: Attempt, max_tokens: int) -> bool:
 
 
 def _drop_middle(attempt: Attempt, max_tokens: int) -> Attempt:
-    """The attempt without the middle of conversations whose marks alone would take half the budget."""
+    """Returns the attempt without the middle of conversations whose marks alone would take half the budget."""
     most = max(4, max_tokens // (4 * MARK_TOKENS * len(attempt.conversations)))  # each message takes two marks or more
 
     def drop(conversation: Conversation) -> Conversation:
@@ -128,9 +129,9 @@ def _limits(messages: Sequence[Message], max_tokens: int) -> dict[Message, int]:
 
 
 def _level(sizes: Sequence[int], room: int) -> int:
-    """The largest L with sum(min(size, L)) <= room; 0 when there is no room, more than every size when all fit."""
-    for place, size in enumerate(sorted(sizes)):
-        share = room // (len(sizes) - place)
+    """Returns the largest L with sum(min(size, L)) <= room; 0 without room, more than every size when all fit."""
+    for index, size in enumerate(sorted(sizes)):
+        share = room // (len(sizes) - index)
         if share < size:
             return max(share, 0)
         room -= size
@@ -145,7 +146,7 @@ def _cut(conversation: Conversation, limits: dict[Message, int]) -> Conversation
 
 
 def cut_segment(segment: Segment, max_tokens: int) -> Segment:
-    """The segment with at most `max_tokens` of its text: both ends, and the number of characters between them."""
+    """Returns the segment with at most `max_tokens` of its text: both ends, and the number of characters between."""
     if count_tokens(segment.text) <= max_tokens:
         return segment
     size = len(segment.text) if segment.text.isascii() else len(segment.text.encode())

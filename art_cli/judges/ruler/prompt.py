@@ -1,7 +1,7 @@
 """Writes a group down for the judge: tools once, shared messages once, then each attempt's own part under a neutral id.
 
 Pure and seeded, but for the text files of instructions and rubric. Every mark line holds a code of digits that no text
-of the group contains, and every text stands on lines of its own between marks, so that no text can imitate a mark:
+of the group contains, and every text stands on separate lines between marks, so that no text can imitate a mark:
 
     The record. Lines that start with "<482913 " are its marks.
     <482913 part 1>
@@ -34,7 +34,7 @@ _CONSONANTS = "bcdfghjkmnpqrstvwxz"  # ids have no vowels, so that none is a wor
 
 
 class JudgePrompt(NamedTuple):
-    """What is sent, and the ids by which the answer names the G attempts, in the order they were given (not shown).
+    """The messages to send, and the ids by which the answer names the G attempts, in the order given (not shown).
 
     Example: JudgePrompt(messages=[system, user], ids=["k4b", "w9c"], positions=[1, 0]) shows the second attempt first.
     """
@@ -47,7 +47,7 @@ class JudgePrompt(NamedTuple):
 def write_prompt(
     attempts: Sequence[Attempt], *, order: Sequence[int], tools: Sequence[Json], instructions: str, seed: str
 ) -> JudgePrompt:
-    """The prompt that shows `attempts[order[0]]` first. The same arguments give the same prompt.
+    """Returns the prompt that shows `attempts[order[0]]` first. The same arguments give the same prompt.
 
     `seed` chooses the ids and the code. `instructions` is the system prompt with the rubric in it.
     """
@@ -82,7 +82,7 @@ def choose_code(texts: Sequence[str], rng: random.Random) -> str:
 
 
 def schema(ids: Sequence[str]) -> Json:
-    """The JSON schema of a verdict over these ids, for providers that can constrain the answer to a schema."""
+    """Returns the JSON schema of a verdict over these ids, for providers that can constrain the answer to a schema."""
     entry = {
         "type": "object",
         "properties": {
@@ -102,7 +102,7 @@ def schema(ids: Sequence[str]) -> Json:
 
 
 def _dump(tool: Any) -> str:
-    """A tool definition on one line, without the wrapper that marks it as a function."""
+    """Returns a tool definition on one line, without the wrapper that marks it as a function."""
     inner = tool.get("function", tool) if isinstance(tool, dict) else tool
     return clean(json.dumps(inner, ensure_ascii=False, separators=(",", ":"), default=str))
 
@@ -146,12 +146,12 @@ class _Record:
         self.mark(f"part {self.numbers[id(part)]}{self.after(part)}")
 
     def after(self, part: attempt_tree.Part) -> str:
-        """The words that name the part before this one; "" when this part begins a conversation."""
+        """Returns the words that name the part before this one; "" when this part begins a conversation."""
         number = self.numbers.get(id(part.parent))
         return f" after part {number}" if number else ""
 
     def write_attempt(self, index: int, name: str) -> None:
-        """Writes the attempt's own parts. An attempt with one conversation and no fork of its own needs one mark."""
+        """Writes the attempt's own parts. An attempt with one conversation and no fork needs one mark."""
         ends = self.tree.ends[index]
         if len(ends) == 1:
             end = ends[0]
@@ -217,7 +217,7 @@ def _texts(parts: Sequence[attempt_tree.Part]) -> Iterator[str]:
 
 
 def read_instructions(config: RulerJudgeConfig, directory: Path, *, rubric: str | None = None) -> str:
-    """The system prompt: the instructions with the rubric in them. `rubric` is a rubric as text, in place of any file.
+    """Returns the system prompt: the instructions with the rubric in them. `rubric` is text, in place of any file.
 
     Raises UsageError: a file that cannot be read or is empty, a rubric for instructions without a placeholder.
     """

@@ -5,7 +5,7 @@ judge model is not trusted: it votes in several orders, several models can form 
 refused unless complete. Reads rubric and instructions from text files, writes the verdict cache. A group that cannot
 be scored stays owed (JudgeError).
 
-    group -> group.py: different attempts -> ask.py: votes of each model -> prompt.py -> providers/ -> verdict.py
+    group -> group.py: different attempts -> voter.py: votes of each model -> prompt.py -> providers/ -> verdict.py
           -> votes.py: one score of each model -> here: weighted mean of the panel -> Verdict by id
 """
 
@@ -39,7 +39,7 @@ class RulerJudge(Judge):
     Raises UsageError when it is made: an unreadable rubric or cache, a budget in dollars for a model without a price.
     """
 
-    settings = ""  # the digest of what the judge is told
+    settings = ""  # the digest of the judge's instructions
     has_rounds = True
 
     def __init__(
@@ -85,7 +85,8 @@ class RulerJudge(Judge):
             self.voters.append(Voter(config, caller, self.cache, instructions=instructions, job=job))
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """One verdict per trajectory id; the reward is the panel's weighted mean, in [0, 1]. Raises JudgeError."""
+        """Returns one verdict per trajectory id; the reward is the panel's weighted mean in [0, 1]. Raises
+        JudgeError."""
         return await self._judge(group, num_rounds=1) if group else {}
 
     async def judge_again(self, group: Sequence[Trajectory], num_rounds: int) -> Mapping[str, Verdict]:
@@ -107,7 +108,7 @@ class RulerJudge(Judge):
         return verdicts
 
     def _error_variance(self, by_model: Sequence[Sequence[Score]]) -> float | None:
-        """The error variance of each attempt's reward, a weighted mean of the models' scores; None: too few votes.
+        """Returns the error variance of each reward, a weighted mean of the models' scores, or None with too few votes.
 
         That of a median is pi / 2 times that of a mean, which holds for many votes with normal errors.
         """
@@ -151,7 +152,7 @@ class RulerJudge(Judge):
 
 
 def _panel(config: RulerJudgeConfig) -> list[PanelMemberConfig]:
-    """The panel; without one, a panel of the configuration's own model."""
+    """Returns the panel; without one, a panel of the configuration's own model."""
     alone = {name: getattr(config, name) for name in JudgeModelConfig.model_fields}
     return config.panel or [PanelMemberConfig(**alone)]
 
@@ -172,7 +173,7 @@ def _check_prices(config: RulerJudgeConfig, panel: Sequence[JudgeModelConfig]) -
 
 
 def _settings(config: RulerJudgeConfig, panel: Sequence[JudgeModelConfig], instructions: str) -> str:
-    """A digest of everything that changes what the judge says: two files with the same digest can be compared."""
+    """Returns a digest of everything that changes a verdict: two files with the same digest can be compared."""
     told = {"votes", "aggregate", "seed", "max_group", "max_tokens_per_attempt"}
     models = [member.model_dump(mode="json", include={"model", "params", "weight"}) for member in panel]
     return make_key(told=config.model_dump(mode="json", include=told), models=models, instructions=instructions)[:12]

@@ -28,7 +28,7 @@ class Entry(NamedTuple):
 
 
 class VerdictError(Exception):
-    """The answer cannot be used. Each of `problems` says why, in words that can be sent back to the judge."""
+    """The answer cannot be used. Each of `problems` is a reason in words that can be sent back to the judge."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         assert problems
@@ -41,7 +41,7 @@ class _Unusable(ValueError):
 
 
 def parse_verdict(text: str, ids: Sequence[str]) -> dict[str, Entry]:
-    """The entry of each id. The verdict may stand in a code fence or in prose; several must not contradict each other.
+    """Returns the entry of each id. The verdict may stand in a code fence or in prose; several must agree.
 
     Raises VerdictError.
     """
@@ -59,18 +59,18 @@ def parse_verdict(text: str, ids: Sequence[str]) -> dict[str, Entry]:
 
 
 def check_document(document: Any, ids: Sequence[str]) -> dict[str, Entry]:
-    """The entries of a verdict's JSON. Raises VerdictError naming everything that is wrong with it."""
+    """Returns the entries of a verdict's JSON. Raises VerdictError naming everything that is wrong with it."""
     entries = document.get("scores") if isinstance(document, dict) else None
     if not isinstance(entries, list):
         raise VerdictError(['"scores" is not a list'])
     problems: list[str] = []
     found: dict[str, Entry] = {}
-    for place, entry in enumerate(entries, 1):
+    for number, entry in enumerate(entries, 1):
         if len(problems) >= MAX_PROBLEMS:
             raise VerdictError(problems)
         name = entry.get("id") if isinstance(entry, dict) else None
         if not isinstance(name, str):
-            problems.append(f"entry {place} has no id")
+            problems.append(f"entry {number} has no id")
         elif name not in ids:
             problems.append(f"there is no attempt {clean(name[:20])!r}")
         elif name in found:
@@ -89,7 +89,7 @@ def check_document(document: Any, ids: Sequence[str]) -> dict[str, Entry]:
 
 
 def _check_score(score: Any) -> str | None:
-    """What is wrong with a score; None: nothing is."""
+    """Returns what is wrong with a score, or None if nothing is."""
     if isinstance(score, bool) or not isinstance(score, int | float):
         return f"is not a number: {_shown(score)!r}"
     if not 0 <= score <= 1:  # NaN fails this, too
@@ -98,7 +98,7 @@ def _check_score(score: Any) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    """The start of a value; for a list or an object, which may be deep, only its type."""
+    """Returns the start of a value; for a list or an object, which may be deep, only its type."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     return clean(str(value)[:20])
@@ -109,7 +109,7 @@ def _scores(verdict: dict[str, Entry]) -> dict[str, float]:
 
 
 def _documents(text: str) -> Iterator[Any]:
-    """The JSON objects with "scores": the whole text, or those in code fences, or those in prose."""
+    """Yields the JSON objects with "scores": the whole text, or those in code fences, or those in prose."""
     if (whole := _load(text)) is not None:
         yield whole
         return
@@ -118,31 +118,31 @@ def _documents(text: str) -> Iterator[Any]:
         yield from fenced
         return
     decoder = _decoder()
-    place = text.find("{")
+    start = text.find("{")
     num_read = 0
     for _ in range(MAX_STARTS):
-        if place < 0:
+        if start < 0:
             return
         if num_read > MAX_READ * len(text) + 10_000:
             break
         try:
-            document, end = decoder.raw_decode(text, place)
+            document, end = decoder.raw_decode(text, start)
         except RecursionError:
             raise VerdictError(["the answer is nested deeper than any verdict"]) from None
         except ValueError as error:
             _refuse_twofold(error)
-            num_read += (error.pos if isinstance(error, json.JSONDecodeError) else len(text)) - place
-            place = text.find("{", place + 1)
+            num_read += (error.pos if isinstance(error, json.JSONDecodeError) else len(text)) - start
+            start = text.find("{", start + 1)
             continue
         if isinstance(document, dict) and "scores" in document:
             yield document
-        place = text.find("{", end)
-    if place >= 0:  # the part of the answer that was not read may hold another verdict
+        start = text.find("{", end)
+    if start >= 0:  # the part of the answer that was not read may hold another verdict
         raise VerdictError(["the answer holds too many braces that are no JSON"])
 
 
 def _fenced(text: str) -> Iterator[str]:
-    """The texts in code fences: from the line after an opening fence, with or without a language, to the next fence."""
+    """Yields the texts in code fences: from the line after an opening fence, with any language, to the next."""
     start = text.find(_FENCE)
     while start >= 0 and (end := text.find(_FENCE, start + len(_FENCE))) >= 0:
         line, newline, block = text[start + len(_FENCE) : end].partition("\n")
@@ -153,7 +153,7 @@ def _fenced(text: str) -> Iterator[str]:
 
 
 def _load(text: str) -> Any:
-    """The JSON object with "scores" that the whole text is; None when it is something else."""
+    """Returns the JSON object with "scores" that the whole text is; None when it is something else."""
     try:
         document = _decoder().decode(text.strip())
     except (ValueError, RecursionError) as error:

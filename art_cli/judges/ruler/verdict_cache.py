@@ -94,7 +94,8 @@ class VerdictCache:
         self._decoder = msgspec.msgpack.Decoder(StoredVote)
 
     def get(self, key: str, num_attempts: int) -> StoredVote | None:
-        """The vote with that key on `num_attempts` attempts. None: there is no such row, or it is damaged."""
+        """Returns the vote with that key on `num_attempts` attempts, or None if there is no such row, or it is
+        damaged."""
         query = "select cast(value as blob) from verdicts where key = ? and length(value) between 1 and ?"
         with self._use() as db:
             row = db.execute(query, (key, MAX_ROW)).fetchone()
@@ -137,7 +138,7 @@ class VerdictCache:
             )
 
     def spent(self, job: str) -> Spent:
-        """What all calls of a job took so far, including those of killed processes and of refused answers."""
+        """Returns the usage of a job's calls so far, with those of killed processes and of refused answers."""
         with self._use() as db:
             usd, tokens = db.execute(_SPENT, (_storable(job),)).fetchone()
         return Spent(usd, int(tokens))
@@ -148,7 +149,7 @@ class VerdictCache:
 
 
 async def patiently(work: Callable[[], T]) -> T:
-    """What `work` returns; it is repeated while another process holds the file. Raises CacheBusy after BUSY_S."""
+    """Returns the result of `work`, repeated while another process holds the file. Raises CacheBusy after BUSY_S."""
     deadline = time.monotonic() + BUSY_S
     while True:
         try:
@@ -164,7 +165,7 @@ def _digest(key: str, value: bytes) -> bytes:
 
 
 def _is_usable(vote: StoredVote, num_attempts: int) -> bool:
-    """Whether a stored vote is complete and in range; another program may have written it."""
+    """Returns whether a stored vote is complete and in range; another program may have written it."""
     is_complete = sorted(vote.positions) == list(range(num_attempts))
     is_in_range = all(0 <= entry.score <= 1 for entry in vote.entries)  # NaN fails this, too
     usage = vote.usage
@@ -174,12 +175,12 @@ def _is_usable(vote: StoredVote, num_attempts: int) -> bool:
 
 
 def _line(error: Exception) -> str:
-    """The error on one line; SQLite quotes a damaged schema with its newlines."""
+    """Returns the error on one line; SQLite quotes a damaged schema with its newlines."""
     return " ".join(str(error).split())[:200]
 
 
 def _storable(text: str) -> str:
-    """The text without lone surrogates, which SQLite refuses."""
+    """Returns the text without lone surrogates, which SQLite refuses."""
     return text.encode("utf-8", "replace").decode()
 
 

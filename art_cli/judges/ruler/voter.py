@@ -63,7 +63,7 @@ class Voter:
     # --- scores -------------------------------------------------------------------------------------------------------
 
     async def score(self, group: JudgedGroup, *, settings: str, num_rounds: int = 1) -> list[Score]:
-        """[A] this model's score of each attempt; `settings` goes into every score. Raises JudgeError.
+        """Returns [A] this model's score of each attempt; `settings` goes into every score. Raises JudgeError.
 
         With several rounds by the votes of all of them. Those of the rounds before the last come from the cache.
         """
@@ -105,7 +105,7 @@ class Voter:
     async def _ask_about(
         self, group: JudgedGroup, indices: Sequence[int], num_rounds: int
     ) -> tuple[list[AttemptVotes], Usage]:
-        """[len(indices)] the votes on these attempts, all shown together, and what they took."""
+        """Returns [len(indices)] the votes on these attempts, all shown together, and what they took."""
         num_before = self._config.votes * (num_rounds - 1)
         cast = await all_of(
             [
@@ -150,7 +150,7 @@ class Voter:
     async def _vote(
         self, group: JudgedGroup, indices: Sequence[int], vote: int, *, is_known: bool = False
     ) -> StoredVote:
-        """One usable answer on all these attempts. Raises JudgeError when none came.
+        """Returns one usable answer on all these attempts. Raises JudgeError when none came.
 
         `is_known`: an earlier round of this group has it, so that it is not counted as one paid for by others.
         """
@@ -165,7 +165,7 @@ class Voter:
             return fresh
 
     def _prompt(self, group: JudgedGroup, indices: Sequence[int], vote: int, *, ask: int) -> JudgePrompt:
-        """The prompt of vote number `vote`. Asked anew, it keeps the order and changes the ids."""
+        """Returns the prompt of vote number `vote`. Asked anew, it keeps the order and changes the ids."""
         order = votes.order(len(indices), seed=group.seed, vote=vote)
         return write_prompt(
             [group.attempts[index] for index in indices],
@@ -191,7 +191,8 @@ class Voter:
         )
 
     async def _ask(self, prompt: JudgePrompt, group_id: str) -> tuple[list[Entry] | None, Usage, str]:
-        """The entries in the attempts' order (None: unusable), what was paid, and what is wrong with the answer."""
+        """Returns the attempts' entries in order (None if unusable), what was paid, and what is wrong with the
+        answer."""
         messages = prompt.messages
         usage = Usage()
         problem = ""
@@ -218,7 +219,8 @@ class Voter:
     # --- costs --------------------------------------------------------------------------------------------------------
 
     def estimate(self, group: JudgedGroup) -> CostEstimate:
-        """What the votes on this group would take now. The parts of a large group are estimated with any anchors."""
+        """Returns the cost of the votes on this group now. The parts of a large group are estimated with any
+        anchors."""
         total = CostEstimate()
         for part in group.parts_by_example(self._config.max_group):
             for vote in range(self._config.votes):
@@ -233,7 +235,7 @@ class Voter:
 
 
 async def all_of(waits: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results. A failure is raised once the others are in, because what is under way is paid for and worth keeping.
+    """Returns all results. A failure is raised once the others are in, because what is under way is paid for.
 
     Of several failures a JudgeStopped comes first.
     """
@@ -252,7 +254,8 @@ async def _parse(text: str, ids: Sequence[str]) -> dict[str, Entry]:
 
 
 def vote_key(member: JudgeModelConfig, prompt: JudgePrompt) -> str:
-    """The cache key of a vote: everything that decides its answer, and nothing that does not (no key, no price)."""
+    """Returns the cache key of a vote: everything that decides its answer, and nothing that does not (no key, no
+    price)."""
     return make_key(
         model=member.model,
         api_base=member.base_url,
@@ -263,7 +266,7 @@ def vote_key(member: JudgeModelConfig, prompt: JudgePrompt) -> str:
 
 
 def _complaint(answer: Answer, error: VerdictError, ids: Sequence[str]) -> list[Json]:
-    """The unusable answer and what is wrong with it, as the next two messages."""
+    """Returns the unusable answer and what is wrong with it, as the next two messages."""
     request = (
         f"This answer cannot be used: {'; '.join(error.problems[:10])}. Answer again with one JSON object and nothing "
         f"else, every attempt exactly once, by its id, with a score from 0 to 1: {', '.join(ids)}"

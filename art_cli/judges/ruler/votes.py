@@ -20,14 +20,14 @@ MIN_SLOPE, MAX_SLOPE = 0.25, 4.0
 
 
 def order(count: int, *, seed: str, vote: int) -> list[int]:
-    """The attempts (0 .. count - 1) in the order in which vote number `vote` shows them."""
+    """Returns the attempts (0 .. count - 1) in the order in which vote number `vote` shows them."""
     indices = list(range(count))
     random.Random(f"{seed}:{vote // 2}").shuffle(indices)
     return indices[::-1] if vote % 2 else indices
 
 
 def aggregate(votes: Sequence[float], how: Literal["mean", "median"]) -> float:
-    """The mean or the median of the votes."""
+    """Returns the mean or the median of the votes."""
     return statistics.median(votes) if how == "median" else statistics.fmean(votes)
 
 
@@ -50,7 +50,7 @@ class AffineMap(NamedTuple):
 
 
 def split(count: int, *, max_group: int, seed: str) -> list[list[int]]:
-    """The first part, of `max_group` attempts, then the newcomers of each other part, which leave room for the anchors.
+    """Returns the first part, of `max_group` attempts, then the newcomers of each other part, beside the anchors.
 
     Example: count 20, max_group 8 (2 anchors): parts of 8, 6, 6. The sizes of the others differ by one at most.
     """
@@ -62,7 +62,7 @@ def split(count: int, *, max_group: int, seed: str) -> list[list[int]]:
 
 
 def num_anchors(max_group: int) -> int:
-    """A quarter of a call's attempts, and two at least, because a line needs two points."""
+    """Returns a quarter of a call's attempts, and two at least, because a line needs two points."""
     return max(2, max_group // 4)
 
 
@@ -73,7 +73,7 @@ def choose_anchors(scores: Sequence[float], count: int) -> list[int]:
 
 
 def fit(here: Sequence[float], there: Sequence[float]) -> AffineMap:
-    """The map from the anchors' scores `here` to their scores `there`: least squares, with its slope held near 1.
+    """Returns the map from the anchors' scores `here` to those `there`: least squares, its slope held near 1.
 
     slope = (cov(here, there) + NOISE) / (var(here) + NOISE). Anchors that are all alike give a shift, slope 1.
     """
@@ -85,7 +85,7 @@ def fit(here: Sequence[float], there: Sequence[float]) -> AffineMap:
 
 
 def into_range(scores: Sequence[float]) -> AffineMap:
-    """The map that brings scores back into [0, 1] and keeps their order; it changes nothing if all are inside."""
+    """Returns the map that brings scores back into [0, 1] in their order; it changes nothing if all are inside."""
     low, high = min(scores), max(scores)
     if low >= 0 and high <= 1:
         return AffineMap(1.0, 0.0)

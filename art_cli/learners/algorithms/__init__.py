@@ -5,8 +5,8 @@
     objective   [N] terms -> what each token of the policy component adds to the loss   objectives.py
     share       how much one token counts in the mean over the whole optimizer step     normalization.py
 
-presets.py has the table of the presets, each a class with paper and equation in the file of its family (grpo.py,
-baselines.py, gigpo.py). pack_loss.py adds up what they give, pack by pack.
+presets.py has the table of the presets, each a class with paper and equation. An experiment is one file, which has its
+options too (gigpo.py). pack_loss.py adds up what they give, pack by pack.
 Tensors and numbers in, tensors and numbers out; float32 whatever the model's dtype is.
 """
 
@@ -35,6 +35,7 @@ class Algorithm:
 
     is_scaled = True  # whether advantages are divided by the standard deviation of the group's rewards
     compares_states = False  # whether credit depends on which replies of a group answered equal states (step_credit.py)
+    reads_policy = False  # whether credit needs the policy that `bind` is called with
     is_pure = True  # whether objective and value_error change nothing, so that several packs may be computed at a time
 
     def bind(self, policy: "Reader", directory: Path) -> None:
@@ -45,7 +46,7 @@ class Algorithm:
         """
 
     def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[Credit | float | None]:
-        """[G] the advantage of each trajectory's sampled tokens, or a Credit with weights for each of its tokens.
+        """Returns [G] the advantage of each trajectory's sampled tokens, or a Credit with weights of its tokens.
 
         None leaves the trajectory out. `group` holds the finished trajectories of one scenario, each with a finite
         reward. A component whose weights are all zero in the group is not trained and not counted.
@@ -53,14 +54,14 @@ class Algorithm:
         return advantages(rewards_of(group), scale=True)
 
     def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> Sequence[Sequence[Credit | float | None]]:
-        """What `credit` gives for each group of the step, in the order of `groups`. It is called once per step.
+        """Returns the `credit` of each group of the step, in the order of `groups`. It is called once per step.
 
         `groups` holds those groups of the step that have a finished trajectory.
         """
         return [self.credit(group) for group in groups]
 
     def numbers(self) -> dict[str, float]:
-        """Metrics of the last `credit_step`, by the names that StepMetrics has for them."""
+        """Returns metrics of the last `credit_step`, by the names that StepMetrics has for them."""
         return {}
 
     def after_step(self) -> None:
@@ -75,20 +76,20 @@ class Algorithm:
         """Goes on from what `save` wrote there; where nothing was written, begins anew."""
 
     def objective(self, terms: PolicyTerms) -> Objective:
-        """[N] what each term adds to the loss. All terms of a sample are in one call; a pack may have no terms."""
+        """Returns [N] each term's part of the loss. All terms of a sample are in one call; a pack may have none."""
         return clip_tokens(terms, 0.2, 0.2)
 
     def share(self, num_tokens: int, update: UpdateCounts) -> float:
-        """The factor of each token in the mean of its component.
+        """Returns the factor of each token in the mean of its component.
 
         `num_tokens` counts the component's tokens in the token's sample, `update` those in the whole optimizer step.
         """
         return token_mean(num_tokens, update)
 
     def value_error(self, terms: ValueTerms) -> "Tensor":
-        """[N] the error of each of the critic's values, not negative. Only a loss with a critic has such terms."""
+        """Returns [N] the errors of the critic's values, not negative. Only a loss with a critic has such terms."""
         return clipped_value_error(terms, None)
 
     def value_share(self, update: UpdateCounts) -> float:
-        """The factor of each error of a value: `update.tokens` counts the values in the optimizer step."""
+        """Returns the factor of each error of a value: `update.tokens` counts the values in the optimizer step."""
         return 1.0 / update.tokens

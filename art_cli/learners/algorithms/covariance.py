@@ -14,7 +14,7 @@ from art_cli.learners.token_weights import NEAR_OLD, POLICY
 
 
 def without_covariant(samples: Sequence[Sample], share: float) -> list[Sample]:
-    """The samples of an optimizer step, with advantage 0 for its covariant tokens. They still count in the mean.
+    """Returns the samples of an optimizer step, with advantage 0 for its covariant tokens. They count in the mean.
 
     Clip-Cov, section 4.2, which takes the gradient of tokens of high covariance away. It draws them at random between
     two bounds; the largest ones are what its KL-Cov takes.
@@ -23,7 +23,7 @@ def without_covariant(samples: Sequence[Sample], share: float) -> list[Sample]:
 
 
 def near_covariant(samples: Sequence[Sample], share: float, weight: float) -> list[Sample]:
-    """The samples of an optimizer step, with `weight` * KL(old || new) in the loss of its covariant tokens.
+    """Returns the samples of an optimizer step, with `weight` * KL(old || new) in the loss of its covariant tokens.
 
     KL-Cov, section 4.2. Three things differ from the released code. The KL is estimated by k3, whose gradient r - 1
     vanishes smoothly where no probability has moved; the code has |log r|, whose gradient there is the sign of
@@ -33,7 +33,7 @@ def near_covariant(samples: Sequence[Sample], share: float, weight: float) -> li
 
 
 def covariant(samples: Sequence[Sample], share: float) -> list[npt.NDArray[np.bool_]]:
-    """[N] of each sample, which of its tokens are in that share of the optimizer step's tokens (rounded down).
+    """Returns [N] of each sample, whether each token is in that share of the optimizer step's tokens (rounded down).
 
     They are those with the largest (log p - mean log p) * (A - mean A) above 0, means over the step's tokens in policy.
     log p is the engine's, so that the choice is made before the first forward pass and is the same for every packing.
@@ -53,7 +53,7 @@ def covariant(samples: Sequence[Sample], share: float) -> list[npt.NDArray[np.bo
 def _with_row(
     samples: Sequence[Sample], chosen: Sequence[npt.NDArray[np.bool_]], row: int, value: float
 ) -> list[Sample]:
-    """The samples with `value` in that row of their chosen tokens' weights."""
+    """Returns the samples with `value` in that row of their chosen tokens' weights."""
     changed = []
     for sample, is_chosen in zip(samples, chosen, strict=True):
         weights = sample.weights.copy()

@@ -7,7 +7,7 @@ from art_cli.runs.trajectory import EQUAL_REWARDS, ScoredTrajectory, Turn, has_s
 
 
 def advantages(rewards: Sequence[float], *, scale: bool) -> list[float]:
-    """[G] reward minus the group's mean, divided by the group's standard deviation where `scale` is set.
+    """Returns [G] reward minus the group's mean, divided by the group's standard deviation where `scale` is set.
 
     GRPO, Shao et al. 2024 (arXiv:2402.03300), section 4.1.2: A_i = (r_i - mean(r)) / std(r). The deviation is the
     sample's (division by G - 1), as in TRL and verl; without `scale` it is Dr. GRPO's A_i = r_i - mean(r)
@@ -26,7 +26,7 @@ def advantages(rewards: Sequence[float], *, scale: bool) -> list[float]:
 
 
 def over_mean(rewards: Sequence[float]) -> list[float]:
-    """[G] (r_i - mean(r)) / mean(r), for rewards of at least 0. MaxRL, Tajwar et al. 2026 (arXiv:2602.02710).
+    """Returns [G] (r_i - mean(r)) / mean(r), for rewards of at least 0. MaxRL, Tajwar et al. 2026 (arXiv:2602.02710).
 
     Rewards 0, 0, 3: mean 1, so -1, -1, 2. Rewards equal to 1e-8, and so all that are 0, give zeros.
     """
@@ -35,7 +35,7 @@ def over_mean(rewards: Sequence[float]) -> list[float]:
 
 
 def leave_one_out(rewards: Sequence[float]) -> list[float]:
-    """[G] reward minus the mean of the others' rewards. RLOO, Ahmadian et al. 2024 (arXiv:2402.14740), section 3.3.
+    """Returns [G] reward minus the mean of the others' rewards. RLOO, Ahmadian et al. 2024 (arXiv:2402.14740), 3.3.
 
     It is G / (G - 1) times the difference to the mean of all. Rewards 0, 0, 3: -1.5, -1.5, 3. A group of one, or
     rewards equal to 1e-8, gives zeros.
@@ -45,7 +45,7 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
 
 
 def scale_over_step(values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """[P][G] (value - mean) / std over all values of a step, for P groups. Values at the mean to 1e-8 give zeros.
+    """Returns [P][G] (value - mean) / std over the values of a step's P groups. Values at the mean to 1e-8 give zeros.
 
     REINFORCE++, Hu et al. 2025 (arXiv:2501.03262). The deviation is the sample's (division by their number - 1).
     """
@@ -60,19 +60,19 @@ def scale_over_step(values: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def weighted_sum(parts: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
-    """[G] the sum over parts of weight * value, for [K][G] parts and [K] weights."""
+    """Returns [G] the sum over parts of weight * value, for [K][G] parts and [K] weights."""
     return [
         math.fsum(w * value for w, value in zip(weights, values, strict=True)) for values in zip(*parts, strict=True)
     ]
 
 
 def rewards_of(group: Sequence[ScoredTrajectory]) -> list[float]:
-    """[G] the rewards of trajectories that all have one."""
+    """Returns [G] the rewards of trajectories that all have one."""
     return [trajectory.reward for trajectory in group if trajectory.reward is not None]
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer: int) -> float:
-    """What a reply of that length adds to its reward: 0 up to max - buffer, then falling evenly to -1 at max.
+    """Returns what a reply of that length adds to its reward: 0 up to max - buffer, then evenly down to -1 at max.
 
     DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 13. At max 100, buffer 20: 80 tokens 0, 90 tokens -0.5, 100 tokens
     and above -1.
@@ -82,5 +82,5 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer: int) -> float:
 
 
 def seen_turns(trajectory: ScoredTrajectory) -> list[Turn]:
-    """The turns whose replies the rollout received."""
+    """Returns the turns whose replies the rollout received."""
     return [turn for turn in trajectory.turns if not turn.is_abandoned]

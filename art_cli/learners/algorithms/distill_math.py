@@ -12,26 +12,22 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from art_cli.learners.samples import Sample, trajectory_samples
-from art_cli.learners.token_weights import NUM_ROWS, POLICY, Credit, Floats
+from art_cli.learners.token_weights import Credit, Floats, token_weights
 from art_cli.runs.trajectory import Trajectory
 
 Read = Callable[[Sequence[Sample]], Sequence[Floats]]  # samples -> [N] a model's logprobs of the targets of each
 
 
 def sampled_tokens(trajectory: Trajectory) -> list[Sample]:
-    """The trajectory's samples with every sampled token as a target. Its policy weight is its index among the M tokens.
+    """Returns the trajectory's samples with every sampled token as a target.
 
     A sampled token that no sample holds (the rollout never saw it), and the first token of a sequence, is no target.
     """
-    lengths = [(len(turn.prompt_ids), len(turn.sampled_ids)) for turn in trajectory.turns]
-    is_sampled = np.repeat(np.tile([False, True], len(lengths)), np.array(lengths, dtype=np.int64).ravel())
-    weights = np.full((NUM_ROWS, len(is_sampled)), np.nan)
-    weights[POLICY, is_sampled] = np.flatnonzero(is_sampled)
-    return trajectory_samples(trajectory, weights)
+    return trajectory_samples(trajectory, token_weights(trajectory, 1.0))
 
 
 def student_logprobs(samples: Sequence[Sample], policy: Read) -> list[Floats]:
-    """[N] of each sample, under the weights and the temperature that sampled.
+    """Returns [N] logprobs of each sample, under the weights and the temperature that sampled.
 
     They are the engine's. A sample that was drawn from a cut distribution is read by the policy itself.
     """
@@ -43,10 +39,10 @@ def student_logprobs(samples: Sequence[Sample], policy: Read) -> list[Floats]:
 
 
 def prefix_weights(log_ratios: Floats, gamma: float) -> Floats:
-    """[N] 1 + gamma * (1 - D_t), with D_t the share of the sequence's |log ratios| that lies before token t.
+    """Returns [N] 1 + gamma * (1 - D_t), where D_t is the share of the sequence's |log ratios| before token t.
 
-    IW-OPD, Xie et al. 2026 (arXiv:2606.22600), algorithm 1: what the teacher says of a text that has left its own
-    distribution teaches less. The first token has 1 + gamma. Example: ratios 1, -3, 0 and gamma 0.5 give 1.5, 1.375, 1.
+    IW-OPD, Xie et al. 2026 (arXiv:2606.22600), algorithm 1: a teacher's logprobs of a text that has left its
+    distribution teach less. The first token has 1 + gamma. Example: ratios 1, -3, 0 and gamma 0.5 give 1.5, 1.375, 1.
     """
     sizes = np.abs(log_ratios)
     total = sizes.sum()
@@ -57,7 +53,7 @@ def prefix_weights(log_ratios: Floats, gamma: float) -> Floats:
 
 
 def teacher_advantages(log_ratios: Floats, divergence: Literal["reverse_kl", "jensen_shannon"]) -> Floats:
-    """[N] advantages whose policy gradient lowers that divergence of student p and teacher q, of r = log q/p.
+    """Returns [N] advantages whose policy gradient lowers that divergence of student p and teacher q, of r = log q/p.
 
     reverse_kl       r                     of KL(p || q): unbounded, so that one token may outweigh all others
     jensen_shannon   log((1 + q/p) / 2)    of 2 JS(p, q): never below -log 2 = -0.69, and r / 2 for small r
@@ -72,7 +68,7 @@ def teacher_advantages(log_ratios: Floats, divergence: Literal["reverse_kl", "je
 
 
 class Lesson(NamedTuple):
-    """What a teacher says of the M tokens of one trajectory."""
+    """A teacher's opinion of the M tokens of one trajectory."""
 
     advantages: Floats  # [M] NaN where it was not asked
     log_ratios: Floats  # [N] log teacher - log student of the tokens it was asked for
@@ -81,18 +77,18 @@ class Lesson(NamedTuple):
 def lesson(
     trajectory: Trajectory, samples: Sequence[Sample], advantages: Sequence[Floats], log_ratios: Sequence[Floats]
 ) -> Lesson:
-    """Each advantage [N] of the samples' targets at its token; `samples` come from `sampled_tokens`."""
+    """Returns each advantage [N] of the samples' targets at its token; `samples` come from `sampled_tokens`."""
     row = np.full(sum(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in trajectory.turns), np.nan)
     for sample, values in zip(samples, advantages, strict=True):
-        row[sample.advantages.astype(np.int64)] = values
+        row[sample.places] = values
     return Lesson(row, np.concatenate([np.empty(0), *log_ratios]))
 
 
 def taught_credit(trajectory: Trajectory, taught: Floats | None, reward_part: float | None) -> Credit | float | None:
-    """The teacher's advantages [M] plus the part of the rewards, for each token of the trajectory.
+    """Returns the teacher's advantages [M] plus the part of the rewards, for each token of the trajectory.
 
-    `taught` None: there is no lesson, so that the rewards alone are learned from. `reward_part` None: rewards count
-    nothing, so that only tokens with a lesson are trained, and a trajectory without one is left out.
+    Without `taught` there is no lesson, and the rewards alone are learned from. Without `reward_part` only tokens with
+    a lesson are trained, and a trajectory without one is left out.
     """
     if taught is None:
         return reward_part
@@ -108,7 +104,7 @@ def taught_credit(trajectory: Trajectory, taught: Floats | None, reward_part: fl
 
 
 def lesson_numbers(lessons: Collection[Lesson], num_trajectories: int) -> dict[str, float]:
-    """What a step reports of its lessons: the mean distance to the teacher in nats, and the share that had one.
+    """Returns the numbers of a step's lessons: the mean distance to the teacher in nats, and the share with one.
 
     The mean of log student - log teacher over sampled tokens estimates KL(student || teacher) per token.
     """

@@ -1,4 +1,4 @@
-"""Distillation and SDPO: a teacher's opinion of each token the policy sampled is the token's advantage.
+"""Distillation: a teacher's opinion of each token the policy sampled is the token's advantage.
 
 The arithmetic is in distill_math.py, the teachers are in ../teachers/.
 """
@@ -25,10 +25,8 @@ from art_cli.learners.token_weights import Credit, Floats
 from art_cli.runs.trajectory import ScoredTrajectory
 
 if TYPE_CHECKING:
-    from art_cli.learners.algorithms.moving_average import MovingAverage
     from art_cli.learners.packs.logprob_reader import Reader
     from art_cli.learners.teachers import Teacher
-    from art_cli.learners.teachers.feedback import Feedback
 
 TaughtKnobs = TypeVar("TaughtKnobs", bound=loss_config.TaughtLossConfig)
 
@@ -36,6 +34,7 @@ TaughtKnobs = TypeVar("TaughtKnobs", bound=loss_config.TaughtLossConfig)
 class TaughtPreset(ClippedPreset[TaughtKnobs]):
     """A preset whose advantages a teacher gives token by token; those of rewards are added with `reward_weight`."""
 
+    reads_policy = True
     _policy: "Reader"
     _numbers: dict[str, float] = {}
 
@@ -43,7 +42,8 @@ class TaughtPreset(ClippedPreset[TaughtKnobs]):
         self._policy = policy
 
     def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> Sequence[Sequence[Credit | float | None]]:
-        """A trajectory without a lesson learns from its rewards alone, or is left out if these count nothing."""
+        """Returns the credits. A trajectory without a lesson has that of its rewards, or None if these count
+        nothing."""
         lessons = self.lessons(groups)
         self._numbers = lesson_numbers(lessons.values(), sum(map(len, groups)))
         taught = {name: each.advantages for name, each in lessons.items()}
@@ -60,7 +60,7 @@ class TaughtPreset(ClippedPreset[TaughtKnobs]):
         return lesson(trajectory, samples, [self._advantages(ratios) for ratios in log_ratios], log_ratios)
 
     def _advantages(self, log_ratios: Floats) -> Floats:
-        """[N] of the tokens of one sample."""
+        """Returns [N] the advantages of the tokens of one sample."""
         return teacher_advantages(log_ratios, self.knobs.divergence)
 
     def _reward_parts(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:
@@ -108,52 +108,3 @@ class Distill(TaughtPreset[loss_config.DistillConfig]):
 
     def _advantages(self, log_ratios: Floats) -> Floats:
         return super()._advantages(log_ratios) * prefix_weights(log_ratios, self.knobs.prefix_weight)
-
-
-class Sdpo(TaughtPreset[loss_config.SdpoConfig]):
-    """SDPO: self-distillation policy optimization, 2026 (arXiv:2601.20802), on sampled tokens, with a judge's words.
-
-    A_t = log q(y_t | x, feedback, y_<t) - log p(y_t | x, y_<t), detached, where p is the policy that sampled and q, the
-    teacher, is the moving average of the policy over the steps so far. The feedback is the judge's explanation of this
-    very attempt, its score and rank, in the first user message; the paper's is a successful attempt or an environment's
-    message. An attempt without an explanation has no lesson, nor has one whose longer prompt would exceed the context.
-    """
-
-    _feedback: "Feedback"
-    teacher: "MovingAverage"  # set by `bind`
-
-    def bind(self, policy: "Reader", directory: Path) -> None:
-        from art_cli.learners.algorithms.moving_average import MovingAverage
-        from art_cli.learners.teachers.feedback import Feedback
-
-        super().bind(policy, directory)
-        self._feedback = Feedback(policy.runner.weights.tokenizer, self.knobs.feedback)
-        self.teacher = MovingAverage(policy.runner, self.knobs.teacher_rate)
-
-    def after_step(self) -> None:
-        self.teacher.follow()
-
-    def save(self, directory: Path) -> None:
-        self.teacher.save(directory)
-
-    def load(self, directory: Path) -> None:
-        self.teacher.load(directory)
-
-    def lessons(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, Lesson]:
-        most = self._policy.runner.weights.max_length
-        found = []
-        for group in groups:
-            for trajectory in group:
-                samples = sampled_tokens(trajectory)
-                told = self._feedback.told(trajectory, samples, group)
-                if samples and told is not None and all(len(each.token_ids) <= most for each in told):
-                    found.append((trajectory, samples, told))
-        students = iter(
-            student_logprobs([sample for _, samples, _ in found for sample in samples], self._policy.logprobs)
-        )
-        with self.teacher.installed():
-            teachers = iter(self._policy.logprobs([sample for _, _, told in found for sample in told]))
-        return {
-            trajectory.id: self._lesson(trajectory, samples, [next(teachers) - next(students) for _ in samples])
-            for trajectory, samples, _ in found
-        }

@@ -6,7 +6,7 @@ import msgspec
 
 
 class EntropyState(msgspec.Struct, frozen=True):
-    """What one step leaves for the next. Example: EntropyState(coefficient=0.01, is_below=True)"""
+    """The state that one step leaves for the next. Example: EntropyState(coefficient=0.01, is_below=True)"""
 
     coefficient: float = 0.0
     is_below: bool = False  # whether the last measured entropy was below the floor
@@ -17,7 +17,7 @@ class EntropyState(msgspec.Struct, frozen=True):
         return self.coefficient if self.is_below else 0.0
 
     def after(self, entropy: float, *, floor: float, step: float) -> "EntropyState":
-        """The state after a step of that mean entropy in nats: the coefficient is one `step` larger, or smaller.
+        """Returns the state after a step of that mean entropy in nats: the coefficient is a `step` larger or smaller.
 
         Skywork-OR1, He et al. 2025 (arXiv:2505.22312), adaptive entropy control: c' = c + step if entropy < floor,
         else c - step, here never below 0; the loss has -c * entropy where the entropy is at most the floor. The paper

@@ -16,7 +16,7 @@ TurnValues = Mapping[str, Sequence[float]]
 
 
 def turn_advantages(values: Sequence[float], reward: float, *, gamma: float, gae_lambda: float) -> list[float]:
-    """[K] the advantage of each of a trajectory's K turns, whose states have these values; the reward ends the last.
+    """Returns [K] the advantages of a trajectory's K turns, whose states have these values; the reward ends the last.
 
     Generalized advantage estimation, Schulman et al. 2016 (arXiv:1506.02438), equation 16, over turns as in Turn-PPO
     (arXiv:2512.17008): A_t = sum_l (gamma lambda)^l delta_(t+l) with delta_t = r_t + gamma V_(t+1) - V_t. r_t is the
@@ -74,7 +74,7 @@ def _credit(trajectory: Trajectory, values: Sequence[float], plain: Sequence[flo
 
 
 def turn_values(trajectories: Sequence[Trajectory], read: Read) -> TurnValues:
-    """The critic's value of each turn. `read` gives its values of the states before the targets of samples."""
+    """Returns the critic's value of each turn. `read` gives its values of the states before the targets of samples."""
     found = {trajectory.id: [math.nan] * len(trajectory.turns) for trajectory in trajectories}
     samples = [sample for trajectory in trajectories for sample in _states(trajectory)]
     for sample, values in zip(samples, read(samples), strict=True):
@@ -84,13 +84,13 @@ def turn_values(trajectories: Sequence[Trajectory], read: Read) -> TurnValues:
 
 
 def _states(trajectory: Trajectory) -> list[Sample]:
-    """The trajectory's samples with each turn's first sampled token as a target; its weight is the turn's index."""
+    """Returns the trajectory's samples; each turn's first sampled token is a target, weighted by the turn's index."""
     credit = Credit(value=_at_first_sampled(trajectory.turns, range(len(trajectory.turns))))
     return trajectory_samples(trajectory, token_weights(trajectory, credit))
 
 
 def critic_numbers(trajectories: Sequence[ScoredTrajectory], values: TurnValues, *, gamma: float) -> dict[str, float]:
-    """What StepMetrics says of the values: `value_mean` and `explained_variance`, over all turns of the step."""
+    """Returns what StepMetrics has of the values: `value_mean` and `explained_variance`, over all turns of the step."""
     known, returns = [], []
     for trajectory, reward in zip(trajectories, rewards_of(trajectories), strict=True):
         of_turns = values[trajectory.id]
@@ -102,7 +102,7 @@ def critic_numbers(trajectories: Sequence[ScoredTrajectory], values: TurnValues,
 
 
 def discounted_returns(values: Sequence[float], reward: float, *, gamma: float) -> list[float]:
-    """[K] what was really got from each turn on: gamma^(turns after it) * reward. NaN where the value is NaN."""
+    """Returns [K] the return from each turn on: gamma^(turns after it) * reward. NaN where the value is NaN."""
     returns: list[float] = []
     gained = reward
     for value in reversed(values):
@@ -112,7 +112,7 @@ def discounted_returns(values: Sequence[float], reward: float, *, gamma: float) 
 
 
 def explained_variance(values: Sequence[float], returns: Sequence[float]) -> float:
-    """1 - Var(return - value) / Var(return): 1 foretold exactly, 0 no better than a constant, below 0 worse.
+    """Returns 1 - Var(return - value) / Var(return): 1 foretold exactly, 0 no better than a constant, below 0 worse.
 
     NaN where all returns are the same (to 1e-8), because there is nothing to explain.
     """
@@ -123,7 +123,7 @@ def explained_variance(values: Sequence[float], returns: Sequence[float]) -> flo
 
 
 def _at_first_sampled(turns: Sequence[Turn], numbers: Sequence[float]) -> list[list[float]]:
-    """Weights per turn, one for each of its prompt_ids and sampled_ids: the number at the first sampled, else NaN."""
+    """Returns each turn's weights for its prompt_ids and sampled_ids: the number at the first sampled, else NaN."""
     return [turn_row(turn, number, math.nan) for turn, number in zip(turns, numbers, strict=True)]
 
 

@@ -1,11 +1,18 @@
-"""GRPO and the presets that differ from it in the clip, the ratio or the mean: Dr. GRPO, DAPO, GSPO, CISPO."""
+"""GRPO and the presets that differ from it in the clip, the ratio, the mean or the baseline."""
 
 from collections.abc import Sequence
 
 from art_cli.config.sections import loss_config
-from art_cli.learners.algorithms.credit import advantages, overlong_penalty, rewards_of, seen_turns
-from art_cli.learners.algorithms.normalization import UpdateCounts, sample_mean, trajectory_sum
-from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, clip_samples, clip_tokens, clip_weights
+from art_cli.learners.algorithms.credit import advantages, leave_one_out, overlong_penalty, rewards_of, seen_turns
+from art_cli.learners.algorithms.normalization import UpdateCounts, sample_mean, trajectory_mean, trajectory_sum
+from art_cli.learners.algorithms.objectives import (
+    Objective,
+    PolicyTerms,
+    clip_samples,
+    clip_sums,
+    clip_tokens,
+    clip_weights,
+)
 from art_cli.learners.algorithms.preset import ClippedPreset, ScaledPreset
 from art_cli.runs.trajectory import ScoredTrajectory
 
@@ -55,7 +62,7 @@ class Dapo(ScaledPreset[loss_config.DapoConfig]):
         return clip_tokens(terms, self.knobs.clip, self.knobs.clip_high)
 
     def _penalty(self, trajectory: ScoredTrajectory) -> float:
-        """The soft punishment of the trajectory's longest reply."""
+        """Returns the soft punishment of the trajectory's longest reply."""
         if self.knobs.overlong != "penalty":
             return 0.0
         longest = max((len(turn.sampled_ids) for turn in seen_turns(trajectory)), default=0)
@@ -83,6 +90,25 @@ class Cispo(ScaledPreset[loss_config.CispoConfig]):
 
     def objective(self, terms: PolicyTerms) -> Objective:
         return clip_weights(terms, self.knobs.clip, self.knobs.clip_high)
+
+
+class Rloo(ClippedPreset[loss_config.RlooConfig]):
+    """RLOO: Ahmadian et al. 2024, Back to Basics (arXiv:2402.14740), section 3.3.
+
+    The baseline of a trajectory is the mean reward of the others in its group, and a whole trajectory is one action:
+    the gradient at ratio 1 is the mean over trajectories of -A_i times the sum of grad log p over its tokens. The
+    ratio of a sample and its clip are TRL's; the paper has neither, and with one optimizer step per step both are 1.
+    That mean is over all sampled trajectories, those of groups without signal too: `loss.mean_over=all`.
+    """
+
+    def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:
+        return leave_one_out(rewards_of(group))
+
+    def objective(self, terms: PolicyTerms) -> Objective:
+        return clip_sums(terms, self.knobs.clip, self.knobs.clip)
+
+    def share(self, num_tokens: int, update: UpdateCounts) -> float:
+        return trajectory_mean(num_tokens, update)
 
 
 def _is_cut_off(trajectory: ScoredTrajectory) -> bool:

@@ -24,14 +24,14 @@ class MovingAverage:
     """average <- (1 - rate) average + rate weights, in float32, after each step. It begins as the policy.
 
     Only trained weights have an average; the teacher shares the others with the policy. Each process of a learner keeps
-    the average of its own part of the weights.
+    the average of its part of the weights.
     """
 
     def __init__(self, runner: PackRunner, rate: float) -> None:
         """`rate` is above 0 and at most 1. With 1 the average is the policy itself."""
         self._weights, self._ranks, self._rate = runner.weights, runner.ranks, rate
         self._parameters = {name: p for name, p in runner.weights.model.named_parameters() if p.requires_grad}
-        self._averages: dict[str, Tensor] | None = None  # None: `installed` takes the weights of then
+        self._averages: dict[str, Tensor] | None = None  # made by the first `installed`
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -74,7 +74,7 @@ class MovingAverage:
     def load(self, directory: Path) -> None:
         """Continues bit for bit from what `save` wrote. Without that, the average begins as the checkpoint's weights.
 
-        Raises CheckpointError: unreadable, or of other weights.
+        Raises CheckpointError if it is unreadable, or of other weights.
         """
         self._averages = None
         path = directory / STATE_DIRECTORY / AVERAGE_FILE

@@ -29,10 +29,10 @@ class ValueTerms(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What an objective gives for N terms."""
+    """The values of an objective for N terms."""
 
     values: Tensor  # [N] to be minimised
-    is_clipped: Tensor | None = None  # [N] bool: the clip is active; None: there is no clip
+    is_clipped: Tensor | None = None  # [N] bool: the clip is active; or None if there is no clip
 
 
 def clip_tokens(terms: PolicyTerms, low: float, high: float) -> Objective:
@@ -54,7 +54,7 @@ def clip_sums(terms: PolicyTerms, low: float, high: float) -> Objective:
 
 
 def clip_weights(terms: PolicyTerms, low: float, high: float) -> Objective:
-    """[N] -clip(r, 1 - low, 1 + high) A new with the clipped ratio detached. CISPO, equations 4 and 5.
+    """Returns [N] -clip(r, 1 - low, 1 + high) A new with the clipped ratio detached. CISPO, equations 4 and 5.
 
     The value is not a distance from anything; its gradient is what counts. Clipped: where the ratio was cut.
     """
@@ -64,7 +64,7 @@ def clip_weights(terms: PolicyTerms, low: float, high: float) -> Objective:
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Objective:
-    """[N] -min(r A, clip(r, 1 - low, 1 + high) A), and where the clip holds the gradient back.
+    """Returns [N] -min(r A, clip(r, 1 - low, 1 + high) A), and where the clip holds the gradient back.
 
     PPO, Schulman et al. 2017 (arXiv:1707.06347), equation 7; the two bounds apart are DAPO's clip-higher.
 
@@ -78,7 +78,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
 
 
 def clipped_value_error(terms: ValueTerms, clip: float | None) -> Tensor:
-    """[N] max((v - target)^2, (old + clamp(v - old, -clip, clip) - target)^2); without `clip` the first of the two.
+    """Returns [N] max((v - target)^2, (old + clamp(v - old, -clip, clip) - target)^2); without `clip` the first.
 
     A value that has moved by more than `clip` toward its target moves no further in this step. PPO, Schulman et al.
     2017 (arXiv:1707.06347), equation 9; its clipped form is OpenAI Baselines' ppo2.
@@ -94,11 +94,11 @@ def clipped_value_error(terms: ValueTerms, clip: float | None) -> Tensor:
 
 
 def sample_mean(values: Tensor, samples: Tensor) -> Tensor:
-    """[N] each value replaced by the mean over its sample. No terms give no terms."""
+    """Returns [N] each value replaced by the mean over its sample. No terms give no terms."""
     return _sample_sum(values, samples) / _sample_sum(values.new_ones(values.shape), samples)
 
 
 def _sample_sum(values: Tensor, samples: Tensor) -> Tensor:
-    """[N] each value replaced by the sum over its sample. No terms give no terms."""
+    """Returns [N] each value replaced by the sum over its sample. No terms give no terms."""
     num_samples = int(samples.max()) + 1 if len(samples) else 0
     return values.new_zeros(num_samples).index_add(0, samples, values)[samples]

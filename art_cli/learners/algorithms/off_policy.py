@@ -30,7 +30,7 @@ Correction = Callable[[SampledTerms], Tensor]  # [N] weights of the objective; 0
 
 
 def build_correction(config: loss_config.OffPolicyConfig | None) -> Correction | None:
-    """The correction that a configuration names. None: there is none."""
+    """Returns the correction that a configuration names, or None if it names none."""
     match config:
         case None:
             return None
@@ -45,7 +45,7 @@ def build_correction(config: loss_config.OffPolicyConfig | None) -> Correction |
 
 
 def truncated_weights(learner: Tensor, engine: Tensor, *, cap: float) -> Tensor:
-    """[N] min(rho, cap).
+    """Returns [N] min(rho, cap).
 
     Truncated importance sampling: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training" (fengyao.notion.site/off-policy-rl); Ionides 2008, equation 2.
@@ -54,13 +54,13 @@ def truncated_weights(learner: Tensor, engine: Tensor, *, cap: float) -> Tensor:
 
 
 def icepop_weights(learner: Tensor, engine: Tensor, *, low: float, high: float) -> Tensor:
-    """[N] rho where it lies from `low` to `high`, and 0 elsewhere. IcePop, Ring-1T 2025 (arXiv:2510.18855)."""
+    """Returns [N] rho where it lies from `low` to `high`, and 0 elsewhere. IcePop, Ring-1T 2025 (arXiv:2510.18855)."""
     ratio = (learner - engine).nan_to_num(nan=0.0).exp().detach()
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
 def sequence_mask_weights(terms: SampledTerms, *, low: float, high: float, cap: float) -> Tensor:
-    """[N] min(rho, cap) in samples whose geometric mean of rho lies from `low` to `high`, and 0 in all others.
+    """Returns [N] min(rho, cap) in samples whose geometric mean of rho lies from `low` to `high`, and 0 in all others.
 
     The mean is over the sample's tokens in the policy component whose engine logprob is comparable. Liu et al. 2025,
     "When Speed Kills Stability" (geometric rejection sampling); the mean, unlike the product, does not fall or grow
@@ -76,7 +76,7 @@ def sequence_mask_weights(terms: SampledTerms, *, low: float, high: float, cap: 
 
 
 def dppo_weights(terms: SampledTerms, *, divergence: Literal["tv", "kl"], delta: float, cap: float) -> Tensor:
-    """[N] min(rho, cap), and 0 where the update would go on moving away from a policy that is further than `delta`.
+    """Returns [N] min(rho, cap), and 0 where the update would move on from a policy that is further than `delta`.
 
     DPPO, Qi et al. 2026 (arXiv:2602.04879), the binary approximations: with mu the engine's and p the current
     probability of the sampled token against all others, the divergence is |p - mu| (tv) or

@@ -1,7 +1,7 @@
 """The loss of one pack: what an algorithm gives for its terms, added up over the components of the loss.
 
-Each component (token_weights.py) is divided by its own counts over the whole optimizer step, as the algorithm's share
-says. So the sum over any packing is the same loss.
+Each component (token_weights.py) is divided by its counts over the whole optimizer step, by the algorithm's share. So
+the sum over any packing is the same loss.
 """
 
 from typing import NamedTuple
@@ -31,19 +31,19 @@ class LossTerms(NamedTuple):
     weights: Tensor  # [6, N] in each component; NaN: not in it
     shares: Tensor  # [4, N] the factor of each term in the mean of each component
     importance: Tensor | None = None  # [N] weights of the objective (off_policy.py); 0: the term is left out
-    reference: Tensor | None = None  # [N] logprobs under the reference policy; None: no term is in reference_kl
-    entropies: Tensor | None = None  # [N] entropy in nats where the term was sampled, with gradient; None: no bonus
+    reference: Tensor | None = None  # [N] logprobs under the reference policy, if a term is in reference_kl
+    entropies: Tensor | None = None  # [N] entropy in nats where the term was sampled, with gradient, for a bonus
     entropy_bonus: float = 0.0  # reward of a nat of entropy
-    values: Tensor | None = None  # [N] the critic's value before each token; carries the gradient; None: no critic
+    values: Tensor | None = None  # [N] the critic's value before each token, if there is one; carries the gradient
 
 
 class PackLoss(NamedTuple):
     loss: Tensor  # scalar: this pack's part of the loss
     parts: Tensor  # [N] the loss of each term, detached; their sum is `loss`
-    is_clipped: Tensor | None  # one per term in the policy component; None: there is no clip
-    kl: Tensor | None  # k3 of each term in reference_kl, detached; None: there are none
-    value_errors: Tensor | None = None  # error of each term in value, detached; None: there is no critic
-    old_kl: Tensor | None = None  # k3 of each term held near its old probability, detached; None: there are none
+    is_clipped: Tensor | None  # one per term in the policy component, if there is a clip
+    kl: Tensor | None  # k3 of each term in reference_kl, detached, if there are any
+    value_errors: Tensor | None = None  # error of each term in value, detached, if there is a critic
+    old_kl: Tensor | None = None  # k3 of each term held near its old probability, detached, if there are any
 
 
 def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
@@ -100,7 +100,7 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
 
 
 def k3(new: Tensor, reference: Tensor) -> Tensor:
-    """[N] exp(d) - d - 1 with d = reference - new: never negative, zero where they agree; nats per token.
+    """Returns [N] exp(d) - d - 1 with d = reference - new: never negative, zero where they agree; nats per token.
 
     Schulman 2020, "Approximating KL Divergence". Its mean over tokens sampled from the policy is
     KL(policy || reference); GRPO, arXiv:2402.03300, equation 4.

@@ -1,4 +1,4 @@
-"""PPO: a critic gives every turn an advantage of its own (gae.py). The learner owns the critic (../critic.py)."""
+"""PPO: a critic gives each turn its advantage (gae.py). The learner owns the critic (../critic.py)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +29,7 @@ class Ppo(ClippedPreset[loss_config.PpoConfig]):
     each other. Where all advantages of a step are equal (to 1e-8), the critic alone is trained.
     """
 
+    reads_policy = True
     _policy: "Reader"
     _numbers: dict[str, float] = {}
 

@@ -1,7 +1,7 @@
 """Preset: an algorithm that a configuration chooses by name, with the knobs of its section."""
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms import Algorithm
@@ -9,7 +9,7 @@ from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, clip_tokens
 from art_cli.runs.trajectory import ScoredTrajectory
 
-Knobs = TypeVar("Knobs", bound=loss_config.BaseLossConfig)
+Knobs = TypeVar("Knobs", bound=loss_config.PresetConfig)
 ClippedKnobs = TypeVar("ClippedKnobs", bound=loss_config.ClippedLossConfig)
 ScaledKnobs = TypeVar("ScaledKnobs", bound=loss_config.ScaledLossConfig)
 
@@ -17,9 +17,12 @@ ScaledKnobs = TypeVar("ScaledKnobs", bound=loss_config.ScaledLossConfig)
 class Preset(Algorithm, Generic[Knobs]):
     """An algorithm with the knobs of its section. `max_tokens` is the length limit of one reply."""
 
+    section: ClassVar[type[loss_config.PresetConfig]]  # an experiment's options (loss_config.EXPERIMENTS)
+
     def __init__(self, knobs: Knobs, max_tokens: int) -> None:
         self.knobs, self.max_tokens = knobs, max_tokens
         self.is_scaled = isinstance(knobs, loss_config.ScaledLossConfig) and knobs.scale_advantages
+        self.compares_states = knobs.compares_states
 
 
 class ScaledPreset(Preset[ScaledKnobs]):

@@ -1,7 +1,8 @@
 """The algorithms that a configuration chooses by name (`loss=dapo`).
 
-A new one is a class in the file of its family, with paper and equation, a line in PRESETS, and its knobs in
-config/sections/loss_config.py. tests/learners/test_presets.py then holds its gradient and its resume.
+A new one is one file with its section and its algorithm, with paper and equation, as gigpo.py is, and a line in
+EXPERIMENTS of config/sections/loss_config.py. tests/learners/test_presets.py then holds its gradient and its resume.
+Those of PRESETS have proved themselves; their sections are in loss_config.py.
 """
 
 from pathlib import Path
@@ -9,13 +10,12 @@ from typing import Any
 
 from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms import Algorithm
-from art_cli.learners.algorithms.baselines import Gdpo, Maxrl, ReinforcePlusPlus, Rloo
-from art_cli.learners.algorithms.distillation import Distill, Sdpo
-from art_cli.learners.algorithms.gigpo import Gagpo, Gigpo
-from art_cli.learners.algorithms.grpo import Cispo, Dapo, DrGrpo, Grpo, Gspo
+from art_cli.learners.algorithms.distillation import Distill
+from art_cli.learners.algorithms.grpo import Cispo, Dapo, DrGrpo, Grpo, Gspo, Rloo
 from art_cli.learners.algorithms.ppo import Ppo
 from art_cli.learners.algorithms.preset import Preset
 from art_cli.learners.algorithms.user_algorithm import UserAlgorithm
+from art_cli.runtime.plugins import resolve
 
 PRESETS: dict[str, type[Preset[Any]]] = {
     "grpo": Grpo,
@@ -23,14 +23,8 @@ PRESETS: dict[str, type[Preset[Any]]] = {
     "dapo": Dapo,
     "gspo": Gspo,
     "cispo": Cispo,
-    "gigpo": Gigpo,
-    "gagpo": Gagpo,
-    "maxrl": Maxrl,
     "rloo": Rloo,
-    "reinforce++": ReinforcePlusPlus,
-    "gdpo": Gdpo,
     "distill": Distill,
-    "sdpo": Sdpo,
     "ppo": Ppo,
 }
 
@@ -38,10 +32,11 @@ PRESETS: dict[str, type[Preset[Any]]] = {
 def build_algorithm(
     config: loss_config.LossConfig | loss_config.AlgorithmConfig, *, max_tokens: int, directory: Path = Path()
 ) -> Algorithm:
-    """The algorithm that a configuration names. `max_tokens` is the length limit of one reply.
+    """Returns the algorithm that a configuration names. `max_tokens` is the length limit of one reply.
 
-    Raises UsageError: a user's class, relative to `directory`, that cannot be loaded.
+    Raises UsageError if a user's class, whose file is relative to `directory`, cannot be loaded.
     """
     if isinstance(config, loss_config.AlgorithmConfig):
         return UserAlgorithm(config.entry, config.options, directory)
-    return PRESETS[config.name](config, max_tokens)
+    preset = PRESETS.get(config.name) or resolve(loss_config.EXPERIMENTS[config.name], base=directory)
+    return preset(config, max_tokens)

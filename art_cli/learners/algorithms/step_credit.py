@@ -35,31 +35,31 @@ class Step(NamedTuple):
     returned: float  # R_t, the discounted sum of the rewards from here on
 
 
-Episode = Sequence[Step | None]  # one entry per turn; None: the rollout never saw the turn's reply
+Episode = Sequence[Step | None]  # one entry per turn, or None if the rollout never saw its reply
 
 
 def episodes_of(group: Sequence[ScoredTrajectory], *, gamma: float) -> list[Episode]:
-    """[G] the steps of each trajectory. A trajectory without turns has none."""
+    """Returns [G] the steps of each trajectory. A trajectory without turns has none."""
     return [_episode(each, reward, gamma) for each, reward in zip(group, rewards_of(group), strict=True)]
 
 
 def step_advantages(episodes: Sequence[Episode], *, scale: bool) -> list[list[float]]:
-    """[G][turns] each step's return minus the mean return of the group's steps in the same state.
+    """Returns [G][turns] each step's return minus the mean return of the group's steps in the same state.
 
     GiGPO, Feng et al. 2025 (arXiv:2505.10978), equation 7: A^S(a_t) = (R_t - mean(R)) / F(R), over the steps whose
     state is that of t (equation 6). F is their standard deviation where `scale` is set, else 1. A state that only one
     step has, or whose returns are equal to 1e-8, gives 0. So does a turn that is no step.
     """
     worth = [[0.0] * len(episode) for episode in episodes]
-    for places in _places_by_state(episodes).values():
-        returns = [_step(episodes, place).returned for place in places]
-        for (row, column), value in zip(places, advantages(returns, scale=scale), strict=True):
+    for indexes in _indexes_by_state(episodes).values():
+        returns = [_step(episodes, index).returned for index in indexes]
+        for (row, column), value in zip(indexes, advantages(returns, scale=scale), strict=True):
             worth[row][column] = value
     return worth
 
 
 def grouped_gae(episodes: Sequence[Episode], *, gamma: float, gae_lambda: float) -> list[list[float]]:
-    """[G][turns] generalized advantage estimates over steps, with the group's mean returns as values.
+    """Returns [G][turns] generalized advantage estimates over steps, with the group's mean returns as values.
 
         V(s)    = mean return of the group's steps in state s
         delta_t = r_t + gamma V(s_t+1) - V(s_t), where V is 0 after the last step
@@ -71,8 +71,8 @@ def grouped_gae(episodes: Sequence[Episode], *, gamma: float, gae_lambda: float)
     rounding. A turn that is no step gives 0.
     """
     values = {
-        state: math.fsum(_step(episodes, place).returned for place in places) / len(places)
-        for state, places in _places_by_state(episodes).items()
+        state: math.fsum(_step(episodes, index).returned for index in indexes) / len(indexes)
+        for state, indexes in _indexes_by_state(episodes).items()
     }
     worth = []
     for episode in episodes:
@@ -84,7 +84,7 @@ def grouped_gae(episodes: Sequence[Episode], *, gamma: float, gae_lambda: float)
 
 
 def normalized(worth: Sequence[Sequence[float]], episodes: Sequence[Episode]) -> list[list[float]]:
-    """[G][turns] the steps' values minus their mean over the group, divided by their standard deviation."""
+    """Returns [G][turns] the steps' values minus their mean over the group, divided by their standard deviation."""
     is_step = [[step is not None for step in episode] for episode in episodes]
     flat = iter(advantages([*_chosen(worth, is_step)], scale=True))
     return [[next(flat) if here else 0.0 for here in row] for row in is_step]
@@ -97,7 +97,7 @@ def turn_credit(trajectory: Trajectory, worth: Sequence[float]) -> Credit:
 
 
 def count_shared(group: Sequence[Trajectory]) -> tuple[int, int]:
-    """How many steps the group has, and how many of them act in a state that another step of the group has too."""
+    """Returns the numbers of the group's steps, and of those in a state that another of its steps has too."""
     states = [state for trajectory in group for state in states_of(trajectory) if state is not None]
     counts = dict.fromkeys(states, 0)
     for state in states:
@@ -106,7 +106,7 @@ def count_shared(group: Sequence[Trajectory]) -> tuple[int, int]:
 
 
 def states_of(trajectory: Trajectory) -> list[State | None]:
-    """[turns] the state in which each turn's reply acts; None: the rollout never saw the reply."""
+    """Returns [turns] the state in which each turn's reply acts, or None if the rollout never saw the reply."""
     turns = trajectory.turns
     prompts, continued = _prompts(turns)
     return [
@@ -119,7 +119,7 @@ def states_of(trajectory: Trajectory) -> list[State | None]:
 
 
 def _episode(trajectory: ScoredTrajectory, reward: float, gamma: float) -> Episode:
-    """The steps, from the last to the first: only the last one has a reward."""
+    """Returns the steps, from the last to the first: only the last one has a reward."""
     steps: list[Step | None] = []
     returned = 0.0
     for state in reversed(states_of(trajectory)):
@@ -133,19 +133,19 @@ def _episode(trajectory: ScoredTrajectory, reward: float, gamma: float) -> Episo
     return steps[::-1]
 
 
-def _places_by_state(episodes: Sequence[Episode]) -> dict[State, list[tuple[int, int]]]:
+def _indexes_by_state(episodes: Sequence[Episode]) -> dict[State, list[tuple[int, int]]]:
     """For each state the (trajectory, turn) of every step in it."""
-    places: dict[State, list[tuple[int, int]]] = {}
+    indexes: dict[State, list[tuple[int, int]]] = {}
     for row, episode in enumerate(episodes):
         for column, step in enumerate(episode):
             if step is not None:
-                places.setdefault(step.state, []).append((row, column))
-    return places
+                indexes.setdefault(step.state, []).append((row, column))
+    return indexes
 
 
-def _step(episodes: Sequence[Episode], place: tuple[int, int]) -> Step:
-    step = episodes[place[0]][place[1]]
-    assert step is not None, place
+def _step(episodes: Sequence[Episode], index: tuple[int, int]) -> Step:
+    step = episodes[index[0]][index[1]]
+    assert step is not None, index
     return step
 
 
@@ -158,7 +158,7 @@ def _chosen(values: Sequence[Sequence[float]], is_chosen: Sequence[Iterable[bool
 
 
 def _prompts(turns: Sequence[Turn]) -> tuple[list[Ints], list[bool]]:
-    """Each turn's whole prompt, and whether a later turn's prompt holds something that the turn sampled."""
+    """Returns each turn's whole prompt, and whether a later turn's prompt holds something that the turn sampled."""
     prompts: list[Ints] = []
     sequences: list[Ints] = []
     is_continued = [False] * len(turns)

@@ -12,7 +12,7 @@ MAX_HALVINGS = 5  # KL grows with the square of a small step, so that five halvi
 
 
 class Held(NamedTuple):
-    """How far the policy has moved. Example: Held(kl=0.004, share=0.5)"""
+    """The distance that the policy has moved. Example: Held(kl=0.004, share=0.5)"""
 
     kl: float  # KL(before the step || now) in nats per token, over the tokens of the update; NaN: it has none
     share: float  # share of the update that was kept; 1: it was within the bound
@@ -43,5 +43,5 @@ def hold(
 
 
 def _is_within(kl: float, bound: float) -> bool:
-    """An infinite KL is not within any bound; one over no tokens is NaN, and is."""
+    """Returns whether the KL is within the bound, as NaN is, which is one over no tokens."""
     return math.isnan(kl) or kl <= bound

@@ -1,4 +1,4 @@
-"""A user's own algorithm: a class of their file, with its answers checked and its errors told with file and line."""
+"""A user's own algorithm: a class of their file; its answers are checked, and its errors name file and line."""
 
 import contextlib
 import math
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 
 class UserAlgorithm(Algorithm):
-    """Calls the methods of the user's class. They raise LearnerError: it raised, or gave what cannot be used."""
+    """Calls the methods of the user's class. They raise LearnerError if it raised, or gave what cannot be used."""
 
-    is_pure = False  # it is not known what the user's class does, so it is called for one pack at a time
+    # the user's class may keep the policy, and is called for one pack at a time
+    is_pure, reads_policy = False, True
 
     def __init__(self, entry: str, options: Mapping[str, Any], directory: Path) -> None:
-        """Raises UsageError: `entry` cannot be loaded, is no Algorithm, or does not take `options`."""
+        """Raises UsageError if `entry` cannot be loaded, is no Algorithm, or does not take `options`."""
         self._entry, self._root = entry, directory.resolve()
         kind = resolve(entry, base=directory)
         if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
@@ -33,7 +34,7 @@ class UserAlgorithm(Algorithm):
         try:
             self._own = kind(**options)
         except Exception as error:  # the boundary to the user's class
-            raise UsageError(f"{entry}: {self._told(error)}") from error
+            raise UsageError(f"{entry}: {self._described(error)}") from error
         self.is_scaled, self.compares_states = bool(self._own.is_scaled), bool(self._own.compares_states)
 
     def bind(self, policy: "Reader", directory: Path) -> None:
@@ -74,9 +75,9 @@ class UserAlgorithm(Algorithm):
         try:
             yield
         except Exception as error:  # the boundary to the user's class
-            raise LearnerError(f"{self._entry}: {method}: {self._told(error)}") from error
+            raise LearnerError(f"{self._entry}: {method}: {self._described(error)}") from error
 
-    def _told(self, error: Exception) -> str:
+    def _described(self, error: Exception) -> str:
         place = place_of(error, self._root)
         return describe(error) + (f" ({place})" if place else "")
 

@@ -139,7 +139,7 @@ class VllmHost:
     def __init__(self, base: Base, config: VllmEngineConfig, limits: BackendLimits, logs: Path) -> None:
         """Raises EngineError: no such Python, or a setting that this machine cannot have."""
         spec = _spec(base, limits)
-        if not config.urls:
+        if config.base_url is None:
             config = _with_room(config, spec, limits)
         self.num_open = int(str(config.args.get("max-loras") or limits.samplers))
         self._base, self._copies, self._numbers = base, logs / "copies", itertools.count(1)

@@ -1,0 +1,43 @@
+"""GAGPO, an experiment: an advantage for each turn, from the group's mean returns in equal states."""
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from art_cli.config.sections.base_config import UnitInterval
+from art_cli.config.sections.loss_config import ClippedLossConfig, ScaledLossConfig
+from art_cli.learners.algorithms.credit import rewards_of
+from art_cli.learners.algorithms.preset import ClippedPreset
+from art_cli.learners.algorithms.step_credit import episodes_of, grouped_gae, normalized, turn_credit
+from art_cli.learners.token_weights import Credit
+from art_cli.runs.trajectory import ScoredTrajectory, has_signal
+
+
+class GagpoConfig(ScaledLossConfig, ClippedLossConfig):
+    """GAGPO (Zhu et al. 2026, arXiv:2605.13217): GAE over turns; a state's value is the group's mean return there."""
+
+    compares_states: ClassVar[bool] = True
+
+    name: Literal["gagpo"]
+    gamma: UnitInterval = 0.95
+    """Discount per turn: with k turns still to come, a reply's return is gamma^k times the reward."""
+    gae_lambda: UnitInterval = 0.95
+    """The reach of a change of value over the replies before it. 0: only the reply before it; 1: all."""
+
+
+class Gagpo(ClippedPreset[GagpoConfig]):
+    """GAGPO: Zhu et al. 2026 (arXiv:2605.13217). The advantages of `grouped_gae` (step_credit.py), and nothing else.
+
+    They are normalized over all steps of the group: minus the mean, divided by the standard deviation. The ratio is
+    each token's; the paper's is the geometric mean over a reply. A group with equal rewards has no signal.
+    """
+
+    section = GagpoConfig
+
+    def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[Credit | float | None]:
+        if not has_signal(rewards_of(group)):
+            return [0.0] * len(group)
+        episodes = episodes_of(group, gamma=self.knobs.gamma)
+        worth = grouped_gae(episodes, gamma=self.knobs.gamma, gae_lambda=self.knobs.gae_lambda)
+        if self.knobs.scale_advantages:
+            worth = normalized(worth, episodes)
+        return [turn_credit(each, own) for each, own in zip(group, worth, strict=True)]

@@ -1,0 +1,68 @@
+"""GDPO, an experiment: a reward in several parts, each normalized within its group."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from art_cli.config.sections.base_config import Float
+from art_cli.config.sections.loss_config import ClippedLossConfig
+from art_cli.learners.algorithms.credit import advantages, scale_over_step, weighted_sum
+from art_cli.learners.algorithms.preset import ClippedPreset
+from art_cli.runs.outcome import MAX_NUMBER
+from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.runtime.errors import LearnerError
+
+
+class GdpoConfig(ClippedLossConfig):
+    """GDPO (Liu et al. 2026, arXiv:2601.05242): a reward in several parts, each normalized within its group."""
+
+    name: Literal["gdpo"]
+    reward_parts: dict[str, Float] = Field(min_length=1)
+    """The weight of each part: {win: 1.0, brevity: 0.2}. A name is one of the rollout's metrics, or `reward`, which is
+    the reward of the rollout or the judge. The reward as such does not count otherwise."""
+
+    @property
+    def takes_noise(self) -> bool:
+        return False
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from super().conflicts()
+        for name, weight in self.reward_parts.items():
+            if weight == 0:
+                yield f"reward_parts.{name}", "a part of weight 0 has no effect; leave it out"
+
+
+class Gdpo(ClippedPreset[GdpoConfig]):
+    """GDPO: Liu et al. 2026, Group reward-Decoupled Normalization (arXiv:2601.05242), section 3.
+
+    Each part of the reward is normalized within its group on its own, A_k = (r_k - mean(r_k)) / std(r_k). The weighted
+    sum over the parts is divided by its standard deviation over the step. Its mean over the step is 0 already, because
+    that of every group is. So a part counts by its weight, whatever its unit and however seldom it differs.
+    """
+
+    section = GdpoConfig
+
+    def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> Sequence[Sequence[float | None]]:
+        return scale_over_step([self._sum_of_parts(group) for group in groups])
+
+    def _sum_of_parts(self, group: Sequence[ScoredTrajectory]) -> list[float]:
+        """Returns [G] the weighted sum of the parts, each normalized within the group."""
+        weights = self.knobs.reward_parts
+        parts = [advantages([_part(trajectory, name) for trajectory in group], scale=True) for name in weights]
+        return weighted_sum(parts, list(weights.values()))
+
+
+def _part(trajectory: ScoredTrajectory, name: str) -> float:
+    """Returns a part of the trajectory's reward: the metric of that name, or the reward itself as `reward`."""
+    value = trajectory.reward if name == "reward" else trajectory.metrics.get(name)
+    if value is None:
+        there_are = ", ".join(map(repr, trajectory.metrics)) or "none"
+        raise LearnerError(
+            f"trajectory {trajectory.id}: no metric {name!r}, which loss.reward_parts names; it has: {there_are}. "
+            "The rollout returns them as Outcome(metrics=...)"
+        )
+    if not math.isfinite(value) or abs(value) > MAX_NUMBER:
+        raise LearnerError(f"trajectory {trajectory.id}: its metric {name!r} is {value:g}, which cannot be a reward")
+    return value

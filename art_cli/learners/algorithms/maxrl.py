@@ -1,0 +1,41 @@
+"""MaxRL, an experiment: rewards are compared with the mean of their group by division."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from art_cli.config.sections.loss_config import ClippedLossConfig
+from art_cli.learners.algorithms.credit import over_mean, rewards_of
+from art_cli.learners.algorithms.preset import ClippedPreset
+from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.runtime.errors import LearnerError
+
+
+class MaxrlConfig(ClippedLossConfig):
+    """MaxRL (Tajwar et al. 2026, arXiv:2602.02710): advantages are divided by the group's mean reward, so that a
+    scenario counts the more the seldomer it is solved. For rewards of at least 0."""
+
+    name: Literal["maxrl"]
+
+
+class Maxrl(ClippedPreset[MaxrlConfig]):
+    """MaxRL: Tajwar et al. 2026, Maximum Likelihood Reinforcement Learning (arXiv:2602.02710).
+
+    A_i = (r_i - mean(r)) / mean(r), and 0 where the mean is 0. For rewards of 0 and 1 its gradient is an unbiased
+    estimate of a lower order of the gradient of log p, with p the probability of success; RL's is that of p. So a
+    scenario counts the more the seldomer it is solved. The paper's rewards are 0 and 1; here any of at least 0.
+
+    The estimate is a mean over all scenarios, those never solved too: `loss.mean_over=all`. It adds up the tokens of an
+    attempt; here the sum over all attempts is divided by the number of their tokens, as GRPO's.
+    """
+
+    section = MaxrlConfig
+
+    def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:
+        rewards = rewards_of(group)
+        for trajectory, reward in zip(group, rewards, strict=True):
+            if reward < 0:
+                raise LearnerError(
+                    f"trajectory {trajectory.id}: its reward is {reward:g}; loss 'maxrl' divides by the mean reward of "
+                    "a group and takes no negative ones: add a constant to the rewards, or choose another loss"
+                )
+        return over_mean(rewards)

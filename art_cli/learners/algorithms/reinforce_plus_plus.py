@@ -1,0 +1,35 @@
+"""REINFORCE++, an experiment: rewards are compared with those of the whole step."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from art_cli.config.sections.loss_config import ClippedLossConfig
+from art_cli.learners.algorithms.credit import advantages, rewards_of, scale_over_step
+from art_cli.learners.algorithms.preset import ClippedPreset
+from art_cli.runs.trajectory import ScoredTrajectory
+
+
+class ReinforcePlusPlusConfig(ClippedLossConfig):
+    """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): rewards are normalized over all trajectories of the step."""
+
+    name: Literal["reinforce++"]
+    baseline: bool = False
+    """true: the group's mean is subtracted before (REINFORCE++ w/ baseline)."""
+
+
+class ReinforcePlusPlus(ClippedPreset[ReinforcePlusPlusConfig]):
+    """REINFORCE++: Hu et al. 2025 (arXiv:2501.03262), and with `baseline` its variant REINFORCE++ w/ baseline.
+
+    A_i = (r_i - mean) / std over all trajectories of the step; with `baseline` r_i minus the mean of its group, divided
+    by the standard deviation of these differences over the step. Two deviations from the paper: a trajectory counts
+    once in the step's mean and deviation, not once per token, and the KL is a component of the loss (`loss.kl`, k3),
+    not a part of the reward.
+    """
+
+    section = ReinforcePlusPlusConfig
+
+    def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> Sequence[Sequence[float | None]]:
+        rewards = [rewards_of(group) for group in groups]
+        if self.knobs.baseline:
+            return scale_over_step([advantages(of_group, scale=False) for of_group in rewards])
+        return scale_over_step(rewards)
