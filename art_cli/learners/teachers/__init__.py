@@ -2,19 +2,21 @@
 
 local_teacher.py   a model in this process: a directory, a hub id, a run or a checkpoint
 teacher_server.py  a vLLM server, asked over HTTP
-tinker_teacher.py  a server of the Tinker protocol, asked through the official SDK
 feedback.py        no other model: the policy itself, after it has read what the judge said of the attempt
 vocabulary.py      refuses a teacher that reads other tokens than the policy writes
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Protocol
 
 from art_cli.config.sections.loss_config import TeacherConfig
 from art_cli.learners.packs.logprob_reader import Reader
 from art_cli.learners.samples import Sample
 from art_cli.learners.token_weights import Floats
+
+TINKER_TEACHER = "art_cli.tinker.tinker_teacher:TinkerTeacher"  # a teacher on a server of the Tinker protocol
 
 
 class Teacher(Protocol):
@@ -33,9 +35,8 @@ def make_teacher(config: TeacherConfig, policy: Reader, directory: Path) -> Teac
     Raises UsageError: it cannot be loaded, or its vocabulary is not the policy's; LearnerError: no server answers.
     """
     if config.base_url is not None and config.protocol == "tinker":
-        from art_cli.tinker.tinker_teacher import TinkerTeacher
-
-        return TinkerTeacher(config, directory, ranks=policy.runner.ranks)
+        made: Teacher = resolve_name(TINKER_TEACHER)(config, directory, ranks=policy.runner.ranks)
+        return made
     if config.base_url is not None:
         from art_cli.learners.teachers.teacher_server import ServerTeacher
 

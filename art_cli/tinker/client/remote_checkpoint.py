@@ -17,6 +17,7 @@ import msgspec
 
 from art_cli.runs.durable import newer_schema, write_file
 from art_cli.runs.manifest import MANIFEST, Manifest, new_checkpoint, verify_checkpoint
+from art_cli.runs.run_checkpoints import REMOTE_FILE
 from art_cli.runs.trajectory import SCHEMA_VERSION
 from art_cli.runtime.errors import CheckpointError, RemoteError, one_line
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REMOTE_FILE = "remote.json"
 URL_VARIABLE, KEY_VARIABLE = "TINKER_BASE_URL", "TINKER_API_KEY"
 LEASE_FILE = ".adapter.json"
 HOME = ".fetched"  # directory beside the checkpoints of a run, for what was downloaded
@@ -59,10 +59,6 @@ class RemoteCheckpoint(msgspec.Struct, kw_only=True):
         for path in (self.state, self.sampler):
             if not _PATH.fullmatch(path):
                 raise ValueError(f"{path[:200]!r} is not a path of the Tinker protocol")
-
-
-def is_remote(directory: Path) -> bool:
-    return (directory / REMOTE_FILE).is_file()
 
 
 def read_remote(directory: Path) -> RemoteCheckpoint:
@@ -108,12 +104,10 @@ def read_lease(checkpoints: Path, url: str) -> str | None:
 
 
 def fetched(directory: Path) -> Path:
-    """A directory with the checkpoint's adapter: the checkpoint itself, or the one that it was downloaded to.
+    """Returns the directory that the checkpoint's adapter was downloaded to.
 
     Raises RemoteError: the server cannot be asked; CheckpointError: what it sent is no adapter.
     """
-    if not is_remote(directory):
-        return directory
     place = directory.parent / HOME / directory.name
     remote, manifest = read_remote(directory), verify_checkpoint(directory)
     if (place / MANIFEST).is_file():
