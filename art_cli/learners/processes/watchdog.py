@@ -50,7 +50,7 @@ class Watchdog:
         for name, heard in self._heard.items():
             if self._now - heard > self._hung_s:
                 state = "it lives, and has not moved" if name.startswith("process ") else "nothing has come from it"
-                return f"{name} of the learner's hangs: {state} for {self._hung_s:.0f} s"
+                return f"learner {name} hangs: {state} for {self._hung_s:.0f} s"
         limit = PACK_DEADLINE_S
         if self._longest is not None:
             limit = min(limit, max(PACK_FLOOR_S, TIMES_LONGEST * self._longest))

@@ -11,9 +11,9 @@ dies, they end with it (runtime/processes/supervisor.py).
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
-import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,8 @@ from art_cli.runtime.threads import LoopThread
 
 log = logging.getLogger(__name__)
 
-WORKER = "art_cli.learners.processes.worker"
+LAUNCHER, WORKER = (f"art_cli.learners.processes.{name}" for name in ("launcher", "worker"))
+DEATHS_FILE = ".deaths.json"  # in the directory of the logs
 START_DEADLINE_S = 300.0  # longest wait for every process to connect: Python has started, torch is not imported yet
 # Longest silence of a process that works. A heartbeat comes every second, so this is long enough for a machine that
 # swaps. The first call has START_DEADLINE_S, because it imports torch, during which nothing else runs, from a disk that
@@ -142,11 +143,12 @@ class Workers:
         if place.interface:
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 environment.setdefault(name, place.interface)
+        self._deaths_file().unlink(missing_ok=True)
         with open(self._log(), "wb", opener=owner_only) as file:
             return await ChildProcess.start(
                 [
                     # not c10d's rendezvous, whose store holds a pickle and listens to every network
-                    *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "static"),
+                    *(sys.executable, "-m", LAUNCHER, str(self._deaths_file()), "--rdzv-backend", "static"),
                     *("--nnodes", str(place.nodes), "--node-rank", str(place.node)),
                     *("--master-addr", place.host, "--master-port", str(place.port)),
                     *("--rdzv-conf", f"timeout={START_DEADLINE_S:.0f}", "--local-addr", place.host),
@@ -277,10 +279,14 @@ class Workers:
         if any(each.has_ended for each in self._ends.values() if isinstance(each, _ProcessEnd)):
             here = await self._first_death(name)
             if here[1] != LOST:
-                return ProcessDied(self._told(*here))
+                return ProcessDied(self._describe(*here))
         if (elsewhere := await self._find_cause_elsewhere(calls)) is not None:
             return elsewhere
-        return ProcessDied(f"{self._among(name)} died; {self._again}") if here is None else PeersLost(self._told(*here))
+        return (
+            ProcessDied(f"{self._among(name)} died; {self._again}")
+            if here is None
+            else PeersLost(self._describe(*here))
+        )
 
     async def _find_cause_elsewhere(self, calls: "Calls") -> LearnerError | None:
         """How a node ended, or a process there; None: none of them says so within SETTLE_S."""
@@ -306,34 +312,33 @@ class Workers:
         raise self._death
 
     async def _first_death(self, name: str) -> tuple[str, int | None]:
-        """Which process here died first, and its exit status; `name` and None where the launcher says nothing of it.
+        """Returns the process here that died first, and its exit status; `name` and None if the launcher left none.
 
         The launcher may see several deaths at once. A killed process comes first then, because the others fail when
-        they lose it; those that say so by their exit status come last.
+        they lose it; those with the exit status LOST come last.
         """
         assert self._launcher is not None
-        with contextlib.suppress(TimeoutError):  # the launcher knows how its children died
+        deaths: list[tuple[int, int]] = []
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._launcher.wait(), STOP_DEADLINE_S / 2)
-        _, _, failures = self._log().read_text(errors="replace").rpartition("\nFailures:")
-        others, _, root = failures.partition("Root Cause")
-        deaths = [
-            (int(rank), int(status))
-            for rank, status in re.findall(r"rank\s*: (\d+) .*?\n\s*exitcode\s*: (-?\d+)", root + others)
-        ]
+        with contextlib.suppress(OSError, ValueError):
+            deaths = [(int(rank), int(status)) for rank, status in json.loads(self._deaths_file().read_bytes())]
         deaths.sort(key=lambda death: (death[1] >= 0, death[1] == LOST))
         return (f"process {deaths[0][0]}", deaths[0][1]) if deaths else (name, None)
 
-    def _told(self, name: str, status: int | None) -> str:
-        how = "how is not known" if status is None else describe_end(status)
+    def _describe(self, name: str, status: int | None) -> str:
+        how = "exit status unknown" if status is None else describe_end(status)
         if status == LOST:
             how = "it lost another process"
         log = self._log(name.removeprefix("process ")) if name.startswith("process ") else self._log()
         return f"{self._among(name)} died ({how}); {self._again}{self._last_lines(log)}"
 
     def _among(self, name: str) -> str:
-        """Example: "process 1 of the learner's 4"."""
-        total = self.size if name.startswith("process ") else f"{self._place.nodes} nodes"
-        return f"{name} of the learner's {total}"
+        """Example: "learner process 1 of 4"."""
+        return f"learner {name} of {self.size if name.startswith('process ') else self._place.nodes}"
+
+    def _deaths_file(self) -> Path:
+        return self.logs / DEATHS_FILE
 
     def _log(self, rank: str | None = None) -> Path:
         return self.logs / ("learner.log" if rank is None else f"learner_{rank}.log")
