@@ -133,14 +133,19 @@ class AdapterLearner:
         return clone_trainable(self.weights)
 
     def save(self, directory: Path, *, optimizer: bool) -> None:
-        """Writes adapter and tokenizer, and the optimizer's state if it is wanted."""
+        """Writes adapter and tokenizer, and the optimizer's state if it is wanted. The first process writes."""
         with self.weights.lock:
-            save_weights(self.weights, directory)
-            if optimizer:
-                self.optimizer.save(directory)
+            if self.ranks.rank == 0:
+                save_weights(self.weights, directory)
+                if optimizer:
+                    self.optimizer.save(directory)
+            self.ranks.gather(True, bool)  # the others change no weight before it is written
 
-    def load(self, directory: Path, *, optimizer: bool) -> None:
-        """Continues from what `save` wrote; without `optimizer` with a new optimizer. Drops the gradients."""
+    def load(self, directory: Path, *, optimizer: bool) -> int:
+        """Continues from what `save` wrote; without `optimizer` with a new optimizer. Drops the gradients.
+
+        Returns the number of updates that the adapter has taken.
+        """
         with self.weights.lock:
             load_checkpoint(self.weights, directory)
             self.optimizer.clear()
@@ -148,6 +153,7 @@ class AdapterLearner:
                 self.optimizer.load(directory)
             else:
                 self.optimizer.reset()
+        return self.num_updates
 
     def _run(
         self, samples: list[Sample], data: Sequence[Datum], loss: TokenLoss, settings: Mapping[str, float], back: bool

@@ -13,7 +13,7 @@ from torch.distributed.run import parse_args, run
 
 def main() -> None:
     try:
-        run(parse_args(sys.argv[2:]))
+        run(parse_args(sys.argv[2:]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         deaths = sorted(error.failures.items(), key=lambda failure: failure[1].timestamp)
         Path(sys.argv[1]).write_text(json.dumps([(rank, failure.exitcode) for rank, failure in deaths]))

@@ -11,7 +11,8 @@ import contextlib
 import logging
 import re
 import shutil
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +24,7 @@ from art_cli.learners.processes.nodes.node_address import Address, NodePlace, in
 from art_cli.learners.processes.nodes.node_identity import Identity, identity_of
 from art_cli.learners.processes.nodes.node_secret import VARIABLE, read_secret
 from art_cli.learners.processes.nodes.rendezvous import Introduction, Welcome
+from art_cli.learners.processes.remote_calls import LEARNER, RemoteMethod
 from art_cli.learners.processes.worker import HEARTBEAT_S
 from art_cli.learners.processes.workers import Workers
 from art_cli.runtime import signals
@@ -146,30 +148,6 @@ class JoinedNode:
     def open(self) -> None:
         self._call("open", self._job.model_dump(mode="json"))
 
-    def step(self, groups: str, progress: Progress) -> Any:
-        return self._call("step", {"groups": groups}, progress=progress)
-
-    def write_learned(self) -> None:
-        """Drops the lines that the first node writes."""
-        self._call("write_learned", {"path": str(self._files / "learned.jsonl")})
-
-    def begin_sft(self, examples: list[Json], evaluated: list[Json]) -> Any:
-        return self._call("begin_sft", {"examples": examples, "evaluated": evaluated})
-
-    def take_sft(self, num_updates: int) -> Any:
-        return self._call("take_sft", {"num_updates": num_updates})
-
-    def end_sft(self) -> None:
-        self._call("end_sft", {})
-
-    def score(self, token_ids: list[int], temperature: float) -> Any:
-        return self._call("score", {"token_ids": token_ids, "temperature": temperature})
-
-    def save(self) -> None:
-        """Takes part in gathering a checkpoint, which the first node writes."""
-        self._empty("saved").mkdir()
-        self._call("save", {"directory": str(self._files / "saved")})
-
     def receive(self, name: str, offset: int, data: str) -> None:
         """Writes a part of a file of the checkpoint that `load` reads. Raises LearnerError: no such file can be."""
         if not FILE_NAME.fullmatch(name) or offset < 0:
@@ -180,12 +158,22 @@ class JoinedNode:
             file.seek(offset)
             file.write(base64.b64decode(data, validate=True))
 
-    def load(self) -> None:
-        """Continues from the checkpoint that came."""
+    def __getattr__(self, name: str) -> Callable[..., str]:
+        if name not in LEARNER:
+            raise AttributeError(name)
+        return partial(self._answer, LEARNER[name])
+
+    def _answer(self, method: RemoteMethod[..., Any], given: str = "", progress: Progress | None = None) -> str:
+        """Passes a call of the learner on. A path is one below `files`; what is written there is dropped."""
+        path = self._files / method.path
+        if method.name == "save":
+            self._empty(method.path).mkdir()
         try:
-            self._call("load", {"directory": str(self._files / "loaded")})
+            result: str = self._call(method.name, {"given": method.at(path) if method.path else given}, progress)
         finally:
-            self._empty("loaded")
+            if method.name == "load":
+                self._empty(method.path)
+        return result
 
     async def finish(self, reason: str) -> None:
         """The learner is over."""
@@ -203,7 +191,7 @@ class JoinedNode:
         if self._workers is not None:
             self._workers.close()
 
-    def _call(self, method: str, params: Json, *, progress: Progress | None = None) -> Any:
+    def _call(self, method: str, params: Json, progress: Progress | None = None) -> Any:
         if self._workers is None:
             raise LearnerError(f"{method} came before the processes were started")
         self._is_busy = True

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from art_cli.learners import Progress
+from art_cli.learners.processes.remote_calls import LEARNER
 from art_cli.runtime.errors import ArtError, LearnerError
 from art_cli.runtime.processes.process_calls import CallingEnd, ConnectionEnded, Heartbeat, Json, Message
 
@@ -44,10 +45,10 @@ class NodeEnd:
         self._end.heard = heard
 
     async def call(self, method: str, params: Json, *, progress: Progress | None = None) -> Any:
-        """What the node's processes answer to a call of the learner. Raises as CallingEnd.call does."""
+        """Returns what the node's processes answer to a call of the learner. Raises as CallingEnd.call does."""
         if method == "load":
-            await self._send_files(Path(params["directory"]))
-        elsewhere = method in ("open", "load", "save", "write_learned")  # the node has its own job and directories
+            await self._send_files(LEARNER[method].decode(params["given"])["directory"])
+        elsewhere = method == "open" or LEARNER[method].path  # the node has its own job and directories
         return await self._end.call(method, {} if elsewhere else params, progress=progress)
 
     async def start(self, node: int, port: int) -> None:
