@@ -4,6 +4,7 @@ torch's way to send objects between processes (all_gather_object) pickles them, 
 that the sender put into it. Here the bytes are MessagePack, and they are read as the type that the reader expects.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
@@ -39,6 +40,8 @@ def _as_plain(value: object) -> object:
             return [code, value.shape, value.tobytes()]
     if isinstance(value, Path):
         return str(value.resolve())
+    if isinstance(value, Sequence):
+        return list(value)
     raise NotImplementedError(f"no form for a {type(value).__name__}")
 
 

@@ -15,6 +15,8 @@ class Sums(msgspec.Struct, kw_only=True):
     evaluations: list[tuple[int, float]] = []  # (optimizer steps taken before it, loss in nats per token)
     train_s: float = 0.0
     eval_s: float = 0.0
+    # a server's path of the weights of the lowest evaluation loss, or None if not kept; unset without a server
+    best: str | None | msgspec.UnsetType = msgspec.UNSET
 
     def add_update(
         self, loss: float, norm: float, *, trained: int, computed: int, epoch_updates: int, seconds: float
