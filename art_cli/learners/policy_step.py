@@ -32,7 +32,7 @@ class Pass(NamedTuple):
 
     number: int  # index of the optimizer step among those of all epochs
     statistics: StepStatistics
-    record: StepRecord | None = None  # None: the optimizer step is not recorded
+    record: StepRecord | None = None  # None if the optimizer step is not recorded
     done: Callable[[], None] = lambda: None  # called once for each of its passes
 
 
@@ -55,7 +55,7 @@ class Gradients(Protocol[Update, Sent, Applied]):
     def forward(self, update: Update, statistics: StepStatistics, *, is_first: bool) -> Update:
         """Returns the update with logprobs at the weights before the step, if its loss will need them.
 
-        `is_first` says that it is taken once and before all others, so that `backward` runs at these weights.
+        `is_first` means that it is taken once and before all others, so that `backward` runs at these weights.
         """
 
     def backward(self, update: Update, at: Pass) -> Sent:

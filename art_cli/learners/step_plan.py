@@ -16,7 +16,7 @@ from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
 
 
 class PlannedStep(NamedTuple):
-    """What a step trains on."""
+    """The samples of a step, divided."""
 
     batch: StepSamples
     parts: list[list[Sample]]  # the samples of each optimizer step
@@ -31,7 +31,7 @@ def plan_step(
     train: TrainConfig,
     record: StepRecord | None = None,
 ) -> PlannedStep:
-    """The plan of a step on these groups. `record` notes which tokens are masked."""
+    """Returns the plan of a step on these groups. `record` notes which tokens are masked."""
     batch = make_step_samples(groups, algorithm, kl=loss.kl, echo=loss.echo)
     parts = split_by_update(batch.groups, train.updates_per_step)
     if loss.clip_cov is not None:
@@ -55,10 +55,10 @@ def advantages_again(
     max_tokens: int,
     directory: Path,
 ) -> LearnedTrajectory | None:
-    """What a step says of that trajectory before any model runs: no logprobs and no loss.
+    """Returns the line of that trajectory before any model runs: no logprobs and no loss.
 
-    None: the algorithm's credit needs a model. `max_tokens` is the length limit of one reply; a user's algorithm is
-    relative to `directory`.
+    Returns None if the algorithm's credit needs a model. `max_tokens` is the length limit of one reply; a user's
+    algorithm is relative to `directory`.
     """
     algorithm = build_algorithm(loss, max_tokens=max_tokens, directory=directory)
     if type(algorithm).bind is not Algorithm.bind:

@@ -49,7 +49,7 @@ class _Mean(msgspec.Struct):
 class StepStatistics(msgspec.Struct):
     """The counts and means of one step, over its packs and optimizer steps."""
 
-    # ids of trajectories that older policies sampled, whose gap says nothing of drift
+    # ids of trajectories that older policies sampled, whose gap is no sign of drift
     replayed: frozenset[str] = frozenset()
     num_samples: int = 0
     tokens_flat: int = 0

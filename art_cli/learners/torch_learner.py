@@ -56,7 +56,7 @@ RNG_FILE = "rng.safetensors"
 
 
 class TorchLearner:
-    """The Learner of `learner: torch` and `learner: unsloth`. The protocol says what its methods promise."""
+    """The Learner of `learner: torch` and `learner: unsloth`. The protocol has the promises of its methods."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class TorchLearner:
     ) -> None:
         """`sampling_max_tokens` is the length limit of one reply; a user's algorithm is relative to `directory`.
 
-        `ranks` are the processes that share the work; None: this one alone. Raises LearnerError: a KL term without an
-        adapter to switch off; UsageError: a user's algorithm that cannot be loaded.
+        `ranks` are the processes that share the work, or None if this one is alone. Raises LearnerError for a KL term
+        without an adapter to switch off; UsageError if a user's algorithm cannot be loaded.
         """
         if loss.kl > 0 and not weights.has_adapter:
             raise LearnerError("loss.kl needs a reference policy, the model without its adapter: set model.lora")
@@ -105,7 +105,7 @@ class TorchLearner:
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
         """Takes one policy step. After any failure every weight is what it was before.
 
-        Raises LearnerError: a loss that is not finite, or out of memory; DriftError: engine and learner hold different
+        Raises LearnerError if a loss is not finite or memory runs out; DriftError if engine and learner hold different
         weights (contract 2).
         """
         bonus = self._entropy_bonus()
@@ -180,7 +180,7 @@ class TorchLearner:
         self.warm_up = None
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        """[L - 1] logprobs in nats of each token after the first. Temperature 0 counts as 1."""
+        """Returns [L - 1] logprobs in nats of each token after the first. Temperature 0 counts as 1."""
         ids = np.asarray(token_ids, dtype=np.int64)
         if len(ids) < 2:
             return []
@@ -206,7 +206,7 @@ class TorchLearner:
     def load(self, directory: Path) -> None:
         """Continues from a checkpoint directory; one with weights alone starts a new optimizer.
 
-        Raises CheckpointError: no weights there, or another model's.
+        Raises CheckpointError if there are no weights, or another model's.
         """
         with self.weights.lock:
             load_checkpoint(self.weights, directory, part=self.ranks.part)
@@ -223,16 +223,16 @@ class TorchLearner:
                 self.warm_up.load(directory)
 
     def start(self) -> None:
-        """Nothing to start, because there is no other process."""
+        """Does nothing, because there is no other process."""
 
     def check(self) -> None:
-        """Nothing to check, because no other process is needed."""
+        """Does nothing, because there is no other process."""
 
     def close(self) -> None:
-        """Nothing to close, because there is no other process."""
+        """Does nothing, because there is no other process."""
 
     def _entropy_bonus(self) -> float | None:
-        """The reward of a nat of entropy in the present step; None: the loss has no floor."""
+        """Returns the reward of a nat of entropy in the present step, or None if the loss has no floor."""
         return None if self.loss.entropy_floor is None else self.optimizer.counts.entropy.bonus
 
     # --- the updates of a step ----------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ class TorchLearner:
         statistics.grad_clips.append(min(norm, limit))
 
     def _moves_policy(self, update: Update) -> bool:
-        """Whether the update says anything to the policy. Where all advantages are zero, only the critic may learn."""
+        """Returns whether the update moves the policy. If all advantages are zero, only the critic may learn."""
         in_policy = any(update.counts[component].tokens for component in (POLICY, CROSS_ENTROPY, REFERENCE_KL))
         return in_policy or (self.critic is not None and self.critic.head.moves_trunk)
 
@@ -316,7 +316,7 @@ class TorchLearner:
 
     @contextlib.contextmanager
     def _running(self, sample: Sample, *, batch: Sequence[Sample] = ()) -> Iterator[None]:
-        """Holds the weights inside the block. Running out of memory becomes a LearnerError that says what to do."""
+        """Holds the weights inside the block. Running out of memory becomes a LearnerError with its cure."""
         with self._naming_memory(), self.weights.lock:
             self.packing.probe(sample)
             if batch:
@@ -326,7 +326,7 @@ class TorchLearner:
 
     @contextlib.contextmanager
     def _naming_memory(self) -> Iterator[None]:
-        """Running out of memory inside the block becomes a LearnerError that says what to do."""
+        """Turns running out of memory inside the block into a LearnerError with its cure."""
         try:
             yield
         except RuntimeError as error:
@@ -339,7 +339,7 @@ class TorchLearner:
 
     @contextlib.contextmanager
     def _changing_weights(self, sample: Sample, *, batch: Sequence[Sample] = ()) -> Iterator[None]:
-        """As `_running`. Afterwards there are no gradients, and a new version of the weights invalidates caches."""
+        """Does the same as `_running`. Afterwards there are no gradients, and a new version invalidates caches."""
         with self._running(sample, batch=batch):
             try:
                 yield

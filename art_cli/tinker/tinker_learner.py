@@ -69,7 +69,7 @@ class _Applied(NamedTuple):
 
 
 class TinkerLearner:
-    """The Learner of `learner: tinker`. The protocol says what its methods promise. Failures raise RemoteError too."""
+    """The Learner of `learner: tinker`. Failures raise RemoteError too."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class TinkerLearner:
         sampling_max_tokens: int = 1024,
         directory: Path = Path(),
     ) -> None:
-        """Raises RemoteError: the key of the server is not there."""
+        """Raises RemoteError if the key of the server is missing."""
         self.policy, self.train_config, self.loss, self.sft_config = policy, train, loss, sft
         self.algorithm = build_algorithm(loss, max_tokens=sampling_max_tokens, directory=directory)
         self.server_loss = server_loss(loss)
@@ -122,7 +122,7 @@ class TinkerLearner:
     @contextlib.contextmanager
     def taking(self, plan: PlannedStep) -> Iterator[float]:
         _check_temperatures(plan)
-        assert self.trainer.client is not None  # a saved one says how many steps were taken
+        assert self.trainer.client is not None  # a saved one has the number of steps taken
         try:
             yield self._rate
         except BaseException:
@@ -211,7 +211,7 @@ class TinkerLearner:
         at.statistics.losses.append(total)
 
     def _numbers_of(self, each: WeightedSample) -> dict[str, Floats]:
-        """The numbers of the sample's tokens in policy, with the share apart where the server takes it."""
+        """Returns the numbers of the sample's tokens in policy, with the share apart where the server takes it."""
         if not self.trainer.takes_shares:
             return {"advantages": each.advantages, "logprobs": each.old}
         shares = np.full(len(each.old), each.share)
@@ -230,7 +230,7 @@ class TinkerLearner:
         return _Sent(update.samples, passes)
 
     def _send_slopes(self, update: list[WeightedSample], new: list[Floats]) -> Any:
-        """The second of two passes: the slope of the loss by each token's logprob, as a weight of cross_entropy."""
+        """Sends the second of two passes: the slope of the loss by each logprob, as a weight of cross_entropy."""
         data = []
         for each, logprobs in zip(update, new, strict=True):
             weights, inside = np.nan_to_num(each.imitation), each.in_policy
@@ -241,7 +241,7 @@ class TinkerLearner:
         return self.trainer.client.forward_backward(data, "cross_entropy")
 
     def _logprobs(self, sent: _Sent) -> list[Floats]:
-        """[N] the logprobs of each sample's targets at the weights that the gradient was computed with."""
+        """Returns [N] the logprobs of each sample's targets at the weights that the gradient was computed with."""
         by_sample: dict[int, Floats] = {}
         for part, future in sent.passes:
             answer = self.trainer.wait(future, "forward_backward")
@@ -252,7 +252,7 @@ class TinkerLearner:
     # --- the warm-up --------------------------------------------------------------------------------------------------
 
     def begin_sft(self, examples: Sequence[dict[str, Any]], evaluated: Sequence[dict[str, Any]] = ()) -> int:
-        """The number of optimizer steps to come. Raises LearnerError: no examples, or one that cannot be trained on."""
+        """Returns the number of optimizer steps. Raises LearnerError if there is no example, or a bad one."""
         assert self.sft_config is not None, "sft needs an sft section"
         tokenizer = load_tokenizer(self.policy.base)
         if self.policy.chat_template is not None:
@@ -285,7 +285,7 @@ class TinkerLearner:
     # --- other methods of the protocol --------------------------------------------------------------------------------
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        """[L - 1] logprobs in nats of each token after the first. Raises LearnerError: a temperature other than 1."""
+        """Returns [L - 1] logprobs in nats of each token after the first. Raises LearnerError at temperatures but 1."""
         if temperature not in (0.0, 1.0):
             raise LearnerError(f"a server of the Tinker protocol has no logprobs at temperature {temperature:g}")
         ids = np.asarray(token_ids, dtype=np.int64)
@@ -306,7 +306,7 @@ class TinkerLearner:
             (directory / TEMPLATE_FILE).write_text(self.policy.chat_template, encoding="utf-8")
 
     def load(self, directory: Path) -> None:
-        """Continues from what `save` wrote, also on another machine. Raises CheckpointError: no such file there."""
+        """Continues from what `save` wrote, also on another machine. Raises CheckpointError if the file is missing."""
         self._is_shared = False
         self.trainer.drop()
         saved = read_remote(directory)
@@ -316,10 +316,10 @@ class TinkerLearner:
             self.warm_up.load(directory)
 
     def start(self) -> None:
-        """Nothing to start, because the server runs."""
+        """Does nothing, because the server runs."""
 
     def check(self) -> None:
-        """Nothing to check: a wait for the server ends by itself when the server is gone."""
+        """Does nothing, because a wait for the server ends by itself when the server is gone."""
 
     def close(self) -> None:
         self.trainer.close()

@@ -67,7 +67,7 @@ def join(device: torch.device, deadline_s: float) -> None:
 
 
 def device_of(name: str) -> torch.device:
-    """The CPU, which all processes share, or a GPU of this process's own. Raises LearnerError: not enough of them."""
+    """Returns the CPU, which all processes share, or this process's GPU. Raises LearnerError if there are too few."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     size, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()

@@ -21,12 +21,12 @@ NUMBERS: dict[type, dict[bytes, np.dtype[Any]]] = {
 
 
 def encode(value: object) -> bytes:
-    """The record's bytes. Its arrays have numbers of NUMBERS."""
+    """Returns the record's bytes. Its arrays have numbers of NUMBERS."""
     return msgspec.msgpack.encode(value, enc_hook=_as_plain)
 
 
 def decode(data: bytes, kind: type[Value]) -> Value:
-    """The record of that type. Raises ValueError: the bytes are no such record."""
+    """Returns the record of that type. Raises ValueError if the bytes are no such record."""
     value: Value = msgspec.msgpack.decode(data, type=kind, dec_hook=_from_plain)
     return value
 
@@ -46,7 +46,7 @@ def _as_plain(value: object) -> object:
 
 
 def _from_plain(kind: Any, given: object) -> object:
-    """`kind` is Path, or an array's type with that of its numbers: NDArray[np.float64] or NDArray[np.int64]."""
+    """Returns the value. `kind` is Path, or an array's type with that of its numbers, as NDArray[np.int64]."""
     if kind is Path and isinstance(given, str):
         return Path(given)
     if get_origin(kind) is not np.ndarray:

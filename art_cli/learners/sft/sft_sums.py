@@ -39,14 +39,14 @@ class Sums(msgspec.Struct, kw_only=True):
         return is_best
 
     def is_done(self, num_updates: int, *, patience: int | None) -> bool:
-        """Whether all updates are taken, or the evaluation loss has not fallen for `patience` evaluations."""
+        """Returns whether all updates are taken, or the evaluation loss has not fallen for `patience` evaluations."""
         losses, is_last = [loss for _, loss in self.evaluations], self.num_updates >= num_updates
         if patience is None or not losses:
             return is_last
         return is_last or len(losses) - 1 - losses.index(min(losses)) >= patience
 
     def numbers(self, *, epoch_updates: int, patience: int | None, is_done: bool) -> dict[str, float]:
-        """The numbers so far. `loss` is the mean over the current epoch, `loss_first` the loss of the first update.
+        """Returns the numbers so far. `loss` is the mean over the current epoch, `loss_first` that of the first update.
 
         `eval_loss` is the newest evaluation's; of a warm-up with `patience` that is done, the best one's, whose weights
         are kept.

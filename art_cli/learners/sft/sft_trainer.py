@@ -69,7 +69,7 @@ class Sft(ABC):
         """Goes on from the kept weights, if there are any."""
 
     def _begin(self) -> None:  # noqa: B027
-        """Called before the first evaluation and update."""
+        """Prepares the first evaluation and update."""
 
     def _save_state(self, directory: Path) -> None:  # noqa: B027
         """Writes the state that sums.json does not hold."""
@@ -126,7 +126,7 @@ class Sft(ABC):
             self._load_state(path)
         except CheckpointError:
             raise
-        except Exception as error:  # safetensors has errors of its own
+        except Exception as error:  # safetensors raises other errors
             raise CheckpointError(f"{path}: {one_line(error)}") from error
 
     def _take_until(self, end: int) -> None:

@@ -23,16 +23,16 @@ class Teacher(Protocol):
     """A model with the policy's vocabulary."""
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        """[N] of each sample: log p of its targets, in nats, at the temperatures that they were sampled with.
+        """Returns [N] of each sample: log p of its targets, in nats, at the temperatures that they were sampled with.
 
-        All processes of a learner call it with the same samples. Raises LearnerError: it cannot be asked.
+        All processes of a learner call it with the same samples. Raises LearnerError if it cannot be asked.
         """
 
 
 def make_teacher(config: TeacherConfig, policy: Reader, directory: Path) -> Teacher:
-    """The teacher of that section; a model's path is relative to `directory`.
+    """Returns the teacher of that section; a model's path is relative to `directory`.
 
-    Raises UsageError: it cannot be loaded, or its vocabulary is not the policy's; LearnerError: no server answers.
+    Raises UsageError if it cannot be loaded or its vocabulary is not the policy's; LearnerError if no server answers.
     """
     if config.base_url is not None and config.protocol == "tinker":
         made: Teacher = resolve_name(TINKER_TEACHER)(config, directory, ranks=policy.runner.ranks)

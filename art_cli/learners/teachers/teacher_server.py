@@ -56,7 +56,7 @@ class _Tokens(msgspec.Struct):
 
 
 class _Failed(Exception):
-    """A request that was not answered. `status` None: no answer came."""
+    """A request that failed. `status` is None if no answer came."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -86,7 +86,7 @@ class ServerTeacher:
         return divided(samples, self._ranks, lambda mine: threads.run(self._read(mine)))
 
     async def _read(self, samples: Sequence[Sample]) -> list[Floats]:
-        """[N] of each sample. A sequence that several samples have is asked for once."""
+        """Returns [N] of each sample. A sequence that several samples have is asked for once."""
         sequences = {sample.token_ids.tobytes(): sample.token_ids.tolist() for sample in samples}
         slots = asyncio.Semaphore(self._config.concurrency)
         async with open_session(self._url, self._headers) as session:
@@ -102,7 +102,7 @@ class ServerTeacher:
         return [found[sample.token_ids.tobytes()][sample.targets] for sample in samples]
 
     async def _score(self, session: aiohttp.ClientSession, token_ids: list[int]) -> Floats:
-        """[L] the logprob of each token given those before it; NaN for the first."""
+        """Returns [L] the logprob of each token given those before it; NaN for the first."""
         body = {"model": self._config.model, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": 0}
         answer = await self._ask(session, f"{self._url}/completions", body, _Completion)
         given = answer.choices[0].prompt_logprobs if answer.choices else None
@@ -133,7 +133,7 @@ class ServerTeacher:
     async def _ask(
         self, session: aiohttp.ClientSession, url: str, body: Any, kind: type[Answer], *, is_needed: bool = True
     ) -> Answer:
-        """The answer, asked for again while the failure may pass.
+        """Returns the answer, asked for again while the failure may pass.
 
         Raises LearnerError: it does not pass; _Failed: there is no such address, and the answer is not `is_needed`.
         """

@@ -26,7 +26,7 @@ def check_vocabulary(teacher: Any, own: Any, name: str) -> None:
 
 
 def probe_text(own: Any) -> str:
-    """A text that shows whether a server's tokenizer is this one, special tokens included."""
+    """Returns a text that shows whether a server's tokenizer is this one, special tokens included."""
     return PROBE + "".join(map(str, own.all_special_tokens))
 
 

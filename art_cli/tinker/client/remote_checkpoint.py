@@ -1,4 +1,4 @@
-"""RemoteCheckpoint: remote.json in a checkpoint directory, which says where a server keeps the weights.
+"""RemoteCheckpoint: remote.json in a checkpoint directory, which names the server's paths of the weights.
 
 The directory has the usual manifest, so that it is proven whole as any other. Where the weights are needed here, to
 serve or to export them, `fetched` downloads the adapter once, to a checkpoint beside.
@@ -62,7 +62,7 @@ class RemoteCheckpoint(msgspec.Struct, kw_only=True):
 
 
 def read_remote(directory: Path) -> RemoteCheckpoint:
-    """Raises CheckpointError: no remote.json, or one that cannot be read."""
+    """Returns remote.json. Raises CheckpointError if there is none, or it cannot be read."""
     try:
         found = msgspec.json.decode((directory / REMOTE_FILE).read_bytes(), type=RemoteCheckpoint)
     except FileNotFoundError:
@@ -95,7 +95,7 @@ def write_lease(checkpoints: Path, url: str, model_id: str) -> None:
 
 
 def read_lease(checkpoints: Path, url: str) -> str | None:
-    """The id of the adapter that a process before this one trained on that server; None: there is none."""
+    """Returns the id of the adapter that a process before this one trained on that server, or None if there is none."""
     try:
         lease = msgspec.json.decode((checkpoints / LEASE_FILE).read_bytes(), type=_Lease)
     except (OSError, ValueError, RecursionError):
@@ -106,7 +106,7 @@ def read_lease(checkpoints: Path, url: str) -> str | None:
 def fetched(directory: Path) -> Path:
     """Returns the directory that the checkpoint's adapter was downloaded to.
 
-    Raises RemoteError: the server cannot be asked; CheckpointError: what it sent is no adapter.
+    Raises RemoteError if the server cannot be asked; CheckpointError if its files are no adapter.
     """
     place = directory.parent / HOME / directory.name
     remote, manifest = read_remote(directory), verify_checkpoint(directory)
@@ -122,7 +122,7 @@ def fetched(directory: Path) -> Path:
     kept = Manifest(
         step=manifest.step,
         base=str(base.resolve()) if base.is_dir() else manifest.base,
-        config_hash=remote.sampler,  # says what was downloaded, because a fetched checkpoint trains nothing
+        config_hash=remote.sampler,  # records what was downloaded, because a fetched checkpoint trains nothing
         dtype=manifest.dtype,
     )
     with new_checkpoint(place, kept) as made:
@@ -133,7 +133,7 @@ def fetched(directory: Path) -> Path:
 
 
 def _server_of(directory: Path, remote: RemoteCheckpoint) -> "RemoteServer":
-    """The server to download from. A checkpoint may be a stranger's, so a key goes only where the user says.
+    """Returns the server to download from. A checkpoint may be a stranger's: a key goes only where the user sends it.
 
     The checkpoint names the variable that holds it. What is there is sent only if it looks like a key of this protocol.
     """
@@ -184,9 +184,9 @@ def _download(server: "RemoteServer", path: str, directory: Path) -> None:
 
 
 def name_targets(directory: Path) -> None:
-    """Writes which layers the adapter is on, where its configuration does not say it, as SkyRL's does not.
+    """Writes the layers of the adapter, if its configuration lacks them, as SkyRL's does.
 
-    Raises CheckpointError: files that are no adapter.
+    Raises CheckpointError if the files are no adapter.
     """
     from safetensors import SafetensorError, safe_open
 

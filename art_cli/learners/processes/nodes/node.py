@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 DIAL_DEADLINE_S = 10.0  # longest wait for one connection
 DIAL_EVERY_S = 0.5
-REMIND_S = 30.0  # how often a line says that nothing answers yet
+REMIND_S = 30.0  # interval of the line that nothing answers yet
 ADMISSION_DEADLINE_S = 60.0
 WATCH_EVERY_S = 1.0
 FILE_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/){0,2}[A-Za-z0-9][\w.-]*\.(safetensors|json)", re.ASCII)
@@ -47,8 +47,8 @@ FILE_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/){0,2}[A-Za-z0-9][\w.-]*\.(safetens
 async def join(job: Job, *, files: Path, logs: Path, wait_s: float) -> None:
     """Returns when the learner is closed. `files` is a directory for the checkpoints that come.
 
-    Raises LearnerError: the first node refuses this one, did not answer within `wait_s`, or the learner failed;
-    UsageError: no secret; Interrupted: a signal came.
+    Raises LearnerError if the first node refuses this one or does not answer within `wait_s`, or the learner failed;
+    UsageError without a secret; Interrupted if a signal came.
     """
     assert job.learner.rendezvous is not None, "checked by the configuration"
     address = Address.parse(job.learner.rendezvous)
@@ -82,7 +82,7 @@ class _First(NamedTuple):
 
 
 async def _meet(address: Address, secret: bytes, identity: Identity, wait_s: float) -> _First:
-    """The first node, which has admitted this one. Raises LearnerError: it refuses, or nothing answers in time."""
+    """Returns the first node, which has admitted this one. Raises LearnerError if it refuses or does not answer."""
     loop = asyncio.get_running_loop()
     deadline, reminder = loop.time() + wait_s, loop.time() + REMIND_S
     while True:
@@ -131,7 +131,9 @@ class JoinedNode:
     """Answers the first node. Its public methods are called with what comes from the network."""
 
     def __init__(self, job: Job, place: NodePlace, *, files: Path, logs: Path) -> None:
-        self.end: str | None = None  # why the learner ended; "": it was closed; None: the first node has not said
+        self.end: str | None = (
+            None  # why the learner ended; "" if it was closed, None if the first node has sent nothing
+        )
         self._job, self._place, self._files, self._logs = job, place, files, logs
         self._workers: Workers | None = None
         self._is_busy = False  # a call is running, which notices deaths itself
@@ -149,7 +151,7 @@ class JoinedNode:
         self._call("open", self._job.model_dump(mode="json"))
 
     def receive(self, name: str, offset: int, data: str) -> None:
-        """Writes a part of a file of the checkpoint that `load` reads. Raises LearnerError: no such file can be."""
+        """Writes a part of a file of the checkpoint that `load` reads. Raises LearnerError if no such file can be."""
         if not FILE_NAME.fullmatch(name) or offset < 0:
             raise LearnerError(f"no file of a checkpoint: {printable(name, limit=80)}")
         path = self._files / "loaded" / name
@@ -176,7 +178,7 @@ class JoinedNode:
         return result
 
     async def finish(self, reason: str) -> None:
-        """The learner is over."""
+        """Notes that the learner is over, and why."""
         self.end = printable(reason, limit=2000)
 
     async def watch(self, interrupted: asyncio.Event) -> None:
@@ -187,7 +189,7 @@ class JoinedNode:
                 await asyncio.to_thread(self._workers.check)
 
     def close(self) -> None:
-        """No process is left here."""
+        """Ends all processes here."""
         if self._workers is not None:
             self._workers.close()
 
@@ -201,7 +203,7 @@ class JoinedNode:
             self._is_busy = False
 
     def _empty(self, name: str) -> Path:
-        """A place for a directory, where none is."""
+        """Returns a place for a directory, where none is."""
         shutil.rmtree(self._files / name, ignore_errors=True)
         return self._files / name
 
@@ -218,7 +220,7 @@ def _interrupts() -> Iterator[asyncio.Event]:
 
 
 async def _or_interrupt(work: Awaitable[Result], interrupted: asyncio.Event) -> Result:
-    """The result of `work`. Raises Interrupted: a signal came before it."""
+    """Returns the result of `work`. Raises Interrupted if a signal came before it."""
     working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(interrupted.wait())
     try:
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
