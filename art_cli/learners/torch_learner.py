@@ -41,7 +41,7 @@ from art_cli.learners.schedule import warm_up_settings
 from art_cli.learners.sft.examples import example_samples
 from art_cli.learners.sft.sft_batches import plan_batches
 from art_cli.learners.sft.torch_sft import TorchSft
-from art_cli.learners.step_plan import PlannedStep, plan_step
+from art_cli.learners.step_plan import PlannedStep
 from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY, REFERENCE_KL
 from art_cli.learners.training_record import StepRecord
@@ -123,29 +123,6 @@ class TorchLearner:
         if metrics.num_updates and bonus is not None:
             numbers |= {"entropy_coefficient": bonus}
         return msgspec.structs.replace(metrics, **numbers)
-
-    def compute_again(self, groups: Sequence[Sequence[ScoredTrajectory]], id: str) -> LearnedTrajectory:
-        """Returns what a step on the groups computes of that trajectory at the present weights. Changes no weight.
-
-        It runs the packs that the step runs, but only those that hold the trajectory, so that the rounding is the same.
-        """
-        record = StepRecord()
-        with self._naming_memory():
-            _, parts, finished = plan_step(
-                groups, self.algorithm, loss=self.loss, train=self.train_config, record=record
-            )
-        for number, part in enumerate(parts):
-            if not any(sample.trajectory_id == id for sample in part):
-                continue
-            with self._changing_weights(parts[0][0], batch=parts[0]):
-                update = self.plan(part, finished)
-                packs = [pack for pack in update.packs if any(sample.trajectory_id == id for sample in pack.samples)]
-                update = update._replace(packs=packs, before=[None] * len(packs))
-                is_first = number == 0 and self.train_config.epochs_per_step == 1
-                update = self.forward(update, StepStatistics(), is_first=is_first)
-                recorded = partial(record.add, update=number)
-                self.gradient.accumulate(update, StepStatistics(), is_first=True, record=recorded)
-        return next(line for line in record.lines(groups) if line.id == id)
 
     def write_learned(self, path: Path) -> None:
         learned, self._learned = self._learned, []

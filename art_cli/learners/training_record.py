@@ -73,13 +73,6 @@ class StepRecord(msgspec.Struct):
                 masked = self.masked.setdefault(old.trajectory_id, {})
                 masked[reason] = masked.get(reason, 0) + num
 
-    def note_samples(self, samples: Sequence[Sample], *, update: int) -> None:
-        """Takes down the advantages of samples that no model has run on."""
-        for sample in samples:
-            unknown = np.full(len(sample.places), np.nan)
-            piece = _Piece(sample.places, sample.advantages, unknown, None, None, 0.0, update)
-            self.pieces.setdefault(sample.trajectory_id, []).append(piece)
-
     @classmethod
     def total(cls, parts: Sequence["StepRecord"]) -> "StepRecord":
         """Returns the record of all processes. All of them masked the same tokens before they divided the packs."""
