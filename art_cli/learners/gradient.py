@@ -4,7 +4,7 @@ samples -> packs -> per pack: scores -> loss terms -> loss -> backward
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from art_cli.learners.packs.logprobs import TokenScores
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing import Pack
 from art_cli.learners.packs.side_by_side import side_by_side
+from art_cli.learners.policy_step import Pass
 from art_cli.learners.samples import Sample
 from art_cli.learners.step_samples import count
 from art_cli.learners.step_statistics import StepStatistics
@@ -93,21 +94,12 @@ class LossGradient:
                 before.append(scores.logprobs[self._tensor(pack.terms.edges)])
         return update._replace(before=before)
 
-    def accumulate(
-        self,
-        update: Update,
-        statistics: StepStatistics,
-        *,
-        is_first: bool,
-        record: Callable[[Pack, LossTerms, PackLoss], None] = lambda *of_pack: None,
-        done: Callable[[], None] = lambda: None,
-    ) -> list[Tensor]:
+    def accumulate(self, update: Update, at: Pass) -> list[Tensor]:
         """Adds the update's gradient to the parameters' `.grad`. Returns each pack's logprobs at the present weights.
 
-        `is_first` means that no update of the step came before, so that the weights are those that sampled. `record`
-        is called with what each pack gives. Raises LearnerError with the trajectory whose loss is not finite,
-        after all processes have run their packs.
+        Raises LearnerError with the trajectory whose loss is not finite, after all processes have run their packs.
         """
+        statistics, is_first = at.statistics, at.number == 0  # at the first, the weights are those that sampled
         statistics.losses.append(0.0)
         faults: list[str] = []
         logprobs: list[Tensor] = []
@@ -121,9 +113,10 @@ class LossGradient:
             if not is_first:
                 statistics.change.add((terms.new.detach() - terms.old).abs()[~terms.weights[POLICY].isnan()])
             statistics.add_pack(pack, scores, loss, importance=terms.importance)
-            record(pack, terms, loss)
+            if at.record is not None:
+                at.record.add(pack, terms, loss, update=at.number)
             logprobs.append(terms.new.detach())
-            done()
+            at.done()
         for parameter in [] if self.runner.value_head is None else self.runner.value_head.parameters():
             if parameter.grad is not None:  # every process runs as many packs, so all have one or none has
                 self.runner.ranks.add_up(parameter.grad)
@@ -197,7 +190,7 @@ class LossGradient:
             for index, sample in enumerate(pack.samples):
                 own = None if before is None else before[self._tensor(pack.terms.samples) == index]
                 alone = update._replace(packs=self.runner.deal([sample]), before=[own])
-                self.accumulate(alone, StepStatistics(), is_first=False)
+                self.accumulate(alone, Pass(0, StepStatistics()))
                 norm = optimizer.clip()
                 optimizer.clear()
                 if not math.isfinite(norm):

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,10 +245,8 @@ class TorchLearner:
         return self.gradient.look_ahead(update, statistics, always=self.train_config.max_kl is not None)
 
     def backward(self, update: Update, at: Pass) -> Update:
-        recorded = {} if at.record is None else {"record": partial(at.record.add, update=at.number)}
-        is_first = at.number == 0
-        logprobs = self.gradient.accumulate(update, at.statistics, is_first=is_first, done=at.done, **recorded)
-        return update._replace(before=logprobs) if is_first else update
+        logprobs = self.gradient.accumulate(update, at)
+        return update._replace(before=logprobs) if at.number == 0 else update
 
     def apply(self, sent: Update, at: Pass) -> bool:
         """Returns whether the policy is still within `max_kl`. If not, the update is drawn back until it is."""

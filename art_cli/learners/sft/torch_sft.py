@@ -13,6 +13,7 @@ from art_cli.config.schema import SftConfig
 from art_cli.learners.gradient import LossGradient
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.packs.pack_runner import PackRunner
+from art_cli.learners.policy_step import Pass
 from art_cli.learners.samples import Sample
 from art_cli.learners.sft.sft_batches import SftBatches
 from art_cli.learners.sft.sft_trainer import Sft, Taken
@@ -42,7 +43,7 @@ class TorchSft(Sft):
         update = self.gradient.plan(samples)
         for pack in update.packs:
             statistics.add_counts(pack.samples, num_computed=len(pack.token_ids))
-        self.gradient.accumulate(update, statistics, is_first=False)
+        self.gradient.accumulate(update, Pass(0, statistics))
         norm = self.optimizer.clip()
         if not math.isfinite(norm):
             self.optimizer.clear()
