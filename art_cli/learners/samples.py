@@ -58,8 +58,8 @@ def trajectory_samples(trajectory: Trajectory, weights: Floats) -> list[Sample]:
     """Returns the trajectory's samples. Every token with a weight is trained once, in the first leaf that holds it.
 
     `weights` [6, M] come from `token_weights`. A trajectory without turns, or without weights, gives []. The first
-    token of a sequence is never trained, because nothing predicts it. Raises LearnerError: logprobs that are not one
-    per sampled token, or not finite.
+    token of a sequence is never trained, because nothing predicts it. Raises LearnerError if logprobs are
+    not one per sampled token, or not finite.
     """
     turns = trajectory.turns
     if not turns:

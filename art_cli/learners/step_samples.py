@@ -60,7 +60,7 @@ def make_step_samples(
 
     `kl` is the weight in reference_kl of every token in the policy component, and `echo` that in cross_entropy of every
     token of the environment's answers, where the algorithm gives none. A trajectory with an error is counted and left
-    out. Raises LearnerError: a finished trajectory without a reward.
+    out. Raises LearnerError for a finished trajectory without a reward.
     """
     ordered = [sorted(group, key=lambda trajectory: trajectory.index) for group in groups]
     finished = [[trajectory for trajectory in group if trajectory.error is None] for group in ordered]

@@ -49,7 +49,7 @@ class Credit(NamedTuple):
 def token_weights(trajectory: Trajectory, credit: Credit | float) -> Floats:
     """Returns [6, M] the weight of each token in each component, NaN outside it. A number is a policy weight.
 
-    Raises LearnerError: not one weight per token, an infinite one, or a policy weight of a token of a prompt.
+    Raises LearnerError if there is not one weight per token, an infinite one, or a policy weight in a prompt.
     """
     credit = credit if isinstance(credit, Credit) else Credit(policy=credit)
     is_sampled = sampled_tokens(trajectory)

@@ -1,6 +1,6 @@
 """Loads the policy through Unsloth, base (16 or 4 bits) and adapter, or gives the reason in one line.
 
-    obstacle() -> None: it can be done     load_model, or load_bare without an adapter, for models/loading.py
+    obstacle() is None if it can be done   load_model, or load_bare without an adapter, for models/loading.py
 
 The step itself is TorchLearner's. When Unsloth is imported, it replaces forward passes of transformers and peft. So it
 must be imported before them, and the only import is where weights are loaded. On a GPU its attention ignores the tree
@@ -110,8 +110,8 @@ def load_bare(config: ModelConfig, base: str, place: torch.device, dtype: torch.
 
 
 def check_adapters(weights: Weights) -> None:
-    """Raises LearnerError: an adapter on a copy of a bare model changes nothing, because a pass of Unsloth's holds on
-    to the layers of the original."""
+    """Raises LearnerError if an adapter on a copy of a bare model changes nothing, because Unsloth's pass holds on to
+    the layers of the original."""
     made = with_adapter(weights, LoraConfig(rank=1, targets="all-linear"), 0)
     with torch.no_grad():
         for name, parameter in made.model.named_parameters():

@@ -92,7 +92,7 @@ class WeightedSample(NamedTuple):
 
     @property
     def is_unknown(self) -> bool:
-        """Whether the engine's logprobs of some policy tokens are not comparable."""
+        """True if the engine's logprobs of some policy tokens are not comparable."""
         return bool(np.isnan(self.old[self.in_policy]).any())
 
     def with_old(self, logprobs: Floats) -> "WeightedSample":

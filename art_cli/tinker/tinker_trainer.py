@@ -96,7 +96,7 @@ class RemoteTrainer:
 
     @property
     def takes_shares(self) -> bool:
-        """Whether the server takes each token's share in the mean apart from its advantage."""
+        """True if the server takes each token's share in the mean apart from its advantage."""
         assert self.session is not None
         return SHARES in self._extra
 

@@ -72,8 +72,8 @@ def pack_samples(samples: Sequence[Sample], *, budget: int, share: bool = True) 
     """Returns packs of at most `budget` tokens that hold every sample once; a longer sample gets a separate pack.
 
     With `share`, tokens that samples have in common are laid out once, across turns, trajectories and groups. A tree
-    that does not fit one pack is cut where the cut repeats the fewest tokens. Without `share`, every sample is a tree
-    of its own. The order of `samples` does not matter. No samples give no packs.
+    that does not fit one pack is cut where the cut repeats the fewest tokens. Without `share`, every sample is a
+    separate tree. The order of `samples` does not matter. No samples give no packs.
     """
     if share:
         ordered, shared = _sorted(samples)

@@ -45,7 +45,7 @@ class SegmentBatch(NamedTuple):
 
     @property
     def is_large(self) -> bool:
-        """Whether it is one row that is computed head by head."""
+        """True for one row that is computed head by head."""
         return len(self.mask) == 1 and self.num_pairs >= LARGE
 
 

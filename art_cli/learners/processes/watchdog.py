@@ -40,7 +40,7 @@ class Watchdog:
 
     @property
     def has_disagreement(self) -> bool:
-        """Whether some processes have failed and the others have not done so in time."""
+        """True if some processes have failed and the others have not done so in time."""
         self._tick()
         return self._failed is not None and self._now - self._failed > AGREE_DEADLINE_S
 

@@ -53,8 +53,9 @@ class DemoLine(Demo, frozen=True, kw_only=True):
 def load_demos(spec: str, directory: Path) -> list[Json]:
     """Returns the transcripts of a JSON-lines file, or those that "file.py:function" returns, in order.
 
-    Paths are relative to `directory`. Raises DataError: no such file, a line or item that is not a transcript, no
-    transcripts, or attempts, of which only the good ones are worth learning; UsageError: the function cannot be loaded.
+    Paths are relative to `directory`. Raises DataError for a missing file, a line or item that is not a transcript,
+    no transcripts, or attempts, of which only the good ones are worth learning; UsageError if the function cannot be
+    loaded.
     """
     path = directory / spec
     if path.is_file():
@@ -98,7 +99,8 @@ def demo_samples(demo: Json, tokenizer: Any, *, name: str, max_length: int) -> l
 
     Markers in the texts are learned as text (control_tokens.py), calls of `tool_calls` as the template writes them.
 
-    Raises LearnerError: no assistant message, too many tokens, or a template whose reply does not continue its prompt.
+    Raises LearnerError for no assistant message, too many tokens, or a template whose reply does not continue its
+    prompt.
     """
     controls = controls_of(tokenizer)
     guard = Guard(controls, demo)

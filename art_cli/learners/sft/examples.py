@@ -35,8 +35,8 @@ class Examples(NamedTuple):
 def load_examples(config: SftConfig, directory: Path, sources: Sequence[str] = ()) -> Examples:
     """Returns the examples of an `sft` section, in order. `sources` take the place of its `demos`.
 
-    Raises DataError: what cannot be read, or none to train or to evaluate on; UsageError: a function that cannot be
-    loaded.
+    Raises DataError if some cannot be read, or none is left to train or to evaluate on; UsageError if a function cannot
+    be loaded.
     """
     trained = _read(sources or [config.demos], config, directory)
     if config.eval_demos is not None:

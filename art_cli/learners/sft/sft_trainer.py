@@ -101,7 +101,7 @@ class Sft(ABC):
 
     @property
     def is_done(self) -> bool:
-        """Whether all updates are taken, or the evaluation loss stopped it."""
+        """True if all updates are taken, or the evaluation loss stopped it."""
         return self.sums.is_done(self.batches.num_updates, patience=self.config.patience)
 
     def numbers(self) -> dict[str, float]:

@@ -68,7 +68,8 @@ class ServerTeacher:
     def __init__(self, config: TeacherConfig, tokenizer: Any, directory: Path, *, ranks: Ranks) -> None:
         """`tokenizer` is the policy's; a .env file is read in `directory`.
 
-        Raises UsageError: the key's variable is not set, or the server has another tokenizer; LearnerError: no answer.
+        Raises UsageError if the key's variable is not set or the server has another tokenizer; LearnerError without an
+        answer.
         """
         assert config.base_url is not None, "without a base_url the teacher is in this process"
         load_environment(directory)
@@ -117,7 +118,7 @@ class ServerTeacher:
         return logprobs
 
     async def _check_vocabulary(self, tokenizer: Any) -> None:
-        """Raises UsageError: the server cuts a text into other tokens. A server that cannot cut texts is trusted."""
+        """Raises UsageError if the server cuts a text into other tokens. A server that cannot cut texts is trusted."""
         root = self._url.removesuffix("/v1")
         body = {"model": self._config.model, "prompt": probe_text(tokenizer), "add_special_tokens": False}
         async with open_session(self._url, self._headers) as session:
@@ -135,7 +136,7 @@ class ServerTeacher:
     ) -> Answer:
         """Returns the answer, asked for again while the failure may pass.
 
-        Raises LearnerError: it does not pass; _Failed: there is no such address, and the answer is not `is_needed`.
+        Raises LearnerError if it does not pass; _Failed if the address is unknown and the answer is not `is_needed`.
         """
         for tries in range(self._config.retries + 1):
             try:
@@ -175,8 +176,7 @@ class ServerTeacher:
 
 
 def check_temperatures(samples: Sequence[Sample], name: str) -> None:
-    """Raises LearnerError: a token was sampled at another temperature than 1. `name` is what the error calls the
-    teacher."""
+    """Raises LearnerError if a token was sampled at another temperature than 1. It calls the teacher `name`."""
     for sample in samples:
         if (sample.temperatures != 1).any():
             raise LearnerError(

@@ -51,7 +51,7 @@ class ClientLearner(Protocol):
     def load(self, directory: Path, *, optimizer: bool) -> int: ...
 
     def close(self) -> None:
-        """No method may be called after it."""
+        """Ends it; no method may be called afterwards."""
 
 
 class Base:

@@ -75,7 +75,7 @@ class Samplers:
         policy = await threads.compute(self.policies.host.copy, id, learner)
         self.policies.add(policy)
         try:
-            async with self.policies.using(policy, _tell_nobody):
+            async with self.policies.using(policy, _drop_reason):
                 pass  # opening it proves its weights
         except BaseException:
             await self.policies.drop(policy)
@@ -143,5 +143,5 @@ async def _prompt_scores(opened: OpenPolicy, prompt: list[int], last_n: int | No
     return scores
 
 
-def _tell_nobody(reason: str) -> None:
+def _drop_reason(reason: str) -> None:
     """Drops the reason, for a request that has another reason for waiting."""
