@@ -22,9 +22,9 @@ COPY recipes recipes
 ARG DEVICE=gpu
 # hadolint ignore=DL3013
 RUN case "$DEVICE" in \
-        gpu) pip install --no-cache-dir '.[train,vllm]' vllm==0.32.0 ;; \
+        gpu) pip install --no-cache-dir '.[train,vllm,tinker]' vllm==0.32.0 ;; \
         cpu) pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu \
-                 --constraint constraints.txt '.[train]' ;; \
+                 --constraint constraints.txt '.[train,tinker]' ;; \
         *) echo "DEVICE=$DEVICE: gpu or cpu" >&2; exit 1 ;; \
     esac
 

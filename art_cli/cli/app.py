@@ -140,6 +140,8 @@ def _lines(error: Exception) -> tuple[list[str], int]:
         case typer.TyperException():
             path = getattr(getattr(error, "ctx", None), "command_path", "art")
             return [f"error: {error.format_message()} (see {path} --help)"], error.exit_code
+        case ModuleNotFoundError(name=str(name)) if name.startswith("art_cli."):
+            return [f"error: {name} is not installed here; install art-cli whole"], 1
         case ModuleNotFoundError(name=str(name)) if extra := _extra_of(package := name.partition(".")[0]):
             return [f"error: {package} is not installed; pip install 'art-cli[{extra}]'"], 1
         case Exception() if is_full_disk(error):

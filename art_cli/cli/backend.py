@@ -91,6 +91,9 @@ def run(
         return print_file(context, kind, _load(arguments or [], base))
     if is_on_line(context, "gpu") or is_on_line(context, "image"):
         raise UsageError("--gpu and --image go with --print")
+    from art_cli.tinker.client.remote_session import load_sdk
+
+    load_sdk()  # its messages are the server's; without it one line names the extra
     from art_cli.chat.api_keys import check_exposure, read_keys
     from art_cli.runtime import threads
     from art_cli.runtime.scratch import scratch

@@ -53,8 +53,6 @@ from art_cli.runs.storage.object_store import ObjectStore
 from art_cli.runs.trajectory import Json, Trajectory, Turn, prompt, sequence
 from art_cli.runtime import plugins, threads
 from art_cli.runtime.errors import ArtError, EngineError, StorageError, UsageError, printable
-from art_cli.tinker.client.remote_server import find_server
-from art_cli.tinker.client.remote_session import load_sdk
 
 log = logging.getLogger(__name__)
 
@@ -289,6 +287,9 @@ class Preflight:
 
     def _check_remote_model(self, engine: TinkerEngineConfig, base: str) -> Finding:
         """Asks the server what it has. Only the base's configuration and tokenizer are needed here."""
+        from art_cli.tinker.client.remote_server import find_server
+        from art_cli.tinker.client.remote_session import load_sdk
+
         self.policy = read_spec(self.loaded.config.model, base, is_remote=True)
         self.tokenizer = load_tokenizer(base)
         if self.policy.chat_template is not None:

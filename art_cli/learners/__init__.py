@@ -1,4 +1,4 @@
-"""What owns the weights and updates them: the Learner protocol, what a step reports, and the table of built-ins.
+"""The Learner protocol: the owner of the weights, which updates them; the metrics of a step; the table of built-ins.
 
     scored groups -> credit (algorithms/) -> samples.py -> packs/packing.py -> objective, share (algorithms/) -> a
     gradient
@@ -34,7 +34,7 @@ SFT_DIRECTORY = "sft"  # directory in a checkpoint with the state of an unfinish
 
 
 class StepMetrics(msgspec.Struct, kw_only=True):
-    """What one step did. Counts are of the whole step; shares are in [0, 1]; logprobs and entropy in nats per token.
+    """The metrics of one step. Counts are of the whole step; shares in [0, 1]; logprobs and entropy in nats per token.
 
     In a step without signal, num_updates is 0 and every number that needs a forward pass is NaN. `known` leaves NaN
     out.
@@ -42,7 +42,7 @@ class StepMetrics(msgspec.Struct, kw_only=True):
 
     reward_mean: float
     reward_std: float
-    no_signal_share: float  # share of groups that say nothing about which attempt is better (rewards equal to 1e-8)
+    no_signal_share: float  # share of groups whose rewards do not differ by more than 1e-8
     num_groups: int
     num_samples: int
     num_trajectories: int
@@ -85,12 +85,12 @@ class StepMetrics(msgspec.Struct, kw_only=True):
     train_s: float = 0.0
 
     def known(self) -> dict[str, float]:
-        """The numbers by name, without those that are NaN."""
+        """Returns the numbers by name, without those that are NaN."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if not math.isnan(value)}
 
 
 class SftProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a warm-up has come. Example: SftProgress(num_updates=40, is_done=False, numbers={"loss": 0.61})"""
+    """The progress of a warm-up. Example: SftProgress(num_updates=40, is_done=False, numbers={"loss": 0.61})"""
 
     num_updates: int  # optimizer steps taken so far
     is_done: bool  # all are taken, or the evaluation loss stopped it
@@ -110,11 +110,11 @@ class Learner(Protocol):
         """
 
     def begin_sft(self, examples: Sequence[dict[str, Any]], evaluated: Sequence[dict[str, Any]] = ()) -> int:
-        """The number of optimizer steps of a supervised warm-up, which this call prepares.
+        """Returns the number of optimizer steps of a supervised warm-up, which this call prepares.
 
         Examples are chat transcripts `{"messages": [...], "tools": [...]}`, of which the assistant's tokens are trained
         on, or attempts `{"id": ..., "scenario": ..., "turns": [...]}`, of which the sampled ones are. The loss is
-        measured on `evaluated`. The warm-up has an optimizer of its own; `save` and `load` include its state until
+        measured on `evaluated`. The warm-up has a separate optimizer; `save` and `load` include its state until
         `end_sft`.
         """
 
@@ -125,7 +125,7 @@ class Learner(Protocol):
         """Frees what the warm-up needed. The weights stay as they are."""
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        """[L - 1] logprobs in nats of each token after the first."""
+        """Returns [L - 1] logprobs in nats of each token after the first."""
 
     def save(self, directory: Path) -> None:
         """Writes adapter, tokenizer, optimizer and RNG into a checkpoint directory. The caller writes the manifest."""
@@ -144,9 +144,9 @@ class Learner(Protocol):
 
 
 def load_policy(config: "RunConfig", base: str) -> "Weights":
-    """The starting policy, loaded in the way that the configured learner needs. `base` is a hub id or a directory.
+    """Returns the starting policy, loaded as the configured learner needs it. `base` is a hub id or a directory.
 
-    Raises LearnerError: `learner: auto`, not resolved.
+    Raises LearnerError if `learner: auto` is not resolved.
     """
     from art_cli.models import loading
 
@@ -160,10 +160,10 @@ def load_policy(config: "RunConfig", base: str) -> "Weights":
 def make_learner(
     config: "RunConfig", policy: "Weights | PolicySpec", *, directory: Path = Path(), logs: Path | None = None
 ) -> Learner:
-    """The learner that a configuration names, on the policy's weights. One with own processes loads the base in them.
+    """Returns the configured learner on the policy's weights. One with worker processes loads the base in them.
 
-    A user's algorithm is relative to `directory`. Own processes write their logs to `logs`; None: to a directory that
-    is removed. Raises LearnerError: `learner: auto`, not resolved.
+    A user's algorithm is relative to `directory`. Own processes write their logs to `logs`, or if it is None to a
+    directory that is removed. Raises LearnerError if `learner: auto` is not resolved.
     """
     from art_cli.config.schema import with_base_model
     from art_cli.models.policy_spec import PolicySpec, spec_of
@@ -196,16 +196,16 @@ def make_learner(
 def _check_resolved(config: "RunConfig") -> None:
     if config.learner.name not in BUILT_INS:
         name = config.learner.name
-        raise LearnerError(f"learner {name} is not resolved; loop.auto.resolve_auto says which learner that is")
+        raise LearnerError(f"learner {name} is not resolved; call loop.auto.resolve_auto first")
 
 
 def has_own_weights(config: "RunConfig") -> bool:
-    """Whether the learner keeps its weights in its own processes or on a server, so that weights here never change."""
+    """Returns whether the learner's weights are in worker processes or on a server: weights here never change."""
     return config.learner.name == "tinker" or config.learner.num_ranks > 1
 
 
 def describe_processes(config: "RunConfig") -> str:
-    """Where a learner with own processes has them. Example: "2 processes of its own", or "2 nodes x 4 processes"."""
+    """Describes the worker processes of a learner. Example: "2 processes of its own", or "2 nodes x 4 processes"."""
     learner = config.learner
     each = f"{learner.processes} process{'' if learner.processes == 1 else 'es'}"
     return f"{learner.nodes} nodes x {each}" if learner.nodes > 1 else f"{each} of its own"

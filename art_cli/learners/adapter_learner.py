@@ -2,7 +2,7 @@
 
     data, loss -> packs -> logprobs -> values of the loss -> backward, into `.grad` ... -> AdamW
 
-It has no algorithm, schedule or loop of its own: those are the client's. Several adapters may stand on one base, each
+It has no algorithm, schedule or loop, which are the client's. Several adapters may stand on one base, each
 with a learner; the caller runs one of them at a time. A call that fails leaves weights, gradients and optimizer as they
 were before it.
 """
@@ -31,21 +31,21 @@ from art_cli.runtime.errors import LearnerError
 
 
 class Passed(NamedTuple):
-    """What one pass over the data gave."""
+    """The result of one pass over the data."""
 
     logprobs: list[Floats]  # [n, K] of each datum's targets; 0 in rows that are not computed
     loss: float  # the sum over all tokens
     num_tokens: int
-    clip_fraction: float | None  # share of the tokens that the loss clipped; None: it does not clip
+    clip_fraction: float | None  # share of the tokens that the loss clipped, or None if it does not clip
 
 
 class _Part(NamedTuple):
-    """What one process gave of a pass."""
+    """One process's part of a pass."""
 
     logprobs: dict[int, Floats]  # each is filed by the index of its datum
     loss: float
     num_tokens: int
-    num_clipped: int | None  # None: the loss does not clip, or no pack ran here
+    num_clipped: int | None  # None if the loss does not clip or no pack ran here
 
 
 class AdapterLearner:
@@ -55,7 +55,7 @@ class AdapterLearner:
     """
 
     def __init__(self, weights: Weights, config: BaseLearnerConfig, *, ranks: Ranks | None = None) -> None:
-        """`ranks`: the processes that share each pass, all of which make the same calls; None: this one is alone."""
+        """`ranks` are the processes that share each pass and make the same calls, or None if this one is alone."""
         self.weights = weights
         self.ranks = ranks or Ranks()
         self.runner = PackRunner(weights, config, self.ranks)
@@ -74,12 +74,12 @@ class AdapterLearner:
         return int(self.weights.model.peft_config["default"].r) if self.weights.has_adapter else 0
 
     def close(self) -> None:
-        """Nothing to close, because there is no other process."""
+        """Does nothing, because there is no other process."""
 
     def run(self, data: Sequence[Datum], loss: str, settings: Mapping[str, float], *, backward: bool) -> Passed:
-        """The logprobs of the data's targets and the sum of the loss; with `backward` its gradient is added up.
+        """Returns the logprobs of the data's targets and the sum of the loss; with `backward` its gradient is added up.
 
-        Raises LearnerError: a loss or a gradient that is not finite, or out of memory; then no gradient was added.
+        Raises LearnerError if a loss or a gradient is not finite, or memory runs out; then no gradient was added.
         """
         samples = datum_samples(data)
         with self._running(samples, compares=backward):
@@ -102,7 +102,7 @@ class AdapterLearner:
     def update(self, adam: Adam, *, max_norm: float) -> float:
         """Takes one step of AdamW on the gradients so far and drops them. Returns their norm before clipping.
 
-        `max_norm` 0: they are not clipped. Raises LearnerError: they are not finite; no weight was changed.
+        `max_norm` 0 does not clip them. Raises LearnerError if they are not finite; no weight was changed.
         """
         with self.weights.lock:
             try:
@@ -120,7 +120,7 @@ class AdapterLearner:
         self.optimizer.clear()
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """[L - 1] logprobs in nats of each token after the first."""
+        """Returns [L - 1] logprobs in nats of each token after the first."""
         ids = np.asarray(token_ids, dtype=np.int64)
         sample = bare_sample(ids, np.arange(1, len(ids)), "probe")
         with self._running([sample], compares=False), torch.no_grad():
@@ -129,18 +129,23 @@ class AdapterLearner:
         return scores
 
     def copy_weights(self) -> Weights:
-        """The policy as it is now; later updates do not reach it."""
+        """Returns the policy as it is now; later updates do not reach it."""
         return clone_trainable(self.weights)
 
     def save(self, directory: Path, *, optimizer: bool) -> None:
-        """Writes adapter and tokenizer, and the optimizer's state if it is wanted."""
+        """Writes adapter and tokenizer, and the optimizer's state if it is wanted. The first process writes."""
         with self.weights.lock:
-            save_weights(self.weights, directory)
-            if optimizer:
-                self.optimizer.save(directory)
+            if self.ranks.rank == 0:
+                save_weights(self.weights, directory)
+                if optimizer:
+                    self.optimizer.save(directory)
+            self.ranks.gather(True, bool)  # the others change no weight before it is written
 
-    def load(self, directory: Path, *, optimizer: bool) -> None:
-        """Continues from what `save` wrote; without `optimizer` with a new optimizer. Drops the gradients."""
+    def load(self, directory: Path, *, optimizer: bool) -> int:
+        """Continues from what `save` wrote; without `optimizer` with a new optimizer. Drops the gradients.
+
+        Returns the number of updates that the adapter has taken.
+        """
         with self.weights.lock:
             load_checkpoint(self.weights, directory)
             self.optimizer.clear()
@@ -148,6 +153,7 @@ class AdapterLearner:
                 self.optimizer.load(directory)
             else:
                 self.optimizer.reset()
+        return self.num_updates
 
     def _run(
         self, samples: list[Sample], data: Sequence[Datum], loss: TokenLoss, settings: Mapping[str, float], back: bool
@@ -194,7 +200,7 @@ class AdapterLearner:
     def _numbers(
         self, asked: DatumPack, data: Sequence[Datum], loss: TokenLoss, settings: Mapping[str, float]
     ) -> dict[str, Tensor]:
-        """What the loss takes, as tensors of the pack's terms, or scalars where no datum brings its own."""
+        """Returns the loss's numbers as tensors of the pack's terms, or scalars where no datum brings them."""
         numbers = {}
         for name in (*loss.needs, *loss.takes, *loss.may_bring, SHARES):
             if any(name in data[index].numbers for index in asked.order):
@@ -230,7 +236,7 @@ class AdapterLearner:
 
 
 def _total(parts: Sequence[_Part], num_data: int) -> Passed:
-    """What all processes gave. A process that ran no pack knows of no clip."""
+    """Returns the pass of all processes. A process that ran no pack has no clip."""
     logprobs = {index: row for part in parts for index, row in part.logprobs.items()}
     num_tokens = sum(part.num_tokens for part in parts)
     clipped = [part.num_clipped for part in parts if part.num_clipped is not None]
@@ -243,7 +249,7 @@ def _total(parts: Sequence[_Part], num_data: int) -> Passed:
 
 
 def _by_datum(order: Sequence[int], values: Floats, data: Sequence[Datum]) -> dict[int, Floats]:
-    """[n, K] the values of a pack's terms, by the index of their datum."""
+    """Returns [n, K] the values of a pack's terms, by the index of their datum."""
     found, start = {}, 0
     for index in order:
         size = data[index].num_terms

@@ -1,4 +1,4 @@
-"""The critic of PPO: a value head on the policy's trunk, with an optimizer of its own.
+"""The critic of PPO: a value head on the policy's trunk, with a separate optimizer.
 
 It reads and writes `critic/` in a checkpoint directory, beside the adapter, which stays as PEFT wrote it.
 """
@@ -26,7 +26,7 @@ class Critic:
     def __init__(
         self, runner: PackRunner, knobs: PpoConfig, train: TrainConfig, *, device: torch.device | None = None
     ) -> None:
-        """`device`: where the optimizer's state lives; None: beside the head."""
+        """The optimizer's state lives on `device`, or if that is None beside the head."""
         self.ranks = runner.ranks
         width = runner.model.config.get_text_config().hidden_size
         self.head = ValueHead(width, moves_trunk=knobs.value_trunk, device=runner.weights.device)
@@ -48,7 +48,7 @@ class Critic:
     def load(self, directory: Path) -> None:
         """Continues bit for bit from what `save` wrote; a checkpoint without a critic starts a new one.
 
-        Raises CheckpointError: unreadable, or of a model of another width.
+        Raises CheckpointError if it is unreadable, or of a model of another width.
         """
         place = directory / STATE_DIRECTORY
         if not place.is_dir():

@@ -31,7 +31,7 @@ class Datum:
     inputs: Ints  # [n] token ids
     targets: Ints  # [n, K] token ids
     numbers: Mapping[str, Floats]  # [n, K] by name, as the loss needs them: weights, advantages, logprobs
-    rows: Ints | None = None  # [m] ascending rows that are computed, at least one; None: all
+    rows: Ints | None = None  # [m] ascending rows that are computed, at least one; None means all
 
     @property
     def computed(self) -> Ints:
@@ -39,7 +39,7 @@ class Datum:
         return np.arange(len(self.inputs)) if self.rows is None else self.rows
 
     def numbers_of(self, name: str) -> Floats:
-        """[m * K] the numbers of that name in the computed rows."""
+        """Returns [m * K] the numbers of that name in the computed rows."""
         return (self.numbers[name] if self.rows is None else self.numbers[name][self.rows]).ravel()
 
     @property
@@ -47,7 +47,7 @@ class Datum:
         return self.targets.size if self.rows is None else self.targets.shape[1] * len(self.rows)
 
     def whole(self, values: Floats) -> Floats:
-        """[n, K] values of the computed rows among all rows; the others have 0."""
+        """Returns [n, K] values of the computed rows among all rows; the others have 0."""
         if self.rows is None:
             return values.reshape(self.targets.shape)
         found = np.zeros(self.targets.shape, values.dtype)
@@ -65,7 +65,7 @@ class DatumPack(NamedTuple):
 
 
 def datum_samples(data: Sequence[Datum]) -> list[Sample]:
-    """The datums as samples to pack. The last token of each only makes room for the last row's prediction."""
+    """Returns the datums as samples to pack. The last token of each only makes room for the last row's prediction."""
     return [
         bare_sample(
             np.concatenate([datum.inputs, datum.targets[-1, :1]]),
@@ -78,7 +78,7 @@ def datum_samples(data: Sequence[Datum]) -> list[Sample]:
 
 
 def ask_for_targets(pack: Pack, data: Sequence[Datum]) -> DatumPack:
-    """The pack of `datum_samples`, whose edges predict the targets that the datums name instead of the next tokens."""
+    """Returns the pack of `datum_samples` with edges that predict the datums' targets instead of the next tokens."""
     order = [sample.turn for sample in pack.samples]
     if all(_asks_for_next(data[sample.turn], sample) for sample in pack.samples):
         return DatumPack(pack, pack.terms.edges, np.array(order)[pack.terms.samples], order)
@@ -92,6 +92,6 @@ def ask_for_targets(pack: Pack, data: Sequence[Datum]) -> DatumPack:
 
 
 def _asks_for_next(datum: Datum, sample: Sample) -> bool:
-    """Whether each computed row has one target, the token that follows in the sample."""
+    """Returns whether each computed row has one target, the token that follows in the sample."""
     rows = sample.targets - 1
     return datum.targets.shape[1] == 1 and bool((datum.targets[rows, 0] == sample.token_ids[sample.targets]).all())

@@ -4,7 +4,7 @@ samples -> packs -> per pack: scores -> loss terms -> loss -> backward
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from art_cli.learners.packs.logprobs import TokenScores
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing import Pack
 from art_cli.learners.packs.side_by_side import side_by_side
+from art_cli.learners.policy_step import Pass
 from art_cli.learners.samples import Sample
 from art_cli.learners.step_samples import count
 from art_cli.learners.step_statistics import StepStatistics
@@ -34,13 +35,13 @@ class Update(NamedTuple):
     counts: list[UpdateCounts]  # counts of each component of the loss
     before: Sequence[
         Tensor | None
-    ]  # [N] logprobs of each pack's terms at the weights that sampled; None: the present ones
+    ]  # [N] logprobs of each pack's terms at the weights that sampled, or None if these are the present ones
     has_unknown: bool  # whether the engine's logprobs of some policy tokens are not comparable
     entropy_bonus: float = 0.0  # reward of a nat of entropy, per token of the policy's component
 
 
 class _Computed(NamedTuple):
-    """What one pack gives."""
+    """The scores, terms and loss of one pack."""
 
     scores: TokenScores
     terms: LossTerms
@@ -50,8 +51,8 @@ class _Computed(NamedTuple):
 class LossGradient:
     """The gradient of an algorithm's loss, pack by pack.
 
-    `correction` gives the weights of tokens that another policy sampled; None: there are none. `mean_over` says which
-    trajectories the algorithm's share counts: those with signal, or all.
+    `correction` gives the weights of tokens that another policy sampled, or None without any. `mean_over` names the
+    trajectories that the algorithm's share counts: those with signal, or all.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class LossGradient:
     def plan(
         self, samples: Sequence[Sample], finished: FinishedCounts | None = None, *, entropy_bonus: float = 0.0
     ) -> Update:
-        """`finished` is the update's part of what the step's finished trajectories hold; None: that of its samples.
+        """Returns the update. `finished` is its part of the step's finished trajectories, or None for its samples'.
 
         `entropy_bonus` is the reward of a nat of entropy.
         """
@@ -79,7 +80,7 @@ class LossGradient:
         return Update(packs, counts, [None] * len(packs), has_unknown, entropy_bonus)
 
     def look_ahead(self, update: Update, statistics: StepStatistics, *, always: bool = False) -> Update:
-        """The update with its packs' logprobs at the current weights, if its loss will need them after an update.
+        """Returns the update with its packs' logprobs at these weights, if its loss will need them after an update.
 
         `always`: also if its loss will not.
         """
@@ -93,21 +94,12 @@ class LossGradient:
                 before.append(scores.logprobs[self._tensor(pack.terms.edges)])
         return update._replace(before=before)
 
-    def accumulate(
-        self,
-        update: Update,
-        statistics: StepStatistics,
-        *,
-        is_first: bool,
-        record: Callable[[Pack, LossTerms, PackLoss], None] = lambda *of_pack: None,
-        done: Callable[[], None] = lambda: None,
-    ) -> list[Tensor]:
+    def accumulate(self, update: Update, at: Pass) -> list[Tensor]:
         """Adds the update's gradient to the parameters' `.grad`. Returns each pack's logprobs at the present weights.
 
-        `is_first` says that no update of the step came before, so that the weights are those that sampled. `record`
-        is called with what each pack gives. Raises LearnerError with the trajectory whose loss is not finite,
-        after all processes have run their packs.
+        Raises LearnerError with the trajectory whose loss is not finite, after all processes have run their packs.
         """
+        statistics, is_first = at.statistics, at.number == 0  # at the first, the weights are those that sampled
         statistics.losses.append(0.0)
         faults: list[str] = []
         logprobs: list[Tensor] = []
@@ -121,9 +113,10 @@ class LossGradient:
             if not is_first:
                 statistics.change.add((terms.new.detach() - terms.old).abs()[~terms.weights[POLICY].isnan()])
             statistics.add_pack(pack, scores, loss, importance=terms.importance)
-            record(pack, terms, loss)
+            if at.record is not None:
+                at.record.add(pack, terms, loss, update=at.number)
             logprobs.append(terms.new.detach())
-            done()
+            at.done()
         for parameter in [] if self.runner.value_head is None else self.runner.value_head.parameters():
             if parameter.grad is not None:  # every process runs as many packs, so all have one or none has
                 self.runner.ranks.add_up(parameter.grad)
@@ -132,7 +125,7 @@ class LossGradient:
         return logprobs
 
     def _compute(self, update: Update) -> Iterator["_Computed"]:
-        """What each pack gives, in order, once its gradient is in `.grad`.
+        """Yields each pack's numbers, in order, once its gradient is in `.grad`.
 
         Packs that are computed side by side are added in the order of the packs all the same, so that the sum is the
         same on any number of cores.
@@ -158,14 +151,14 @@ class LossGradient:
             yield found
 
     def _lose(self, update: Update, pack: Pack, before: Tensor | None) -> "_Computed":
-        """The pack's loss, with its graph."""
+        """Returns the pack's loss, with its graph."""
         reference = self._reference(pack) if update.counts[REFERENCE_KL].tokens else None
         scores = self.runner.run(pack, entropy_gradient=update.entropy_bonus > 0)
         terms = self._terms(pack, scores, update, before, reference)
         return _Computed(scores, terms, pack_loss(self.algorithm, terms))
 
     def _trained(self) -> list[torch.nn.Parameter]:
-        """The parameters that the update's loss moves."""
+        """Returns the parameters that the update's loss moves."""
         trained = [parameter for parameter in self.runner.model.parameters() if parameter.requires_grad]
         if self.runner.value_head is not None:
             trained += self.runner.value_head.parameters()
@@ -173,7 +166,7 @@ class LossGradient:
 
     @torch.no_grad()
     def divergence(self, update: Update) -> float:
-        """KL(before || now) in nats per token, estimator k3, over the update's tokens in policy; NaN where it has none.
+        """Returns KL(before || now) in nats per token, estimator k3, over the update's tokens in policy; NaN over none.
 
         Before is `update.before`, which must be there. Infinite, if a logprob is not finite now.
         """
@@ -190,14 +183,14 @@ class LossGradient:
         return float(total / num_tokens) if num_tokens else math.nan
 
     def blame(self, update: Update, optimizer: Optimizer) -> str:
-        """A message that names the sample whose gradient is not finite. It computes the gradient of each alone."""
+        """Returns a message that names the sample with a gradient that is not finite. It runs each sample alone."""
         if self.runner.ranks.size > 1:
             return "the gradient of the step is not finite; no weight was changed. learner.processes=1 names the sample"
         for pack, before in zip(update.packs, update.before, strict=True):
             for index, sample in enumerate(pack.samples):
                 own = None if before is None else before[self._tensor(pack.terms.samples) == index]
                 alone = update._replace(packs=self.runner.deal([sample]), before=[own])
-                self.accumulate(alone, StepStatistics(), is_first=False)
+                self.accumulate(alone, Pass(0, StepStatistics()))
                 norm = optimizer.clip()
                 optimizer.clear()
                 if not math.isfinite(norm):
@@ -205,7 +198,7 @@ class LossGradient:
         return "the gradient of the step is not finite, though each sample's alone is; no weight was changed"
 
     def _reference(self, pack: Pack) -> Tensor:
-        """[N] logprobs of the pack's terms under the reference policy, the model without its adapter."""
+        """Returns [N] logprobs of the pack's terms under the reference policy, the model without its adapter."""
         with torch.no_grad(), self.runner.weights.adapter_off():
             return self.runner.run(pack).logprobs[self._tensor(pack.terms.edges)]
 
@@ -239,7 +232,7 @@ class LossGradient:
         )
 
     def _shares(self, samples: Sequence[Sample], counts: Sequence[UpdateCounts]) -> Floats:
-        """[4, samples] the factor of each token of a sample in the mean of each component; 0: it has none there."""
+        """Returns [4, samples] the factor of a sample's tokens in each component's mean; 0 if it has none there."""
         shares = np.zeros((NUM_COMPONENTS, len(samples)))
         for component, index in np.ndindex(shares.shape):
             if num_tokens := samples[index].num_in(component):

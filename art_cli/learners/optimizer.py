@@ -45,8 +45,8 @@ class Adam(NamedTuple):
 class Optimizer:
     """AdamW, Loshchilov and Hutter 2019 (arXiv:1711.05101), over named parameters.
 
-    State lives on `device` and updates are computed there, on copies of the parameters; None: beside each parameter.
-    `ranks` are the processes that hold the parameters' parts; None: this process holds them whole.
+    State lives on `device`, where updates are computed on copies of the parameters, or if None beside each one.
+    `ranks` are the processes that hold the parameters' parts, or None if this process holds them whole.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class Optimizer:
         )
 
     def current_rate(self) -> float:
-        """The learning rate of the current step."""
+        """Returns the learning rate of the current step."""
         return rate_of_step(self.config, self.counts.num_steps)
 
     def clip_limit(self) -> float:
-        """The norm that the next gradient may have."""
+        """Returns the norm that the next gradient may have."""
         return clip_limit(self.config, self.counts.norms)
 
     def clip(self, limit: float | None = None) -> float:
-        """The norm of all gradients before this call, which scales them down to the limit if it is larger.
+        """Returns the norm of all gradients before this call, which scales them down to the limit if it is larger.
 
         The limit is `clip_limit()` where none is given.
         """
@@ -95,7 +95,7 @@ class Optimizer:
         return self._norm
 
     def update(self, adam: Adam | None = None) -> None:
-        """Moves the parameters by their gradients. `adam`: this update's settings; None: the configuration's."""
+        """Moves the parameters by their gradients. `adam` replaces the configuration's settings."""
         for group in self._adamw.param_groups:
             group["lr"] = self.current_rate() if adam is None else adam.learning_rate
             if adam is not None:
@@ -112,7 +112,7 @@ class Optimizer:
         self.clear()
 
     def remember(self) -> dict[str, Tensor]:
-        """A copy of the weights that the next update starts from, for `draw_back`."""
+        """Returns a copy of the weights that the next update starts from, for `draw_back`."""
         for name, copy in self._copies.items():
             _refresh(copy, self.parameters[name])
         return {name: updated.detach().clone() for name, updated in self._updated.items()}
@@ -133,7 +133,7 @@ class Optimizer:
     # --- state --------------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """The moments of each parameter as `<name>:<which>`; empty before the first update.
+        """Returns the moments of each parameter as `<name>:<which>`; empty before the first update.
 
         The float32 copy of a parameter below float32 is there as `<name>:copy`.
         """
@@ -147,7 +147,7 @@ class Optimizer:
         return tensors
 
     def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continues from what `tensors` gave. Raises ValueError: an unknown parameter, or another shape."""
+        """Continues from what `tensors` gave. Raises ValueError if a parameter is unknown or of another shape."""
         self._forget()
         for key, tensor in tensors.items():
             name, _, which = key.rpartition(":")
@@ -174,7 +174,7 @@ class Optimizer:
             copy.copy_(self.parameters[name])
 
     def snapshot(self) -> "Snapshot":
-        """A copy of everything that an update changes."""
+        """Returns a copy of everything that an update changes."""
         return Snapshot(
             {name: parameter.detach().clone() for name, parameter in self.parameters.items()},
             {name: tensor.clone() for name, tensor in self.tensors().items()},
@@ -197,7 +197,7 @@ class Optimizer:
         (directory / COUNTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self.counts)))
 
     def load(self, directory: Path) -> None:
-        """Continues from what `save` wrote. Raises CheckpointError: written for another model, or unreadable."""
+        """Continues from what `save` wrote. Raises CheckpointError if it is unreadable or of another model."""
         try:
             self.set_tensors(load_file(directory / STATE_FILE))
             self.counts = msgspec.json.decode((directory / COUNTS_FILE).read_bytes(), type=Counts)
@@ -210,7 +210,7 @@ def _is_low(parameter: Tensor) -> bool:
 
 
 def _dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype that its update is computed in."""
+    """Returns the dtype that its update is computed in."""
     return torch.float32 if _is_low(parameter) else parameter.dtype
 
 

@@ -6,7 +6,7 @@ turn 2   1 2 3  4  8 [9]
                                   sample of turn 1: 1 2 3 4 5 6 7, trained on 4 5 7
                                   sample of turn 2: 1 2 3 4 8 9,   trained on 9; the 4 is trained on once already
 
-The weights of tokens say which are trained and how much each counts. Usually the sampled ones have a weight.
+A token with a weight is trained, and counts by it. Usually the sampled ones have a weight.
 
 The rollout never saw what an abandoned turn sampled. It is not trained on, unless a later turn continues it.
 """
@@ -50,16 +50,16 @@ class Sample:
         return advantages
 
     def num_in(self, component: int) -> int:
-        """The number of tokens that are in that component of the loss."""
+        """Returns the number of tokens that are in that component of the loss."""
         return int(np.count_nonzero(~np.isnan(self.weights[component])))
 
 
 def trajectory_samples(trajectory: Trajectory, weights: Floats) -> list[Sample]:
-    """The trajectory's samples: every token with a weight is trained in exactly one, the first leaf that holds it.
+    """Returns the trajectory's samples. Every token with a weight is trained once, in the first leaf that holds it.
 
     `weights` [6, M] come from `token_weights`. A trajectory without turns, or without weights, gives []. The first
-    token of a sequence is never trained, because nothing predicts it. Raises LearnerError: logprobs that are not one
-    per sampled token, or not finite.
+    token of a sequence is never trained, because nothing predicts it. Raises LearnerError if logprobs are
+    not one per sampled token, or not finite.
     """
     turns = trajectory.turns
     if not turns:
@@ -85,14 +85,14 @@ def trajectory_samples(trajectory: Trajectory, weights: Floats) -> list[Sample]:
 
 
 def count_sampled(trajectory: Trajectory) -> tuple[int, int]:
-    """The numbers of tokens and of samples, if every sampled token had a weight."""
+    """Returns the numbers of tokens and of samples, if every sampled token had a weight."""
     leaves = _trained_leaves(trajectory.turns, sampled_tokens(trajectory))
     sizes = [len(targets) for _, _, targets, _ in leaves]
     return sum(sizes), len(sizes)
 
 
 def bare_sample(token_ids: Ints, targets: Ints, name: str, *, temperature: float = 1.0, turn: int = 0) -> Sample:
-    """A sample that no engine sampled, to imitate: its targets have weight 1 in the cross entropy."""
+    """Returns a sample that no engine sampled, to imitate: its targets have weight 1 in the cross entropy."""
     unknown = np.full(len(targets), np.nan)
     weights = np.full((NUM_ROWS, len(targets)), np.nan)
     weights[CROSS_ENTROPY] = 1.0
@@ -120,7 +120,7 @@ def _check(turn: Turn, where: str) -> None:
 
 
 class _Tokens:
-    """What the engine reported of a trajectory's tokens, in flat arrays of [M]; NaN for the tokens of prompts."""
+    """The engine's numbers of a trajectory's tokens, in flat arrays of [M]; NaN for the tokens of prompts."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         logprobs, raw_logprobs, temperatures = [], [], []
@@ -136,8 +136,8 @@ class _Tokens:
 
 
 def _trained_leaves(turns: Sequence[Turn], is_owed: npt.NDArray[np.bool_]) -> Iterator[tuple[int, Ints, Ints, Ints]]:
-    """For each leaf with trained tokens: its turn, its token ids [L], and of its N trained tokens the places and the
-    indexes among the trajectory's M tokens. `is_owed` [M] says which are to be trained; it is consumed.
+    """Yields for each leaf with trained tokens: its turn, its token ids [L], and its N trained tokens' places and the
+    indexes among the trajectory's M tokens. `is_owed` [M] marks those to be trained; it is consumed.
     """
     for index, token_ids, sources in _leaves(turns):
         targets = np.flatnonzero(is_owed[sources])
@@ -148,7 +148,7 @@ def _trained_leaves(turns: Sequence[Turn], is_owed: npt.NDArray[np.bool_]) -> It
 
 
 def _leaves(turns: Sequence[Turn]) -> Iterator[tuple[int, Ints, Ints]]:
-    """For each leaf: its turn, its token ids [L], and the index of each among the trajectory's M tokens [L].
+    """Yields for each leaf: its turn, its token ids [L], and the index of each among the trajectory's M tokens [L].
 
     The abandoned leaves come last, each without what it sampled.
     """

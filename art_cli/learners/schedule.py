@@ -13,7 +13,7 @@ MIN_NORMS = 4  # least number of past norms that have a median to trust
 
 
 def rate_of_step(config: TrainConfig, done: int) -> float:
-    """The learning rate after `done` steps. It grows evenly over `warmup_steps`; the first step's is not zero.
+    """Returns the learning rate after `done` steps. It grows evenly over `warmup_steps`; the first step's is not zero.
 
     Then it decays, so that it would reach its end at step `steps`; the last step's is not zero.
     """
@@ -24,7 +24,7 @@ def rate_of_step(config: TrainConfig, done: int) -> float:
 
 
 def warm_up_settings(config: SftConfig, num_updates: int) -> TrainConfig:
-    """The optimizer's settings of a warm-up of that many updates. What `sft` lacks is as `train` has it by default."""
+    """Returns the optimizer's settings of a warm-up of that many updates, with `train`'s defaults for the rest."""
     return TrainConfig(
         steps=num_updates,
         learning_rate=config.learning_rate,
@@ -37,7 +37,7 @@ def warm_up_settings(config: SftConfig, num_updates: int) -> TrainConfig:
 
 
 def clip_limit(config: TrainConfig, norms: Sequence[float]) -> float:
-    """The norm that the next gradient may have: `max_grad_norm`, or a multiple of the median of those before.
+    """Returns the norm that the next gradient may have: `max_grad_norm`, or a multiple of the median of those before.
 
     As AutoClip, Seetharaman et al. 2020 (arXiv:2007.14469), it is a quantile of the gradients' own norms before
     clipping; here times a factor, and over a window, because norms change while a policy learns.
@@ -50,7 +50,7 @@ def clip_limit(config: TrainConfig, norms: Sequence[float]) -> float:
 
 
 def decayed(shape: Literal["none", "linear", "cosine"], progress: float, *, to: float) -> float:
-    """The factor of the learning rate at a share of its decay: 1 at its start, `to` at its end.
+    """Returns the factor of the learning rate at a share of its decay: 1 at its start, `to` at its end.
 
     Cosine: SGDR, Loshchilov and Hutter 2017 (arXiv:1608.03983), equation 5, without restarts.
     """

@@ -30,7 +30,7 @@ class StepSamples(NamedTuple):
     """The samples of a policy step, group by group, and the statistics of the rewards."""
 
     groups: list[list[Sample]]  # the samples of each group that has some
-    num_with_signal: int  # groups whose rewards say which attempts are better
+    num_with_signal: int  # groups with unequal rewards
     reward_mean: float  # over all trajectories that have a reward; NaN where none has
     reward_std: float
     num_groups: int
@@ -47,7 +47,7 @@ class StepSamples(NamedTuple):
         return 1 - self.num_with_signal / self.num_groups if self.num_groups else 0.0
 
     def reported(self) -> dict[str, Any]:
-        """What StepMetrics says of the rewards, by the names that it has there."""
+        """Returns the rewards' part of StepMetrics, by name."""
         names = ("reward_mean", "reward_std", "no_signal_share", "num_groups", "num_trajectories", "num_failed")
         judged = ("shared_states", "reliability", "num_unreliable", "reward_corrected")
         return {name: getattr(self, name) for name in (*names, *judged)}
@@ -56,11 +56,11 @@ class StepSamples(NamedTuple):
 def make_step_samples(
     groups: Sequence[Sequence[ScoredTrajectory]], algorithm: Algorithm, *, kl: float = 0.0, echo: float = 0.0
 ) -> StepSamples:
-    """The samples of all groups with signal, in an order that does not depend on which trajectory finished first.
+    """Returns the samples of all groups with signal, in an order that does not depend on the order of finishing.
 
     `kl` is the weight in reference_kl of every token in the policy component, and `echo` that in cross_entropy of every
     token of the environment's answers, where the algorithm gives none. A trajectory with an error is counted and left
-    out. Raises LearnerError: a finished trajectory without a reward.
+    out. Raises LearnerError for a finished trajectory without a reward.
     """
     ordered = [sorted(group, key=lambda trajectory: trajectory.index) for group in groups]
     finished = [[trajectory for trajectory in group if trajectory.error is None] for group in ordered]
@@ -90,7 +90,7 @@ def make_step_samples(
 
 
 def split_by_update(groups: Sequence[list[Sample]], parts: int) -> list[list[Sample]]:
-    """The samples of each optimizer step: the groups in order, divided as evenly as possible. No step is empty."""
+    """Returns the samples of each optimizer step: the groups in order, divided evenly. No step is empty."""
     parts = min(parts, len(groups))
     bounds = [len(groups) * part // parts for part in range(parts + 1)] if parts else [0]
     return [
@@ -100,9 +100,9 @@ def split_by_update(groups: Sequence[list[Sample]], parts: int) -> list[list[Sam
 
 
 def count(samples: Sequence[Sample], finished: FinishedCounts | None = None) -> list[UpdateCounts]:
-    """The counts of each component of the loss over the samples of an optimizer step.
+    """Returns the counts of each component of the loss over the samples of an optimizer step.
 
-    `finished` is its part of what the step's finished trajectories hold. None: the samples are all that there is.
+    `finished` is its part of what the step's finished trajectories hold. If None, the samples are all.
     """
     counts = []
     for component in range(NUM_COMPONENTS):
@@ -144,10 +144,10 @@ def _group_samples(
     kl: float,
     echo: float,
 ) -> list[Sample]:
-    """The group's samples. A component whose weights are all zero in the group is left out (contract 4).
+    """Returns the group's samples. A component whose weights are all zero in the group is left out (contract 4).
 
     `factor` is what the group's advantages are multiplied by, because of its judge's errors.
-    `echo` is for all groups, because what the environment answers says something whatever the rewards are.
+    `echo` is for all groups, because the environment's answers are worth learning whatever the rewards are.
     """
     chosen = [
         (trajectory, token_weights(trajectory, credit))

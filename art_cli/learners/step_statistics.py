@@ -1,31 +1,35 @@
-"""Adds up, pack by pack, what a step reports."""
+"""StepStatistics: the counts and means that a step reports, added up pack by pack. No torch at import."""
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-import torch
-from torch import Tensor
 
 from art_cli.learners import StepMetrics
-from art_cli.learners.algorithms.pack_loss import PackLoss
-from art_cli.learners.packs.logprobs import TokenScores
-from art_cli.learners.packs.packing import Pack, Terms
+from art_cli.learners.samples import Sample
 from art_cli.learners.step_samples import StepSamples
-from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY
+from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY, Floats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from art_cli.learners.algorithms.pack_loss import PackLoss
+    from art_cli.learners.packs.logprobs import TokenScores
+    from art_cli.learners.packs.packing import Pack, Terms
 
 
 class _Mean(msgspec.Struct):
-    """A mean over what was added; NaN over nothing."""
+    """A mean over the values that were added; NaN over none."""
 
     sum: float = 0.0
     count: int = 0
     max: float = math.nan
 
-    def add(self, values: Tensor) -> None:
+    def add(self, values: "Tensor | Floats") -> None:
         if len(values):
-            self.sum += float(values.double().sum())
+            self.sum += float(values.sum() if isinstance(values, np.ndarray) else values.double().sum())
             self.count += len(values)
             largest = float(values.max())
             self.max = largest if math.isnan(self.max) else max(self.max, largest)
@@ -45,7 +49,7 @@ class _Mean(msgspec.Struct):
 class StepStatistics(msgspec.Struct):
     """The counts and means of one step, over its packs and optimizer steps."""
 
-    # ids of trajectories that older policies sampled, whose gap says nothing of drift
+    # ids of trajectories that older policies sampled, whose gap is no sign of drift
     replayed: frozenset[str] = frozenset()
     num_samples: int = 0
     tokens_flat: int = 0
@@ -69,7 +73,7 @@ class StepStatistics(msgspec.Struct):
 
     @classmethod
     def total(cls, parts: Sequence["StepStatistics"]) -> "StepStatistics":
-        """The statistics of all processes that shared the packs of the same optimizer steps."""
+        """Returns the statistics of all processes that shared the packs of the same optimizer steps."""
         total = cls()
         total.losses = [sum(losses) for losses in zip(*(part.losses for part in parts), strict=True)]
         # the same in all processes, because they share the summed gradients
@@ -82,16 +86,15 @@ class StepStatistics(msgspec.Struct):
                 getattr(total, name).join(getattr(part, name))
         return total
 
-    def add_counts(self, packs: Sequence[Pack]) -> None:
-        """Counts the samples and tokens of packs; call it once for each, however often they are trained on."""
-        for pack in packs:
-            self.num_samples += len(pack.samples)
-            self.tokens_trained += len(pack.terms.edges)
-            self.tokens_imitated += int(np.count_nonzero(~np.isnan(pack.terms.weights[CROSS_ENTROPY])))
-            self.tokens_flat += sum(len(sample.token_ids) for sample in pack.samples)
-            self.tokens_computed += len(pack.token_ids)
+    def add_counts(self, samples: Sequence[Sample], *, num_computed: int) -> None:
+        """Counts samples and their tokens, once for all epochs; `num_computed` tokens run."""
+        self.num_samples += len(samples)
+        self.tokens_trained += sum(len(sample.targets) for sample in samples)
+        self.tokens_imitated += sum(sample.num_in(CROSS_ENTROPY) for sample in samples)
+        self.tokens_flat += sum(len(sample.token_ids) for sample in samples)
+        self.tokens_computed += num_computed
 
-    def add_gap(self, scores: TokenScores, pack: Pack) -> None:
+    def add_gap(self, scores: "TokenScores", pack: "Pack") -> None:
         """Adds the distances between the learner's logprobs and the engine's. Call it at the weights that sampled."""
         terms, is_old = pack.terms, np.array([sample.trajectory_id in self.replayed for sample in pack.samples])
         if is_old.any():
@@ -99,8 +102,12 @@ class StepStatistics(msgspec.Struct):
             terms = terms._replace(logprobs=terms.logprobs + hidden, raw_logprobs=terms.raw_logprobs + hidden)
         self.gap.add(logprob_gaps(scores, terms))
 
-    def add_pack(self, pack: Pack, scores: TokenScores, loss: PackLoss, *, importance: Tensor | None = None) -> None:
-        """`importance`: [N] weights of the objective of the pack's terms; None: there are none."""
+    def add_pack(
+        self, pack: "Pack", scores: "TokenScores", loss: "PackLoss", *, importance: "Tensor | None" = None
+    ) -> None:
+        """Adds the numbers of a pack. `importance` is [N] weights of its terms, or None if there are none."""
+        import torch
+
         in_policy = ~np.isnan(pack.terms.weights[POLICY])
         sampled = pack.terms.edges[in_policy]
         self.losses[-1] += float(loss.loss.detach())
@@ -118,16 +125,8 @@ class StepStatistics(msgspec.Struct):
         if loss.value_errors is not None:
             self.value_loss.add(loss.value_errors)
 
-    def metrics(
-        self,
-        batch: StepSamples,
-        *,
-        packed: bool | None,
-        learning_rate: float,
-        train_s: float,
-        entropy_bonus: float | None = None,
-    ) -> StepMetrics:
-        """`packed`: whether the samples ran as packs; None: not decided yet, because nothing ran."""
+    def metrics(self, batch: StepSamples, *, learning_rate: float, train_s: float) -> StepMetrics:
+        """Returns the metrics of the step, without those that only one learner has."""
         has_updates = bool(self.grad_norms)
         return StepMetrics(
             **batch.reported(),
@@ -137,13 +136,11 @@ class StepStatistics(msgspec.Struct):
             tokens_imitated=self.tokens_imitated,
             tokens_flat=self.tokens_flat,
             tokens_computed=self.tokens_computed,
-            packed=math.nan if packed is None or not has_updates else float(packed),
             loss=sum(self.losses) / len(self.losses) if has_updates else math.nan,
             cross_entropy=self.imitated.mean,
             kl=self.kl.mean,
             kl_cov=self.old_kl.mean,
             entropy=self.entropy.mean,
-            entropy_coefficient=entropy_bonus if has_updates and entropy_bonus is not None else math.nan,
             clip_fraction=self.clipped.mean,
             logprob_change=self.change.mean,
             off_policy_masked=self.masked.mean,
@@ -159,11 +156,13 @@ class StepStatistics(msgspec.Struct):
         )
 
 
-def logprob_gaps(scores: TokenScores, terms: Terms) -> Tensor:
-    """|engine - learner| in nats of each term that can be compared.
+def logprob_gaps(scores: "TokenScores", terms: "Terms") -> "Tensor":
+    """Returns |engine - learner| in nats of each term that can be compared.
 
     Where the engine sampled from a cut distribution, the raw logprobs are compared. A term without those is left out.
     """
+    import torch
+
     device = scores.logprobs.device
     edges = torch.from_numpy(terms.edges).to(device)
     engine, raw = (torch.from_numpy(array).to(device) for array in (terms.logprobs, terms.raw_logprobs))

@@ -28,7 +28,9 @@ class TokenLoss(NamedTuple):
 
     values: Callable[[Tensor, Numbers, Tensor], Objective]  # (log p [N], numbers, datum of each term [N])
     needs: tuple[str, ...]  # numbers that every datum brings
-    takes: Mapping[str, float | None]  # settings with their default; None: it must be given. A datum may bring them too
+    takes: Mapping[
+        str, float | None
+    ]  # settings with their default, or None if it must be given. A datum may bring them too
     may_bring: tuple[str, ...] = ()  # further numbers that a datum may bring
 
 

@@ -33,7 +33,7 @@ class Credit(NamedTuple):
     """The weights of one trajectory's tokens. Example: Credit(policy=0.5, reference_kl=0.01)
 
     Each component is one weight for all sampled tokens, or a sequence of weights per turn, one for each of its
-    prompt_ids and sampled_ids, NaN where the token is not in the component. None: no token is in it.
+    prompt_ids and sampled_ids, NaN where the token is not in the component. None if no token is in it.
 
     `value` holds targets of the critic, so a 0 there counts too, and `old_value` its values before the step. Only a
     loss with a critic (loss=ppo) can train them.
@@ -47,9 +47,9 @@ class Credit(NamedTuple):
 
 
 def token_weights(trajectory: Trajectory, credit: Credit | float) -> Floats:
-    """[6, M] the weight of each token in each component; NaN: the token is not in it. A number is a policy weight.
+    """Returns [6, M] the weight of each token in each component, NaN outside it. A number is a policy weight.
 
-    Raises LearnerError: not one weight per token, an infinite one, or a policy weight of a token of a prompt.
+    Raises LearnerError if there is not one weight per token, an infinite one, or a policy weight in a prompt.
     """
     credit = credit if isinstance(credit, Credit) else Credit(policy=credit)
     is_sampled = sampled_tokens(trajectory)
@@ -60,19 +60,19 @@ def token_weights(trajectory: Trajectory, credit: Credit | float) -> Floats:
 
 
 def turn_row(turn: Turn, first: float, rest: float) -> list[float]:
-    """One turn's weights in a component of Credit: `first` at its first sampled token, `rest` at the others."""
+    """Returns one turn's weights in a component of Credit: `first` at its first sampled token, `rest` at the others."""
     sampled = [first, *[rest] * (len(turn.sampled_ids) - 1)] if turn.sampled_ids else []
     return [*[math.nan] * len(turn.prompt_ids), *sampled]
 
 
 def sampled_tokens(trajectory: Trajectory) -> npt.NDArray[np.bool_]:
-    """[M] whether each token was sampled."""
+    """Returns [M] whether each token was sampled."""
     lengths = [(len(turn.prompt_ids), len(turn.sampled_ids)) for turn in trajectory.turns]
     return np.repeat(np.tile([False, True], len(lengths)), np.array(lengths, dtype=np.int64).ravel())
 
 
 def observed_tokens(trajectory: Trajectory) -> npt.NDArray[np.bool_]:
-    """[M] whether each token is of the environment's answer to a reply: a tool's output, a further user message.
+    """Returns [M] whether a token is of the environment's answer to a reply: a tool's output, a further user message.
 
     These are the prompt tokens that a turn adds right after the end of an earlier reply, with what the chat template
     puts around the messages, which no record tells apart. A turn that leaves the earlier tokens elsewhere renders its
@@ -88,7 +88,7 @@ def observed_tokens(trajectory: Trajectory) -> npt.NDArray[np.bool_]:
 
 
 def _row(name: str, weights: Weights | None, trajectory: Trajectory, is_sampled: npt.NDArray[np.bool_]) -> Floats:
-    """[M] the weights of one component."""
+    """Returns [M] the weights of one component."""
     row = np.full(len(is_sampled), np.nan)
     if isinstance(weights, float | int | np.number):
         row[is_sampled] = weights

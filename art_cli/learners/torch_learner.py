@@ -9,9 +9,7 @@ adapter and tokenizer in PEFT's format, the states of the optimizer and the RNG 
 import contextlib
 import logging
 import math
-import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from torch import Tensor
 from art_cli.config.schema import AlgorithmConfig, BaseLearnerConfig, LossConfig, SftConfig, TrainConfig
 from art_cli.learners import Progress, SftProgress, StepMetrics
 from art_cli.learners.algorithms import Algorithm
+from art_cli.learners.algorithms.normalization import FinishedCounts
 from art_cli.learners.algorithms.off_policy import build_correction
 from art_cli.learners.algorithms.ppo import Ppo
 from art_cli.learners.algorithms.presets import build_algorithm
@@ -34,20 +33,21 @@ from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.packs.logprob_reader import Reader
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing_check import PackingCheck
+from art_cli.learners.policy_step import Pass, take_step
 from art_cli.learners.processes.ranks import Ranks
 from art_cli.learners.samples import Sample, bare_sample
 from art_cli.learners.schedule import warm_up_settings
 from art_cli.learners.sft.examples import example_samples
 from art_cli.learners.sft.sft_batches import plan_batches
-from art_cli.learners.sft.sft_trainer import Sft
-from art_cli.learners.step_plan import PlannedStep, plan_step
+from art_cli.learners.sft.torch_sft import TorchSft
+from art_cli.learners.step_plan import PlannedStep
 from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY, REFERENCE_KL
 from art_cli.learners.training_record import StepRecord
 from art_cli.models.loading import Weights, load_checkpoint, save_weights
 from art_cli.runs.durable import write_lines
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
-from art_cli.runtime.errors import DriftError, LearnerError
+from art_cli.runtime.errors import LearnerError
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ RNG_FILE = "rng.safetensors"
 
 
 class TorchLearner:
-    """The Learner of `learner: torch` and `learner: unsloth`. The protocol says what its methods promise."""
+    """The Learner of `learner: torch` and `learner: unsloth`. The protocol has the promises of its methods."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class TorchLearner:
     ) -> None:
         """`sampling_max_tokens` is the length limit of one reply; a user's algorithm is relative to `directory`.
 
-        `ranks` are the processes that share the work; None: this one alone. Raises LearnerError: a KL term without an
-        adapter to switch off; UsageError: a user's algorithm that cannot be loaded.
+        `ranks` are the processes that share the work, or None if this one is alone. Raises LearnerError for a KL term
+        without an adapter to switch off; UsageError if a user's algorithm cannot be loaded.
         """
         if loss.kl > 0 and not weights.has_adapter:
             raise LearnerError("loss.kl needs a reference policy, the model without its adapter: set model.lora")
@@ -85,7 +85,7 @@ class TorchLearner:
         self.gradient = LossGradient(
             self.runner, self.algorithm, correction=build_correction(loss.off_policy), mean_over=loss.mean_over
         )
-        self.warm_up: Sft | None = None  # set between begin_sft and end_sft
+        self.warm_up: TorchSft | None = None  # set between begin_sft and end_sft
         self._learned: list[LearnedTrajectory] = []  # lines of the last step, until they are written
         self.packing = PackingCheck(self.runner)
         self.algorithm.bind(Reader(self.runner, self.packing), directory)
@@ -104,62 +104,24 @@ class TorchLearner:
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
         """Takes one policy step. After any failure every weight is what it was before.
 
-        Raises LearnerError: a loss that is not finite, or out of memory; DriftError: engine and learner hold different
+        Raises LearnerError if a loss is not finite or memory runs out; DriftError if engine and learner hold different
         weights (contract 2).
         """
-        begin = time.perf_counter()
-        record = StepRecord() if self.train_config.record_learned else None
-        batch, parts, finished = self._plan(groups, record)
-        statistics = StepStatistics(_replayed(groups))
-        learning_rate, bonus = self.optimizer.current_rate(), self._entropy_bonus()
-        if parts:
-            with self._changing_weights(parts[0][0], batch=parts[0]):
-                updates = [self.gradient.plan(part, finished, entropy_bonus=bonus or 0.0) for part in parts]
-                for update in updates:
-                    statistics.add_counts(update.packs)
-                self._take_updates(updates, statistics, record, progress)
-                self.algorithm.after_step()
-        statistics = StepStatistics.total(self.ranks.gather(statistics, StepStatistics))
-        if record is not None:
-            self._learned = StepRecord.total(self.ranks.gather(record, StepRecord)).lines(groups)
+        bonus = self._entropy_bonus()
+        with self._naming_memory():
+            metrics, self._learned = take_step(
+                groups, self, algorithm=self.algorithm, loss=self.loss, train=self.train_config, progress=progress
+            )
         if self.loss.entropy_floor is not None:
             self.optimizer.counts.entropy = self.optimizer.counts.entropy.after(
-                statistics.entropy.mean, floor=self.loss.entropy_floor, step=self.loss.entropy_step
+                metrics.entropy, floor=self.loss.entropy_floor, step=self.loss.entropy_step
             )
-        seconds = time.perf_counter() - begin
-        metrics = statistics.metrics(
-            batch,
-            packed=self.runner.can_pack,
-            learning_rate=learning_rate,
-            entropy_bonus=bonus,
-            train_s=seconds,
-        )
-        return msgspec.structs.replace(metrics, **self.algorithm.numbers())
-
-    def _plan(self, groups: Sequence[Sequence[ScoredTrajectory]], record: StepRecord | None) -> PlannedStep:
-        with self._naming_memory():
-            return plan_step(groups, self.algorithm, loss=self.loss, train=self.train_config, record=record)
-
-    def compute_again(self, groups: Sequence[Sequence[ScoredTrajectory]], id: str) -> LearnedTrajectory:
-        """What a step on the groups computes of that trajectory at the present weights. Changes no weight.
-
-        It runs the packs that the step runs, but only those that hold the trajectory, so that the rounding is the same.
-        """
-        record = StepRecord()
-        _, parts, finished = self._plan(groups, record)
-        for number, part in enumerate(parts):
-            if not any(sample.trajectory_id == id for sample in part):
-                continue
-            with self._changing_weights(parts[0][0], batch=parts[0]):
-                update = self.gradient.plan(part, finished, entropy_bonus=self._entropy_bonus() or 0.0)
-                packs = [pack for pack in update.packs if any(sample.trajectory_id == id for sample in pack.samples)]
-                update = update._replace(packs=packs, before=[None] * len(packs))
-                if number > 0 or self.train_config.epochs_per_step > 1:  # _take_updates decides the same
-                    is_bounded = self.train_config.max_kl is not None
-                    update = self.gradient.look_ahead(update, StepStatistics(), always=is_bounded)
-                recorded = partial(record.add, update=number)
-                self.gradient.accumulate(update, StepStatistics(), is_first=True, record=recorded)
-        return next(line for line in record.lines(groups) if line.id == id)
+        numbers = self.algorithm.numbers()
+        if metrics.num_updates and self.runner.can_pack is not None:
+            numbers |= {"packed": float(self.runner.can_pack)}
+        if metrics.num_updates and bonus is not None:
+            numbers |= {"entropy_coefficient": bonus}
+        return msgspec.structs.replace(metrics, **numbers)
 
     def write_learned(self, path: Path) -> None:
         learned, self._learned = self._learned, []
@@ -167,14 +129,14 @@ class TorchLearner:
             write_lines(path, learned)
 
     def begin_sft(self, examples: Sequence[dict[str, Any]], evaluated: Sequence[dict[str, Any]] = ()) -> int:
-        """The number of optimizer steps to come. Raises LearnerError: no examples, or one that cannot be trained on."""
+        """Returns the number of optimizer steps. Raises LearnerError if there is no example, or a bad one."""
         config = self.sft_config
         assert config is not None, "sft needs an sft section"
         batches = plan_batches(self._sft_samples(examples, "demo"), config, seed=self.train_config.seed)
         settings = warm_up_settings(config, batches.num_updates)
         optimizer = Optimizer(self.parameters, settings, device=self.optimizer_device, ranks=self.ranks)
         held_out = [sample for samples in self._sft_samples(evaluated, "evaluation demo") for sample in samples]
-        self.warm_up = Sft(batches, held_out, config, optimizer)
+        self.warm_up = TorchSft(batches, held_out, config, LossGradient(self.runner, Algorithm()), optimizer)
         return batches.num_updates
 
     def _sft_samples(self, examples: Sequence[dict[str, Any]], kind: str) -> list[list[Sample]]:
@@ -188,13 +150,13 @@ class TorchLearner:
     def take_sft(self, num_updates: int) -> SftProgress:
         assert self.warm_up is not None, "begin_sft comes first"
         with self._changing_weights(self.warm_up.batches.examples[0][0]):
-            return self.warm_up.take(LossGradient(self.runner, Algorithm()), num_updates)
+            return self.warm_up.take(num_updates)
 
     def end_sft(self) -> None:
         self.warm_up = None
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        """[L - 1] logprobs in nats of each token after the first. Temperature 0 counts as 1."""
+        """Returns [L - 1] logprobs in nats of each token after the first. Temperature 0 counts as 1."""
         ids = np.asarray(token_ids, dtype=np.int64)
         if len(ids) < 2:
             return []
@@ -220,7 +182,7 @@ class TorchLearner:
     def load(self, directory: Path) -> None:
         """Continues from a checkpoint directory; one with weights alone starts a new optimizer.
 
-        Raises CheckpointError: no weights there, or another model's.
+        Raises CheckpointError if there are no weights, or another model's.
         """
         with self.weights.lock:
             load_checkpoint(self.weights, directory, part=self.ranks.part)
@@ -237,71 +199,71 @@ class TorchLearner:
                 self.warm_up.load(directory)
 
     def start(self) -> None:
-        """Nothing to start, because there is no other process."""
+        """Does nothing, because there is no other process."""
 
     def check(self) -> None:
-        """Nothing to check, because no other process is needed."""
+        """Does nothing, because there is no other process."""
 
     def close(self) -> None:
-        """Nothing to close, because there is no other process."""
+        """Does nothing, because there is no other process."""
 
     def _entropy_bonus(self) -> float | None:
-        """The reward of a nat of entropy in the present step; None: the loss has no floor."""
+        """Returns the reward of a nat of entropy in the present step, or None if the loss has no floor."""
         return None if self.loss.entropy_floor is None else self.optimizer.counts.entropy.bonus
 
     # --- the updates of a step ----------------------------------------------------------------------------------------
 
-    def _take_updates(
-        self,
-        updates: list[Update],
-        statistics: StepStatistics,
-        record: StepRecord | None,
-        progress: Progress | None,
-    ) -> None:
-        """Takes the optimizer steps of all epochs, or none. If one fails, those before it are undone.
+    ahead = 1  # each optimizer step is taken when it is applied
 
-        The first one that leaves the trust region, if there is one, is drawn back and is the last.
-        """
-        epochs, is_bounded = self.train_config.epochs_per_step, self.train_config.max_kl is not None
-        is_undone = epochs * len(updates) > 1 or is_bounded
-        snapshots = [optimizer.snapshot() for optimizer in self.optimizers if is_undone]
-        done = _Counter(progress, total=epochs * sum(len(update.packs) for update in updates))
-        try:
-            # the first update needs no look ahead unless it is taken again at other weights
-            at_first = [] if epochs > 1 else updates[:1]
-            later = updates[len(at_first) :]
-            updates = at_first + [self.gradient.look_ahead(each, statistics, always=is_bounded) for each in later]
-            for index, update in enumerate(updates * epochs):
-                recorded = {}
-                if record is not None and index < len(updates):  # this is the first epoch
-                    recorded = {"record": partial(record.add, update=index)}
-                logprobs = self.gradient.accumulate(update, statistics, is_first=index == 0, done=done, **recorded)
-                if index == 0:
-                    self._check_drift(statistics)
-                    update = update._replace(before=logprobs)
-                before = self.optimizer.remember() if is_bounded else {}
-                self._apply(update, statistics)
-                if is_bounded and self._moves_policy(update) and not self._stays_near(update, before, statistics):
-                    break
-        except BaseException:
-            for optimizer, snapshot in zip(self.optimizers, snapshots, strict=False):
-                optimizer.restore(snapshot)
-            raise
-        for optimizer in self.optimizers:
-            optimizer.counts.num_steps += 1
+    @contextlib.contextmanager
+    def taking(self, plan: PlannedStep) -> Iterator[float]:
+        first, is_bounded = plan.parts[0], self.train_config.max_kl is not None
+        is_undone = self.train_config.epochs_per_step * len(plan.parts) > 1 or is_bounded
+        with self._changing_weights(first[0], batch=first):
+            snapshots = [optimizer.snapshot() for optimizer in self.optimizers if is_undone]
+            try:
+                yield self.optimizer.current_rate()
+            except BaseException:
+                for optimizer, snapshot in zip(self.optimizers, snapshots, strict=False):
+                    optimizer.restore(snapshot)
+                raise
+            for optimizer in self.optimizers:
+                optimizer.counts.num_steps += 1
+            self.algorithm.after_step()
 
-    def _check_drift(self, statistics: StepStatistics) -> None:
-        if self.train_config.max_staleness > 0:
-            return  # older policies sampled these tokens, so they may differ; the probe after each load is the guard
-        bound, gap = (
-            self.train_config.max_logprob_gap,
-            StepStatistics.total(self.ranks.gather(statistics, StepStatistics)).gap,
-        )
-        if gap.mean > bound:
-            raise DriftError(
-                f"engine and learner differ by {gap.mean:.3g} nats per token on average (at most "
-                f"{gap.max:.3g}), over train.max_logprob_gap = {bound:g}: they do not hold the same weights"
-            )
+    def plan(self, samples: Sequence[Sample], finished: FinishedCounts) -> Update:
+        return self.gradient.plan(samples, finished, entropy_bonus=self._entropy_bonus() or 0.0)
+
+    def count(self, update: Update, statistics: StepStatistics) -> int:
+        for pack in update.packs:
+            statistics.add_counts(pack.samples, num_computed=len(pack.token_ids))
+        return len(update.packs)
+
+    def forward(self, update: Update, statistics: StepStatistics, *, is_first: bool) -> Update:
+        if is_first:
+            return update
+        return self.gradient.look_ahead(update, statistics, always=self.train_config.max_kl is not None)
+
+    def backward(self, update: Update, at: Pass) -> Update:
+        logprobs = self.gradient.accumulate(update, at)
+        return update._replace(before=logprobs) if at.number == 0 else update
+
+    def apply(self, sent: Update, at: Pass) -> bool:
+        """Returns whether the policy is still within `max_kl`. If not, the update is drawn back until it is."""
+        before = {} if self.train_config.max_kl is None else self.optimizer.remember()
+        self._apply(sent, at.statistics)
+        if self.train_config.max_kl is None or not self._moves_policy(sent):
+            return True
+        held = hold(self.gradient, self.optimizer, sent, before, max_kl=self.train_config.max_kl)
+        at.statistics.update_kl, at.statistics.update_share = held
+        return held.share == 1
+
+    def finish(self, applied: bool, at: Pass) -> bool:
+        return applied
+
+    def gather(self, statistics: StepStatistics, record: StepRecord | None) -> tuple[StepStatistics, StepRecord | None]:
+        statistics = StepStatistics.total(self.ranks.gather(statistics, StepStatistics))
+        return statistics, None if record is None else StepRecord.total(self.ranks.gather(record, StepRecord))
 
     def _apply(self, update: Update, statistics: StepStatistics) -> None:
         limit = self.optimizer.clip_limit()
@@ -315,15 +277,8 @@ class TorchLearner:
         statistics.grad_norms.append(norm)
         statistics.grad_clips.append(min(norm, limit))
 
-    def _stays_near(self, update: Update, before: dict[str, Tensor], statistics: StepStatistics) -> bool:
-        """Whether the policy is within `max_kl` of the step's start. If not, the update is drawn back until it is."""
-        assert self.train_config.max_kl is not None
-        held = hold(self.gradient, self.optimizer, update, before, max_kl=self.train_config.max_kl)
-        statistics.update_kl, statistics.update_share = held
-        return held.share == 1
-
     def _moves_policy(self, update: Update) -> bool:
-        """Whether the update says anything to the policy. Where all advantages are zero, only the critic may learn."""
+        """Returns whether the update moves the policy. If all advantages are zero, only the critic may learn."""
         in_policy = any(update.counts[component].tokens for component in (POLICY, CROSS_ENTROPY, REFERENCE_KL))
         return in_policy or (self.critic is not None and self.critic.head.moves_trunk)
 
@@ -335,7 +290,7 @@ class TorchLearner:
 
     @contextlib.contextmanager
     def _running(self, sample: Sample, *, batch: Sequence[Sample] = ()) -> Iterator[None]:
-        """Holds the weights inside the block. Running out of memory becomes a LearnerError that says what to do."""
+        """Holds the weights inside the block. Running out of memory becomes a LearnerError with its cure."""
         with self._naming_memory(), self.weights.lock:
             self.packing.probe(sample)
             if batch:
@@ -345,7 +300,7 @@ class TorchLearner:
 
     @contextlib.contextmanager
     def _naming_memory(self) -> Iterator[None]:
-        """Running out of memory inside the block becomes a LearnerError that says what to do."""
+        """Turns running out of memory inside the block into a LearnerError with its cure."""
         try:
             yield
         except RuntimeError as error:
@@ -358,7 +313,7 @@ class TorchLearner:
 
     @contextlib.contextmanager
     def _changing_weights(self, sample: Sample, *, batch: Sequence[Sample] = ()) -> Iterator[None]:
-        """As `_running`. Afterwards there are no gradients, and a new version of the weights invalidates caches."""
+        """Does the same as `_running`. Afterwards there are no gradients, and a new version invalidates caches."""
         with self._running(sample, batch=batch):
             try:
                 yield
@@ -367,24 +322,6 @@ class TorchLearner:
                 self.weights.version += 1
                 if self.weights.device.type == "cuda":
                     torch.cuda.empty_cache()  # torch keeps freed memory, and an engine that wakes on this GPU needs it
-
-
-def _replayed(groups: Sequence[Sequence[ScoredTrajectory]]) -> frozenset[str]:
-    """The ids of trajectories that were played for an earlier step than the newest ones."""
-    newest = max((trajectory.step for group in groups for trajectory in group), default=0)
-    return frozenset(trajectory.id for group in groups for trajectory in group if trajectory.step < newest)
-
-
-class _Counter:
-    """Calls `progress` with the number of packs done; call it after each pack."""
-
-    def __init__(self, progress: Progress | None, *, total: int) -> None:
-        self.progress, self.total, self.num_done = progress, total, 0
-
-    def __call__(self) -> None:
-        self.num_done += 1
-        if self.progress is not None:
-            self.progress(self.num_done, self.total)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

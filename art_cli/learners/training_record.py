@@ -30,8 +30,8 @@ class _Piece(NamedTuple):
     places: Ints  # [N] index of each among the trajectory's tokens
     advantages: Floats  # [N] weights in policy; NaN: not in it
     logprobs: Floats  # [N] nats
-    importance: Floats | None  # [N] weights that loss.off_policy gives; None: it is not set
-    reference: Floats | None  # [N] nats, under the reference policy; None: not computed
+    importance: Floats | None  # [N] weights that loss.off_policy gives, or None if it is not set
+    reference: Floats | None  # [N] nats, under the reference policy, or None if not computed
     loss: float
     update: int
 
@@ -43,7 +43,7 @@ class StepRecord(msgspec.Struct):
     masked: dict[str, dict[str, int]] = {}  # trajectory id -> number of tokens masked before packing, by reason
 
     def add(self, pack: "Pack", terms: "LossTerms", loss: "PackLoss", *, update: int) -> None:
-        """Call it once for each pack of the step, when its optimizer step, the `update`-th, is first computed."""
+        """Adds a pack. Call it once for each, when its optimizer step, the `update`-th, is first computed."""
         logprobs = _array(terms.new)
         importance = None if terms.importance is None else _array(terms.importance)
         reference = None if terms.reference is None else _array(terms.reference)
@@ -62,7 +62,7 @@ class StepRecord(msgspec.Struct):
             self.pieces.setdefault(sample.trajectory_id, []).append(piece)
 
     def note_learned(self, sample: Sample, logprobs: Floats, *, loss: float, update: int) -> None:
-        """As `add`, for one sample that ran elsewhere. `logprobs` are [N] of its targets."""
+        """Does the same as `add` for one sample that ran elsewhere. `logprobs` are [N] of its targets."""
         piece = _Piece(sample.places, sample.advantages, logprobs.astype(np.float32), None, None, loss, update)
         self.pieces.setdefault(sample.trajectory_id, []).append(piece)
 
@@ -73,16 +73,9 @@ class StepRecord(msgspec.Struct):
                 masked = self.masked.setdefault(old.trajectory_id, {})
                 masked[reason] = masked.get(reason, 0) + num
 
-    def note_samples(self, samples: Sequence[Sample], *, update: int) -> None:
-        """Takes down the advantages of samples that no model has run on."""
-        for sample in samples:
-            unknown = np.full(len(sample.places), np.nan)
-            piece = _Piece(sample.places, sample.advantages, unknown, None, None, 0.0, update)
-            self.pieces.setdefault(sample.trajectory_id, []).append(piece)
-
     @classmethod
     def total(cls, parts: Sequence["StepRecord"]) -> "StepRecord":
-        """The record of all processes. All of them masked the same tokens before they divided the packs."""
+        """Returns the record of all processes. All of them masked the same tokens before they divided the packs."""
         total = cls()
         total.masked = parts[0].masked
         for part in parts:
@@ -91,7 +84,7 @@ class StepRecord(msgspec.Struct):
         return total
 
     def lines(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> list[LearnedTrajectory]:
-        """A line for each trajectory of the step, in the order of the groups and of the places in them."""
+        """Returns a line for each trajectory of the step, in the order of the groups and of the places in them."""
         return [
             self._line(trajectory, group)
             for group in groups
@@ -119,7 +112,7 @@ class StepRecord(msgspec.Struct):
         )
 
     def _masked_tokens(self, trajectory: Trajectory, advantages: Floats, pieces: Sequence[_Piece]) -> dict[str, int]:
-        """The number of sampled tokens that do not move the policy, by reason."""
+        """Returns the number of sampled tokens that do not move the policy, by reason."""
         masked = Counter(self.masked.get(trajectory.id, {}))
         is_silent = np.isnan(advantages) & sampled_tokens(trajectory)
         is_abandoned = np.concatenate(
@@ -141,12 +134,12 @@ def _array(tensor: "Tensor") -> Floats:
 
 
 def _inside(values: Floats, piece: _Piece) -> Floats:
-    """The values of the terms in the policy component; NaN elsewhere."""
+    """Returns the values of the terms in the policy component; NaN elsewhere."""
     return np.where(np.isnan(piece.advantages), np.nan, values)
 
 
 def _left_out(trajectory: ScoredTrajectory, group: Sequence[ScoredTrajectory]) -> LeftOut:
-    """Why no token of a trajectory was trained."""
+    """Returns the reason why no token of a trajectory was trained."""
     if trajectory.error is not None:
         return "failed"
     if not trajectory.num_sampled:
@@ -158,7 +151,7 @@ def _left_out(trajectory: ScoredTrajectory, group: Sequence[ScoredTrajectory]) -
 
 
 def _spread(trajectory: Trajectory, parts: Sequence[tuple[Ints, Floats]]) -> Floats:
-    """[M] the values at their places among the trajectory's tokens; NaN elsewhere."""
+    """Returns [M] the values at their places among the trajectory's tokens; NaN elsewhere."""
     whole = np.full(sum(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in trajectory.turns), np.nan)
     for places, values in parts:
         whole[places] = values
@@ -166,7 +159,7 @@ def _spread(trajectory: Trajectory, parts: Sequence[tuple[Ints, Floats]]) -> Flo
 
 
 def _by_turn(trajectory: Trajectory, values: Floats) -> list[PerToken]:
-    """The values of each turn's sampled tokens."""
+    """Returns the values of each turn's sampled tokens."""
     by_turn, start = [], 0
     for turn in trajectory.turns:
         start += len(turn.prompt_ids)
@@ -176,7 +169,7 @@ def _by_turn(trajectory: Trajectory, values: Floats) -> list[PerToken]:
 
 
 def _compact(values: Floats) -> PerToken:
-    """One number where all are equal, null where none is known."""
+    """Returns one number where all are equal, null where none is known."""
     is_known = ~np.isnan(values)
     if not is_known.any():
         return None
@@ -186,6 +179,6 @@ def _compact(values: Floats) -> PerToken:
 
 
 def short_floats(values: Floats) -> list[float]:
-    """The values rounded to float32, as the numbers of the fewest decimal digits that are rounded to the same."""
+    """Returns the values rounded to float32, with the fewest decimal digits that are rounded to the same."""
     shortest: list[float] = values.astype(np.float32).astype("U24").astype(np.float64).tolist()
     return shortest

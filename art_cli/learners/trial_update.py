@@ -19,7 +19,7 @@ GROWTH = 2  # length of the second row in lengths of the first
 
 
 class Cost(NamedTuple):
-    """What a forward and a backward pass over a row takes. Example: Cost(tokens=256, seconds=1.4, gigabytes=1.9)."""
+    """The cost of a forward and a backward pass over a row. Example: Cost(tokens=256, seconds=1.4, gigabytes=1.9)."""
 
     tokens: int
     seconds: float

@@ -1,6 +1,6 @@
-"""Loads the policy through Unsloth, base (16 or 4 bits) and adapter; says in one line why that cannot be done here.
+"""Loads the policy through Unsloth, base (16 or 4 bits) and adapter, or gives the reason in one line.
 
-    obstacle() -> None: it can be done     load_model, or load_bare without an adapter, for models/loading.py
+    obstacle() is None if it can be done   load_model, or load_bare without an adapter, for models/loading.py
 
 The step itself is TorchLearner's. When Unsloth is imported, it replaces forward passes of transformers and peft. So it
 must be imported before them, and the only import is where weights are loaded. On a GPU its attention ignores the tree
@@ -31,7 +31,7 @@ DEFAULT_LENGTH = 4096  # context in tokens of a model whose config does not give
 
 
 def obstacle() -> str | None:
-    """Why Unsloth cannot run in this Python, in one line with what to do; None: no obstacle is known.
+    """Returns one line with the reason why Unsloth cannot run here and a cure, or None if no obstacle is known.
 
     It reads the installed versions and asks torch for a GPU. It does not import Unsloth.
     """
@@ -52,7 +52,7 @@ def obstacle() -> str | None:
 
 
 def _unmet_requirement() -> tuple[str, str] | None:
-    """The first requirement of Unsloth that does not hold. Example: ("transformers<=5.17", "5.23.0 is installed")"""
+    """Returns Unsloth's first requirement that does not hold. Example: ("transformers<=5.17", "5.23.0 is installed")"""
     from packaging.requirements import Requirement
 
     for text in requires("unsloth") or []:
@@ -71,7 +71,7 @@ def _unmet_requirement() -> tuple[str, str] | None:
 
 
 def load_model(config: ModelConfig, base: str, place: torch.device, dtype: torch.dtype, seed: int) -> Any:
-    """The base with its fresh adapter, a PeftModel. Raises LearnerError: Unsloth cannot run, or did something else."""
+    """Returns the base with its fresh adapter, a PeftModel. Raises LearnerError if Unsloth cannot do it."""
     if config.lora is None:
         raise LearnerError("learner 'unsloth' trains LoRA adapters only: set model.lora, or learner=torch")
     unsloth, model = _load(config, base, dtype, seed)
@@ -98,10 +98,10 @@ def load_model(config: ModelConfig, base: str, place: torch.device, dtype: torch
 
 
 def load_bare(config: ModelConfig, base: str, place: torch.device, dtype: torch.dtype, seed: int) -> Any:
-    """The base without an adapter, on which the adapters of several clients may stand: they are PEFT's own.
+    """Returns the base without an adapter, on which the adapters of several clients may stand: they are PEFT's own.
 
     Unsloth's forward passes of the base are the same for all of them; its fused passes of adapters, which belong to a
-    model of one adapter, are not used. Raises LearnerError: Unsloth cannot run, or did something else.
+    model of one adapter, are not used. Raises LearnerError if Unsloth cannot do it.
     """
     _, model = _load(config, base, dtype, seed)
     _check(model, config, place)
@@ -110,8 +110,8 @@ def load_bare(config: ModelConfig, base: str, place: torch.device, dtype: torch.
 
 
 def check_adapters(weights: Weights) -> None:
-    """Raises LearnerError: an adapter on a copy of a bare model changes nothing, because a pass of Unsloth's holds on
-    to the layers of the original."""
+    """Raises LearnerError if an adapter on a copy of a bare model changes nothing, because Unsloth's pass holds on to
+    the layers of the original."""
     made = with_adapter(weights, LoraConfig(rank=1, targets="all-linear"), 0)
     with torch.no_grad():
         for name, parameter in made.model.named_parameters():
@@ -125,7 +125,7 @@ def check_adapters(weights: Weights) -> None:
 
 
 def _load(config: ModelConfig, base: str, dtype: torch.dtype, seed: int) -> tuple[ModuleType, Any]:
-    """Unsloth, and the base that it loaded."""
+    """Returns Unsloth, and the base that it loaded."""
     if (reason := obstacle()) is not None:
         raise LearnerError(f"learner 'unsloth' cannot run here: {reason}, or set learner=torch")
     if config.quantize is not None:
@@ -138,7 +138,7 @@ def _load(config: ModelConfig, base: str, dtype: torch.dtype, seed: int) -> tupl
             dtype=dtype,
             load_in_4bit=config.quantize == "4bit",
             use_exact_model_name=True,  # otherwise it may load a copy in another quantisation, which the engine lacks
-            use_gradient_checkpointing=False,  # PackRunner does it, as learner.gradient_checkpointing says
+            use_gradient_checkpointing=False,  # PackRunner does it, by learner.gradient_checkpointing
             random_state=seed,
         )
     return unsloth, model
@@ -160,7 +160,7 @@ def _check(model: Any, config: ModelConfig, place: torch.device) -> None:
 
 
 def _import() -> ModuleType:
-    """Unsloth. Raises LearnerError: its import fails."""
+    """Returns Unsloth's module. Raises LearnerError if its import fails."""
     # Unsloth counts its users by a download at each load, and writes compiled code to the working directory
     os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
@@ -186,7 +186,7 @@ def _kept_apart() -> Iterator[None]:
 
 
 def _own_length(base: str) -> int:
-    """The context in tokens that the model was made for."""
+    """Returns the context in tokens that the model was made for."""
     import transformers
 
     config: Any = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)

@@ -19,13 +19,13 @@ class ValueHead(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(1, device=device))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[E] the values of states whose last tokens have the `hidden` states [E, H], of any dtype."""
+        """Returns [E] the values of states whose last tokens have the `hidden` states [E, H], of any dtype."""
         seen = hidden if self.moves_trunk else hidden.detach()
         values: Tensor = (seen.float() * self.scale) @ self.weight + self.bias
         return values
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Back to zero."""
+        """Sets it back to zero."""
         for parameter in self.parameters():
             parameter.zero_()

@@ -17,9 +17,9 @@ from art_cli.rollouts.process import ProcessRollout
 from art_cli.rollouts.progress import Progress, shown
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.rollouts.rollout_runner import OnFinished, RolloutPlan, Runner
+from art_cli.runs.run_checkpoints import fetched
 from art_cli.runtime.errors import first_of_group
 from art_cli.runtime.threads import call_in_thread
-from art_cli.tinker.client.remote_checkpoint import fetched
 
 
 @dataclass

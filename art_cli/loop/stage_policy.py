@@ -20,12 +20,11 @@ from art_cli.loop.dtype import decide_dtype, recorded_dtype
 from art_cli.models.loading import Weights, find_base, load_checkpoint, load_weights
 from art_cli.models.policy_spec import PolicySpec, read_spec
 from art_cli.runs.manifest import Manifest, is_built, new_checkpoint, verify_checkpoint
-from art_cli.runs.run_checkpoints import Which, explain, is_base, run_config, run_of, wanted_steps
+from art_cli.runs.run_checkpoints import Which, explain, fetched, is_base, run_config, run_of, wanted_steps
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.fetch import NothingThere, fetch
 from art_cli.runtime.errors import CheckpointError, ConfigError, Problem, UsageError
 from art_cli.runtime.scratch import scratch
-from art_cli.tinker.client.remote_checkpoint import fetched
 
 log = logging.getLogger(__name__)
 BASE = "base"  # word by which a user means the base model instead of a checkpoint

@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -26,6 +27,7 @@ from art_cli.runs.run_file import is_inside
 from art_cli.runtime.errors import CheckpointError, DataError, RunError, UsageError, one_line
 
 ADAPTER_CONFIG, ADAPTER_FILE, TEMPLATE_FILE = "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"
+REMOTE_FILE = "remote.json"  # in a checkpoint whose weights are on a server
 Which = Literal["offered", "best", "newest"]  # the checkpoint of a run that is meant
 log = logging.getLogger(__name__)
 NOT_IMPORTED = ("manifest", "optimizer", "rng")  # stems of a checkpoint's files that are not of its weights
@@ -46,6 +48,14 @@ class Found(NamedTuple):
     @property
     def step(self) -> int:
         return self.manifest.step if self.manifest is not None else 0
+
+
+def fetched(checkpoint: Path) -> Path:
+    """Returns the checkpoint, or the directory that its weights were downloaded to if they are on a server."""
+    if not (checkpoint / REMOTE_FILE).is_file():
+        return checkpoint
+    path: Path = resolve_name("art_cli.tinker.client.remote_checkpoint:fetched")(checkpoint)
+    return path
 
 
 class _Model(msgspec.Struct):

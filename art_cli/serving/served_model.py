@@ -18,7 +18,6 @@ from art_cli.runs.manifest import Manifest
 from art_cli.runs.run_checkpoints import Found, Which
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import UsageError
-from art_cli.tinker.client.remote_checkpoint import fetched
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 NAME = re.compile(r"[\w.@/-]+")
@@ -143,7 +142,7 @@ def of_checkpoint(
 
 def _downloaded(found: Found) -> Found:
     """The checkpoint; one whose weights are on a server is downloaded, an adapter of the same base or a whole model."""
-    path = fetched(found.path)
+    path = run_checkpoints.fetched(found.path)
     if path == found.path or found.manifest is None:
         return found
     manifest = msgspec.structs.replace(found.manifest, base=run_checkpoints.base_of(found))

@@ -15,7 +15,7 @@ MASK, SHARES = "mask", "shares"
 
 
 def make_datum(types: Any, sample: Sample, *, can_mask: bool, **numbers: Floats) -> Any:
-    """The sample shifted by one, as the protocol has it, with one number for each trained token by name.
+    """Returns the sample shifted by one, as the protocol has it, with one number for each trained token by name.
 
     Other tokens have 0. With `can_mask` they are left out, so that the server computes what the torch learner does;
     the sample is sent whole then, because its length decides on its pack. Without, it ends with its last target.
@@ -32,7 +32,7 @@ def make_datum(types: Any, sample: Sample, *, can_mask: bool, **numbers: Floats)
 
 
 def logprobs_of(answer: Any, samples: Sequence[Sample]) -> list[Floats]:
-    """[N] of each sample's targets. Raises RemoteError: the server gave something else."""
+    """Returns [N] of each sample's targets. Raises RemoteError if the server gave something else."""
     outputs = answer.loss_fn_outputs
     found: list[Floats] = []
     if len(outputs) == len(samples):
@@ -47,7 +47,7 @@ def logprobs_of(answer: Any, samples: Sequence[Sample]) -> list[Floats]:
 
 
 def norm_of(answer: Any) -> float:
-    """The norm of the gradient before the clip; NaN: the server does not say."""
+    """Returns the norm of the gradient before the clip; NaN if the server does not report it."""
     metrics = getattr(answer, "metrics", None) or {}
     for name, value in metrics.items():
         if name.partition(":")[0].rpartition("/")[2] == "grad_norm":  # SkyRL puts its own address before

@@ -41,14 +41,14 @@ class TinkerEngine:
     """Engine and Backend in one. Before the first `load` it samples from the base model."""
 
     def __init__(self, config: TinkerEngineConfig, policy: PolicySpec, *, name: str, step: int = 0) -> None:
-        """Raises RemoteError: the key of the server is not there."""
+        """Raises RemoteError if the key of the server is missing."""
         self.endpoint = Endpoint(base_url=None, api_key="", model=name, step=step)
         self._config, self._policy = config, policy
         self._server = find_server(config)
         self._connection: RemoteSession | None = None
         self._vocabulary: Vocabulary | None = None
         self._stop_ids: list[int] = []
-        self._sampler: Any = None  # the SDK's sampling client; None: not made yet, because nothing was sampled
+        self._sampler: Any = None  # the SDK's sampling client; None before the first sample
         self._making = asyncio.Lock()
         self._reader = RequestReader()
         self._is_lost, self._loss = asyncio.Event(), ""
@@ -65,7 +65,7 @@ class TinkerEngine:
     # --- Engine -------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Raises EngineError: the server cannot be reached, or has no such base model."""
+        """Raises EngineError if the server cannot be reached, or has no such base model."""
         assert self._connection is None, "started twice"
         with _as_engine_error():
             self._connection = await call_in_thread(self._open)
@@ -83,7 +83,7 @@ class TinkerEngine:
         return tokenizer
 
     async def load(self, checkpoint: Path, step: int) -> None:
-        """Raises CheckpointError: its weights are not on a server; EngineError: the server does not have them."""
+        """Raises CheckpointError if its weights are not on a server; EngineError if the server does not have them."""
         remote, connection = await call_in_thread(read_remote, checkpoint), self._opened()
         with _as_engine_error():
             sampler = await call_in_thread(lambda: connection.sampler(path=remote.sampler))
@@ -106,10 +106,10 @@ class TinkerEngine:
         return self._policy.max_length * self._vocabulary.longest
 
     async def sleep(self) -> None:
-        """Nothing to do: the memory is the server's."""
+        """Does nothing, because the memory is the server's."""
 
     async def wake(self) -> None:
-        """Nothing to do: it never sleeps."""
+        """Does nothing, because it never sleeps."""
 
     async def watch(self) -> NoReturn:
         await self._is_lost.wait()
@@ -165,7 +165,7 @@ class TinkerEngine:
         )
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        """The whole reply, a chunk for each choice, because the protocol does not stream."""
+        """Yields the whole reply, a chunk for each choice, because the protocol does not stream."""
         reply = await self.reply(request)
         for choice in reply.choices:
             yield Chunk(
@@ -180,9 +180,9 @@ class TinkerEngine:
             )
 
     async def _sample(self, prompt: Prompt, sampling: Sampling) -> tuple[int, list[Any]]:
-        """The step of the policy that sampled, and the SDK's sequences.
+        """Returns the step of the policy that sampled, and the SDK's sequences.
 
-        Raises ChatError: the server refuses the request, or is gone.
+        Raises ChatError if the server refuses the request, or is gone.
         """
         try:
             connection, sampler, step = self._opened(), await self._present_sampler(), self.endpoint.step
@@ -210,7 +210,7 @@ class TinkerEngine:
         return step, list(answer.sequences)
 
     def _stops(self, sampling: Sampling) -> list[int] | list[str]:
-        """What ends a reply: token ids. With stop strings all as text, because a request takes one kind only."""
+        """Returns the ends of a reply: token ids. With stop strings all as text, as a request takes one kind only."""
         ids = [*self._stop_ids, *(id for id in sampling.stop_ids if id not in self._stop_ids)]
         if not sampling.stop:
             return ids
@@ -218,7 +218,7 @@ class TinkerEngine:
         return [*sampling.stop, *self._vocabulary.tokenizer.convert_ids_to_tokens(ids)]
 
     def _piece(self, sequence: Any, sampling: Sampling, step: int) -> Piece:
-        """A sequence of the server, checked."""
+        """Returns a sequence of the server, checked."""
         ids, raw = [int(id) for id in sequence.tokens], sequence.logprobs
         if raw is None or len(raw) != len(ids) or not all(math.isfinite(value) for value in raw):
             raise self._broken("no finite logprob for each sampled token")
@@ -244,7 +244,7 @@ class _as_engine_error:
 
 
 def _refuse(request: Request) -> None:
-    """Raises ChatError 400: what the protocol cannot do."""
+    """Raises ChatError 400 for what the protocol cannot do."""
     if demands_format(request):
         raise invalid(
             "response_format, tool_choice: engine 'tinker' cannot enforce a format; the protocol has no grammars"
@@ -268,7 +268,7 @@ def _choice(vocabulary: Vocabulary, request: Request, prompt: Prompt, index: int
 
 
 def _configs(base: str) -> list[Any]:
-    """The base's generation configuration, where it has one, and its model configuration."""
+    """Returns the base's generation configuration, where it has one, and its model configuration."""
     import transformers
 
     found: list[Any] = [transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)]

@@ -9,11 +9,10 @@ The torch learner's step is the same step. A checkpoint directory holds the serv
 Nothing is applied twice (tinker_trainer.py). After a failure in a step the weights are those of the last checkpoint.
 """
 
+import contextlib
 import logging
 import math
-import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,21 +20,23 @@ import numpy as np
 
 from art_cli.config.schema import LoraConfig, LossConfig, SftConfig, TinkerEngineConfig, TrainConfig
 from art_cli.learners import SFT_DIRECTORY, Progress, SftProgress, StepMetrics
+from art_cli.learners.algorithms.normalization import FinishedCounts
 from art_cli.learners.algorithms.presets import build_algorithm
+from art_cli.learners.policy_step import Pass, take_step
 from art_cli.learners.samples import Sample, bare_sample
 from art_cli.learners.schedule import WINDOW, clip_limit, rate_of_step
-from art_cli.learners.step_plan import PlannedStep, plan_step
+from art_cli.learners.step_plan import PlannedStep
+from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.token_weights import Floats
 from art_cli.learners.training_record import StepRecord
 from art_cli.models.loading import load_tokenizer
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.runs.durable import write_lines
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
-from art_cli.runtime.errors import DriftError, LearnerError
+from art_cli.runtime.errors import LearnerError
 from art_cli.tinker.client.remote_checkpoint import TEMPLATE_FILE, read_remote, write_remote
 from art_cli.tinker.tinker_data import SHARES, logprobs_of
 from art_cli.tinker.tinker_losses import WeightedSample, server_loss, weigh
-from art_cli.tinker.tinker_numbers import RemoteStepNumbers
 from art_cli.tinker.tinker_sft import RemoteSft
 from art_cli.tinker.tinker_trainer import RemoteTrainer
 
@@ -45,18 +46,30 @@ log = logging.getLogger(__name__)
 AHEAD = 2
 
 
-class _Sent(NamedTuple):
-    """One optimizer step on its way: its passes with the samples of each, and its update."""
+class _Update(NamedTuple):
+    """One optimizer step to come."""
 
-    update: list[WeightedSample]
+    samples: list[WeightedSample]
+    # its passes, the same in every epoch: samples, their data, the server's loss; empty if the loss takes two passes,
+    # because the numbers of the second follow from the first
+    requests: list[tuple[list[WeightedSample], list[Any], str]] = []
+
+
+class _Sent(NamedTuple):
+    """One optimizer step on its way: its samples, and its passes with the samples of each."""
+
+    samples: list[WeightedSample]
     passes: list[tuple[list[WeightedSample], Any]]
-    number: int | None  # its place in the first epoch; None: it is of a later one
-    limit: float = math.inf  # norm that its gradient is clipped to
-    applied: Any = None  # the future of its update; None: not sent yet
+
+
+class _Applied(NamedTuple):
+    sent: _Sent
+    limit: float  # norm that its gradient is clipped to
+    future: Any  # of its update
 
 
 class TinkerLearner:
-    """The Learner of `learner: tinker`. The protocol says what its methods promise. Failures raise RemoteError too."""
+    """The Learner of `learner: tinker`. Failures raise RemoteError too."""
 
     def __init__(
         self,
@@ -71,7 +84,7 @@ class TinkerLearner:
         sampling_max_tokens: int = 1024,
         directory: Path = Path(),
     ) -> None:
-        """Raises RemoteError: the key of the server is not there."""
+        """Raises RemoteError if the key of the server is missing."""
         self.policy, self.train_config, self.loss, self.sft_config = policy, train, loss, sft
         self.algorithm = build_algorithm(loss, max_tokens=sampling_max_tokens, directory=directory)
         self.server_loss = server_loss(loss)
@@ -85,122 +98,139 @@ class TinkerLearner:
                 "art backend CONFIG takes that of its file"
             )
 
-    # --- a step -------------------------------------------------------------------------------------------------------
-
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
         """Takes one policy step. After any failure the weights are those of the last checkpoint.
 
-        Raises LearnerError: tokens that the server cannot train on; DriftError: engine and learner hold different
+        Raises LearnerError if the server cannot train on some tokens; DriftError if engine and learner hold different
         weights.
         """
-        begin = time.perf_counter()
-        record = StepRecord() if self.train_config.record_learned else None
-        plan = plan_step(groups, self.algorithm, loss=self.loss, train=self.train_config, record=record)
-        if plan.parts:
-            _check_temperatures(plan)
-            assert self.trainer.client is not None  # a saved one says how many steps were taken
-        rate = rate_of_step(self.train_config, self.trainer.counters.num_steps)
-        numbers = RemoteStepNumbers(groups)
-        if plan.parts:
-            try:
-                self._take_updates(plan, rate, numbers, record, progress)
-            except BaseException:
-                self.trainer.drop()
-                raise
-        if record is not None:
-            self._learned = record.lines(groups)
-        return numbers.metrics(plan.batch, learning_rate=rate, train_s=time.perf_counter() - begin)
+        metrics, self._learned = take_step(
+            groups, self, algorithm=self.algorithm, loss=self.loss, train=self.train_config, progress=progress
+        )
+        return metrics
 
     def write_learned(self, path: Path) -> None:
         learned, self._learned = self._learned, []
         write_lines(path, learned)
 
-    def _take_updates(
-        self,
-        plan: PlannedStep,
-        rate: float,
-        numbers: RemoteStepNumbers,
-        record: StepRecord | None,
-        progress: Progress | None,
-    ) -> None:
-        """Takes the optimizer steps of all epochs.
+    # --- the calls of policy_step.py ----------------------------------------------------------------------------------
 
-        The first gradient is applied after its logprobs were compared with the engine's. The others are sent ahead,
-        unless their clip needs the norms before them.
-        """
-        mean_over, epochs = self.loss.mean_over, self.train_config.epochs_per_step
-        updates = [weigh(part, self.algorithm, plan.finished, mean_over=mean_over) for part in plan.parts]
-        for part in plan.parts:
-            numbers.add_counts(part)
-        updates = [self._look_ahead(update) for update in updates]
-        requests = [self._requests(update) for update in updates]
-        total, ahead = epochs * len(updates), AHEAD if self.train_config.clip_to_history is None else 1
-        waiting: deque[_Sent] = deque()
-        for index in range(total):
-            place = index % len(updates)
-            sent = self._send(updates[place], requests[place], index if index < len(updates) else None)
-            if index == 0:
-                numbers.add_gap([each.sample for each in sent.update], self._logprobs(sent))
-                self._check_drift(numbers)
-            limit = clip_limit(self.train_config, self.trainer.counters.norms)
-            applied = self.trainer.submit_update(self.train_config, rate, limit)
-            waiting.append(sent._replace(limit=limit, applied=applied))
-            while len(waiting) == ahead or (waiting and index == total - 1):
-                self._finish(waiting.popleft(), numbers, record)
-                if progress is not None:
-                    progress(index + 1 - len(waiting), total)
+    @property
+    def ahead(self) -> int:
+        return AHEAD if self.train_config.clip_to_history is None else 1  # that clip needs the norms before it
+
+    @contextlib.contextmanager
+    def taking(self, plan: PlannedStep) -> Iterator[float]:
+        _check_temperatures(plan)
+        assert self.trainer.client is not None  # a saved one has the number of steps taken
+        try:
+            yield self._rate
+        except BaseException:
+            self.trainer.drop()
+            raise
         counters = self.trainer.counters
         self.trainer.counters = counters._replace(num_steps=counters.num_steps + 1)
 
-    def _look_ahead(self, update: list[WeightedSample]) -> list[WeightedSample]:
-        """The update with the policy's logprobs, where its loss needs them and the engine's are not comparable."""
-        if not any(each.is_unknown for each in update):
-            return update
-        found = self.trainer.forward([each.sample for each in update])
-        return [each.with_old(logprobs) for each, logprobs in zip(update, found, strict=True)]
+    @property
+    def _rate(self) -> float:
+        return rate_of_step(self.train_config, self.trainer.counters.num_steps)
 
-    def _requests(self, update: list[WeightedSample]) -> list[tuple[list[WeightedSample], list[Any], str]]:
-        """The passes of an update, the same in every epoch: samples, their data, the server's loss.
+    def plan(self, samples: Sequence[Sample], finished: FinishedCounts) -> _Update:
+        return _Update(weigh(samples, self.algorithm, finished, mean_over=self.loss.mean_over))
 
-        Empty where the loss takes two passes, because the numbers of the second one follow from the first.
-        """
+    def count(self, update: _Update, statistics: StepStatistics) -> int:
+        samples = [each.sample for each in update.samples]
+        statistics.add_counts(samples, num_computed=sum(len(sample.token_ids) for sample in samples))
+        return 1
+
+    def forward(self, update: _Update, statistics: StepStatistics, *, is_first: bool) -> _Update:
+        samples = update.samples
+        if any(each.is_unknown for each in samples):
+            found = self.trainer.forward([each.sample for each in samples])
+            samples = [each.with_old(logprobs) for each, logprobs in zip(samples, found, strict=True)]
+        datum, requests = self.trainer.datum, []
         if self.server_loss.name is None:
-            return []
-        datum, found = self.trainer.datum, []
-        if in_policy := [each for each in update if each.in_policy.any()]:
+            return _Update(samples)
+        if in_policy := [each for each in samples if each.in_policy.any()]:
             data = [datum(each.sample, **self._numbers_of(each)) for each in in_policy]
-            found.append((in_policy, data, self.server_loss.name))
-        if imitated := [each for each in update if not np.isnan(each.imitation).all()]:
+            requests.append((in_policy, data, self.server_loss.name))
+        if imitated := [each for each in samples if not np.isnan(each.imitation).all()]:
             data = [datum(each.sample, weights=each.imitation) for each in imitated]
-            found.append((imitated, data, "cross_entropy"))
-        return found
+            requests.append((imitated, data, "cross_entropy"))
+        return _Update(samples, requests)
+
+    def backward(self, update: _Update, at: Pass) -> _Sent:
+        sent = self._send(update)
+        if at.number == 0:  # its gradient is applied after its logprobs were compared with the engine's
+            for each, new in zip(sent.samples, self._logprobs(sent), strict=True):
+                sample = each.sample
+                if sample.trajectory_id not in at.statistics.replayed:
+                    gaps = np.abs(np.where(np.isnan(sample.logprobs), sample.raw_logprobs, sample.logprobs) - new)
+                    at.statistics.gap.add(gaps[~np.isnan(gaps)])
+        return sent
+
+    def apply(self, sent: _Sent, at: Pass) -> _Applied:
+        limit = clip_limit(self.train_config, self.trainer.counters.norms)
+        return _Applied(sent, limit, self.trainer.submit_update(self.train_config, self._rate, limit))
+
+    def finish(self, applied: _Applied, at: Pass) -> bool:
+        self._add_numbers(applied.sent.samples, self._logprobs(applied.sent), at)
+        norm = self.trainer.wait_for_update(applied.future)
+        if math.isnan(norm):
+            if self.train_config.clip_to_history is not None:
+                raise LearnerError(
+                    f"train.clip_to_history: {self.trainer.server.url} does not report the norm of a gradient; set it "
+                    "to null"
+                )
+        else:
+            counters = self.trainer.counters
+            self.trainer.counters = counters._replace(norms=(*counters.norms, norm)[-WINDOW:])
+        at.statistics.grad_norms.append(norm)
+        at.statistics.grad_clips.append(min(norm, applied.limit))
+        at.done()
+        return True
+
+    def gather(self, statistics: StepStatistics, record: StepRecord | None) -> tuple[StepStatistics, StepRecord | None]:
+        return statistics, record
+
+    def _add_numbers(self, samples: Sequence[WeightedSample], logprobs: Sequence[Floats], at: Pass) -> None:
+        """Adds an optimizer step's losses, computed from the logprobs of the server's answers."""
+        total = 0.0
+        for each, new in zip(samples, logprobs, strict=True):
+            inside, is_imitated, lost = each.in_policy, ~np.isnan(each.imitation), 0.0
+            if inside.any():
+                found = self.server_loss.values(new[inside], each.old[inside], each.advantages[inside])
+                lost += math.fsum(found.values)
+                at.statistics.clipped.add(found.is_clipped)
+            if is_imitated.any():
+                lost -= math.fsum(each.imitation[is_imitated] * new[is_imitated])
+                at.statistics.imitated.add(-new[is_imitated])
+            total += lost
+            if at.record is not None:
+                at.record.note_learned(each.sample, new, loss=lost, update=at.number)
+        at.statistics.losses.append(total)
 
     def _numbers_of(self, each: WeightedSample) -> dict[str, Floats]:
-        """The numbers of the sample's tokens in policy, with the share apart where the server takes it."""
+        """Returns the numbers of the sample's tokens in policy, with the share apart where the server takes it."""
         if not self.trainer.takes_shares:
             return {"advantages": each.advantages, "logprobs": each.old}
         shares = np.full(len(each.old), each.share)
         return {"advantages": each.sample.advantages, "logprobs": each.old, SHARES: shares}
 
-    def _send(
-        self,
-        update: list[WeightedSample],
-        requests: list[tuple[list[WeightedSample], list[Any], str]],
-        number: int | None,
-    ) -> _Sent:
+    def _send(self, update: _Update) -> _Sent:
         """Has the server add up the update's gradient."""
         if self.server_loss.name is None:
-            new = self.trainer.forward([each.sample for each in update])
-            return _Sent(update, [(update, self._send_slopes(update, new))], number)
+            new = self.trainer.forward([each.sample for each in update.samples])
+            return _Sent(update.samples, [(update.samples, self._send_slopes(update.samples, new))])
         forward_backward, settings = self.trainer.client.forward_backward, self.server_loss.settings
         passes = [
             (part, forward_backward(data, loss, settings if loss == self.server_loss.name else None))
-            for part, data, loss in requests
+            for part, data, loss in update.requests
         ]
-        return _Sent(update, passes, number)
+        return _Sent(update.samples, passes)
 
     def _send_slopes(self, update: list[WeightedSample], new: list[Floats]) -> Any:
-        """The second of two passes: the slope of the loss by each token's logprob, as a weight of cross_entropy."""
+        """Sends the second of two passes: the slope of the loss by each logprob, as a weight of cross_entropy."""
         data = []
         for each, logprobs in zip(update, new, strict=True):
             weights, inside = np.nan_to_num(each.imitation), each.in_policy
@@ -211,41 +241,18 @@ class TinkerLearner:
         return self.trainer.client.forward_backward(data, "cross_entropy")
 
     def _logprobs(self, sent: _Sent) -> list[Floats]:
-        """[N] the logprobs of each sample's targets at the weights that the gradient was computed with."""
+        """Returns [N] the logprobs of each sample's targets at the weights that the gradient was computed with."""
         by_sample: dict[int, Floats] = {}
         for part, future in sent.passes:
             answer = self.trainer.wait(future, "forward_backward")
             for each, logprobs in zip(part, logprobs_of(answer, [each.sample for each in part]), strict=True):
                 by_sample[id(each)] = logprobs
-        return [by_sample[id(each)] for each in sent.update]
-
-    def _finish(self, sent: _Sent, numbers: RemoteStepNumbers, record: StepRecord | None) -> None:
-        """Waits until the server has taken the optimizer step."""
-        numbers.add_update(sent.update, self._logprobs(sent), self.server_loss, record, sent.number)
-        norm = self.trainer.wait_for_update(sent.applied)
-        if math.isnan(norm):
-            if self.train_config.clip_to_history is not None:
-                raise LearnerError(
-                    f"train.clip_to_history: {self.trainer.server.url} does not report the norm of a gradient; set it "
-                    "to null"
-                )
-        else:
-            counters = self.trainer.counters
-            self.trainer.counters = counters._replace(norms=(*counters.norms, norm)[-WINDOW:])
-        numbers.norms.append((norm, min(norm, sent.limit)))
-
-    def _check_drift(self, numbers: RemoteStepNumbers) -> None:
-        bound, gap = self.train_config.max_logprob_gap, numbers.gap
-        if gap > bound:
-            raise DriftError(
-                f"engine and learner differ by {gap:.3g} nats per token on average (at most {numbers.gap_max:.3g}), "
-                f"over train.max_logprob_gap = {bound:g}: they do not hold the same weights"
-            )
+        return [by_sample[id(each)] for each in sent.samples]
 
     # --- the warm-up --------------------------------------------------------------------------------------------------
 
     def begin_sft(self, examples: Sequence[dict[str, Any]], evaluated: Sequence[dict[str, Any]] = ()) -> int:
-        """The number of optimizer steps to come. Raises LearnerError: no examples, or one that cannot be trained on."""
+        """Returns the number of optimizer steps. Raises LearnerError if there is no example, or a bad one."""
         assert self.sft_config is not None, "sft needs an sft section"
         tokenizer = load_tokenizer(self.policy.base)
         if self.policy.chat_template is not None:
@@ -278,7 +285,7 @@ class TinkerLearner:
     # --- other methods of the protocol --------------------------------------------------------------------------------
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        """[L - 1] logprobs in nats of each token after the first. Raises LearnerError: a temperature other than 1."""
+        """Returns [L - 1] logprobs in nats of each token after the first. Raises LearnerError at temperatures but 1."""
         if temperature not in (0.0, 1.0):
             raise LearnerError(f"a server of the Tinker protocol has no logprobs at temperature {temperature:g}")
         ids = np.asarray(token_ids, dtype=np.int64)
@@ -299,7 +306,7 @@ class TinkerLearner:
             (directory / TEMPLATE_FILE).write_text(self.policy.chat_template, encoding="utf-8")
 
     def load(self, directory: Path) -> None:
-        """Continues from what `save` wrote, also on another machine. Raises CheckpointError: no such file there."""
+        """Continues from what `save` wrote, also on another machine. Raises CheckpointError if the file is missing."""
         self._is_shared = False
         self.trainer.drop()
         saved = read_remote(directory)
@@ -309,10 +316,10 @@ class TinkerLearner:
             self.warm_up.load(directory)
 
     def start(self) -> None:
-        """Nothing to start, because the server runs."""
+        """Does nothing, because the server runs."""
 
     def check(self) -> None:
-        """Nothing to check: a wait for the server ends by itself when the server is gone."""
+        """Does nothing, because a wait for the server ends by itself when the server is gone."""
 
     def close(self) -> None:
         self.trainer.close()

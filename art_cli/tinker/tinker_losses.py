@@ -1,7 +1,7 @@
-"""Losses that a server of the Tinker protocol computes, and what of ours is put into each token's numbers. Numpy only.
+"""Losses that a server of the Tinker protocol computes, and the numbers of each token for them. Numpy only.
 
 A server's loss is the sum over tokens of a value that each token's numbers give. So credit, masks and the share of a
-token in the mean are one number of ours, which is sent as its advantage. All clipped objectives with a ratio of one
+token in the mean are one number, which is sent as its advantage. All clipped objectives with a ratio of one
 token are the server's `ppo` or `cispo` then. An objective with one ratio for a whole sample takes two passes: the first
 gives the logprobs, from which the slope of the loss by each logprob follows, and the second sends that slope as the
 weight of `cross_entropy`, whose gradient is the same.
@@ -21,7 +21,7 @@ from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY, Floats
 
 
 class TokenValues(NamedTuple):
-    """What an objective gives for N tokens of one sample."""
+    """The values of an objective for N tokens of one sample."""
 
     values: Floats  # [N] to be minimised
     slopes: Floats  # [N] the derivative of their sum by each logprob
@@ -29,15 +29,15 @@ class TokenValues(NamedTuple):
 
 
 class ServerLoss(NamedTuple):
-    """How a server computes an objective. Example: ServerLoss("ppo", {"clip_low_threshold": 0.8, ...}, ...)"""
+    """The server's form of an objective. Example: ServerLoss("ppo", {"clip_low_threshold": 0.8, ...}, ...)"""
 
-    name: str | None  # the server's loss; None: two passes, because the ratio is a whole sample's
+    name: str | None  # the server's loss, or None for two passes, because the ratio is a whole sample's
     settings: dict[str, float]
     values: Callable[[Floats, Floats, Floats], TokenValues]  # (new, old, advantages) of one sample's tokens
 
 
 def server_loss(config: loss_config.LossConfig) -> ServerLoss:
-    """The server's form of a preset's objective. The presets that have none are refused before (config/checks.py)."""
+    """Returns the server's form of a preset's objective. Presets without one are refused before (config/checks.py)."""
     low = high = getattr(config, "clip", 0.2)
     high = getattr(config, "clip_high", high)
     low = min(low, 1.0)  # a ratio is never negative, so a lower bound below 0 is none
@@ -52,7 +52,7 @@ def server_loss(config: loss_config.LossConfig) -> ServerLoss:
 
 
 def _clipped(ratio: Floats, advantages: Floats, low: float, high: float) -> TokenValues:
-    """-min(r A, clip(r) A), equation 7 of PPO; as `clipped_surrogate` (algorithms/objectives.py) computes it."""
+    """Returns -min(r A, clip(r) A), equation 7 of PPO, as `clipped_surrogate` of algorithms/objectives.py does."""
     bounded = np.clip(ratio, 1 - low, 1 + high)
     is_clipped = ((ratio > 1 + high) & (advantages > 0)) | ((ratio < 1 - low) & (advantages < 0))
     slopes = np.where(is_clipped, 0.0, -ratio * advantages)
@@ -63,14 +63,14 @@ def _clipped(ratio: Floats, advantages: Floats, low: float, high: float) -> Toke
 def _whole(
     new: Floats, old: Floats, advantages: Floats, low: float, high: float, of_sample: Callable[[Floats], float]
 ) -> TokenValues:
-    """As `_clipped`, with one ratio exp(sum or mean of the tokens' new - old) for all of them."""
+    """Returns the same as `_clipped`, with one ratio exp(sum or mean of the tokens' new - old) for all of them."""
     found = _clipped(np.full(len(new), np.exp(of_sample(new - old))), advantages, low, high)
     each = 1.0 / len(new) if of_sample is np.mean else 1.0
     return found._replace(slopes=np.full(len(new), found.slopes.sum() * each))
 
 
 def _cispo(new: Floats, old: Floats, advantages: Floats, low: float, high: float) -> TokenValues:
-    """-clip(r) A new with the clipped ratio as a number; as `clip_weights` (algorithms/objectives.py) computes it."""
+    """Returns -clip(r) A new, the clipped ratio a number, as `clip_weights` of algorithms/objectives.py does."""
     ratio = np.exp(new - old)
     factor = np.clip(ratio, 1 - low, 1 + high) * advantages
     is_clipped = (ratio < 1 - low) | (ratio > 1 + high)
@@ -92,20 +92,20 @@ class WeightedSample(NamedTuple):
 
     @property
     def is_unknown(self) -> bool:
-        """Whether the engine's logprobs of some policy tokens are not comparable."""
+        """True if the engine's logprobs of some policy tokens are not comparable."""
         return bool(np.isnan(self.old[self.in_policy]).any())
 
     def with_old(self, logprobs: Floats) -> "WeightedSample":
-        """The sample with these logprobs where none were known."""
+        """Returns the sample with these logprobs where none were known."""
         return self._replace(old=np.where(np.isnan(self.old), logprobs, self.old))
 
 
 def weigh(
     samples: Sequence[Sample], algorithm: Algorithm, finished: FinishedCounts | None, *, mean_over: loss_config.MeanOver
 ) -> list[WeightedSample]:
-    """The samples of one optimizer step, with each token's share in the means over it.
+    """Returns the samples of one optimizer step, with each token's share in the means over it.
 
-    `finished` is the step's part of what the finished trajectories hold; None: that of its samples.
+    `finished` is the step's part of the finished trajectories, or None for that of its samples.
     """
     counts = count(samples, finished)
     found = []
@@ -120,7 +120,7 @@ def weigh(
 
 
 def _product(weights: Floats, share: float) -> Floats:
-    """[N] weights times the share, rounded as the torch learner's backward pass rounds it: both are float32 there."""
+    """Returns [N] weights times the share, rounded as in the torch learner's backward pass: both are float32 there."""
     return (weights.astype(np.float32) * np.float32(share)).astype(np.float64)
 
 

@@ -31,7 +31,7 @@ PATH = "tinker://"  # how the path of saved weights begins; any other model is a
 
 class TinkerTeacher:
     def __init__(self, config: TeacherConfig, directory: Path, *, ranks: Ranks) -> None:
-        """A .env file is read in `directory`. Raises LearnerError: the server cannot be asked, or has no such model."""
+        """Reads a .env file in `directory`. Raises LearnerError if the server has no such model or does not answer."""
         assert config.base_url is not None, "without a base_url the teacher is in this process"
         load_environment(directory)
         self._config, self._ranks = config, ranks
@@ -53,7 +53,7 @@ class TinkerTeacher:
         return divided(samples, self._ranks, self._read)
 
     def _read(self, samples: Sequence[Sample]) -> list[Floats]:
-        """[N] of each sample. A sequence that several samples have is asked for once."""
+        """Returns [N] of each sample. A sequence that several samples have is asked for once."""
         sequences = list({sample.token_ids.tobytes(): sample.token_ids.tolist() for sample in samples}.items())
         found: dict[bytes, Floats] = {}
         at_once = self._config.concurrency
@@ -71,7 +71,7 @@ class TinkerTeacher:
         return self._session.types.ModelInput.from_ints(token_ids)
 
     def _checked(self, given: Any, num_tokens: int) -> Floats:
-        """[L] the logprob of each token given those before it; NaN for the first."""
+        """Returns [L] the logprob of each token given those before it; NaN for the first."""
         values = list(given or ())[1 - num_tokens :]  # the first token has none, or no place at all
         if len(values) != num_tokens - 1 or not all(isinstance(each, float) and each <= 0 for each in values):
             raise LearnerError(f"{self.name}: its answer has no logprob for some of {num_tokens} tokens")

@@ -30,7 +30,7 @@ ANY_RANK = 1  # the protocol wants a rank; a server that trains all weights has 
 
 
 class Counters(NamedTuple):
-    """What a checkpoint holds besides the server's paths. Example: Counters(num_steps=3, num_updates=6)"""
+    """The part of a checkpoint besides the server's paths. Example: Counters(num_steps=3, num_updates=6)"""
 
     num_steps: int = 0  # policy steps that changed weights; the learning rate's warm-up counts these
     num_updates: int = 0  # optimizer steps
@@ -41,15 +41,17 @@ class RemoteTrainer:
     """Opens its session with the first call that needs one. Failures raise RemoteError."""
 
     def __init__(self, engine: TinkerEngineConfig, lora: LoraConfig | None, *, base: str, seed: int) -> None:
-        """Raises RemoteError: the key of the server is not there."""
+        """Raises RemoteError if the key of the server is missing."""
         self.server, self.timeout_s = find_server(engine), engine.timeout_s
         self.base, self.lora, self.seed = engine.base_model or base, lora, seed
         self.counters = Counters()
-        self.saved: RemoteCheckpoint | None = None  # the next training client begins with it; None: with a new adapter
+        self.saved: RemoteCheckpoint | None = (
+            None  # the next training client begins with it, or if None with a new adapter
+        )
         self.with_optimizer = True  # whether it goes on with the saved optimizer too
         self._connection: RemoteSession | None = None
         self._extra: frozenset[str] = frozenset()  # the keys that a datum may bring are known once there is a session
-        self._client: Any = None  # the SDK's training client; None: the next call makes one
+        self._client: Any = None  # the SDK's training client; if None, the next call makes one
 
     @property
     def types(self) -> Any:
@@ -89,22 +91,22 @@ class RemoteTrainer:
     # --- training -----------------------------------------------------------------------------------------------------
 
     def datum(self, sample: Sample, **numbers: Floats) -> Any:
-        """The sample as the server takes it (tinker_data.py)."""
+        """Returns the sample as the server takes it (tinker_data.py)."""
         return make_datum(self.types, sample, can_mask=MASK in self._extra, **numbers)
 
     @property
     def takes_shares(self) -> bool:
-        """Whether the server takes each token's share in the mean apart from its advantage."""
+        """True if the server takes each token's share in the mean apart from its advantage."""
         assert self.session is not None
         return SHARES in self._extra
 
     def forward(self, samples: Sequence[Sample]) -> list[Floats]:
-        """[N] the logprobs of each sample's targets at the present weights."""
+        """Returns [N] the logprobs of each sample's targets at the present weights."""
         data = [self.datum(sample, weights=np.ones(len(sample.targets))) for sample in samples]
         return logprobs_of(self.wait(self.client.forward(data, "cross_entropy"), "forward"), samples)
 
     def submit_update(self, config: TrainConfig, rate: float, limit: float) -> Any:
-        """The future of an optimizer step on the gradients so far, which are clipped to the norm `limit`."""
+        """Returns the future of an optimizer step on the gradients so far, which are clipped to the norm `limit`."""
         adam = self.types.AdamParams(
             learning_rate=rate,
             beta1=config.betas[0],
@@ -116,7 +118,7 @@ class RemoteTrainer:
         return self.client.optim_step(adam)
 
     def wait_for_update(self, future: Any) -> float:
-        """The norm of the gradient before the clip, once the server has taken the step; NaN: it does not say."""
+        """Returns the norm of the gradient before the clip, once the step is taken; NaN if it is not reported."""
         norm = norm_of(self.wait(future, "optim_step"))
         self.counters = self.counters._replace(num_updates=self.counters.num_updates + 1)
         return norm
@@ -127,7 +129,7 @@ class RemoteTrainer:
     # --- what is kept -------------------------------------------------------------------------------------------------
 
     def save_state(self) -> str:
-        """The server's path of weights and optimizer as they are now."""
+        """Returns the server's path of weights and optimizer as they are now."""
         return str(self.wait(self.client.save_state(self._new_name()), "saving the weights").path)
 
     def save(self) -> RemoteCheckpoint:
@@ -189,7 +191,7 @@ class RemoteTrainer:
 
 
 def parts_of(lora: LoraConfig) -> tuple[bool, bool]:
-    """Whether attention and MLP get an adapter. Raises LearnerError: modules that the protocol cannot name."""
+    """Returns whether attention and MLP get an adapter. Raises LearnerError if the protocol cannot name the modules."""
     if lora.targets == "all-linear":
         return True, True
     named = {lora.targets} if isinstance(lora.targets, str) else set(lora.targets)

@@ -234,7 +234,7 @@ def test_a_killed_process_of_a_node_is_named_on_both_machines(project: Path, tmp
         victim = node.worker_pid(1)
         os.kill(victim, signal.SIGSTOP)
         threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
-        died = r"process 1 of the learner's 2 died \(killed by SIGKILL\)"
+        died = r"learner process 1 of 2 died \(killed by SIGKILL\)"
         with pytest.raises(LearnerError, match=rf"^node 1 \(127.0.0.1\): {died}; nothing is lost.*same commands"):
             learner.step(played(project / "base"))
         with pytest.raises(LearnerError, match=died):
@@ -260,11 +260,11 @@ def test_a_killed_process_of_the_first_node_ends_the_other_one_with_its_reason(p
     with joined(project, tmp_path / "logs") as (learner, node):
         learner.score([1, 2, 3])
         os.kill(learner.workers.pids[0], signal.SIGKILL)
-        with pytest.raises(LearnerError, match=r"^process 0 of the learner's 2 died \(killed by SIGKILL\)"):
+        with pytest.raises(LearnerError, match=r"^learner process 0 of 2 died \(killed by SIGKILL\)"):
             learner.step(played(project / "base"))
         learner.close()
         code, said = node.end()
-        assert code == 1 and "ended: process 0 of the learner's 2 died (killed by SIGKILL)" in said, said
+        assert code == 1 and "ended: learner process 0 of 2 died (killed by SIGKILL)" in said, said
 
 
 @pytest.mark.slow
@@ -286,7 +286,7 @@ def test_a_run_that_loses_a_node_ends_loudly_and_the_same_commands_finish_it(tmp
         os.kill(node.worker_pid(1), signal.SIGKILL)
         _, said = run.communicate(timeout=120)
         assert run.returncode == 1
-        assert "error: node 1 (127.0.0.1): process 1 of the learner's 2 died (killed by SIGKILL)" in said, said
+        assert "error: node 1 (127.0.0.1): learner process 1 of 2 died (killed by SIGKILL)" in said, said
         assert node.end()[0] == 1
         steps = files.checkpoint_steps()
         assert [verify_checkpoint(files.checkpoint_path(step)).step for step in steps] == steps

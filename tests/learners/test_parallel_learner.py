@@ -421,7 +421,7 @@ def test_a_killed_process_ends_the_others_and_says_so(base: Path, tmp_path: Path
     killer = threading.Timer(0.5, os.kill, (victim, signal.SIGKILL))
     killer.start()
     begin = time.monotonic()
-    with pytest.raises(LearnerError, match="process 1 of the learner's 2 died .killed by SIGKILL.*same command"):
+    with pytest.raises(LearnerError, match="learner process 1 of 2 died .killed by SIGKILL.*same command"):
         learner.step(played(base))
     assert time.monotonic() - begin < 30
     with pytest.raises(LearnerError, match="process 1 .*SIGKILL"):
@@ -455,7 +455,9 @@ class Run:
             except OSError:
                 continue
             words = command.split(b"\0")
-            is_ours = str(self.files.logs.resolve()).encode() in words and b"torch.distributed.run" not in words
+            is_ours = (
+                str(self.files.logs.resolve()).encode() in words and b"art_cli.learners.processes.launcher" not in words
+            )
             if is_ours and f"RANK={rank}".encode() in environment.split(b"\0"):
                 return int(place.name)
         raise AssertionError(f"no process of rank {rank}")
@@ -470,7 +472,7 @@ def test_a_process_that_hangs_ends_them_all_and_is_named(
     victim, other = workers.pids[1], workers.pids[0]
     os.kill(victim, signal.SIGSTOP)
     begin = time.monotonic()
-    with pytest.raises(LearnerError, match="process 1 of the learner's hangs.*5 s.*same command"):
+    with pytest.raises(LearnerError, match="learner process 1 hangs.*5 s.*same command"):
         learner.step(played(base))
     assert time.monotonic() - begin < 30
     learner.close()
@@ -522,9 +524,7 @@ def test_a_process_that_does_not_beat_is_named_whatever_the_others_do() -> None:
     clock = Clock()
     watchdog = Watchdog(["process 0", "process 1"], 60.0, clock)
     assert passed(watchdog, clock, 59, beating=[0]) is None
-    assert passed(watchdog, clock, 2, beating=[0]) == (
-        "process 1 of the learner's hangs: it lives, and has not moved for 60 s"
-    )
+    assert passed(watchdog, clock, 2, beating=[0]) == ("learner process 1 hangs: it lives, and has not moved for 60 s")
 
 
 def test_quick_packs_leave_a_minute_and_who_has_answered_may_be_silent() -> None:
@@ -558,7 +558,7 @@ def test_a_run_whose_learner_loses_a_process_ends_loudly_and_the_same_command_fi
         _, said = child.communicate(timeout=240)
         assert time.monotonic() - begin < 30
         assert child.returncode == 1
-    assert "error: process 1 of the learner's 2 died (killed by SIGKILL)" in said
+    assert "error: learner process 1 of 2 died (killed by SIGKILL)" in said
     assert "run the same command again" in said
     assert [verify_checkpoint(run.files.checkpoint_path(step)).step for step in (0, 1)] == [0, 1]
     with pytest.raises(AssertionError, match="no process"):

@@ -21,6 +21,7 @@ from art_cli.learners.processes.nodes.node_end import NodeEnd
 from art_cli.learners.processes.nodes.node_identity import difference, identity_of
 from art_cli.learners.processes.nodes.node_secret import read_secret
 from art_cli.learners.processes.nodes.rendezvous import Meeting, Rendezvous
+from art_cli.learners.processes.remote_calls import LEARNER
 from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.token_weights import Floats
 from art_cli.learners.training_record import StepRecord
@@ -265,8 +266,8 @@ async def test_a_checkpoint_arrives_as_it_was(tmp_path: Path, base: Path, monkey
     node, loaded = a_node(tmp_path, base), tmp_path / "loaded"
     found: dict[str, bytes] = {}
 
-    def load(method: str, params: dict[str, str]) -> None:
-        assert (method, params) == ("load", {"directory": str(loaded)})
+    def load(method: str, params: dict[str, str], progress: object) -> None:
+        assert (method, LEARNER["load"].decode(params["given"])) == ("load", {"directory": loaded})
         files = [path for path in loaded.rglob("*") if path.is_file()]
         found.update({str(path.relative_to(loaded)): path.read_bytes() for path in files})
 
@@ -275,7 +276,7 @@ async def test_a_checkpoint_arrives_as_it_was(tmp_path: Path, base: Path, monkey
         first = await come(rendezvous)
         [end] = await waiting
         answering = asyncio.ensure_future(answer(*first.connection, node, heartbeat_s=0.1))
-        await asyncio.wait_for(end.call("load", {"directory": str(sent)}), 30)
+        await asyncio.wait_for(end.call("load", {"given": LEARNER["load"].at(sent)}), 30)
         await end.finish("process 0 died")
         end.hang_up()
         await asyncio.wait_for(answering, 30)

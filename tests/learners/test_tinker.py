@@ -22,9 +22,10 @@ from art_cli.models.loading import Weights, with_adapter
 from art_cli.models.policy_spec import spec_of
 from art_cli.runs.durable import write_lines
 from art_cli.runs.manifest import Manifest, new_checkpoint
+from art_cli.runs.run_checkpoints import fetched
 from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import CheckpointError, ConfigError, DriftError, LearnerError, RemoteError
-from art_cli.tinker.client.remote_checkpoint import fetched, read_remote
+from art_cli.tinker.client.remote_checkpoint import read_remote
 from art_cli.tinker.server.base_model import Base
 from art_cli.tinker.tinker_learner import TinkerLearner
 from tests.support.backend_server import serving, tiny_base

@@ -23,9 +23,10 @@ from art_cli.learners.torch_learner import TorchLearner
 from art_cli.models.loading import Weights, load_weights, with_adapter
 from art_cli.models.policy_spec import spec_of
 from art_cli.runs.manifest import Manifest, new_checkpoint
+from art_cli.runs.run_checkpoints import fetched
 from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import LearnerError, RemoteError
-from art_cli.tinker.client.remote_checkpoint import LEASE_FILE, fetched
+from art_cli.tinker.client.remote_checkpoint import LEASE_FILE
 from art_cli.tinker.server.base_model import Base
 from art_cli.tinker.tinker_learner import TinkerLearner
 from tests.support.backend_server import serving, tiny_base

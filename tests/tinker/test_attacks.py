@@ -231,7 +231,7 @@ def test_checkpoints_are_hashed_when_they_are_opened_and_never_on_the_event_loop
     assert set(hashing) == {"thread"} and len(hashing) == 5
     again = client.call("save_weights", model_id=model, seq_id=3, path="damaged")["path"]
     damaged = root / again.removeprefix("tinker://") / "adapter_model.safetensors"
-    damaged.write_bytes(bytes(damaged.stat().st_size))
+    damaged.write_bytes(b"o" * damaged.stat().st_size)
     failed = client.call("asample", **{**sample, "model_path": again})
     assert "does not match its hash" in failed["error"] and failed["category"] == "user"
 

@@ -2,8 +2,9 @@
 
 import io
 import random
+import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -372,3 +373,12 @@ def test_external_weights_are_offered_file_by_file(client: Client, root: Path) -
     assert {name: httpx.get(url).content for name, url in offers["urls"].items()} == {
         path.name: path.read_bytes() for path in place.iterdir()
     }
+
+
+def test_without_the_sdk_one_line_names_the_extra(
+    art: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tinker", None)
+    code, out, errors = art("backend", "--base", "nothing-there")
+    assert (code, out) == (1, "")
+    assert errors == "error: the package tinker is not installed: pip install 'art-cli[tinker]'\n"

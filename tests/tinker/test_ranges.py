@@ -7,7 +7,8 @@ import json
 import math
 import os
 import pkgutil
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from art_cli.tinker import server as backend
 from art_cli.tinker.server import checkpoint_store as store
 from art_cli.tinker.server.base_model import Base
 from art_cli.tinker.server.passes import _Request
-from art_cli.tinker.server.protobuf import bytes_field, double_field, packed_field, varint_field
 from art_cli.tinker.server.ranges import RANGES
 from art_cli.tinker.server.request_fields import PROTO
 from art_cli.tinker.server.sample_requests import SampleRequest
@@ -218,6 +218,36 @@ def test_no_number_breaks_a_request_fills_memory_or_stops_a_models_queue(address
                 assert resident_bytes() - before < ALLOWED_GROWTH, (path, at)
         done = client.call("forward", model_id=sender.model, seq_id=sender.next, forward_input=PASS)
         assert "metrics" in done, "the model's queue goes on"
+
+
+# --- protocol buffers, with numbers that the generated messages refuse ---
+
+
+def bytes_field(number: int, value: bytes | str) -> bytes:
+    raw = value.encode() if isinstance(value, str) else value
+    return write_varint(number << 3 | 2) + write_varint(len(raw)) + raw
+
+
+def varint_field(number: int, value: int) -> bytes:
+    return write_varint(number << 3 | 0) + write_varint(value)
+
+
+def double_field(number: int, value: float) -> bytes:
+    return write_varint(number << 3 | 1) + struct.pack("<d", value)
+
+
+def packed_field(number: int, values: Iterable[int]) -> bytes:
+    return bytes_field(number, b"".join(map(write_varint, values)))
+
+
+def write_varint(number: int) -> bytes:
+    number &= 2**64 - 1
+    written = bytearray()
+    while number > 0x7F:
+        written.append(number & 0x7F | 0x80)
+        number >>= 7
+    written.append(number)
+    return bytes(written)
 
 
 def proto_pass(model: str, seq_id: int, *, dtype: int = 1, shape: int = 2, token: int = 1, beta: float = 0.0) -> bytes:

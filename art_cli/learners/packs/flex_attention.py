@@ -31,12 +31,12 @@ class FlexAttention:
     """A learner's attention over padded packs. Call `probe` first, and `attend` only if it `works`."""
 
     def __init__(self, budget: int, kernel: Kernel | None = None) -> None:
-        """`budget` is the length of common packs in tokens. `kernel` None: torch's, compiled."""
+        """`budget` is the length of common packs in tokens. Without `kernel` it is torch's, compiled."""
         self.budget, self.kernel = budget, kernel
-        self.works: bool | None = None  # None: not probed yet
+        self.works: bool | None = None  # None before the probe
 
     def mask(self, reaches: Tensor, depths: Tensor, window: int | None = None) -> BlockMask:
-        """The padded pack's mask.
+        """Returns the padded pack's mask.
 
         `reaches` [T] are the positions where the descendants of each token's segment end, `depths` [T] its depth.
         """
@@ -71,7 +71,7 @@ class FlexAttention:
             log.warning("no FlexAttention (%s); attending by a dense mask, slower", reason)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
-        """[1, heads, T, D] from query [1, heads, T, D] and key, value [1, kv heads, T, D], T before padding."""
+        """Returns [1, heads, T, D] from query [1, heads, T, D] and key, value [1, kv heads, T, D], T before padding."""
         assert self.kernel is not None, "probe() comes first"
         inputs = (query, key, value)
         needs_gradient = torch.is_grad_enabled() and any(states.requires_grad for states in inputs)
@@ -84,7 +84,7 @@ class FlexAttention:
 
 
 def padded_length(num_tokens: int, budget: int) -> int:
-    """The budget in whole blocks, doubled until the tokens fit. Each length is compiled once, so there are few."""
+    """Returns the budget in whole blocks, doubled until the tokens fit: few lengths, as each is compiled once."""
     length = -(-budget // BLOCK) * BLOCK
     while length < num_tokens:
         length *= 2
@@ -92,7 +92,7 @@ def padded_length(num_tokens: int, budget: int) -> int:
 
 
 def _pad(states: Tensor, length: int) -> Tensor:
-    """[1, heads, length, D], contiguous, with a gradient required."""
+    """Returns [1, heads, length, D], contiguous, with a gradient required."""
     if not states.requires_grad:
         states = states.detach().requires_grad_()
     return F.pad(states, (0, 0, 0, length - states.shape[2])).contiguous()

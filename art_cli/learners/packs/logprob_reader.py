@@ -21,17 +21,17 @@ from art_cli.runtime.errors import ArtError, LearnerError
 
 
 class Reader:
-    """Reads with the weights of a runner. `packing`: the check of that runner; None: it gets one."""
+    """Reads with the weights of a runner. `packing` is that runner's check, or None to make one."""
 
     def __init__(self, runner: PackRunner, packing: PackingCheck | None = None) -> None:
         self.runner, self.packing = runner, packing or PackingCheck(runner)
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        """[N] of each sample: log p of its targets under softmax(logits / temperature), in nats."""
+        """Returns [N] of each sample: log p of its targets under softmax(logits / temperature), in nats."""
         return self._read(samples, lambda scores: scores.logprobs)
 
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
-        """[N] of each sample: the critic's value of the state before each of its targets. The policy's reader only."""
+        """Returns [N] of each sample: the critic's value of the state before each target. The policy's reader only."""
         return self._read(samples, _values)
 
     def _read(self, samples: Sequence[Sample], choose: Callable[[TokenScores], Tensor]) -> list[Floats]:
@@ -64,7 +64,7 @@ def _values(scores: TokenScores) -> Tensor:
 def divided(
     samples: Sequence[Sample], ranks: Ranks, read: Callable[[Sequence[Sample]], Sequence[Floats]]
 ) -> list[Floats]:
-    """What `read` gives for the samples, of which each process of a learner reads a part.
+    """Returns the numbers that `read` gives for the samples, of which each process of a learner reads a part.
 
     Raises LearnerError in all processes if `read` raises an ArtError in one.
     """
@@ -84,7 +84,7 @@ def divided(
 
 
 def _in_order(found: dict[int, Floats], ranks: Ranks, num_samples: int) -> list[Floats]:
-    """What all processes found, by the index of the sample."""
+    """Returns the numbers of all processes, by the index of the sample."""
     whole: dict[int, Floats] = {}
     for part in ranks.gather(found, dict[int, Floats]):
         whole |= part

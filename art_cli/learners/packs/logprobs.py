@@ -23,7 +23,7 @@ class TokenScores(NamedTuple):
     logprobs: Tensor  # [E] nats, log p of the targets under softmax(logits / temperature); carries the gradient
     entropies: Tensor  # [E] nats, entropy of that distribution; detached, unless its gradient is asked for
     raw_logprobs: Tensor  # [E] nats, log p of the targets under softmax(logits); detached
-    values: Tensor | None = None  # [E] the critic's value of the state before each target; None: there is no critic
+    values: Tensor | None = None  # [E] the critic's value of the state before each target, or None without a critic
 
 
 def token_scores(
@@ -138,7 +138,7 @@ class _Scores:
         self.temperatures, self.is_tempered = temperatures, bool((temperatures != 1).any())
 
     def fill(self, chunk: slice, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """[n, V] exp(logits / temperature - the row's largest) and [n] its sums. `logits` [n, V] are consumed."""
+        """Returns [n, V] exp(logits / temperature - the row's largest) and [n] its sums. Consumes `logits` [n, V]."""
         if self.is_tempered:
             self.raw_logprobs[chunk] = _pick(logits, targets) - logits.logsumexp(-1)
             logits.div_(self.temperatures[chunk, None])
@@ -161,11 +161,11 @@ def _pick(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _row_dots(left: Tensor, right: Tensor) -> Tensor:
-    """[n] the dot product of each row with its counterpart, without an [n, V] product in memory."""
+    """Returns [n] the dot product of each row with its counterpart, without an [n, V] product in memory."""
     return torch.bmm(left[:, None, :], right[:, :, None])[:, 0, 0]
 
 
 def _rows_per_chunk(hidden: Tensor, head: Head, chunk_logits: int | None) -> int:
-    """The number of rows whose logits may be in memory at once; the head's output gives their width."""
+    """Returns the number of rows whose logits may be in memory at once; the head's output gives their width."""
     width = int(getattr(head, "out_features", None) or head(hidden[:1]).shape[-1])
     return max(CHUNK_ROWS, CHUNK_LOGITS // width) if chunk_logits is None else max(1, chunk_logits // width)

@@ -51,13 +51,13 @@ class PackRunner:
     """Scores the edges of packs with the weights it is given. Use inside `running()`."""
 
     def __init__(self, weights: Weights, config: BaseLearnerConfig, ranks: Ranks | None = None) -> None:
-        """`ranks`: the processes that share the packs; None: this process is alone."""
+        """`ranks` are the processes that share the packs, or None if this one is alone."""
         self.weights, self.config = weights, config
         self.ranks = ranks or Ranks()
         self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS.get(weights.device.type, 1024)
         self.model = weights.model.get_base_model() if weights.has_adapter else weights.model
         self._is_small = weights.device.type == "cpu" and count_parameters(weights.model).whole < SMALL
-        self.can_pack: bool | None = None  # None: not decided yet, see packing_check.py
+        self.can_pack: bool | None = None  # None before packing_check.py has decided
         self.value_head: ValueHead | None = None  # set by a critic; then scores have values
         self.flex = FlexAttention(self.micro_batch_tokens) if weights.device.type == "cuda" else None
         if config.gradient_checkpointing is not False:
@@ -80,7 +80,7 @@ class PackRunner:
             log.warning("%s; training one sample at a time, slower", reason)
 
     def using_packs(self, can_pack: bool) -> "PackRunner":
-        """The same policy packed, or as plain rows that keep as little for the backward pass as they can.
+        """Returns the same policy packed, or as plain rows that keep as little for the backward pass as they can.
 
         A model's own layers keep several times what packs do, and a comparison is not to be a step's peak of memory.
         """
@@ -92,13 +92,13 @@ class PackRunner:
         return other
 
     def pack(self, samples: Sequence[Sample], *, share: bool | None = None) -> list[Pack]:
-        """The samples as packs for `run`. `share`: whether packs are trees; None: the config and the samples decide."""
+        """Returns the samples as packs for `run`. `share` makes packs trees; if None, config and samples decide."""
         if share is None:
             share = self._shares(samples)
         return pack_small(samples, budgets=self._budgets(samples), share=share)
 
     def _shares(self, samples: Sequence[Sample]) -> bool:
-        """Whether shared tokens of the samples are computed once."""
+        """Returns whether shared tokens of the samples are computed once."""
         assert self.can_pack is not None, "PackingCheck.probe comes first"
         if not self.can_pack or self.config.packing == "rows":
             return False
@@ -114,7 +114,7 @@ class PackRunner:
         return budgets
 
     def deal(self, samples: Sequence[Sample]) -> list[Pack]:
-        """The packs that this process runs."""
+        """Returns the packs that this process runs."""
         if self.ranks.size == 1:
             return self.pack(samples)
         share = self._shares(samples)
@@ -124,12 +124,12 @@ class PackRunner:
         return deal(packs, self.ranks.rank, self.ranks.size)
 
     def is_side_by_side(self, packs: Sequence[Pack]) -> bool:
-        """Whether these packs can be run in several threads at a time, and should, as the model is small."""
+        """Returns whether these packs can be run in several threads at a time, and should, as the model is small."""
         is_apart = self.ranks.size == 1 and self.can_pack is True and not any(map(self._checkpoints, packs))
         return self._is_small and is_apart
 
     def run(self, pack: Pack, *, entropy_gradient: bool = False) -> TokenScores:
-        """[E] scores of the pack's edges. `entropy_gradient`: the entropies carry a gradient too."""
+        """Returns [E] scores of the pack's edges. `entropy_gradient`: the entropies carry a gradient too."""
         with contextlib.ExitStack() as stack:
             if self._checkpoints(pack):
                 stack.enter_context(_checkpointing_layers(self.model))
@@ -139,7 +139,7 @@ class PackRunner:
             return self.ranks.forward(self.model, run, pack)
 
     def _checkpoints(self, pack: Pack) -> bool:
-        """Whether the backward pass computes the pack's activations again instead of keeping them."""
+        """Returns whether the backward pass computes the pack's activations again instead of keeping them."""
         setting = self.config.gradient_checkpointing
         return setting is not False and len(pack.token_ids) >= setting and torch.is_grad_enabled()
 
@@ -207,7 +207,7 @@ class PackRunner:
 
 @contextlib.contextmanager
 def _packing(model: Any) -> Iterator[None]:
-    """While inside, the model's layers compute packs."""
+    """Has the model's layers compute packs inside the block."""
     with tree_attention(model), known_layers(model, attend):
         yield
 
@@ -224,7 +224,7 @@ def _head_input(model: Any) -> Iterator[list[Tensor]]:
 
 
 def _split(positions: Ints, bounds: list[int]) -> list[Ints]:
-    """Ascending positions of a pack, cut where each row after the first begins."""
+    """Returns ascending positions of a pack, cut where each row after the first begins."""
     return np.split(positions, np.searchsorted(positions, bounds))
 
 

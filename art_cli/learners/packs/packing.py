@@ -69,11 +69,11 @@ class Pack:
 
 
 def pack_samples(samples: Sequence[Sample], *, budget: int, share: bool = True) -> list[Pack]:
-    """Packs of at most `budget` tokens that hold every sample once; a longer sample gets a pack of its own.
+    """Returns packs of at most `budget` tokens that hold every sample once; a longer sample gets a separate pack.
 
     With `share`, tokens that samples have in common are laid out once, across turns, trajectories and groups. A tree
-    that does not fit one pack is cut where the cut repeats the fewest tokens. Without `share`, every sample is a tree
-    of its own. The order of `samples` does not matter. No samples give no packs.
+    that does not fit one pack is cut where the cut repeats the fewest tokens. Without `share`, every sample is a
+    separate tree. The order of `samples` does not matter. No samples give no packs.
     """
     if share:
         ordered, shared = _sorted(samples)
@@ -88,13 +88,13 @@ def pack_samples(samples: Sequence[Sample], *, budget: int, share: bool = True) 
 
 
 def reuse(samples: Sequence[Sample]) -> float:
-    """The ratio of tokens in one row per sample to tokens in one tree of all samples; 1 where they share nothing."""
+    """Returns the ratio of tokens in one row per sample to tokens in one tree of all; 1 if they share nothing."""
     flat = sum(len(sample.token_ids) for sample in samples)
     return flat / max(1, flat - sum(_sorted(samples)[1]))
 
 
 def pack_small(samples: Sequence[Sample], *, budgets: Sequence[int], share: bool = True) -> list[Pack]:
-    """The packs of the smallest of ascending `budgets` that computes at most SLACK times the tokens of the largest.
+    """Returns the packs of the smallest of ascending `budgets` that needs at most SLACK times the largest's tokens.
 
     A small pack takes less memory and stays in caches. One that is too small for its trees computes shared tokens
     again.
@@ -107,13 +107,13 @@ def pack_small(samples: Sequence[Sample], *, budgets: Sequence[int], share: bool
 
 
 def _sorted(samples: Sequence[Sample]) -> tuple[list[Sample], list[int]]:
-    """The samples sorted by their tokens, and the number of leading tokens that each shares with the one before it."""
+    """Returns the samples sorted by their tokens, and how many leading tokens each shares with the one before it."""
     ordered = sorted(samples, key=lambda sample: sample.token_ids.tobytes())
     return ordered, [0, *map(_common_prefix, ordered[:-1], ordered[1:])]
 
 
 def _common_prefix(left: Sample, right: Sample) -> int:
-    """The number of leading tokens that the two have in common."""
+    """Returns the number of leading tokens that the two have in common."""
     length = min(len(left.token_ids), len(right.token_ids))
     differs = left.token_ids[:length] != right.token_ids[:length]
     first = int(differs.argmax()) if length else 0
@@ -121,7 +121,7 @@ def _common_prefix(left: Sample, right: Sample) -> int:
 
 
 def _cut(lengths: Ints, shared: Ints, budget: int) -> list[int]:
-    """The bounds [0, ..., number of samples] of the cheapest division of the samples into packs.
+    """Returns the bounds [0, ..., number of samples] of the cheapest division of the samples into packs.
 
     A pack costs its distinct tokens and PACK_COST; its first sample shares nothing. This is a shortest path over the
     samples.
@@ -156,7 +156,7 @@ class _Run(NamedTuple):
 
 
 def _lay_out(samples: list[Sample], shared: list[int]) -> Pack:
-    """The pack of sorted samples, each of which has `shared` leading tokens in common with the one before it."""
+    """Returns the pack of sorted samples, each of which shares `shared` leading tokens with the one before it."""
     path: list[_Run] = []  # the runs that the current sample consists of, root first
     starts, parents = [], []  # each run's first position, and the position that it continues (-1: none)
     ids, depths, predicted = [], [], []
@@ -200,7 +200,7 @@ def _lay_out(samples: list[Sample], shared: list[int]) -> Pack:
 
 
 def _positions(path: list[_Run], depths: Ints) -> Ints:
-    """The positions in the pack of the tokens at `depths` of the sample that `path` leads to."""
+    """Returns the positions in the pack of the tokens at `depths` of the sample that `path` leads to."""
     if not len(depths) or depths[0] >= path[-1].depth:  # all are in the sample's own suffix
         return depths + path[-1].shift
     runs = np.searchsorted([run.depth for run in path], depths, side="right") - 1
@@ -209,7 +209,7 @@ def _positions(path: list[_Run], depths: Ints) -> Ints:
 
 
 def _segments(starts: list[int], parents: list[int], size: int) -> Segments:
-    """The runs as segments, cut wherever another run continues one from its middle."""
+    """Returns the runs as segments, cut wherever another run continues one from its middle."""
     grows_from = dict(zip(starts, parents, strict=True))
     cuts = {parent + 1 for parent in parents if parent >= 0}
     bounds = sorted(grows_from.keys() | cuts)
@@ -228,7 +228,7 @@ def _segments(starts: list[int], parents: list[int], size: int) -> Segments:
 
 
 def _merge_edges(token_ids: Ints, before: Ints, predicted: Ints, temperatures: Floats) -> tuple[Edges, Ints]:
-    """The distinct edges, and each term's index among them. An edge is identified by its end and its temperature."""
+    """Returns the distinct edges, and each term's index among them. Edges differ by their end and their temperature."""
     kinds, kind_of = np.unique(temperatures, return_inverse=True)
     _, first, edge_of = np.unique(predicted * len(kinds) + kind_of, return_index=True, return_inverse=True)
     ends = predicted[first]

@@ -52,7 +52,7 @@ class PackingCheck:
         )
 
     def compare(self, batch: Sequence[Sample]) -> None:
-        """On the first batch: where packs do not give what plain rows give, the runner runs rows from then on."""
+        """Compares packs with plain rows on the first batch; if they differ, the runner runs rows from then on."""
         if self.has_compared or not self.runner.can_pack:
             return
         self.has_compared = True
@@ -66,7 +66,7 @@ class PackingCheck:
 
 
 class PackingGap(NamedTuple):
-    """How far packs are from plain rows. Example: PackingGap(Gap(2e-7, 1e-6), Gap(1e-4, 1e-3), 128)."""
+    """The distance of packs from plain rows. Example: PackingGap(Gap(2e-7, 1e-6), Gap(1e-4, 1e-3), 128)."""
 
     found: Gap  # logprob: the mean over tokens
     bound: Gap
@@ -85,14 +85,14 @@ class PackingGap(NamedTuple):
 
 
 def compare_batch(runner: PackRunner, batch: Sequence[Sample]) -> PackingGap:
-    """The gap on the samples of the pack that shares most. It leaves no gradient behind."""
+    """Returns the gap on the samples of the pack that shares most. It leaves no gradient behind."""
     share = runner.config.packing != "rows"  # also where this batch's trees would not pay, because a later one's may
     pack = max(runner.pack(batch, share=share), key=_shared)
     return _compare(runner, runner.pack(pack.samples[:MAX_SAMPLES], share=share))
 
 
 def _compare(runner: PackRunner, packs: Sequence[Pack]) -> PackingGap:
-    """The gap of the packs to plain rows of their samples; of the gradient too where autograd records."""
+    """Returns the gap of the packs to plain rows of their samples; of the gradient too where autograd records."""
     plain = runner.using_packs(False)
     rows = [row for pack in packs for sample in pack.samples for row in plain.pack([sample])]
     packed = _measure(runner, packs)
@@ -125,7 +125,7 @@ def _shared(pack: Pack) -> int:
 
 
 def _probes(token_ids: Ints) -> list[Sample]:
-    """The sequence, and one that leaves it in its middle; their last tokens as targets."""
+    """Returns the sequence, and one that leaves it in its middle; their last tokens as targets."""
     half = len(token_ids) // 2
     other = np.concatenate([token_ids[:half], token_ids[half:][::-1]])
     targets = np.arange(max(1, len(token_ids) - TAIL), len(token_ids))
@@ -152,7 +152,7 @@ def _measure(runner: PackRunner, packs: Sequence[Pack]) -> _Numbers:
 
 
 def _copy_gradient(parameters: Mapping[str, Tensor], ranks: Ranks) -> Mapping[str, Tensor]:
-    """Whole tensors, MAX_NUMBERS numbers at most, in float32 on the CPU."""
+    """Returns whole tensors, MAX_NUMBERS numbers at most, in float32 on the CPU."""
     copied: dict[str, Tensor] = {}
     num_numbers = 0
     for name, parameter in sorted(parameters.items(), key=lambda item: item[1].numel()):

@@ -1,6 +1,6 @@
 """Packs padded to few sizes, because a CPU's products write code for each size that they meet (decoder/products.py).
 
-The padding is a tree of its own behind the others. Nothing of it is trained and no sample's token sees it.
+The padding is one more tree behind the others. Nothing of it is trained and no sample's token sees it.
 """
 
 from dataclasses import replace
@@ -14,13 +14,13 @@ SMALLEST = 8  # every size is a multiple of it
 
 
 def round_up(num: int) -> int:
-    """The next of eight sizes per doubling: 8, 16, ... 128, 144, ... 256, 288, ... 512, 576, ..."""
+    """Returns the next of eight sizes per doubling: 8, 16, ... 128, 144, ... 256, 288, ... 512, 576, ..."""
     step = max(SMALLEST, 2 ** ((num - 1).bit_length() - 4)) if num > 1 else SMALLEST
     return -(-num // step) * step
 
 
 def padded(pack: Pack) -> Pack:
-    """The pack with its last token repeated behind it as one more segment, up to the next size."""
+    """Returns the pack with its last token repeated behind it as one more segment, up to the next size."""
     length = len(pack.token_ids)
     num = round_up(length) - length
     if num == 0:
@@ -36,7 +36,7 @@ def padded(pack: Pack) -> Pack:
 
 
 def padded_rows(positions: Ints, length: int) -> Ints:
-    """Ascending positions of a pack of `length` tokens, with other ones up to the next size."""
+    """Returns ascending positions of a pack of `length` tokens, with other ones up to the next size."""
     num = min(round_up(len(positions)), length) - len(positions)
     others = np.setdiff1d(np.arange(length), positions, assume_unique=True)[:num]
     return np.sort(np.concatenate([positions, others]))

@@ -71,7 +71,7 @@ class ProductAttention(torch.autograd.Function):
 
 
 class _Rows(NamedTuple):
-    """How the rows of a batch are taken out of the pack and put back. `groups`: query heads of a key head."""
+    """The way of a batch's rows out of the pack and back. `groups`: query heads of a key head."""
 
     batch: SegmentBatch
     groups: int
@@ -81,7 +81,7 @@ class _Rows(NamedTuple):
         return len(self.batch.mask)
 
     def queries(self, states: Tensor, *, is_zero_padded: bool = False) -> Tensor:
-        """[b, R, D] of [1, heads, T, D]."""
+        """Returns [b, R, D] of [1, heads, T, D]."""
         rows = _tokens(states).index_select(0, self.batch.queries)
         if is_zero_padded:
             rows.mul_(self.batch.is_query[:, None, None])
@@ -90,13 +90,13 @@ class _Rows(NamedTuple):
         return stacked.view(-1, self.groups * rows.shape[1], rows.shape[4])
 
     def keys(self, states: Tensor) -> Tensor:
-        """[b, K, D] of [1, kv heads, T, D]."""
+        """Returns [b, K, D] of [1, kv heads, T, D]."""
         rows = _tokens(states).index_select(0, self.batch.keys)
         rows = rows.view(self.num, -1, *rows.shape[1:])
         return rows.transpose(1, 2).contiguous().flatten(0, 1)
 
     def probabilities(self, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-        """[b, R, K] softmax over the visible keys."""
+        """Returns [b, R, K] softmax over the visible keys."""
         mask = self.batch.mask  # [N, 1, Q, M]
         scores = _products(queries * scale, keys)
         by_head = scores.view(self.num, -1, mask.shape[2], keys.shape[1])  # [N, heads, Q, K]
@@ -104,7 +104,7 @@ class _Rows(NamedTuple):
         return scores.softmax(-1)
 
     def parts(self, num: int) -> Iterator[slice]:
-        """What is computed together: everything, or one head of a large row."""
+        """Yields the parts that are computed together: everything, or one head of a large row."""
         step = 1 if self.batch.is_large else num
         return (slice(start, start + step) for start in range(0, num, step))
 
@@ -121,12 +121,12 @@ class _Rows(NamedTuple):
 
 
 def _tokens(states: Tensor) -> Tensor:
-    """[T, heads, D], a view of [1, heads, T, D]."""
+    """Returns [T, heads, D], a view of [1, heads, T, D]."""
     return states[0].transpose(0, 1)
 
 
 def _like_tokens(states: Tensor) -> Tensor:
-    """[T, heads, D], not filled."""
+    """Returns [T, heads, D], not filled."""
     return states.new_empty(states.shape[2], states.shape[1], states.shape[3])
 
 
@@ -135,10 +135,10 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
-    """[b, x, y] of [b, x, c] and [b, y, c]."""
+    """Returns [b, x, y] of [b, x, c] and [b, y, c]."""
     return product(left[0], right[0])[None] if len(left) == 1 else torch.bmm(left, right.mT)
 
 
 def _inner_products(left: Tensor, right: Tensor) -> Tensor:
-    """[b, x, y] of [b, c, x] and [b, c, y]."""
+    """Returns [b, x, y] of [b, c, x] and [b, c, y]."""
     return inner_product(left[0], right[0])[None] if len(left) == 1 else torch.bmm(left.mT, right)

@@ -5,7 +5,7 @@ hundreds of segments. Each short segment becomes one row. Its queries are its ow
 pack, are its short ancestors and itself. Rows of about the same size are padded to one size and computed in one call
 under a mask.
 
-A long segment, and every ancestor of a long one, stays a block of its own (tree_attention.py). Gathered for each of its
+A long segment, and every ancestor of a long one, stays a separate block (tree_attention.py). Gathered for each of its
 descendants, it would cost more memory than it saves time.
 
 `cut` is for attention by products (product_attention.py), which computes one head of a large row at a time and so can
@@ -23,7 +23,7 @@ from art_cli.learners.packs.packing import Segments
 from art_cli.learners.packs.padding import round_up
 from art_cli.models.decoder.shared_calls import join_calls
 
-LONG = 128  # smallest number of tokens of a segment that fills a call of its own
+LONG = 128  # smallest number of tokens of a segment that fills a call alone
 PIECE = 384  # largest number of queries of a row that is computed by products; 256 and 512 take 5 % longer
 LARGE = 1 << 16  # pairs from which a row is computed alone, head by head
 
@@ -45,7 +45,7 @@ class SegmentBatch(NamedTuple):
 
     @property
     def is_large(self) -> bool:
-        """Whether it is one row that is computed head by head."""
+        """True for one row that is computed head by head."""
         return len(self.mask) == 1 and self.num_pairs >= LARGE
 
 
@@ -71,7 +71,7 @@ class Division(NamedTuple):
 
 
 def divide(segments: Segments) -> Division:
-    """The tree's division; every segment is in exactly one of the two."""
+    """Returns the tree's division; every segment is in exactly one of the two."""
     is_block = [end - start >= LONG for start, end in zip(segments.starts, segments.ends, strict=True)]
     for index in range(len(is_block) - 1, -1, -1):
         parent = segments.parents[index]
@@ -92,7 +92,7 @@ def divide(segments: Segments) -> Division:
 
 
 def cut(segments: Segments) -> list[SegmentBatch]:
-    """All tokens of the tree in rows of at most PIECE queries, with all their ancestors as keys."""
+    """Returns all tokens of the tree in rows of at most PIECE queries, with all their ancestors as keys."""
     rows: list[_Row] = []
     paths: list[list[int]] = []
     for start, end, _, parent in zip(*segments, strict=True):
@@ -112,12 +112,12 @@ def _span(segments: Segments, index: int) -> range:
 
 
 def _num_pairs(rows: Sequence[_Row]) -> int:
-    """The number of pairs in the rows, each padded to the largest."""
+    """Returns the number of pairs in the rows, each padded to the largest."""
     return len(rows) * max(row.num_queries for row in rows) * max(row.num_keys for row in rows)
 
 
 def _batch(rows: list[_Row], *, num_queries: int = 0, num_keys: int = 0, has_all_keys: bool = False) -> SegmentBatch:
-    """The rows padded to those numbers at least. `has_all_keys`: the mask is for all keys."""
+    """Returns the rows padded to those numbers at least. `has_all_keys`: the mask is for all keys."""
     num_queries = max(num_queries, *(row.num_queries for row in rows))
     num_keys = max(num_keys, *(row.num_keys for row in rows))
     first = 0 if has_all_keys else min(len(row.above) for row in rows)

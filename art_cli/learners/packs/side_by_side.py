@@ -19,7 +19,7 @@ MOST_THREADS = 8  # Python's part of the work is done by one thread at a time, s
 def side_by_side(
     compute: Callable[[Item], Result], items: Sequence[Item], *, num_threads: int | None = None
 ) -> Iterator[Result]:
-    """What `compute` gives for each item, in order, up to `num_threads` at a time; None: one for each core.
+    """Yields the result of `compute` for each item, in order, up to `num_threads` at a time (default: one per core).
 
     The threads take over no thread-local state of torch's, such as `torch.no_grad`. Raises what `compute` raises, for
     the first item for which it does; then nothing is computed any more.

@@ -44,7 +44,7 @@ class Tree:
     depths: Tensor  # [T]
     max_depth: int
     rows: Tensor  # positions that predict, ascending, and padding; a layer may compute its output for these only
-    flex: FlexAttention | None = None  # the GPU's attention; None: there is none on this device
+    flex: FlexAttention | None = None  # the GPU's attention, or None on another device
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # dense masks by window, shared by all layers
     block_masks: dict[int | None, BlockMask] = field(default_factory=dict)  # block masks by window, shared likewise
 
@@ -56,30 +56,30 @@ class Tree:
 
     @cached_property
     def division(self) -> Division:
-        """The segments as blocks and batches, computed once for all layers."""
+        """Returns the segments as blocks and batches, computed once for all layers."""
         return divide(self.segments)
 
     @cached_property
     def rows_by_products(self) -> list[SegmentBatch]:
-        """The same for attention by products; empty where short rows hold most pairs, which suit the flash kernel."""
+        """Returns the same for attention by products; empty if short rows hold most pairs (for the flash kernel)."""
         rows = cut(self.segments)
         in_large = sum(row.num_pairs for row in rows if row.is_large)
         return rows if 2 * in_large > sum(row.num_pairs for row in rows) else []
 
     def mask(self, window: int | None = None) -> Tensor:
-        """[T, T] bool: whether the row's token sees the column's; with `window`, only the nearest `window` tokens."""
+        """Returns [T, T] whether the row's token sees the column's; with `window`, only the nearest `window` tokens."""
         if window not in self.masks:
             self.masks[window] = self._make_mask(window)
         return self.masks[window]
 
     def block_mask(self, flex: FlexAttention, window: int | None = None) -> BlockMask:
-        """The same mask for `flex`, padded."""
+        """Returns the same mask for `flex`, padded."""
         if window not in self.block_masks:
             self.block_masks[window] = flex.mask(self._reaches(), self.depths, window)
         return self.block_masks[window]
 
     def _reaches(self) -> Tensor:
-        """[T] where the last descendant of each token's segment ends."""
+        """Returns [T] where the last descendant of each token's segment ends."""
         starts, ends, reaches, _ = (
             torch.tensor(of_segments, device=self.depths.device) for of_segments in self.segments
         )
@@ -95,7 +95,7 @@ class Tree:
 
 @contextlib.contextmanager
 def tree_attention(model: Any) -> Iterator[None]:
-    """Inside the block, the model's layers attend by the `tree` given to its forward, which then takes packs only."""
+    """Has the model's layers, inside the block, attend by the `tree` given to its forward, for packs only."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
@@ -122,7 +122,7 @@ def attend(
     s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """[1, T, heads, D] from query [1, heads, T, D] and key, value [1, kv heads, T, D]: transformers' convention.
+    """Returns [1, T, heads, D] from query [1, heads, T, D] and key, value [1, kv heads, T, D], as transformers does.
 
     Raises NotImplementedError for attention that is not softmax(q k) v: soft caps, sinks, dropout.
     """
@@ -134,7 +134,7 @@ def attend(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, window: int | None, scale: float) -> Tensor:
-    """[1, heads, T, D], computed in the way that wastes the fewest masked pairs on this device."""
+    """Returns [1, heads, T, D], computed in the way that wastes the fewest masked pairs on this device."""
     flex = tree.flex
     if flex is not None and flex.works is None:
         flex.probe(query, key, value, tree.block_mask(flex, window), scale)
@@ -150,7 +150,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, window: int |
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """[1, heads, T, D]: the plain form. It computes all pairs and discards those outside `mask` [T, T]."""
+    """Returns [1, heads, T, D]: the plain form. It computes all pairs and discards those outside `mask` [T, T]."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:  # the only kernel that takes both a mask and grouped heads holds all scores at once
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -234,12 +234,12 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _tokens(states: Tensor) -> Tensor:
-    """[T, heads, D], a view of [1, heads, T, D]."""
+    """Returns [T, heads, D], a view of [1, heads, T, D]."""
     return states[0].transpose(0, 1)
 
 
 def _rows(states: Tensor, positions: Tensor, batch: SegmentBatch) -> Tensor:
-    """[N, heads, Q or K, D] the batch's rows, taken from [1, heads, T, D]."""
+    """Returns [N, heads, Q or K, D] the batch's rows, taken from [1, heads, T, D]."""
     # `flatten` copies nothing, because the model's layers make [T, heads, D]
     rows = _tokens(states).flatten(1).index_select(0, positions)
     return rows.view(len(batch.mask), -1, states.shape[1], states.shape[3]).transpose(1, 2)

@@ -1,29 +1,37 @@
 """AdapterReplicas: adapters of clients that several processes train, each of which holds the whole base.
 
-    a pass: all data go to every process -> each runs its own packs -> gradients are added up, logprobs collected
+    a pass: all data go to every process -> each runs its packs -> gradients are added up, logprobs collected
 
-The processes are Workers (workers.py); what they do is in adapter_worker.py. The weights here are the base's, from
-which engines sample, and never change.
+The processes are Workers (workers.py), and each has Adapters. All make the same calls in the same order and hold the
+same adapters; the first one writes checkpoints. The weights here are the base's, from which engines sample, and never
+change.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
-
-from art_cli.config.schema import LoraConfig, ModelConfig, TorchLearnerConfig
-from art_cli.learners.adapter_learner import Passed
-from art_cli.learners.datums import Datum
+from art_cli.config.schema import LoraConfig, ModelConfig, Section, TorchLearnerConfig
+from art_cli.learners import Progress
+from art_cli.learners.adapter_learner import AdapterLearner
 from art_cli.learners.optimizer import Adam
-from art_cli.learners.processes.adapter_worker import AdapterJob, SentPass, encode_data
+from art_cli.learners.processes import process_group
+from art_cli.learners.processes.remote_calls import RemoteMethod, remote_methods
 from art_cli.learners.processes.workers import Workers
-from art_cli.models.loading import Weights
+from art_cli.models.loading import Weights, clone_trainable, load_weights, with_adapter
 from art_cli.runtime.scratch import scratch
 
 LoadPolicy = Callable[[Path], Weights]  # the base with the adapter of a directory
+
+
+class AdapterJob(Section):
+    """The settings that a process needs to hold adapters."""
+
+    base: str
+    """A hub id or directory."""
+    model: ModelConfig
+    learner: TorchLearnerConfig
 
 
 class AdapterReplicas:
@@ -44,18 +52,18 @@ class AdapterReplicas:
         self._workers.call("open", {"adapters": self.job.model_dump(mode="json")})
 
     def new_adapter(self, lora: LoraConfig | None, seed: int, load_policy: LoadPolicy) -> "ReplicatedAdapter":
-        """A fresh adapter; without `lora` a copy of all weights."""
+        """Returns a fresh adapter; without `lora` a copy of all weights."""
         self._num_adapters += 1
         id = str(self._num_adapters)
-        self.call("add", id=id, lora=None if lora is None else lora.model_dump(mode="json"), seed=seed)
+        self.call("add_adapter", id=id, lora=None if lora is None else lora.model_dump(mode="json"), seed=seed)
         return ReplicatedAdapter(self, id, 0 if lora is None else lora.rank, load_policy)
 
-    def call(self, method: str, **params: Any) -> Any:
+    def call(self, method: str, /, **params: Any) -> Any:
         with self._lock:
-            return self._workers.call("on_adapters", {"method": method, "params": params})
+            return self._workers.call(method, params)
 
     def check(self) -> None:
-        """Raises LearnerError: a process is dead."""
+        """Raises LearnerError if a process is dead."""
         self._workers.check()
 
     def close(self) -> None:
@@ -65,44 +73,56 @@ class AdapterReplicas:
 class ReplicatedAdapter:
     """One of them, with the methods of an AdapterLearner."""
 
+    run = RemoteMethod(AdapterLearner.run)
+    clear = RemoteMethod(AdapterLearner.clear)
+    score = RemoteMethod(AdapterLearner.score)
+    save = RemoteMethod(AdapterLearner.save)
+    _update = RemoteMethod(AdapterLearner.update)
+    _load = RemoteMethod(AdapterLearner.load)
+
     def __init__(self, replicas: AdapterReplicas, id: str, rank: int, load_policy: LoadPolicy) -> None:
         self.rank, self.num_updates = rank, 0
         self._replicas, self._id, self._load_policy = replicas, id, load_policy
 
-    def run(self, data: Sequence[Datum], loss: str, settings: Mapping[str, float], *, backward: bool) -> Passed:
-        found = msgspec.convert(
-            self._call("run", data=encode_data(data), loss=loss, settings=dict(settings), backward=backward), SentPass
-        )
-        logprobs = [
-            np.frombuffer(raw, "<f4").reshape(each.targets.shape)
-            for raw, each in zip(found.logprobs, data, strict=True)
-        ]
-        return Passed(logprobs, found.loss, found.num_tokens, found.clip_fraction)
+    def call(self, method: str, given: str, progress: Progress | None) -> str:
+        result: str = self._replicas.call("on_adapter", id=self._id, method=method, given=given)
+        return result
 
     def update(self, adam: Adam, *, max_norm: float) -> float:
-        norm = float(self._call("update", adam=list(adam), max_norm=max_norm))
+        norm = self._update(adam, max_norm=max_norm)
         self.num_updates += 1
         return norm
 
-    def clear(self) -> None:
-        self._call("clear")
-
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        return msgspec.convert(self._call("score", token_ids=list(token_ids)), list[float])
+    def load(self, directory: Path, *, optimizer: bool) -> int:
+        self.num_updates = self._load(directory, optimizer=optimizer)
+        return self.num_updates
 
     def copy_weights(self) -> Weights:
         with scratch("adapter") as directory:
             self.save(directory, optimizer=False)
             return self._load_policy(directory)
 
-    def save(self, directory: Path, *, optimizer: bool) -> None:
-        self._call("save", directory=str(directory.resolve()), optimizer=optimizer)
-
-    def load(self, directory: Path, *, optimizer: bool) -> None:
-        self.num_updates = int(self._call("load", directory=str(directory.resolve()), optimizer=optimizer))
-
     def close(self) -> None:
-        self._call("drop")
+        self._replicas.call("drop_adapter", id=self._id)
 
-    def _call(self, method: str, **params: Any) -> Any:
-        return self._replicas.call(method, id=self._id, **params)
+
+class Adapters:
+    """The adapters in one of the processes, by the ids that their caller gives them."""
+
+    methods = remote_methods(ReplicatedAdapter)
+
+    def __init__(self, job: AdapterJob, deadline_s: float) -> None:
+        """Loads the base. `deadline_s` is the longest wait in a collective. Raises LearnerError if GPUs are missing."""
+        device = process_group.device_of(job.learner.device)
+        process_group.join(device, deadline_s)
+        self.learners: dict[str, AdapterLearner] = {}
+        self._ranks, self._config = process_group.GroupRanks(), job.learner
+        self._weights = load_weights(job.model, job.base, device=str(device))
+
+    def add(self, id: str, lora: dict[str, Any] | None, seed: int) -> None:
+        """Adds a fresh adapter; without `lora` a copy of all weights."""
+        if lora is None:
+            weights = clone_trainable(self._weights)
+        else:
+            weights = with_adapter(self._weights, LoraConfig.model_validate(lora), seed)
+        self.learners[id] = AdapterLearner(weights, self._config, ranks=self._ranks)

@@ -30,7 +30,7 @@ class Job(Section):
 
 
 def make_job(config: RunConfig, base: str, *, directory: Path, dtype: str) -> Job:
-    """The job of a configuration whose learner is torch, on the base at hand there."""
+    """Returns the job of a configuration whose learner is torch, on the base at hand there."""
     assert isinstance(config.learner, TorchLearnerConfig), f"a learner with processes of its own, not {config.learner}"
     return Job(
         base=base,

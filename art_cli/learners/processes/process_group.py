@@ -19,6 +19,8 @@ from art_cli.runtime.errors import LearnerError
 
 Value = TypeVar("Value")
 
+MAX_BYTES = 2**31  # largest record
+
 
 class GroupRanks(Ranks):
     """One process of a process group, which exists already."""
@@ -27,10 +29,34 @@ class GroupRanks(Ranks):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def gather(self, value: Value, kind: type[Value]) -> list[Value]:
-        return record_bytes.gather(value, kind, self.size)
+        return gather(value, kind, self.size)
 
     def add_up(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor)
+
+
+def gather(value: Value, kind: type[Value], size: int) -> list[Value]:
+    """Returns the record of each of the `size` processes, which all call this, in the order of their ranks.
+
+    Raises LearnerError if what another process sent is no such record.
+    """
+    written = torch.frombuffer(bytearray(record_bytes.encode(value)), dtype=torch.uint8)
+    sizes = [int(each) for each in _gather(torch.tensor([len(written)]), size)]
+    if not all(0 < each <= MAX_BYTES for each in sizes):
+        raise LearnerError(f"the learner's processes sent records of impossible sizes: {sizes}")
+    padded = torch.nn.functional.pad(written, (0, max(sizes) - len(written)))
+    parts = zip(_gather(padded, size), sizes, strict=True)
+    try:
+        return [record_bytes.decode(part[:length].numpy().tobytes(), kind) for part, length in parts]
+    except ValueError as error:
+        raise LearnerError(f"a process of the learner sent what is no such record: {error}") from error
+
+
+def _gather(tensor: Tensor, size: int) -> list[Tensor]:
+    """Returns every process's tensor on the CPU. All have the same shape."""
+    tensors = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(tensors, tensor)
+    return tensors
 
 
 def join(device: torch.device, deadline_s: float) -> None:
@@ -41,7 +67,7 @@ def join(device: torch.device, deadline_s: float) -> None:
 
 
 def device_of(name: str) -> torch.device:
-    """The CPU, which all processes share, or a GPU of this process's own. Raises LearnerError: not enough of them."""
+    """Returns the CPU, which all processes share, or this process's GPU. Raises LearnerError if there are too few."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     size, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()

@@ -28,18 +28,18 @@ class Ranks:
     rank, size = 0, 1
 
     def gather(self, value: Value, kind: type[Value]) -> list[Value]:
-        """Every process's value, a record of type `kind` (record_bytes.py), in the order of their ranks."""
+        """Returns every process's value, a record of type `kind` (record_bytes.py), in the order of their ranks."""
         return [value]
 
     def forward(self, model: Any, run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
-        """`run(pack)`, which calls parts of the model, as one forward pass of the model."""
+        """Returns `run(pack)`, which calls parts of the model, as one forward pass of the model."""
         return run(pack)
 
     def add_up(self, tensor: Tensor) -> None:
         """Replaces a tensor that every process holds by the sum over all processes."""
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """The whole tensor of which this process holds a part."""
+        """Returns the whole tensor of which this process holds a part."""
         return tensor
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Ranks:
 
 
 def pack_evenly(samples: Sequence[Sample], size: int, *, budget: int, share: bool) -> list[Pack]:
-    """Packs of at most `budget` tokens, or smaller ones where `size` processes finish those sooner."""
+    """Returns packs of at most `budget` tokens, or smaller ones where `size` processes finish those sooner."""
     packs = pack_samples(samples, budget=budget, share=share)
     if len(packs) % size == 0:
         return packs
@@ -59,7 +59,7 @@ def pack_evenly(samples: Sequence[Sample], size: int, *, budget: int, share: boo
 
 
 def deal(packs: Sequence[Pack], rank: int, size: int) -> list[Pack]:
-    """The packs that process `rank` of `size` runs. Every process runs as many; idle packs make up the number.
+    """Returns the packs that process `rank` of `size` runs. Every process runs as many; idle packs make up the number.
 
     The processes wait for each other in every pass, so packs of about the same length run in the same pass.
     """
@@ -71,7 +71,7 @@ def deal(packs: Sequence[Pack], rank: int, size: int) -> list[Pack]:
 
 
 def _duration(packs: Sequence[Pack], size: int) -> int:
-    """How long an update takes, in tokens. Each pass takes as long as its longest pack."""
+    """Returns the duration of an update, in tokens. Each pass takes as long as its longest pack."""
     return sum(len(pack.token_ids) + PACK_COST for pack in _longest_first(packs)[::size])
 
 
@@ -80,7 +80,7 @@ def _longest_first(packs: Sequence[Pack]) -> list[Pack]:
 
 
 def _idle(pack: Pack) -> Pack:
-    """A pack of two tokens with nothing to train, so that its loss and gradient are zero."""
+    """Returns a pack of two tokens with nothing to train, so that its loss and gradient are zero."""
     [short] = pack_samples([bare_sample(pack.token_ids[:2], np.array([1]), "idle")], budget=2)
     floats, ints, weights = np.empty(0), np.empty(0, dtype=np.int64), np.empty((NUM_ROWS, 0))
     nothing = Terms(edges=ints, samples=ints, weights=weights, logprobs=floats, raw_logprobs=floats)

@@ -41,7 +41,7 @@ class FsdpRanks(GroupRanks):
 def shard(model: Any, mesh: DeviceMesh) -> None:
     """Divides a causal LM over the processes of the mesh, on their devices: each of its layers, then the rest.
 
-    The layers are the modules that transformers says must not be split. Parameters become DTensors, so the caller must
+    Layers are the modules that transformers marks as not to be split. Parameters become DTensors, so the caller must
     collect them afterwards.
     """
     names = set(model._no_split_modules or [])
@@ -65,7 +65,7 @@ def _run_pack(run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
 
 
 def make_mesh(device: torch.device, *, nodes: int = 1) -> DeviceMesh:
-    """All processes in a row; or a row for each of so many nodes, of which each holds the whole model."""
+    """Returns all processes in a row; or a row for each of so many nodes, of which each holds the whole model."""
     if nodes == 1:
         return init_device_mesh(device.type, (dist.get_world_size(),))
     return init_device_mesh(device.type, (nodes, dist.get_world_size() // nodes), mesh_dim_names=("node", "process"))

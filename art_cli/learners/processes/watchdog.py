@@ -1,4 +1,4 @@
-"""Watchdog: finds out which of a learner's processes does not go on, from what they say during one call. It ends none.
+"""Watchdog: finds the process of a learner that does not go on, from their messages during one call. It ends none.
 
 Its clock stands while this process is stopped (a Ctrl-Z), because what came meanwhile must be heard first.
 """
@@ -15,7 +15,7 @@ AGREE_DEADLINE_S = 10.0  # longest time from the first error to the last; all ma
 
 
 class Watchdog:
-    """One for each call. Example: `hear("process 1", Heartbeat())` until `problem()` says what is wrong."""
+    """One for each call. Example: `hear("process 1", Heartbeat())` until `problem()` returns what is wrong."""
 
     def __init__(self, names: Iterable[str], hung_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`hung_s` is the longest silence of a process that works."""
@@ -40,17 +40,17 @@ class Watchdog:
 
     @property
     def has_disagreement(self) -> bool:
-        """Whether some processes have failed and the others have not done so in time."""
+        """True if some processes have failed and the others have not done so in time."""
         self._tick()
         return self._failed is not None and self._now - self._failed > AGREE_DEADLINE_S
 
     def problem(self) -> str | None:
-        """Which process does not go on; None while nothing is overdue."""
+        """Returns which process does not go on, or None while nothing is overdue."""
         self._tick()
         for name, heard in self._heard.items():
             if self._now - heard > self._hung_s:
                 state = "it lives, and has not moved" if name.startswith("process ") else "nothing has come from it"
-                return f"{name} of the learner's hangs: {state} for {self._hung_s:.0f} s"
+                return f"learner {name} hangs: {state} for {self._hung_s:.0f} s"
         limit = PACK_DEADLINE_S
         if self._longest is not None:
             limit = min(limit, max(PACK_FLOOR_S, TIMES_LONGEST * self._longest))

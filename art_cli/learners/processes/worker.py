@@ -7,18 +7,18 @@ the rest are the Learner's methods. It ends, whatever it is doing, when the proc
 import os
 import socket
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.learners.processes.remote_calls import LEARNER
 from art_cli.runtime import log, permissions
 from art_cli.runtime.processes.process_server import run_and_exit, serve
 
 if TYPE_CHECKING:
     from art_cli.learners import Progress
-    from art_cli.learners.processes.adapter_worker import ServedAdapters
+    from art_cli.learners.processes.adapter_pool import Adapters
     from art_cli.learners.processes.job import Job
     from art_cli.learners.torch_learner import TorchLearner
 
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _status_of(error: BaseException) -> int:
-    """LOST where another process is the cause, which ended before this one and closed its connections."""
+    """Returns LOST if the cause is another process, which ended before this one and closed its connections."""
     is_network = type(error).__name__ in ("DistNetworkError", "DistBackendError", "DistStoreError")
     return LOST if is_network or any(words in str(error) for words in CLOSED) else 1
 
@@ -54,62 +54,47 @@ def _write_to(path: Path) -> None:
 
 
 class ServedLearner:
-    """This process's part of the learner, with the methods that workers.py calls."""
+    """This process's part of the learner. Its methods are those of a Learner (remote_calls.py), and those below."""
 
     _learner: "TorchLearner"
-    _adapters: "ServedAdapters"
+    _adapters: "Adapters"
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
+    def __getattr__(self, name: str) -> Callable[[str, "Progress"], str]:
+        if name not in LEARNER:
+            raise AttributeError(name)
+        return partial(LEARNER[name].answer, self._learner)
+
     def identify(self) -> tuple[int, int]:
-        """Its rank and its process id."""
+        """Returns its rank and its process id."""
         return self._rank, os.getpid()
 
     def open(self, adapters: Json | None = None, **job: Any) -> None:
-        """Makes the learner of a job, or with `adapters` what holds those of several clients."""
+        """Makes the learner of a job, or with `adapters` a holder of several clients' adapters."""
         if adapters is not None:
-            from art_cli.learners.processes.adapter_worker import AdapterJob, ServedAdapters
+            from art_cli.learners.processes.adapter_pool import AdapterJob, Adapters
 
-            self._adapters = ServedAdapters(AdapterJob.model_validate(adapters), COLLECTIVE_DEADLINE_S)
+            self._adapters = Adapters(AdapterJob.model_validate(adapters), COLLECTIVE_DEADLINE_S)
             return
         from art_cli.learners.processes.job import Job
 
         self._learner = make_learner(Job.model_validate(job))
 
-    def step(self, groups: str, progress: "Progress") -> dict[str, float]:
-        """`groups` is JSON, as parallel.py writes it."""
-        trajectories = msgspec.json.decode(groups, type=list[list[ScoredTrajectory]])
-        return self._learner.step(trajectories, progress=progress).known()
+    def add_adapter(self, id: str, lora: Json | None, seed: int) -> None:
+        self._adapters.add(id, lora, seed)
 
-    def write_learned(self, path: str) -> None:
-        self._learner.write_learned(Path(path))
+    def drop_adapter(self, id: str) -> None:
+        del self._adapters.learners[id]
 
-    def begin_sft(self, examples: list[Json], evaluated: list[Json]) -> int:
-        return self._learner.begin_sft(examples, evaluated)
-
-    def take_sft(self, num_updates: int) -> Json:
-        return msgspec.structs.asdict(self._learner.take_sft(num_updates))
-
-    def end_sft(self) -> None:
-        self._learner.end_sft()
-
-    def score(self, token_ids: list[int], temperature: float) -> list[float]:
-        return self._learner.score(token_ids, temperature=temperature)
-
-    def save(self, directory: str) -> None:
-        self._learner.save(Path(directory))
-
-    def load(self, directory: str) -> None:
-        self._learner.load(Path(directory))
-
-    def on_adapters(self, method: str, params: Json) -> Any:
-        """What a method of ServedAdapters gives."""
-        return getattr(self._adapters, method)(**params)
+    def on_adapter(self, id: str, method: str, given: str, progress: "Progress") -> str:
+        """Calls a method of an adapter's learner."""
+        return self._adapters.methods[method].answer(self._adapters.learners[id], given, progress)
 
 
 def make_learner(job: "Job") -> "TorchLearner":
-    """This process's part of the learner. Raises LearnerError: fewer GPUs than processes."""
+    """Returns this process's part of the learner. Raises LearnerError if there are fewer GPUs than processes."""
     from art_cli.learners.processes import process_group
     from art_cli.learners.processes.sharding import FsdpRanks, make_mesh, shard
     from art_cli.learners.torch_learner import TorchLearner

@@ -3,7 +3,7 @@
 torch's own launcher (torchrun) starts them, once and without restarts, as one child of this process. Each connects to a
 Unix socket in a directory that only this user can enter, and answers calls (runtime/processes/process_calls.py). Every
 call goes to all of them. If the learner has several nodes, it goes once to each of the others as well, which has
-Workers of its own.
+Workers too.
 
 They live and end together. When one dies, or lives and does not go on (watchdog.py), all are ended. When this process
 dies, they end with it (runtime/processes/supervisor.py).
@@ -11,9 +11,9 @@ dies, they end with it (runtime/processes/supervisor.py).
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
-import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,8 @@ from art_cli.runtime.threads import LoopThread
 
 log = logging.getLogger(__name__)
 
-WORKER = "art_cli.learners.processes.worker"
+LAUNCHER, WORKER = (f"art_cli.learners.processes.{name}" for name in ("launcher", "worker"))
+DEATHS_FILE = ".deaths.json"  # in the directory of the logs
 START_DEADLINE_S = 300.0  # longest wait for every process to connect: Python has started, torch is not imported yet
 # Longest silence of a process that works. A heartbeat comes every second, so this is long enough for a machine that
 # swaps. The first call has START_DEADLINE_S, because it imports torch, during which nothing else runs, from a disk that
@@ -61,7 +62,7 @@ class Workers:
         rendezvous: Rendezvous | None = None,
         place: NodePlace | None = None,
     ) -> None:
-        """`size` is the number of processes here. `logs`: None for a temporary directory.
+        """`size` is the number of processes here. Without `logs` they go to a temporary directory.
 
         `rendezvous` is where the first node meets the others; `place` is that of another node.
         """
@@ -82,7 +83,7 @@ class Workers:
     # --- beginning and end --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """All processes are connected when it returns. Raises LearnerError: one ended, or did not start in time."""
+        """Starts and connects all processes. Raises LearnerError if one ended, or did not start in time."""
         assert self._launcher is None, "started twice"
         make_directory(self.logs)
         log.info("learner: processes to start here: %d; their logs: %s", self._here, self.logs / "learner*.log")
@@ -130,7 +131,7 @@ class Workers:
                 ended.cancel()
 
     def _log_store(self) -> None:
-        """Logs where torch's store listens, which asks nobody for a key."""
+        """Logs the address of torch's store, which takes no key."""
         if self._place.node == 0:
             where = ", ".join(listening_on(self._place.port)) or f"port {self._place.port} of every address"
             log.info("learner: torch's store listens on %s without a key: keep others from it (docs/safety.md)", where)
@@ -142,11 +143,12 @@ class Workers:
         if place.interface:
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 environment.setdefault(name, place.interface)
+        self._deaths_file().unlink(missing_ok=True)
         with open(self._log(), "wb", opener=owner_only) as file:
             return await ChildProcess.start(
                 [
                     # not c10d's rendezvous, whose store holds a pickle and listens to every network
-                    *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "static"),
+                    *(sys.executable, "-m", LAUNCHER, str(self._deaths_file()), "--rdzv-backend", "static"),
                     *("--nnodes", str(place.nodes), "--node-rank", str(place.node)),
                     *("--master-addr", place.host, "--master-port", str(place.port)),
                     *("--rdzv-conf", f"timeout={START_DEADLINE_S:.0f}", "--local-addr", place.host),
@@ -159,7 +161,7 @@ class Workers:
             )
 
     async def _join(self, listener: socket.socket, nodes: Sequence[NodeEnd]) -> None:
-        """All processes and nodes can be called. Raises LearnerError: a node's processes did not start."""
+        """Connects all processes and nodes. Raises LearnerError if a node's processes did not start."""
         await asyncio.gather(self._accept(listener), *(self._start_node(*each) for each in enumerate(nodes, 1)))
         self._ends = dict(sorted(self._ends.items(), key=lambda item: isinstance(item[1], NodeEnd)))
 
@@ -183,7 +185,7 @@ class Workers:
             raise LearnerError(f"{node.name}: {error}") from error
 
     def close(self) -> None:
-        """No process is left."""
+        """Ends all processes."""
         self._loop.run_here(self._close())
         self._loop.end(STOP_DEADLINE_S)
         if self._scratch is not None and self._death is None:
@@ -202,7 +204,7 @@ class Workers:
         self._ends = {}
 
     async def _let_nodes_go(self) -> None:
-        """The other nodes know why their work is over."""
+        """Ends the other nodes, with the reason."""
         reason = "" if self._death is None else str(self._death).split("\n", 1)[0]
         if self._rendezvous is not None:
             await self._rendezvous.close(reason)
@@ -216,15 +218,15 @@ class Workers:
     # --- while they live ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises LearnerError: one of them is dead."""
+        """Raises LearnerError if one of them is dead."""
         for name, end in list(self._ends.items()):
             if end.has_ended:
                 self._loop.run_here(self._on_death(name, {}))
 
     def call(self, method: str, params: dict[str, Any], *, progress: Progress | None = None) -> Any:
-        """What the first process answers when all have. Raises the error that all of them answer with.
+        """Returns what the first process answers when all have. Raises the error that all of them answer with.
 
-        LearnerError: one died or hangs, or only some failed; then all of them are gone.
+        Raises LearnerError if one died or hangs, or only some failed; then all of them are gone.
         """
         return self._loop.run_here(self._call(method, params, progress))
 
@@ -260,7 +262,7 @@ class Workers:
     # --- how they die -------------------------------------------------------------------------------------------------
 
     async def _on_death(self, name: str, calls: "Calls") -> NoReturn:
-        """Ends the others and says how the first one died. A call and `check` may find it out at the same time."""
+        """Ends the others and raises how the first one died. A call and `check` may notice it at the same time."""
         async with self._dying:
             if self._death is None:
                 self._death = await self._find_cause(name, calls)
@@ -269,7 +271,7 @@ class Workers:
         raise self._death
 
     async def _find_cause(self, name: str, calls: "Calls") -> LearnerError:
-        """Who ended first, and how. `name` is the one whose end was noticed first, which may have lost another one."""
+        """Returns the error of the first end. `name` was noticed first, and may have lost another one."""
         end = self._ends[name]
         if isinstance(end, _ProcessEnd) and end.fault:
             return ProcessDied(f"{self._among(name)} died ({end.fault}); {self._again}")
@@ -277,13 +279,17 @@ class Workers:
         if any(each.has_ended for each in self._ends.values() if isinstance(each, _ProcessEnd)):
             here = await self._first_death(name)
             if here[1] != LOST:
-                return ProcessDied(self._told(*here))
+                return ProcessDied(self._describe(*here))
         if (elsewhere := await self._find_cause_elsewhere(calls)) is not None:
             return elsewhere
-        return ProcessDied(f"{self._among(name)} died; {self._again}") if here is None else PeersLost(self._told(*here))
+        return (
+            ProcessDied(f"{self._among(name)} died; {self._again}")
+            if here is None
+            else PeersLost(self._describe(*here))
+        )
 
     async def _find_cause_elsewhere(self, calls: "Calls") -> LearnerError | None:
-        """How a node ended, or a process there; None: none of them says so within SETTLE_S."""
+        """Returns how a node ended, or a process there, or None if none of them reports it within SETTLE_S."""
         nodes = {name: end for name, end in self._ends.items() if isinstance(end, NodeEnd)}
         loop = asyncio.get_running_loop()
         deadline = loop.time() + SETTLE_S
@@ -306,40 +312,39 @@ class Workers:
         raise self._death
 
     async def _first_death(self, name: str) -> tuple[str, int | None]:
-        """Which process here died first, and its exit status; `name` and None where the launcher says nothing of it.
+        """Returns the process here that died first, and its exit status; `name` and None if the launcher left none.
 
         The launcher may see several deaths at once. A killed process comes first then, because the others fail when
-        they lose it; those that say so by their exit status come last.
+        they lose it; those with the exit status LOST come last.
         """
         assert self._launcher is not None
-        with contextlib.suppress(TimeoutError):  # the launcher knows how its children died
+        deaths: list[tuple[int, int]] = []
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._launcher.wait(), STOP_DEADLINE_S / 2)
-        _, _, failures = self._log().read_text(errors="replace").rpartition("\nFailures:")
-        others, _, root = failures.partition("Root Cause")
-        deaths = [
-            (int(rank), int(status))
-            for rank, status in re.findall(r"rank\s*: (\d+) .*?\n\s*exitcode\s*: (-?\d+)", root + others)
-        ]
+        with contextlib.suppress(OSError, ValueError):
+            deaths = [(int(rank), int(status)) for rank, status in json.loads(self._deaths_file().read_bytes())]
         deaths.sort(key=lambda death: (death[1] >= 0, death[1] == LOST))
         return (f"process {deaths[0][0]}", deaths[0][1]) if deaths else (name, None)
 
-    def _told(self, name: str, status: int | None) -> str:
-        how = "how is not known" if status is None else describe_end(status)
+    def _describe(self, name: str, status: int | None) -> str:
+        how = "exit status unknown" if status is None else describe_end(status)
         if status == LOST:
             how = "it lost another process"
         log = self._log(name.removeprefix("process ")) if name.startswith("process ") else self._log()
         return f"{self._among(name)} died ({how}); {self._again}{self._last_lines(log)}"
 
     def _among(self, name: str) -> str:
-        """Example: "process 1 of the learner's 4"."""
-        total = self.size if name.startswith("process ") else f"{self._place.nodes} nodes"
-        return f"{name} of the learner's {total}"
+        """Returns the name among all. Example: "learner process 1 of 4"."""
+        return f"learner {name} of {self.size if name.startswith('process ') else self._place.nodes}"
+
+    def _deaths_file(self) -> Path:
+        return self.logs / DEATHS_FILE
 
     def _log(self, rank: str | None = None) -> Path:
         return self.logs / ("learner.log" if rank is None else f"learner_{rank}.log")
 
     def _last_lines(self, log: Path) -> str:
-        """The end of a message; empty where the log is."""
+        """Returns the end of a message; empty where the log is."""
         lines = last_lines(log, count=TAIL_LINES)
         return f"; the last lines of {log}:\n{lines}" if lines else ""
 

@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 
 class ScoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """What is learned of one attempt. Example: ScoredAttempt(id="t7", scenario="easy-17", turns=[Turn(...)])"""
+    """The part of one attempt to learn from. Example: ScoredAttempt(id="t7", scenario="easy-17", turns=[Turn(...)])"""
 
     id: str
     scenario: str  # id of its scenario; that of its group, where the record names none
@@ -28,18 +28,18 @@ class ScoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scored_files(path: Path) -> list[Path]:
-    """A scored file itself, or all scored files of a run directory, in the order of their steps."""
+    """Returns a scored file itself, or all scored files of a run directory, in the order of their steps."""
     if not path.is_dir():
         return [path]
     return sorted(path.glob("step_*/scored.jsonl"), key=lambda file: (len(file.parent.name), file.parent.name))
 
 
 def best_attempts(path: Path, num: int, *, min_reward: float | None = None) -> list[Json]:
-    """The best `num` attempts of each group of a scored file or run directory, as examples, group by group.
+    """Returns the best `num` attempts of each group of a scored file or run directory, as examples, group by group.
 
-    An attempt must have at least `min_reward`; None: more than the worst attempt of its group, so that a group whose
-    rewards are equal gives none. Of equal rewards the lower index comes first. Attempts with an error, and those that
-    sampled nothing, are left out. Raises DataError: no such file, or attempts without rewards or without tokens.
+    An attempt must have at least `min_reward`, or if that is None more than the worst attempt of its group, so that a
+    group of equal rewards gives none. Of equal rewards the lower index comes first. Attempts with an error, and those
+    that sampled nothing, are left out. Raises DataError if the file, rewards or tokens are missing.
     """
     if not path.exists():
         raise DataError("no such file; best_of needs a scored file or the directory of a run", path)
@@ -50,7 +50,7 @@ def best_attempts(path: Path, num: int, *, min_reward: float | None = None) -> l
 
 
 def _groups(path: Path) -> Iterable[Sequence[ScoredTrajectory]]:
-    """The attempts of each group, in the order of their indexes; of an attempt written twice, the last line counts."""
+    """Returns each group's attempts in the order of their indexes; of one written twice, the last line counts."""
     groups: dict[str, dict[int, ScoredTrajectory]] = {}
     for trajectory in read_lines(path, ScoredTrajectory):
         groups.setdefault(trajectory.group_id, {})[trajectory.index] = trajectory

@@ -51,10 +51,11 @@ class DemoLine(Demo, frozen=True, kw_only=True):
 
 
 def load_demos(spec: str, directory: Path) -> list[Json]:
-    """The transcripts of a JSON-lines file, or those that "file.py:function" returns, in order.
+    """Returns the transcripts of a JSON-lines file, or those that "file.py:function" returns, in order.
 
-    Paths are relative to `directory`. Raises DataError: no such file, a line or item that is not a transcript, no
-    transcripts, or attempts, of which only the good ones are worth learning; UsageError: the function cannot be loaded.
+    Paths are relative to `directory`. Raises DataError for a missing file, a line or item that is not a transcript,
+    no transcripts, or attempts, of which only the good ones are worth learning; UsageError if the function cannot be
+    loaded.
     """
     path = directory / spec
     if path.is_file():
@@ -89,7 +90,7 @@ def _convert(item: object, source: str) -> Demo:
 
 
 def demo_samples(demo: Json, tokenizer: Any, *, name: str, max_length: int) -> list[Sample]:
-    """The samples of a transcript `{"messages": [...], "tools": [...]}`: each assistant message is trained once.
+    """Returns the samples of a transcript `{"messages": [...], "tools": [...]}`. It trains each assistant message once.
 
     A message is rendered as it will be sampled. The prompt is the conversation before it with the template's generation
     prompt. The reply is what the template then adds for the message, up to its stop token. A message whose prompt
@@ -98,7 +99,8 @@ def demo_samples(demo: Json, tokenizer: Any, *, name: str, max_length: int) -> l
 
     Markers in the texts are learned as text (control_tokens.py), calls of `tool_calls` as the template writes them.
 
-    Raises LearnerError: no assistant message, too many tokens, or a template whose reply does not continue its prompt.
+    Raises LearnerError for no assistant message, too many tokens, or a template whose reply does not continue its
+    prompt.
     """
     controls = controls_of(tokenizer)
     guard = Guard(controls, demo)
@@ -134,7 +136,7 @@ def _warn_of(mark: str) -> None:
 def _render_turn(
     messages: list[Json], tools: list[Json] | None, guard: Guard, controls: ControlTokens, where: str
 ) -> tuple[Ints, int]:
-    """The tokens of the conversation up to the stop token of its last message, and the place where it begins."""
+    """Returns the tokens of the conversation up to the last message's stop token, and the index where that begins."""
     render = controls.tokenizer.apply_chat_template
     try:
         prompt = render(messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True)

@@ -33,10 +33,10 @@ class Examples(NamedTuple):
 
 
 def load_examples(config: SftConfig, directory: Path, sources: Sequence[str] = ()) -> Examples:
-    """The examples of an `sft` section, in order. `sources` take the place of its `demos`.
+    """Returns the examples of an `sft` section, in order. `sources` take the place of its `demos`.
 
-    Raises DataError: what cannot be read, or none to train or to evaluate on; UsageError: a function that cannot be
-    loaded.
+    Raises DataError if some cannot be read, or none is left to train or to evaluate on; UsageError if a function cannot
+    be loaded.
     """
     trained = _read(sources or [config.demos], config, directory)
     if config.eval_demos is not None:
@@ -69,7 +69,7 @@ def _read(sources: Sequence[str], config: SftConfig, directory: Path) -> list[Js
 
 
 def _content(example: Json) -> str:
-    """What decides on which side of the split an example is: its scenario, or the hash of a whole transcript.
+    """Returns the key by which an example is split: its scenario, or the hash of a whole transcript.
 
     So all attempts at a scenario are on one side, and eval.held_out with the same share holds out the same scenarios.
     """
@@ -79,7 +79,7 @@ def _content(example: Json) -> str:
 
 
 def example_samples(example: Json, tokenizer: Any, *, name: str, max_length: int, vocabulary: int) -> list[Sample]:
-    """The samples of an example, with weight 1 in the cross entropy of every token that the policy is to write.
+    """Returns the samples of an example, with weight 1 in the cross entropy of every token that the policy is to write.
 
     `name` is that of a transcript in messages; an attempt has its own. An attempt's tokens are trained at the
     temperature at which they were sampled, as in a policy step. `vocabulary` is the model's number of tokens. Raises

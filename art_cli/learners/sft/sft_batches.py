@@ -12,8 +12,8 @@ from art_cli.runtime.errors import LearnerError
 class SftBatches:
     """The examples, each a list of samples, dealt into the optimizer steps of all epochs.
 
-    Every epoch has its own order, drawn from `seed`, and as many steps as the others. So the index of a step says what
-    it trains on.
+    Every epoch has its own order, drawn from `seed`, and as many steps as the others. So the index of a step is enough
+    to know its examples.
     """
 
     def __init__(self, examples: Sequence[list[Sample]], config: SftConfig, *, seed: int) -> None:
@@ -27,7 +27,7 @@ class SftBatches:
         self.num_updates = config.epochs * self.epoch_updates  # optimizer steps in all epochs
 
     def batch(self, index: int) -> list[Sample]:
-        """The samples of the optimizer step with that index."""
+        """Returns the samples of the optimizer step with that index."""
         epoch, place = divmod(index, self.epoch_updates)
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.examples))
         if self._batch_size is not None:
@@ -39,7 +39,7 @@ class SftBatches:
 
 
 def plan_batches(examples: Sequence[list[Sample]], config: SftConfig, *, seed: int) -> SftBatches:
-    """The batches of a warm-up. Raises LearnerError: no examples, or no update left for the decay."""
+    """Returns the batches of a warm-up. Raises LearnerError without examples or updates left for the decay."""
     if not examples:
         raise LearnerError("sft.demos: no examples")
     batches = SftBatches(examples, config, seed=seed)
@@ -49,7 +49,7 @@ def plan_batches(examples: Sequence[list[Sample]], config: SftConfig, *, seed: i
 
 
 def even_bounds(sizes: Ints, parts: int) -> Ints:
-    """[parts + 1] where to cut a sequence, so that its parts have about the same total size and none is empty.
+    """Returns [parts + 1] where to cut a sequence, so that its parts have about the same total size and none is empty.
 
     Example: even_bounds([5, 1, 1, 1], 2) -> [0, 1, 4]. There must be at least as many sizes as parts.
     """

@@ -15,6 +15,8 @@ class Sums(msgspec.Struct, kw_only=True):
     evaluations: list[tuple[int, float]] = []  # (optimizer steps taken before it, loss in nats per token)
     train_s: float = 0.0
     eval_s: float = 0.0
+    # a server's path of the weights of the lowest evaluation loss, or None if not kept; unset without a server
+    best: str | None | msgspec.UnsetType = msgspec.UNSET
 
     def add_update(
         self, loss: float, norm: float, *, trained: int, computed: int, epoch_updates: int, seconds: float
@@ -37,14 +39,14 @@ class Sums(msgspec.Struct, kw_only=True):
         return is_best
 
     def is_done(self, num_updates: int, *, patience: int | None) -> bool:
-        """Whether all updates are taken, or the evaluation loss has not fallen for `patience` evaluations."""
+        """Returns whether all updates are taken, or the evaluation loss has not fallen for `patience` evaluations."""
         losses, is_last = [loss for _, loss in self.evaluations], self.num_updates >= num_updates
         if patience is None or not losses:
             return is_last
         return is_last or len(losses) - 1 - losses.index(min(losses)) >= patience
 
     def numbers(self, *, epoch_updates: int, patience: int | None, is_done: bool) -> dict[str, float]:
-        """The numbers so far. `loss` is the mean over the current epoch, `loss_first` the loss of the first update.
+        """Returns the numbers so far. `loss` is the mean over the current epoch, `loss_first` that of the first update.
 
         `eval_loss` is the newest evaluation's; of a warm-up with `patience` that is done, the best one's, whose weights
         are kept.

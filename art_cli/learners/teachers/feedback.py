@@ -39,7 +39,7 @@ class Splice(NamedTuple):
     put: Ints
 
     def apply(self, sample: Sample) -> Sample | None:
-        """The sample with the insertion, its targets moved. None: it begins otherwise, or has a target in the head."""
+        """Returns the sample with the insertion, or None if it begins otherwise or has a target in the head."""
         end = len(self.head)
         if not np.array_equal(sample.token_ids[:end], self.head) or (sample.targets < end).any():
             return None
@@ -54,7 +54,7 @@ class Feedback:
         self._controls, self._template = ControlTokens(tokenizer), TEMPLATE if template is None else template
 
     def words(self, trajectory: ScoredTrajectory, group: Sequence[ScoredTrajectory]) -> str | None:
-        """What the judge said of the attempt, in the template. None: it gave no explanation."""
+        """Returns the judge's explanation of the attempt in the template, or None if there is none."""
         said = [score.explanation for score in trajectory.scores if score.explanation]
         if not said or trajectory.reward is None:
             return None
@@ -68,9 +68,9 @@ class Feedback:
     def told(
         self, trajectory: ScoredTrajectory, samples: Sequence[Sample], group: Sequence[ScoredTrajectory]
     ) -> list[Sample] | None:
-        """The attempt's samples with the judge's words in the first user message.
+        """Returns the attempt's samples with the judge's words in the first user message.
 
-        None: the judge gave no explanation, or a sample begins with the head of none of the conversations.
+        Returns None if the judge gave no explanation, or a sample begins with the head of none of the conversations.
         """
         words = self.words(trajectory, group)
         if words is None:
@@ -80,18 +80,18 @@ class Feedback:
             for messages in (trajectory.messages, *trajectory.branches)
             if (splice := self._splice(messages, trajectory.tools, words)) is not None
         ]
-        found = [next((told for splice in splices if (told := splice.apply(sample))), None) for sample in samples]
-        return [told for told in found if told is not None] if None not in found else None
+        found = [next((made for splice in splices if (made := splice.apply(sample))), None) for sample in samples]
+        return [made for made in found if made is not None] if None not in found else None
 
     def _splice(self, messages: Sequence[Json], tools: Sequence[Json], words: str) -> Splice | None:
-        """None: no user message, or the template refuses the conversation."""
+        """Returns the splice, or None if there is no user message or the template refuses the conversation."""
         first = next((index for index, message in enumerate(messages) if message.get("role") == "user"), None)
         if first is None:
             return None
         head = [_plain(message) for message in messages[: first + 1]]
-        told = [*head[:-1], {**head[-1], "content": head[-1]["content"] + words}]
+        longer = [*head[:-1], {**head[-1], "content": head[-1]["content"] + words}]
         try:
-            return _difference(self._render(head, tools), self._render(told, tools))
+            return _difference(self._render(head, tools), self._render(longer, tools))
         except Exception:  # the boundary to the model's own template, which fails in any way
             return None
 
@@ -100,13 +100,13 @@ class Feedback:
 
 
 def _plain(message: Json) -> Json:
-    """The message as the engines give it to a template."""
+    """Returns the message as the engines give it to a template."""
     role = "system" if message.get("role") == "developer" else message.get("role")
     return {**message, "role": role, "content": text_of(message.get("content"))}
 
 
 def _difference(old: Ints, new: Ints) -> Splice:
-    """What turns the first sequence into the second, with as few tokens replaced as possible."""
+    """Returns the smallest replacement that turns the first sequence into the second."""
     most = min(len(old), len(new))
     start = _num_equal(old[:most], new[:most])
     tail = _num_equal(old[::-1][: most - start], new[::-1][: most - start])
@@ -114,6 +114,6 @@ def _difference(old: Ints, new: Ints) -> Splice:
 
 
 def _num_equal(one: Ints, other: Ints) -> int:
-    """The number of leading entries that two arrays of one length have in common."""
+    """Returns the number of leading entries that two arrays of one length have in common."""
     differs = np.flatnonzero(one != other)
     return int(differs[0]) if len(differs) else len(one)

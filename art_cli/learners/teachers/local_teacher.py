@@ -18,7 +18,7 @@ class LocalTeacher:
     def __init__(self, model: str, policy: Reader, directory: Path) -> None:
         """`model` is a directory relative to `directory` (a base, a checkpoint, a run's newest), or a hub id.
 
-        Raises UsageError: nothing loadable there, or another vocabulary than the policy's.
+        Raises UsageError if nothing there can be loaded, or the vocabulary is not the policy's.
         """
         own = policy.runner.weights
         self.name, self._ranks = f"loss.teacher.model {model!r}", policy.runner.ranks
@@ -40,7 +40,7 @@ class LocalTeacher:
 
 
 def load_teacher(model: str, directory: Path, *, device: str, name: str) -> Weights:
-    """The weights that `model` names; `name` is what errors call them. Raises UsageError: nothing loadable there."""
+    """Returns the weights of `model`, which errors call `name`. Raises UsageError if they cannot be loaded."""
     found = run_checkpoints.find(directory / model)
     if found is None:
         if model.startswith((".", "/", "~")):

@@ -56,7 +56,7 @@ class _Tokens(msgspec.Struct):
 
 
 class _Failed(Exception):
-    """A request that was not answered. `status` None: no answer came."""
+    """A request that failed. `status` is None if no answer came."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -68,7 +68,8 @@ class ServerTeacher:
     def __init__(self, config: TeacherConfig, tokenizer: Any, directory: Path, *, ranks: Ranks) -> None:
         """`tokenizer` is the policy's; a .env file is read in `directory`.
 
-        Raises UsageError: the key's variable is not set, or the server has another tokenizer; LearnerError: no answer.
+        Raises UsageError if the key's variable is not set or the server has another tokenizer; LearnerError without an
+        answer.
         """
         assert config.base_url is not None, "without a base_url the teacher is in this process"
         load_environment(directory)
@@ -86,7 +87,7 @@ class ServerTeacher:
         return divided(samples, self._ranks, lambda mine: threads.run(self._read(mine)))
 
     async def _read(self, samples: Sequence[Sample]) -> list[Floats]:
-        """[N] of each sample. A sequence that several samples have is asked for once."""
+        """Returns [N] of each sample. A sequence that several samples have is asked for once."""
         sequences = {sample.token_ids.tobytes(): sample.token_ids.tolist() for sample in samples}
         slots = asyncio.Semaphore(self._config.concurrency)
         async with open_session(self._url, self._headers) as session:
@@ -102,7 +103,7 @@ class ServerTeacher:
         return [found[sample.token_ids.tobytes()][sample.targets] for sample in samples]
 
     async def _score(self, session: aiohttp.ClientSession, token_ids: list[int]) -> Floats:
-        """[L] the logprob of each token given those before it; NaN for the first."""
+        """Returns [L] the logprob of each token given those before it; NaN for the first."""
         body = {"model": self._config.model, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": 0}
         answer = await self._ask(session, f"{self._url}/completions", body, _Completion)
         given = answer.choices[0].prompt_logprobs if answer.choices else None
@@ -117,7 +118,7 @@ class ServerTeacher:
         return logprobs
 
     async def _check_vocabulary(self, tokenizer: Any) -> None:
-        """Raises UsageError: the server cuts a text into other tokens. A server that cannot cut texts is trusted."""
+        """Raises UsageError if the server cuts a text into other tokens. A server that cannot cut texts is trusted."""
         root = self._url.removesuffix("/v1")
         body = {"model": self._config.model, "prompt": probe_text(tokenizer), "add_special_tokens": False}
         async with open_session(self._url, self._headers) as session:
@@ -133,9 +134,9 @@ class ServerTeacher:
     async def _ask(
         self, session: aiohttp.ClientSession, url: str, body: Any, kind: type[Answer], *, is_needed: bool = True
     ) -> Answer:
-        """The answer, asked for again while the failure may pass.
+        """Returns the answer, asked for again while the failure may pass.
 
-        Raises LearnerError: it does not pass; _Failed: there is no such address, and the answer is not `is_needed`.
+        Raises LearnerError if it does not pass; _Failed if the address is unknown and the answer is not `is_needed`.
         """
         for tries in range(self._config.retries + 1):
             try:
@@ -175,8 +176,7 @@ class ServerTeacher:
 
 
 def check_temperatures(samples: Sequence[Sample], name: str) -> None:
-    """Raises LearnerError: a token was sampled at another temperature than 1. `name` is what the error calls the
-    teacher."""
+    """Raises LearnerError if a token was sampled at another temperature than 1. It calls the teacher `name`."""
     for sample in samples:
         if (sample.temperatures != 1).any():
             raise LearnerError(

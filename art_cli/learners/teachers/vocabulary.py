@@ -10,7 +10,7 @@ PROBE = "The unbelievable 1234567 def f(x):\n\treturn   x**2  # naïve Straße �
 
 
 def check_vocabulary(teacher: Any, own: Any, name: str) -> None:
-    """Raises UsageError: the two tokenizers give some token another id, or one has a token that the other lacks."""
+    """Raises UsageError if the tokenizers give some token different ids, or one has a token that the other lacks."""
     theirs, ours = teacher.get_vocab(), own.get_vocab()
     if theirs == ours:
         return
@@ -26,12 +26,12 @@ def check_vocabulary(teacher: Any, own: Any, name: str) -> None:
 
 
 def probe_text(own: Any) -> str:
-    """A text that shows whether a server's tokenizer is this one, special tokens included."""
+    """Returns a text that shows whether a server's tokenizer is this one, special tokens included."""
     return PROBE + "".join(map(str, own.all_special_tokens))
 
 
 def check_probe(token_ids: list[int], own: Any, name: str) -> None:
-    """Raises UsageError: a server gave `probe_text` other token ids than the policy's tokenizer."""
+    """Raises UsageError if a server gave `probe_text` other token ids than the policy's tokenizer."""
     ours = own.encode(probe_text(own), add_special_tokens=False)
     if token_ids == ours:
         return

@@ -1,4 +1,4 @@
-"""RemoteCheckpoint: remote.json in a checkpoint directory, which says where a server keeps the weights.
+"""RemoteCheckpoint: remote.json in a checkpoint directory, which names the server's paths of the weights.
 
 The directory has the usual manifest, so that it is proven whole as any other. Where the weights are needed here, to
 serve or to export them, `fetched` downloads the adapter once, to a checkpoint beside.
@@ -17,6 +17,7 @@ import msgspec
 
 from art_cli.runs.durable import newer_schema, write_file
 from art_cli.runs.manifest import MANIFEST, Manifest, new_checkpoint, verify_checkpoint
+from art_cli.runs.run_checkpoints import REMOTE_FILE
 from art_cli.runs.trajectory import SCHEMA_VERSION
 from art_cli.runtime.errors import CheckpointError, RemoteError, one_line
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REMOTE_FILE = "remote.json"
 URL_VARIABLE, KEY_VARIABLE = "TINKER_BASE_URL", "TINKER_API_KEY"
 LEASE_FILE = ".adapter.json"
 HOME = ".fetched"  # directory beside the checkpoints of a run, for what was downloaded
@@ -61,12 +61,8 @@ class RemoteCheckpoint(msgspec.Struct, kw_only=True):
                 raise ValueError(f"{path[:200]!r} is not a path of the Tinker protocol")
 
 
-def is_remote(directory: Path) -> bool:
-    return (directory / REMOTE_FILE).is_file()
-
-
 def read_remote(directory: Path) -> RemoteCheckpoint:
-    """Raises CheckpointError: no remote.json, or one that cannot be read."""
+    """Returns remote.json. Raises CheckpointError if there is none, or it cannot be read."""
     try:
         found = msgspec.json.decode((directory / REMOTE_FILE).read_bytes(), type=RemoteCheckpoint)
     except FileNotFoundError:
@@ -99,7 +95,7 @@ def write_lease(checkpoints: Path, url: str, model_id: str) -> None:
 
 
 def read_lease(checkpoints: Path, url: str) -> str | None:
-    """The id of the adapter that a process before this one trained on that server; None: there is none."""
+    """Returns the id of the adapter that a process before this one trained on that server, or None if there is none."""
     try:
         lease = msgspec.json.decode((checkpoints / LEASE_FILE).read_bytes(), type=_Lease)
     except (OSError, ValueError, RecursionError):
@@ -108,12 +104,10 @@ def read_lease(checkpoints: Path, url: str) -> str | None:
 
 
 def fetched(directory: Path) -> Path:
-    """A directory with the checkpoint's adapter: the checkpoint itself, or the one that it was downloaded to.
+    """Returns the directory that the checkpoint's adapter was downloaded to.
 
-    Raises RemoteError: the server cannot be asked; CheckpointError: what it sent is no adapter.
+    Raises RemoteError if the server cannot be asked; CheckpointError if its files are no adapter.
     """
-    if not is_remote(directory):
-        return directory
     place = directory.parent / HOME / directory.name
     remote, manifest = read_remote(directory), verify_checkpoint(directory)
     if (place / MANIFEST).is_file():
@@ -128,7 +122,7 @@ def fetched(directory: Path) -> Path:
     kept = Manifest(
         step=manifest.step,
         base=str(base.resolve()) if base.is_dir() else manifest.base,
-        config_hash=remote.sampler,  # says what was downloaded, because a fetched checkpoint trains nothing
+        config_hash=remote.sampler,  # records what was downloaded, because a fetched checkpoint trains nothing
         dtype=manifest.dtype,
     )
     with new_checkpoint(place, kept) as made:
@@ -139,7 +133,7 @@ def fetched(directory: Path) -> Path:
 
 
 def _server_of(directory: Path, remote: RemoteCheckpoint) -> "RemoteServer":
-    """The server to download from. A checkpoint may be a stranger's, so a key goes only where the user says.
+    """Returns the server to download from. A checkpoint may be a stranger's: a key goes only where the user sends it.
 
     The checkpoint names the variable that holds it. What is there is sent only if it looks like a key of this protocol.
     """
@@ -190,9 +184,9 @@ def _download(server: "RemoteServer", path: str, directory: Path) -> None:
 
 
 def name_targets(directory: Path) -> None:
-    """Writes which layers the adapter is on, where its configuration does not say it, as SkyRL's does not.
+    """Writes the layers of the adapter, if its configuration lacks them, as SkyRL's does.
 
-    Raises CheckpointError: files that are no adapter.
+    Raises CheckpointError if the files are no adapter.
     """
     from safetensors import SafetensorError, safe_open
 

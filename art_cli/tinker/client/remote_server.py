@@ -1,4 +1,4 @@
-"""RemoteServer: the address of a server of the Tinker protocol, and what it says of itself. Plain HTTP, no SDK."""
+"""RemoteServer: the address of a server of the Tinker protocol, and its capabilities. Plain HTTP, no SDK."""
 
 import os
 import time
@@ -26,10 +26,12 @@ ANY_KEY = "tml-any"  # the SDK wants a key, also for a server on this machine th
 
 
 class SupportedModel(msgspec.Struct):
-    """One base model of a server. The last two are words of `art backend`, which others do not say."""
+    """One base model of a server. Only `art backend` sends the last two."""
 
     model_name: str
-    max_context_length: int | None = None  # tokens of prompt and reply together; None: the server does not say
+    max_context_length: int | None = (
+        None  # tokens of prompt and reply together, or None if the server does not report it
+    )
     loss_fn_inputs: list[str] = []  # numbers that a datum may bring beside those of its loss (tinker/server/passes.py)
     is_lora: bool = True  # False: all weights are trained, a copy for each client
 
@@ -40,7 +42,7 @@ class _Capabilities(msgspec.Struct):
 
 @dataclass(frozen=True)
 class RemoteServer:
-    """Where to ask, and under which key.
+    """The address of a server, and the key for it.
 
     Example: RemoteServer("http://gpu:8100", "tml-...", "TINKER_API_KEY")
     """
@@ -50,9 +52,9 @@ class RemoteServer:
     key_name: str  # the environment variable that holds the key, for messages
 
     def capabilities(self) -> list[SupportedModel]:
-        """The base models that it trains. After a broken connection, or from a server that is full, it asks again.
+        """Returns the base models that it trains. After a broken connection or a full server's refusal it asks again.
 
-        Raises RemoteError: it cannot be asked.
+        Raises RemoteError if it cannot be asked.
         """
         end = time.monotonic() + AGAIN_S
         while True:
@@ -78,7 +80,7 @@ class RemoteServer:
             raise RemoteError(f"{self.url}: {NO_SERVER}: {one_line(error)}") from None
 
     def _get(self, path: str) -> tuple[int, bytes]:
-        """Status and body of an answer. Raises RemoteError: it is too long; httpx's errors."""
+        """Returns status and body of an answer. Raises RemoteError if it is too long, and httpx's errors."""
         with self._client(ASK_S) as client, client.stream("GET", path) as answer:
             body = b""
             for part in answer.iter_bytes():
@@ -88,7 +90,7 @@ class RemoteServer:
         return answer.status_code, body
 
     def find_model(self, name: str) -> SupportedModel:
-        """The base model of that name. Raises RemoteError: it has none, or cannot be asked."""
+        """Returns the base model of that name. Raises RemoteError if it has none or cannot be asked."""
         models = self.capabilities()
         for model in models:
             if model.model_name == name:
@@ -100,7 +102,7 @@ class RemoteServer:
         )
 
     def is_alive(self) -> bool:
-        """Whether it answers at all."""
+        """Returns whether it answers at all."""
         import httpx
 
         try:
@@ -134,7 +136,7 @@ class RemoteServer:
 
 
 def find_server(config: TinkerEngineConfig) -> RemoteServer:
-    """The server that a configuration names. Raises RemoteError: no key for it, or not one that the SDK takes."""
+    """Returns the configured server. Raises RemoteError if there is no key for it, or none that the SDK takes."""
     return server_at(config.base_url, config.api_key_env)
 
 
@@ -160,7 +162,7 @@ def _transport_errors() -> tuple[type[Exception], ...]:
 
 
 def _is_refused(error: Exception) -> bool:
-    """Whether nobody is there at all, or the address cannot be: asking again would only hide a wrong address."""
+    """Returns whether nothing listens or the address cannot be, so that asking again would hide a wrong address."""
     import httpx
 
     return isinstance(error, httpx.ConnectError | httpx.InvalidURL | httpx.UnsupportedProtocol)

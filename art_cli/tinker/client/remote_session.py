@@ -48,7 +48,7 @@ class RemoteSession:
     # --- clients ------------------------------------------------------------------------------------------------------
 
     def new_trainer(self, base: str, *, rank: int, seed: int, attention: bool, mlp: bool) -> Any:
-        """A training client of a fresh adapter."""
+        """Returns a training client of a fresh adapter."""
         return self.call(
             "a new adapter",
             lambda: self._service.create_lora_training_client(
@@ -57,7 +57,7 @@ class RemoteSession:
         )
 
     def saved_trainer(self, path: str, *, optimizer: bool = True) -> Any:
-        """A training client that goes on from a saved state."""
+        """Returns a training client that goes on from a saved state."""
         service = self._service
         make = service.create_training_client_from_state
         if optimizer:
@@ -65,7 +65,7 @@ class RemoteSession:
         return self.call(f"the saved state {path}", lambda: make(path))
 
     def sampler(self, *, path: str | None = None, base: str | None = None) -> Any:
-        """A sampling client of saved weights, or of the base model."""
+        """Returns a sampling client of saved weights, or of the base model."""
         what = f"the saved weights {path}" if path else f"the base model {base}"
         make = self._service.create_sampling_client
         return self.call(what, lambda: make(model_path=path) if path else make(base_model=base))
@@ -73,7 +73,7 @@ class RemoteSession:
     # --- waiting ------------------------------------------------------------------------------------------------------
 
     def call(self, what: str, function: Callable[[], Any]) -> Any:
-        """What the function gives, or what the future gives that it returns. It runs in a thread of its own."""
+        """Returns the result of the function, or of the future that it returns. It runs in a new thread."""
         made: Future[Any] = Future()
 
         def run() -> None:
@@ -87,7 +87,7 @@ class RemoteSession:
         return self.wait(made, what)
 
     def wait(self, future: Any, what: str) -> Any:
-        """The result of one of the SDK's futures."""
+        """Returns the result of one of the SDK's futures."""
         plain, waiting = _plain(future), _Waiting(self.server, what, self._timeout_s)
         while True:
             try:
@@ -100,7 +100,7 @@ class RemoteSession:
                 raise self._told(error, what) from None
 
     async def wait_async(self, future: Any, what: str) -> Any:
-        """As `wait`, in an event loop. Cancelling it gives the request up."""
+        """Does the same as `wait` in an event loop. Cancelling it gives the request up."""
         wrapped, waiting = asyncio.wrap_future(_plain(future)), _Waiting(self.server, what, self._timeout_s)
         try:
             while not wrapped.done():
@@ -126,7 +126,7 @@ class RemoteSession:
             self.server.tell(f"sessions/{self.session}/finish", {"reason": {"type": "success"}})
 
     def _told(self, error: Exception, what: str) -> RemoteError:
-        """The error in words of ours."""
+        """Returns the error as a RemoteError."""
         sdk, url = self._sdk, self.server.url
         if isinstance(error, RemoteError):
             return error
@@ -165,7 +165,7 @@ class _Waiting:
         return max(0.0, min(PROBE_S, self._end - time.monotonic()))
 
     def check(self) -> None:
-        """Raises RemoteError: the server is gone, or the time is up."""
+        """Raises RemoteError if the server is gone or the time is up."""
         now = time.monotonic()
         if self._server.is_alive():
             self._silent_since = None
@@ -181,9 +181,9 @@ class _Waiting:
 
 
 def load_sdk() -> Any:
-    """The SDK's module, with its telemetry off. Raises RemoteError: not installed, or too old."""
+    """Returns the SDK's module, with its telemetry off. Raises RemoteError if it is not installed or too old."""
     os.environ["TINKER_TELEMETRY"] = "0"
-    # It warns of missed heartbeats for as long as the process lives; here a wait says that a server does not answer.
+    # It warns of missed heartbeats for as long as the process lives; here a wait raises when a server does not answer.
     logging.getLogger("tinker.lib.internal_client_holder").setLevel(logging.ERROR)
     try:
         sdk = import_module("tinker")
@@ -192,7 +192,7 @@ def load_sdk() -> Any:
     with contextlib.suppress(ImportError):
         states: Any = import_module("tinker.lib.queue_state_logger")
         if hasattr(states, "PAUSE_GRACE_PERIOD"):
-            states.PAUSE_GRACE_PERIOD = 0  # the SDK would say after 15 minutes what a full server lets it wait for
+            states.PAUSE_GRACE_PERIOD = 0  # the SDK would print after 15 minutes why a full server lets it wait
     found = _version(sdk)
     numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
     if numbers < OLDEST:
@@ -205,7 +205,7 @@ def _version(sdk: Any) -> str:
 
 
 def _is_other_version(error: Exception) -> bool:
-    """Whether the SDK cannot read the server's answer, or the server the SDK's request."""
+    """Returns whether the SDK cannot read the server's answer, or the server the SDK's request."""
     said = str(error)
     return (
         getattr(error, "status_code", None) in (415, 422)  # SkyRL's refusals of JSON, and of requests it does not know
@@ -215,7 +215,7 @@ def _is_other_version(error: Exception) -> bool:
 
 
 def _plain(future: Any) -> Future[Any]:
-    """The concurrent.futures.Future behind one of the SDK's."""
+    """Returns the concurrent.futures.Future behind one of the SDK's."""
     plain = future.future() if hasattr(future, "future") else future
     assert isinstance(plain, Future), type(plain)
     return plain

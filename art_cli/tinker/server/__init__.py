@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BackendLimits:
-    """What one server holds and answers at most."""
+    """The most that one server holds and answers."""
 
     models: int = 8  # adapters in training at once; further clients wait
     samplers: int = 8  # engines that are ready at once; idle ones make room
@@ -24,5 +24,5 @@ class BackendLimits:
     data: int = 4096  # data of one request
     body_bytes: int = 64 * 2**20
     session_s: float = 3600.0  # longest time without a heartbeat before a session's models are unloaded
-    quota_bytes: int | None = None  # checkpoints of one client; None: no limit
+    quota_bytes: int | None = None  # checkpoints of one client, or None for no limit
     drain_s: float = 30.0  # longest wait for running work when the server stops

@@ -20,14 +20,14 @@ MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2")
 
 
 class Parts(NamedTuple):
-    """Which layers of a model get an adapter. The head never gets one, whatever a client asks for."""
+    """The layers of a model that get an adapter. The head never gets one, whatever a client asks for."""
 
     attention: bool = True
     mlp: bool = True
 
 
 class ClientLearner(Protocol):
-    """What trains one client's weights: an AdapterLearner, or a ReplicatedAdapter in several processes."""
+    """The learner of one client's weights: an AdapterLearner, or a ReplicatedAdapter in several processes."""
 
     @property
     def num_updates(self) -> int: ...
@@ -48,16 +48,16 @@ class ClientLearner(Protocol):
 
     def save(self, directory: Path, *, optimizer: bool) -> None: ...
 
-    def load(self, directory: Path, *, optimizer: bool) -> None: ...
+    def load(self, directory: Path, *, optimizer: bool) -> int: ...
 
     def close(self) -> None:
-        """No method may be called after it."""
+        """Ends it; no method may be called afterwards."""
 
 
 class Base:
     """`name` is what clients call it; `names` are what else they may call it.
 
-    `lora` is the shape of their adapters where they do not say it; None: the protocol's. `is_whole`: there are no
+    `lora` is the default shape of their adapters, or None for the protocol's. `is_whole`: there are no
     adapters, and each client trains a copy of all weights.
     """
 
@@ -69,16 +69,16 @@ class Base:
         self._lora, self._learner = lora, learner
         self.vocabulary = int(weights.model.config.vocab_size)
         self.max_length = weights.max_length
-        self.replicas: AdapterReplicas | None = None  # the processes that train; None: this one does
+        self.replicas: AdapterReplicas | None = None  # the processes that train, or None if this one does
 
     def start(self, logs: Path) -> None:
-        """Starts the processes of a learner that has several. Raises LearnerError: they did not start."""
+        """Starts the processes of a learner that has several. Raises LearnerError if they do not start."""
         if self._learner.name == "torch" and self._learner.processes > 1:
             self.replicas = AdapterReplicas(self.weights, self._learner, logs=logs)
             self.replicas.start()
 
     def check_alive(self) -> None:
-        """Raises LearnerError: a process of the learner is dead."""
+        """Raises LearnerError if a process of the learner is dead."""
         if self.replicas is not None:
             self.replicas.check()
 
@@ -87,30 +87,30 @@ class Base:
             self.replicas.close()
 
     def check(self, name: str | None) -> None:
-        """Raises ChatError 400: another model."""
+        """Raises ChatError 400 if it is another model."""
         if name is not None and name not in self.names:
             raise invalid(f"base_model {name[:200]!r}: this server has {self.name!r}")
 
     def new_learner(self, rank: int, seed: int, parts: Parts) -> ClientLearner:
-        """A learner of a fresh adapter. Raises UsageError: a layer to adapt that the model does not have."""
+        """Returns a learner of a fresh adapter. Raises UsageError if the model lacks a layer to adapt."""
         if self.is_whole:
             return self._make(None, seed)
         alpha = self._lora.alpha if self._lora is not None else ALPHA
         return self._make(LoraConfig(rank=rank, alpha=alpha, targets=self._targets(parts)), seed)
 
     def saved_learner(self, adapter: Path) -> ClientLearner:
-        """A learner of an adapter of that shape; its tensors are loaded by the caller."""
+        """Returns a learner of an adapter of that shape; its tensors are loaded by the caller."""
         return self._make(None if self.is_whole else lora_of(adapter), 0)
 
     def _make(self, lora: LoraConfig | None, seed: int) -> ClientLearner:
-        """A learner of a fresh adapter, or of a copy of all weights."""
+        """Returns a learner of a fresh adapter, or of a copy of all weights."""
         if self.replicas is not None:
             return self.replicas.new_adapter(lora, seed, self.policy)
         own = loading.clone_trainable(self.weights) if lora is None else loading.with_adapter(self.weights, lora, seed)
         return AdapterLearner(own, self._learner)
 
     def policy(self, adapter: Path | None) -> Weights:
-        """The base with a saved adapter, or without one."""
+        """Returns the base with a saved adapter, or without one."""
         if self.is_whole and adapter is not None:
             weights = loading.clone_trainable(self.weights)
             loading.load_checkpoint(weights, adapter)
@@ -130,7 +130,7 @@ class Base:
 
 
 def lora_of(adapter: Path) -> LoraConfig:
-    """The shape of a saved adapter."""
+    """Returns the shape of a saved adapter."""
     config: Mapping[str, Any] = json.loads((adapter / "adapter_config.json").read_bytes())
     targets = config["target_modules"]
     return LoraConfig(
@@ -139,7 +139,7 @@ def lora_of(adapter: Path) -> LoraConfig:
 
 
 def parts_of(lora: LoraConfig) -> Parts:
-    """Which layers the adapter is on."""
+    """Returns the layers that the adapter is on."""
     if isinstance(lora.targets, str):
         return Parts()
     return Parts(any(name in ATTENTION for name in lora.targets), any(name in MLP for name in lora.targets))

@@ -98,7 +98,7 @@ class CheckpointRoutes:
         return reply({})
 
     async def archive(self, http: Request, owner: str) -> Response:
-        """Where the checkpoint can be downloaded as one file, for a while, without a key."""
+        """Returns an address to download the checkpoint as one file, for a while, without a key."""
         path = await call_in_thread(self.state.store.find, place_of(http), owner)
         url, expires = self.state.downloads.offer(str(http.base_url), path)
         headers = {"location": url, "expires": format_datetime(datetime.fromtimestamp(expires, UTC), usegmt=True)}
@@ -118,7 +118,7 @@ class CheckpointRoutes:
         return reply({"urls": {name: url for name, (url, _) in offers.items()}, "expires": moment(expires)})
 
     async def download(self, http: Request) -> Response:
-        """What was offered. It needs no key, because its address is secret."""
+        """Returns the offered file. It needs no key, because its address is secret."""
         path = self.state.downloads.take(http.path_params["token"])
         if path.is_file():
             return FileResponse(path, filename=path.name)

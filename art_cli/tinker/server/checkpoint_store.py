@@ -30,7 +30,7 @@ RUN_ID = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}", re.ASCII)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 MAX_METADATA = 64  # entries of a client's own notes
 MAX_METADATA_BYTES = 16_384
-UNFINISHED_S = 3600.0  # time without a change after which nobody writes a file any more; servers may share a root
+UNFINISHED_S = 3600.0  # time without a change after which no process writes a file any more; servers may share a root
 
 
 class RunNotes(msgspec.Struct, kw_only=True):
@@ -45,7 +45,7 @@ class RunNotes(msgspec.Struct, kw_only=True):
 
 
 class Notes(msgspec.Struct, kw_only=True):
-    """What is known of a checkpoint besides its files."""
+    """The notes on a checkpoint besides its files."""
 
     created: float
     expires: float | None = None
@@ -55,7 +55,7 @@ class Notes(msgspec.Struct, kw_only=True):
 
 
 class Place(NamedTuple):
-    """Where a checkpoint is. Example: Place("4f...:train:0", "weights", "step-7")"""
+    """The path of a checkpoint in its parts. Example: Place("4f...:train:0", "weights", "step-7")"""
 
     run: str
     kind: str
@@ -67,7 +67,7 @@ class Place(NamedTuple):
 
 
 def parse(uri: str) -> Place:
-    """Raises ChatError 400: no tinker:// path of a checkpoint."""
+    """Raises ChatError 400 if it is no tinker:// path of a checkpoint."""
     parts = uri.removeprefix("tinker://").split("/")
     if not uri.startswith("tinker://") or len(parts) != 3:
         raise invalid(f"{uri[:200]!r}: expected tinker://<training run>/weights/<name>")
@@ -75,7 +75,7 @@ def parse(uri: str) -> Place:
 
 
 def place(run: str, kind: str, name: str) -> Place:
-    """Raises ChatError 400: a part that cannot be."""
+    """Raises ChatError 400 if a part of it cannot be."""
     if not RUN_ID.fullmatch(run):
         raise invalid(f"{run[:200]!r} is no training run")
     if kind not in KINDS:
@@ -86,7 +86,7 @@ def place(run: str, kind: str, name: str) -> Place:
 
 
 class Store:
-    """The checkpoints below `root`. `quota`: bytes of one client's; None: no limit."""
+    """The checkpoints below `root`. `quota` limits the bytes of one client's, if not None."""
 
     def __init__(self, root: Path, *, base: str, dtype: str, quota: int | None) -> None:
         self.root, self._base, self._dtype, self._quota = root, base, dtype, quota
@@ -98,21 +98,21 @@ class Store:
         write_file(self.root / notes.id / "run.json", msgspec.json.encode(notes))
 
     def run(self, id: str, owner: str) -> RunNotes:
-        """Raises ChatError 404: no such training run of this client."""
+        """Raises ChatError 404 if this client has no such training run."""
         found = self._read_run(id) if RUN_ID.fullmatch(id) else None
         if found is None or found.owner != owner:
             raise ChatError(404, f"no training run {id[:200]!r}")
         return found
 
     def any_run(self, id: str) -> RunNotes:
-        """The training run, whosever it is. Raises ChatError 404: there is none."""
+        """Returns the training run, of any client. Raises ChatError 404 if there is none."""
         found = self._read_run(id)
         if found is None:
             raise ChatError(404, f"no training run {id[:200]!r}")
         return found
 
     def runs(self, owner: str) -> list[RunNotes]:
-        """The client's training runs, the newest first."""
+        """Returns the client's training runs, the newest first."""
         found = [self._read_run(path.name) for path in self.root.iterdir() if RUN_ID.fullmatch(path.name)]
         mine = [run for run in found if run is not None and run.owner == owner]
         return sorted(mine, key=lambda run: run.created, reverse=True)
@@ -128,23 +128,23 @@ class Store:
         return self.root / at.run / at.kind / at.name
 
     def readable(self, at: Place, owner: str) -> Path:
-        """The checkpoint's directory. Raises ChatError 404: none that this client may read."""
+        """Returns the checkpoint's directory. Raises ChatError 404 if this client may read none."""
         notes, run = self.notes(at), self._read_run(at.run)
         if notes is None or run is None or (run.owner != owner and not notes.is_public):
             raise ChatError(404, f"no checkpoint {at.uri}")
         return self.path(at)
 
     def find(self, at: Place, owner: str) -> Path:
-        """As `readable`, verified. Call it in a thread, because it reads all files.
+        """Returns `readable`, verified. Call it in a thread, because it reads all files.
 
-        Raises CheckpointError: its files are damaged.
+        Raises CheckpointError if its files are damaged.
         """
         path = self.readable(at, owner)
         verify_checkpoint(path)
         return path
 
     def notes(self, at: Place) -> Notes | None:
-        """None: there is no such checkpoint, or it has expired."""
+        """Returns the notes, or None if there is no such checkpoint, or it has expired."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             notes = msgspec.json.decode(self._notes_path(at).read_bytes(), type=Notes)
             if self.path(at).is_dir() and (notes.expires is None or notes.expires > time.time()):
@@ -152,14 +152,14 @@ class Store:
         return None
 
     def owned(self, at: Place, owner: str) -> Notes:
-        """Raises ChatError 404: no such checkpoint of this client."""
+        """Raises ChatError 404 if this client has no such checkpoint."""
         run, notes = self._read_run(at.run), self.notes(at)
         if run is None or notes is None or run.owner != owner:
             raise ChatError(404, f"no checkpoint {at.uri}")
         return notes
 
     def save(self, at: Place, owner: str, step: int, notes: Notes, fill: Callable[[Path], None], *, over: bool) -> None:
-        """Writes the checkpoint, whole or not at all. Raises ChatError 400: it is there, or the quota is used up."""
+        """Writes the checkpoint, whole or not at all. Raises ChatError 400 if it is there, or the quota is used up."""
         if self.notes(at) is not None and not over:
             raise invalid(f"{at.uri} is there already; choose another name, or overwrite it")
         if self._quota is not None and self.used(owner) >= self._quota:
@@ -184,7 +184,7 @@ class Store:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def checkpoints(self, run: str) -> list[tuple[Place, Notes]]:
-        """Those of a training run, the oldest first."""
+        """Returns those of a training run, the oldest first."""
         found = []
         for at in self._places(run):
             notes = self.notes(at)
@@ -218,7 +218,7 @@ class Store:
 
 
 def _last_written(path: Path) -> float:
-    """When the file, or anything in the directory, was last changed; now, if it is gone meanwhile."""
+    """Returns when the file, or anything in the directory, was last changed; now, if it is gone meanwhile."""
     try:
         return max(each.stat().st_mtime for each in (path, *path.rglob("*")))
     except FileNotFoundError:
@@ -226,14 +226,14 @@ def _last_written(path: Path) -> float:
 
 
 def make_notes(ttl_s: int | None, user_metadata: dict[str, str] | None) -> Notes:
-    """Raises ChatError 400: metadata out of bounds."""
+    """Raises ChatError 400 if metadata is out of bounds."""
     now = time.time()
     expires = None if ttl_s is None else now + ttl_s
     return Notes(created=now, expires=expires, user_metadata=check_metadata(user_metadata))
 
 
 def check_metadata(found: dict[str, Any] | None) -> Any:
-    """The client's own notes. Raises ChatError 400: they are too large."""
+    """Returns the client's notes. Raises ChatError 400 if they are too large."""
     encode_notes(user_metadata=found)
     if len(found or ()) > MAX_METADATA:
         raise invalid(f"user_metadata: {len(found or ())} entries; at most {MAX_METADATA}")
@@ -241,7 +241,7 @@ def check_metadata(found: dict[str, Any] | None) -> Any:
 
 
 def encode_notes(**notes: Any) -> bytes:
-    """JSON of what a client may name. Raises ChatError 400: it is too large."""
+    """Returns JSON of what a client may name. Raises ChatError 400 if it is too large."""
     encoded = msgspec.json.encode(notes)
     if len(encoded) > MAX_METADATA_BYTES:
         raise invalid(f"{' and '.join(notes)}: {len(encoded)} bytes; at most {MAX_METADATA_BYTES}")

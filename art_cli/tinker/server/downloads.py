@@ -26,7 +26,7 @@ class Downloads:
         return secrets.token_hex(16)
 
     def offer(self, root: str, path: Path) -> tuple[str, float]:
-        """The address of a file or directory on the server at `root`, and until when it works."""
+        """Returns the address of a file or directory on the server at `root`, and until when it works."""
         token, expires = self.token(), time.time() + OFFER_S
         self._offers[token] = path, expires
         while len(self._offers) > MAX_OFFERS:
@@ -34,7 +34,7 @@ class Downloads:
         return f"{root.rstrip('/')}/api/v1/downloads/{token}", expires
 
     def take(self, token: str) -> Path:
-        """Raises ChatError 404: no such address, or its time is over."""
+        """Raises ChatError 404 if there is no such address, or its time is over."""
         path, expires = self._offers.get(token, (None, 0.0))
         if path is None or expires < time.time() or not path.exists():
             raise ChatError(404, "this address does not work, or no longer; ask for another")
@@ -48,7 +48,7 @@ def tar_length(directory: Path) -> int:
 
 
 def tar_pieces(directory: Path) -> Iterator[bytes]:
-    """The pieces of the tar file, made while it is sent. All files are opened first, so that none is replaced."""
+    """Yields the pieces of the tar file, made while it is sent. All files are opened first: none is replaced."""
     with contextlib.ExitStack() as held:
         files = [(path, held.enter_context(path.open("rb"))) for path in _files(directory)]
         sent = 0

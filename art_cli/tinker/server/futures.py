@@ -2,7 +2,7 @@
 
 A client that got no answer sends its request again, and asks for the same answer again: both find what is there. An
 answer is kept until room is needed. The client that holds most makes room, first with what it has fetched, so that
-nobody loses an answer by what others send.
+no client loses an answer by what others send.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ SMALL = 512  # bytes that an answer without tokens counts
 
 
 class FutureAnswer(NamedTuple):
-    """What a request gave. Both forms are made when a client asks, because one of them is enough."""
+    """The answer to a request. Both forms are made when a client asks, because one of them is enough."""
 
     as_json: Callable[[], Json]
-    as_proto: Callable[[], bytes] | None = None  # None: this kind of answer is JSON only
+    as_proto: Callable[[], bytes] | None = None  # None if this kind of answer is JSON only
     num_bytes: int = SMALL
 
 
@@ -47,7 +47,7 @@ class Future:
     owner: str
     digest: bytes  # hash of what was asked
     state: str = "queued"  # queued, running, done
-    waits_for: str = ""  # the reason for waiting that a client is told
+    waits_for: str = ""  # the reason for waiting that a client gets
     result: FutureAnswer | Failure | None = None
     num_bytes: int = 0  # of what was asked, until it is answered
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -61,7 +61,7 @@ class Future:
 
 @dataclass(eq=False)
 class _Account:
-    """What is held for one client. The oldest answers come first."""
+    """The answers held for one client. The oldest answers come first."""
 
     num_open: int = 0  # unanswered requests
     open_bytes: int = 0  # of these
@@ -87,7 +87,7 @@ class Futures:
     def add(
         self, id: str, owner: str, digest: bytes, *, is_owed: bool = False, num_bytes: int = 0
     ) -> tuple[Future, bool]:
-        """The future of the request, and whether it is new. Raises ChatError: another request had that id (400), or
+        """Returns the future of the request, and whether it is new. Raises ChatError if another had that id (400), or
         too many of this client's are unanswered (429), or the server is stopping (503).
 
         `is_owed`: others wait for this request, so that it is accepted however many these are.
@@ -111,7 +111,7 @@ class Futures:
         return future, True
 
     def get(self, id: str, owner: str) -> Future:
-        """Raises ChatError 404: no such request of this client, or its answer was dropped."""
+        """Raises ChatError 404 if this client has no such request, or its answer was dropped."""
         future = self._futures.get(id)
         if future is None or future.owner != owner:
             raise ChatError(404, f"no request {id[:200]!r}: it was never sent, or its answer is no longer kept")
@@ -169,13 +169,13 @@ class Futures:
         self._num_kept += sign
 
     def mark_fetched(self, future: Future) -> None:
-        """From now on it is among the first of its client that make room."""
+        """Puts it among the first of its client that make room."""
         account = self._accounts[future.owner]
         if account.unfetched.pop(future.id, None) is not None:
             account.fetched[future.id] = future
 
     async def wait(self, future: Future, timeout_s: float) -> bool:
-        """Whether the result is there, at the latest when the time is up."""
+        """Returns whether the result is there, at the latest when the time is up."""
         try:
             async with asyncio.timeout(timeout_s):
                 await future.done.wait()

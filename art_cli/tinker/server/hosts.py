@@ -38,7 +38,7 @@ class OpenPolicy(Protocol):
     """Samples from one policy."""
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """[L - 1] logprobs in nats of each token after the first, at temperature 1."""
+        """Returns [L - 1] logprobs in nats of each token after the first, at temperature 1."""
 
     async def reply(self, request: Request) -> Reply: ...
 
@@ -52,7 +52,7 @@ class SampledPolicy:
     key: str
     adapter: Path | None = None  # the directory of a saved one
     weights: Weights | None = None  # a copy in memory
-    proof: Proof | None = None  # None: it is made of the saved files when they are opened
+    proof: Proof | None = None  # None if it is made of the saved files when they are opened
     is_temporary: bool = False  # True: the directory is this policy's own, and goes with it
     opened: OpenPolicy | None = None
     num_users: int = 0
@@ -78,7 +78,7 @@ class PolicyHost(Protocol):
     async def open(self, policy: SampledPolicy) -> OpenPolicy: ...
 
     def copy(self, key: str, learner: ClientLearner) -> SampledPolicy:
-        """The learner's weights as they are now. It computes; call it in a thread."""
+        """Returns the learner's weights as they are now. It computes; call it in a thread."""
 
     async def watch(self) -> NoReturn:
         """Never returns; raises EngineError once nothing can be sampled any more."""
@@ -137,7 +137,7 @@ class VllmHost:
     """One vLLM server, which art starts or which runs at a URL, and an adapter in it for each policy."""
 
     def __init__(self, base: Base, config: VllmEngineConfig, limits: BackendLimits, logs: Path) -> None:
-        """Raises EngineError: no such Python, or a setting that this machine cannot have."""
+        """Raises EngineError if there is no such Python, or this machine cannot have a setting."""
         spec = _spec(base, limits)
         if config.base_url is None:
             config = _with_room(config, spec, limits)
@@ -158,7 +158,7 @@ class VllmHost:
         return await self._server.open(policy.adapter, proof)
 
     def _prove(self, adapter: Path | None) -> Proof:
-        """What the base in this process says to the probe, with a saved adapter or without."""
+        """Returns the base's logprobs of the probe, with a saved adapter or without."""
         probe, weights = make_probe(self._base.vocabulary), _load(self._base, adapter)
         return Proof(probe, loading.token_logprobs(weights, probe), weights.dtype_name)
 
@@ -176,7 +176,7 @@ class VllmHost:
 
 
 def _load(base: Base, adapter: Path | None) -> Weights:
-    """The base with a saved adapter, or without one. Raises CheckpointError: its files are damaged."""
+    """Returns the base with a saved adapter, or without one. Raises CheckpointError if its files are damaged."""
     if adapter is not None:
         verify_checkpoint(adapter)
     return base.policy(adapter)
@@ -188,12 +188,12 @@ def _proof(base: Base, learner: ClientLearner) -> Proof:
 
 
 def _spec(base: Base, limits: BackendLimits) -> PolicySpec:
-    """What the server serves: the base with adapters of any rank that clients may ask for."""
+    """Returns the served model: the base with adapters of any rank that clients may ask for."""
     return msgspec.structs.replace(spec_of(base.weights), lora_rank=limits.rank)
 
 
 def _with_room(config: VllmEngineConfig, spec: PolicySpec, limits: BackendLimits) -> VllmEngineConfig:
-    """The configuration with room for the samplers' adapters, and beside the learner on a GPU that both use."""
+    """Returns the configuration with room for the samplers' adapters, and beside the learner on a GPU that both use."""
     args = {"max-loras": limits.samplers, **{name.replace("_", "-"): value for name, value in config.args.items()}}
     if arguments.has_gpu({**os.environ, **config.env}) and arguments.shares_gpu(
         config, spec.learner_device, os.environ
@@ -203,7 +203,7 @@ def _with_room(config: VllmEngineConfig, spec: PolicySpec, limits: BackendLimits
 
 
 def make_host(base: Base, engine: EngineConfig, limits: BackendLimits, logs: Path) -> PolicyHost:
-    """Raises EngineError: it cannot be made here."""
+    """Raises EngineError if it cannot be made here."""
     if isinstance(engine, VllmEngineConfig):
         return VllmHost(base, engine, limits, logs)
     assert isinstance(engine, EmbeddedEngineConfig), engine

@@ -48,7 +48,7 @@ class ModelRoutes:
     async def get_info(self, http: Request, owner: str) -> Response:
         asked = convert(await self.state.bodies.fields(http), OfModel)
         model = self.state.models.get(asked.model_id, owner)
-        # the SDK loads the tokenizer of this name, from the hub or from a directory of its own machine
+        # the SDK loads the tokenizer of this name, from the hub or from a directory of the client
         data = {"arch": type(self.state.base.weights.model).__name__, "model_name": self.state.base.name}
         return reply(
             {
@@ -90,7 +90,7 @@ class ModelRoutes:
         return reply({"request_id": id})
 
     async def _in_turn(self, http: Request, owner: str, submit: Callable[[Json, bytes], str]) -> Response:
-        """What `submit` gives for the body. A model's request that it refuses takes its turn and fails in it."""
+        """Returns the result of `submit` for the body. A refused request of a model takes its turn and fails in it."""
         fields, digest = await self.state.bodies.signed(http)
         try:
             id = submit(fields, digest)
@@ -140,7 +140,7 @@ class ModelRoutes:
         return await self._in_turn(http, owner, submit)
 
     async def load_weights(self, http: Request, owner: str) -> Response:
-        """Into a model, or as a new one: its session and number are given then."""
+        """Loads into a model, or as a new one: its session and number are given then."""
 
         def submit(fields: Json, digest: bytes) -> str:
             asked = convert(fields, Load)

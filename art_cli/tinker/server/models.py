@@ -78,7 +78,7 @@ class Models:
         return self._device.locked()
 
     def get(self, id: str, owner: str) -> Model:
-        """Raises ChatError 404: no such model of this client."""
+        """Raises ChatError 404 if this client has no such model."""
         found = self.models.get(id)
         if found is None or found.run.owner != owner:
             raise ChatError(404, f"no model {id[:200]!r}; it was unloaded, or the server was started anew")
@@ -88,7 +88,7 @@ class Models:
     # --- coming and going ---------------------------------------------------------------------------------------------
 
     def create(self, new: NewModel, owner: str, digest: bytes) -> str:
-        """The id of the request that makes the model. Raises ChatError 400: a rank or metadata out of bounds."""
+        """Returns the id of the request for the model. Raises ChatError 400 if rank or metadata are out of bounds."""
         if not 1 <= new.rank <= self.limits.rank:
             raise invalid(f"lora_config.rank {new.rank}: between 1 and {self.limits.rank}")
         check_metadata(new.user_metadata)
@@ -157,7 +157,7 @@ class Models:
     # --- requests of one model ----------------------------------------------------------------------------------------
 
     def run_pass(self, asked: passes.Pass, owner: str, digest: bytes) -> str:
-        """The id of the request, which fails if something is wrong with it."""
+        """Returns the id of the request, which fails if something is wrong with it."""
         model = self.get(asked.model_id, owner)
         bounds = {"vocabulary": self.base.vocabulary, "max_length": self.base.max_length, "max_data": self.limits.data}
 
@@ -221,7 +221,7 @@ class Models:
         return self._submit(model, seq_id, digest, load)
 
     def sample_from(self, id: str, seq_id: int | None, sampler: str, owner: str, digest: bytes) -> str:
-        """The id of the request that makes `sampler` sample from the weights as they are then, without a checkpoint."""
+        """Returns the id of the request for `sampler` to sample from the weights as they are then, without a save."""
         model = self.get(id, owner)
 
         async def work() -> FutureAnswer:
@@ -231,7 +231,7 @@ class Models:
         return model.turns.submit(seq_id, owner, digest, work).id
 
     def refuse(self, id: object, seq_id: object, error: ChatError, owner: str, digest: bytes, *, is_pass: bool) -> str:
-        """The id of a request that fails with the error, so that those after it do not wait for its number.
+        """Returns the id of a request that fails with the error, so that those after it do not wait for its number.
 
         `is_pass`: the gradient lacks its part. Raises the error itself where the request names no model and number.
         """
@@ -260,7 +260,7 @@ def _load(learner: ClientLearner, path: Path, optimizer: bool) -> None:
 
 
 def describe(store: Store, at: Place, owner: str) -> dict[str, Any]:
-    """What a client needs to load a checkpoint: weights_info."""
+    """Returns the facts that a client needs to load a checkpoint: weights_info."""
     found, run = store.find(at, owner), store.any_run(at.run)
     if not run.rank:
         return {"base_model": run.base_model, "is_lora": False, "lora_rank": None}

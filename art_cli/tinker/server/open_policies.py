@@ -31,9 +31,9 @@ class OpenPolicies:
 
     @contextlib.asynccontextmanager
     async def using(self, policy: SampledPolicy, on_wait: Callable[[str], None]) -> AsyncIterator[OpenPolicy]:
-        """The policy, opened, for as long as the block lasts. `on_wait` gets the reason where it has to wait for room.
+        """Holds the policy open for the block. `on_wait` gets the reason where it has to wait for room.
 
-        Raises ChatError 503: there was no room in time.
+        Raises ChatError 503 if there was no room in time.
         """
         await self._enter(policy, on_wait)
         try:
@@ -71,14 +71,14 @@ class OpenPolicies:
         return policy.is_base or _takes_room(policy) or sum(map(_takes_room, self._all())) < self.host.num_open
 
     def _idle(self) -> SampledPolicy | None:
-        """The open policy that nobody uses and that was not used for longest."""
+        """Returns the open policy that is not in use and was not used for longest."""
         return next((each for each in self._all() if each.opened is not None and not each.num_users), None)
 
     def _all(self) -> list[SampledPolicy]:
         return [policy for policy in (*self._policies.values(), *self._leaving) if not policy.is_base]
 
     async def drop(self, policy: SampledPolicy) -> None:
-        """It is sampled from no more. Requests that sample from it now are answered first."""
+        """Lets no more requests sample from it. Requests that sample from it now are answered first."""
         self._policies.pop(policy.key, None)
         if policy.num_users:
             self._leaving.add(policy)
@@ -86,7 +86,7 @@ class OpenPolicies:
             await self._end(policy)
 
     async def close(self) -> None:
-        """Also closes what is in use."""
+        """Closes all, also those in use."""
         for policy in [*self._policies.values(), *self._leaving]:
             await self._end(policy)
         self._policies.clear()

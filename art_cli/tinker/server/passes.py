@@ -17,19 +17,7 @@ from art_cli.learners.adapter_learner import Passed
 from art_cli.learners.datums import Datum
 from art_cli.learners.token_losses import SHARES, TOKEN_LOSSES
 from art_cli.tinker.server import tensors
-from art_cli.tinker.server.protobuf import (
-    BYTES,
-    EIGHT,
-    VARINT,
-    ProtoReader,
-    Value,
-    bytes_field,
-    double_field,
-    packed_field,
-    signed,
-    text,
-    varint_field,
-)
+from art_cli.tinker.server.protobuf import messages, read_message
 from art_cli.tinker.server.ranges import convert
 from art_cli.tinker.server.tensors import FLOAT32, Array, TensorData
 
@@ -38,8 +26,8 @@ REFUSED = {
     "custom": "custom losses run in the client here: forward_backward_custom with a function",
 }
 OUTPUT_TYPE = "ArrayRecord"
-# Numbers that a datum may bring beside its loss's. Servers elsewhere do not know them, so that this one says in its
-# capabilities that it does. With them the sums of a pass are those of the torch learner, bit for bit.
+# Numbers that a datum may bring beside its loss's. Servers elsewhere do not know them, so that this one lists
+# them in its capabilities. With them the sums of a pass are those of the torch learner, bit for bit.
 MASK = "mask"  # 0 in rows that are left out: they cost nothing, and their logprob in the answer is 0
 EXTRA = (MASK, SHARES)
 MAX_UNLISTED = 1 << 22  # numbers of a request beyond its bytes: those that its sparse tensors do not list
@@ -53,13 +41,13 @@ class RawDatum(NamedTuple):
 
 
 class _Budget:
-    """How many numbers a request of `num_bytes` may hold. A sparse tensor of a few bytes may name millions."""
+    """The count of numbers that a request of `num_bytes` may hold. A sparse tensor of a few bytes may name millions."""
 
     def __init__(self, num_bytes: int) -> None:
         self._left = num_bytes + MAX_UNLISTED
 
     def spend(self, datum: RawDatum) -> RawDatum:
-        """The datum. Raises ValueError: it is too much."""
+        """Returns the datum. Raises ValueError if it is too much."""
         self._left -= sum(array.size for array in datum.arrays.values())
         if self._left < 0:
             raise ValueError("the request's sparse tensors hold too many numbers; send fewer data at once")
@@ -128,7 +116,7 @@ class _Request(msgspec.Struct):
 
 
 def of_json(body: bytes, *, backward: bool) -> Pass:
-    """Raises BadPass: a field that does not fit; ChatError 400: no JSON object."""
+    """Returns the pass. Raises BadPass if a field does not fit; ChatError 400 if the body is no JSON object."""
     fields = decode_object(body)
     try:
         return _of_json(fields, backward, _Budget(len(body)))
@@ -151,7 +139,7 @@ def _of_json(fields: dict[str, Any], backward: bool, budget: _Budget) -> Pass:
 
 
 def token_ids(given: ModelInput) -> list[int]:
-    """The tokens of a model input. Raises ChatError 400: a part of it is no text."""
+    """Returns the tokens of a model input. Raises ChatError 400 if a part of it is no text."""
     for chunk in given.chunks:
         if chunk.type != "encoded_text":
             raise invalid(f"model_input: a chunk of type {chunk.type!r}; only encoded_text is served")
@@ -162,83 +150,39 @@ def token_ids(given: ModelInput) -> list[int]:
 
 
 def of_proto(body: bytes) -> Pass:
-    """Raises BadPass: no message ForwardBackwardRequest."""
-    reading = _ProtoPass(_Budget(len(body)))
+    """Returns the pass of a message ForwardBackwardRequest. Raises BadPass if the body is none, or a field is wrong."""
+    request = messages.ForwardBackwardRequest()
     try:
-        return reading.read(body)
+        request = read_message(messages.ForwardBackwardRequest, body)
+        budget, data = _Budget(len(body)), []
+        for number, datum in enumerate(request.data):
+            with _naming(number):
+                data.append(budget.spend(_datum(datum)))
+        settings: dict[str, float | str] = dict(request.loss_fn_config)
+        for name, value in getattr(request, "loss_fn_config_v2", {}).items():  # not in SDK 0.24.1
+            settings[name] = value.text if value.HasField("text") else value.number
+        loss, backward = request.loss_fn, not request.forward_only
+        return Pass(request.model_id, request.seq_id, data, loss, _numbers(settings), backward)
     except ChatError as error:
-        raise BadPass(error, reading.model_id, reading.seq_id) from None
-    except (ValueError, ArithmeticError, AssertionError) as error:
-        raise BadPass(invalid(f"the body: {error}"), reading.model_id, reading.seq_id) from None
+        raise BadPass(error, request.model_id, request.seq_id) from None
+    except ValueError as error:
+        raise BadPass(invalid(f"the body: {error}"), request.model_id, request.seq_id) from None
 
 
-class _ProtoPass:
-    """A message ForwardBackwardRequest while it is read."""
-
-    def __init__(self, budget: _Budget) -> None:
-        self._budget = budget
-        self.model_id, self.seq_id, self.loss, self.forward_only = "", 0, "", 0
-        self._data: list[RawDatum] = []
-        self._settings: dict[str, float | str] = {}
-
-    def read(self, body: bytes) -> Pass:
-        reader = ProtoReader()
-        kinds = {1: BYTES, 2: VARINT, 3: BYTES, 4: BYTES, 5: BYTES, 6: VARINT, 7: BYTES}
-        for number, value in reader.fields(body, kinds):
-            self._take(reader, number, value)
-        settings = _numbers(self._settings)
-        return Pass(self.model_id, self.seq_id, self._data, self.loss, settings, not self.forward_only)
-
-    def _take(self, reader: ProtoReader, number: int, value: Value) -> None:
-        match number, value:
-            case 1, bytes():
-                self.model_id = text(value)
-            case 2, int():
-                self.seq_id = signed(value)
-            case 3, bytes():
-                with _naming(len(self._data)):
-                    self._data.append(self._budget.spend(_datum(reader, value)))
-            case 4, bytes():
-                self.loss = text(value)
-            case 5, bytes():
-                name, amount = _entry(reader, value, EIGHT)
-                self._settings.setdefault(name, float(amount))
-            case 6, int():
-                self.forward_only = value
-            case 7, bytes():  # the later form of the settings, which may be text too
-                name, message = _entry(reader, value, BYTES)
-                found = dict(reader.fields(message, {1: EIGHT, 2: BYTES}))
-                self._settings[name] = text(found[2]) if 2 in found else float(found.get(1, 0.0))
-
-
-def _datum(reader: ProtoReader, message: bytes) -> RawDatum:
-    parts, arrays = [], {}
-    for number, value in reader.fields(message, {1: BYTES, 2: BYTES}):
-        assert isinstance(value, bytes)
-        if number == 1:
-            chunk = dict(reader.fields(value, {1: BYTES, 2: BYTES, 3: BYTES}))
-            if 2 in chunk or 3 in chunk:
-                raise ValueError("model_input: an image or audio chunk; only encoded_text is served")
-            inner = dict(reader.fields(chunk.get(1, b""), {1: BYTES}))  # type: ignore[arg-type]
-            parts.append(tensors.int32s(inner.get(1, b"")))
-        else:
-            name, tensor = _entry(reader, value, BYTES)
-            assert isinstance(tensor, bytes)
-            arrays[name] = tensors.of_proto(reader, tensor)
+def _datum(datum: Any) -> RawDatum:
+    chunks = datum.model_input
+    if any(chunk.HasField("image") or chunk.HasField("dmel") for chunk in chunks):
+        raise ValueError("model_input: an image or audio chunk; only encoded_text is served")
+    parts = [tensors.int32s(chunk.encoded_text.tokens) for chunk in chunks]
+    arrays = {name: tensors.of_proto(tensor) for name, tensor in datum.loss_fn_inputs.items()}
     return RawDatum(np.concatenate(parts) if parts else np.zeros(0, np.int64), arrays)
-
-
-def _entry(reader: ProtoReader, message: bytes, kind: int) -> tuple[str, Any]:
-    """Key and value of one entry of a map."""
-    entry = dict(reader.fields(message, {1: BYTES, 2: kind}))
-    return text(entry.get(1, b"")), entry.get(2, 0.0 if kind == EIGHT else b"")
 
 
 # --- checking ---------------------------------------------------------------------------------------------------------
 
 
 class _naming:
-    """What is raised inside becomes a ChatError 400 that names the datum."""
+    """A block whose errors become a ChatError 400 that names the datum."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -261,7 +205,7 @@ def _numbers(settings: dict[str, float | str]) -> dict[str, float]:
 
 
 def check(asked: Pass, *, vocabulary: int, max_length: int, max_data: int) -> Checked:
-    """The pass as the learner takes it. Raises ChatError 400: the first thing wrong, with its datum."""
+    """Returns the pass as the learner takes it. Raises ChatError 400 with the first thing wrong and its datum."""
     loss = TOKEN_LOSSES.get(asked.loss)
     if loss is None:
         why = REFUSED.get(asked.loss, f"there are {', '.join(TOKEN_LOSSES)}")
@@ -318,7 +262,7 @@ def _checked(raw: RawDatum, names: tuple[set[str], set[str]], vocabulary: int, m
 
 
 def _rows(mask: npt.NDArray[np.float64] | None) -> npt.NDArray[np.int64] | None:
-    """The rows that a mask leaves in; None: there is no mask."""
+    """Returns the rows that a mask leaves in, or None without a mask."""
     if mask is None:
         return None
     if not (mask == mask[:, :1]).all() or not mask.any():
@@ -330,7 +274,7 @@ def _rows(mask: npt.NDArray[np.float64] | None) -> npt.NDArray[np.int64] | None:
 
 
 def metrics(passed: Passed) -> dict[str, float]:
-    """By name and how several answers are reduced to one."""
+    """Returns the metrics by name and how several answers are reduced to one."""
     found = {"loss:sum": passed.loss, "tokens:sum": float(passed.num_tokens)}
     return found if passed.clip_fraction is None else {**found, "clip_fraction:mean": passed.clip_fraction}
 
@@ -344,28 +288,31 @@ def as_json(passed: Passed, is_flat: Sequence[bool]) -> dict[str, Any]:
 
 
 def as_proto(passed: Passed, is_flat: Sequence[bool]) -> bytes:
-    """A message ForwardBackwardOutput. Data whose rows have the same number of targets share a record."""
-    message = bytes_field(1, OUTPUT_TYPE)
-    start = 0
+    """Returns a message ForwardBackwardOutput. Data whose rows have the same number of targets share a record."""
+    records, start = [], 0
     for end in range(1, len(is_flat) + 1):
         if end < len(is_flat) and _trailing(passed, is_flat, end) == _trailing(passed, is_flat, start):
             continue
-        message += bytes_field(2, _record(passed, is_flat, start, end))
+        records.append(_record(passed, is_flat, start, end))
         start = end
-    for name, value in metrics(passed).items():
-        message += bytes_field(3, bytes_field(1, name) + double_field(2, value))
-    return message
+    output = messages.ForwardBackwardOutput(
+        loss_fn_output_type=OUTPUT_TYPE, loss_fn_outputs=records, metrics=metrics(passed)
+    )
+    raw: bytes = output.SerializeToString()
+    return raw
 
 
 def _trailing(passed: Passed, is_flat: Sequence[bool], index: int) -> list[int]:
     return [] if is_flat[index] else [passed.logprobs[index].shape[1]]
 
 
-def _record(passed: Passed, is_flat: Sequence[bool], start: int, end: int) -> bytes:
+def _record(passed: Passed, is_flat: Sequence[bool], start: int, end: int) -> Any:
+    """Returns a message ArrayRecord of the data from `start` to `end`."""
     parts = [passed.logprobs[index].astype("<f4").tobytes() for index in range(start, end)]
-    offsets = np.cumsum([0, *map(len, parts)]).astype("<i8").tobytes()
-    tensor = bytes_field(1, b"".join(parts)) + bytes_field(2, offsets) + varint_field(3, FLOAT32)
-    if trailing := _trailing(passed, is_flat, start):
-        tensor += packed_field(4, trailing)
-    entry = bytes_field(1, "logprobs") + bytes_field(2, tensor)
-    return bytes_field(1, OUTPUT_TYPE) + bytes_field(2, entry) + varint_field(3, end - start)
+    tensor = messages.BatchedTensor(
+        data=b"".join(parts),
+        offsets=np.cumsum([0, *map(len, parts)]).astype("<i8").tobytes(),
+        dtype=FLOAT32,
+        trailing_shape=_trailing(passed, is_flat, start),
+    )
+    return messages.ArrayRecord(type_tag=OUTPUT_TYPE, fields={"logprobs": tensor}, num_datums=end - start)

@@ -1,129 +1,67 @@
-"""The wire format of protocol buffers, as far as the Tinker protocol needs it: fields in, fields out, no generator.
+"""Messages of the Tinker protocol in protocol buffers, as the SDK ships them, read within a bound on their fields.
 
-https://protobuf.dev/programming-guides/encoding: a message is a list of (number, kind, value), where a value is a
-varint, 8 bytes, 4 bytes, or a length and that many bytes.
+A message of a few bytes may hold thousands of others, each of which becomes an object. So a request is scanned first.
 """
 
-import struct
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
-VARINT, EIGHT, BYTES, FOUR = 0, 1, 2, 5
-MAX_FIELDS = 400_000  # fields of one request; reading them takes 0.4 s
+from google.protobuf.descriptor import FieldDescriptor  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from tinker.proto import tinker_public_pb2
+
+messages: Any = tinker_public_pb2  # its classes differ between versions of the SDK
+
+MAX_FIELDS = 400_000  # fields of one request, the numbers of packed ones included; scanning them takes 0.4 s
 MAX_VARINT = 10  # bytes
-
-Value = int | float | bytes
-
-
-class ProtoReader:
-    """Reads the messages of one request, and counts their fields. Raises ValueError: it is none, or it has too many."""
-
-    def __init__(self) -> None:
-        self._num_fields = 0
-
-    def fields(self, data: bytes, kinds: Mapping[int, int]) -> Iterator[tuple[int, Value]]:
-        """Number and value of each field that `kinds` names with its kind; other fields are skipped.
-
-        An 8-byte value is read as a double and a 4-byte one as a float.
-        """
-        place = 0
-        while place < len(data):
-            self._num_fields += 1
-            if self._num_fields > MAX_FIELDS:
-                raise ValueError(f"more than {MAX_FIELDS:,} fields")
-            key, place = _varint(data, place)
-            number, kind = key >> 3, key & 7
-            value: Value
-            if kind == VARINT:
-                value, place = _varint(data, place)
-            elif kind == BYTES:
-                size, place = _varint(data, place)
-                value, place = _take(data, place, size)
-            elif kind == EIGHT:
-                raw, place = _take(data, place, 8)
-                [value] = struct.unpack("<d", raw)
-            elif kind == FOUR:
-                raw, place = _take(data, place, 4)
-                [value] = struct.unpack("<f", raw)
-            else:
-                _refuse(f"field {number} has the unknown kind {kind}")
-            if number in kinds:
-                if kinds[number] != kind:
-                    _refuse(f"field {number} has kind {kind}, not {kinds[number]}")
-                yield number, value
-
-    def varints(self, value: Value) -> list[int]:
-        """The numbers of a packed field, as signed 64-bit ones."""
-        assert isinstance(value, bytes)
-        numbers, place = [], 0
-        while place < len(value):
-            self._num_fields += 1
-            if self._num_fields > MAX_FIELDS:
-                raise ValueError(f"more than {MAX_FIELDS:,} fields")
-            number, place = _varint(value, place)
-            numbers.append(signed(number))
-        return numbers
+SIZES = {1: 8, 5: 4}  # bytes of a value, by its kind on the wire
+VARINT, BYTES = 0, 2
+WHOLE = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
 
 
-def signed(number: int) -> int:
-    """The varint as int32 and int64 mean it."""
-    return number - 2**64 if number >= 2**63 else number
+def read_message(kind: Any, body: bytes) -> Any:
+    """Returns the message of that class. Raises ValueError if the body is none, or has too many fields."""
+    _count(body, kind.DESCRIPTOR, 0)
+    try:
+        return kind.FromString(body)
+    except DecodeError as error:
+        raise ValueError(f"no protocol buffer: {error}") from None
 
 
-def text(value: Value) -> str:
-    """Raises ValueError: not UTF-8."""
-    assert isinstance(value, bytes)
-    return value.decode()
+def _count(data: bytes, kind: Any, num: int) -> int:
+    """Returns `num` and the number of fields, those of the messages inside included. `kind` is a descriptor."""
+    index = 0
+    while index < len(data):
+        key, index = _varint(data, index)
+        size, wire = 0, key & 7
+        if wire == VARINT:
+            _, index = _varint(data, index)
+        elif wire == BYTES:
+            size, index = _varint(data, index)
+        else:
+            size = SIZES.get(wire, len(data))
+        if size > len(data) - index:
+            _refuse("a field that is longer than the message")
+        field = kind.fields_by_number.get(key >> 3)
+        num += 1
+        if wire == BYTES and field is not None and field.message_type is not None:
+            num = _count(data[index : index + size], field.message_type, num)
+        elif wire == BYTES and field is not None and field.type not in WHOLE:
+            num += size
+        if num > MAX_FIELDS:
+            raise ValueError(f"more than {MAX_FIELDS:,} fields")
+        index += size
+    return num
 
 
-def _varint(data: bytes, place: int) -> tuple[int, int]:
-    number = shift = 0
-    for count in range(MAX_VARINT):
-        if place + count >= len(data):
-            break
-        byte = data[place + count]
-        number |= (byte & 0x7F) << shift
+def _varint(data: bytes, index: int) -> tuple[int, int]:
+    """Returns a number and the index after it."""
+    number = 0
+    for count, byte in enumerate(data[index : index + MAX_VARINT]):
+        number |= (byte & 0x7F) << 7 * count
         if byte < 0x80:
-            return number & (2**64 - 1), place + count + 1
-        shift += 7
+            return number, index + count + 1
     _refuse("a number without an end")
-
-
-def _take(data: bytes, place: int, size: int) -> tuple[bytes, int]:
-    if size > len(data) - place:
-        _refuse("a field that is longer than the message")
-    return data[place : place + size], place + size
 
 
 def _refuse(why: str) -> NoReturn:
     raise ValueError(f"no protocol buffer: {why}")
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
-def bytes_field(number: int, value: bytes | str) -> bytes:
-    raw = value.encode() if isinstance(value, str) else value
-    return write_varint(number << 3 | BYTES) + write_varint(len(raw)) + raw
-
-
-def varint_field(number: int, value: int) -> bytes:
-    return write_varint(number << 3 | VARINT) + write_varint(value)
-
-
-def double_field(number: int, value: float) -> bytes:
-    return write_varint(number << 3 | EIGHT) + struct.pack("<d", value)
-
-
-def packed_field(number: int, values: Iterable[int]) -> bytes:
-    return bytes_field(number, b"".join(map(write_varint, values)))
-
-
-def write_varint(number: int) -> bytes:
-    number &= 2**64 - 1
-    written = bytearray()
-    while number > 0x7F:
-        written.append(number & 0x7F | 0x80)
-        number >>= 7
-    written.append(number)
-    return bytes(written)

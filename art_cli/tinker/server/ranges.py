@@ -24,7 +24,7 @@ class Range(NamedTuple):
     ends: str = "[]"
 
     def holds(self, number: float) -> bool:
-        """False also for NaN."""
+        """Returns False also for NaN."""
         is_above = number > self.low if self.ends[0] == "(" else number >= self.low
         return is_above and (number < self.high if self.ends[1] == ")" else number <= self.high)
 
@@ -75,7 +75,7 @@ RANGES = {
 
 
 def convert(fields: dict[str, Any], kind: type[Record], *, strict: bool = True) -> Record:
-    """The fields as a struct. Raises ChatError 400 that names the first one that does not fit or is out of range.
+    """Returns the fields as a struct. Raises ChatError 400 that names the first wrong one.
 
     Without `strict`, numbers may be written as strings.
     """
@@ -88,7 +88,7 @@ def convert(fields: dict[str, Any], kind: type[Record], *, strict: bool = True) 
 
 
 def _check(value: Any, path: str, name: str) -> None:
-    """Raises ChatError 400: a number in `value` is out of the range of its field, which is `name`, at `path`."""
+    """Raises ChatError 400 if a number in `value` is out of the range of its field, which is `name`, at `path`."""
     if isinstance(value, msgspec.Struct):
         for field in value.__struct_fields__:
             _check(getattr(value, field), f"{path}.{field}".removeprefix("."), field)

@@ -33,7 +33,7 @@ class Bodies:
         return (await self.signed(http))[0]
 
     async def signed(self, http: Request) -> tuple[Json, bytes]:
-        """The body's fields, and its hash, by which a repeated request is known."""
+        """Returns the body's fields, and its hash, by which a repeated request is known."""
         body = await self.raw(http)
         fields: Json = await self.reader.read(decode_object, body or b"{}")
         return fields, digest_of(http, body)
@@ -44,5 +44,5 @@ def content_type(headers: Headers) -> str:
 
 
 def digest_of(http: Request, body: bytes) -> bytes:
-    """The hash of what is asked, by which a repeated request is known."""
+    """Returns the hash of what is asked, by which a repeated request is known."""
     return hashlib.blake2b(http.url.path.encode() + b"\0" + body, digest_size=16).digest()

@@ -29,9 +29,9 @@ class Turns:
         self._is_closed = False
 
     def submit(self, number: int | None, owner: str, digest: bytes, work: Work, num_bytes: int = 0) -> Future:
-        """The future of the request with that number, or with the one after all so far if it is None.
+        """Returns the future of the request with that number, or with the one after all so far if it is None.
 
-        Raises ChatError: its number was used for another request, or is too far ahead.
+        Raises ChatError if its number was used for another request, or is too far ahead.
         """
         if self._is_closed:
             raise ChatError(404, f"{self.name}: the model was unloaded")

@@ -37,7 +37,7 @@ class Routes:
         return reply({"supported_models": [{**supported, "trainable": True, "sampleable": True, **own}]})
 
     async def client_config(self, http: Request, owner: str) -> Response:
-        """JSON for SDKs that can speak it; one request loads a model from a checkpoint."""
+        """Offers JSON to SDKs that can speak it; one request loads a model from a checkpoint."""
         await self.state.bodies.fields(http)
         return reply(
             {
@@ -57,7 +57,7 @@ class Routes:
         return reply({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
 
     async def telemetry(self, http: Request, owner: str) -> Response:
-        """Accepted and dropped."""
+        """Accepts and drops it."""
         await self.state.bodies.fields(http)
         return reply({"status": "accepted"})
 
@@ -102,7 +102,7 @@ class Routes:
     # --- results ------------------------------------------------------------------------------------------------------
 
     async def retrieve(self, http: Request, owner: str) -> Response:
-        """The result of a request. After a while without one, try_again, and what the request waits for."""
+        """Returns the result of a request. After a while without one, try_again, and what the request waits for."""
         asked = convert(await self.state.bodies.fields(http), Retrieve)
         future = self.state.futures.get(asked.request_id, owner)
         if not await self.state.futures.wait(future, PAUSED_S if future.waits_for else POLL_S):

@@ -12,7 +12,7 @@ from art_cli.tinker.server import passes
 from art_cli.tinker.server.base_model import Base
 from art_cli.tinker.server.futures import SMALL, FutureAnswer
 from art_cli.tinker.server.passes import ModelInput
-from art_cli.tinker.server.protobuf import bytes_field, varint_field
+from art_cli.tinker.server.protobuf import messages
 
 REFUSED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
 MAX_STOPS = 64
@@ -47,7 +47,7 @@ class SampleRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def sampling_request(request: SampleRequest, base: Base, *, max_samples: int) -> Request:
-    """The request as engines take it. Raises ChatError 400: what is wrong with it."""
+    """Returns the request as engines take it. Raises ChatError 400 with what is wrong with it."""
     for name in REFUSED:
         if getattr(request, name):
             raise invalid(f"{name}: not served here")
@@ -78,13 +78,13 @@ def sampling_request(request: SampleRequest, base: Base, *, max_samples: int) ->
 
 
 def sample_answer(reply: Reply, scores: list[float] | None) -> FutureAnswer:
-    """`scores`: the prompt's logprobs, where they are asked for."""
+    """Returns the answer; `scores` are the prompt's logprobs, if they are asked for."""
     size = SMALL + TOKEN_BYTES * (sum(len(choice.token_ids) for choice in reply.choices) + len(scores or ()))
     return FutureAnswer(lambda: _as_json(reply, scores), lambda: _as_proto(reply, scores), size)
 
 
 def _logprobs(choice: Any) -> list[float]:
-    """Those of the policy itself, which forward_backward computes too, whatever the temperature was."""
+    """Returns those of the policy itself, which forward_backward computes too, whatever the temperature was."""
     found: list[float] = choice.logprobs if choice.raw_logprobs is None else choice.raw_logprobs
     return found
 
@@ -103,11 +103,15 @@ def _as_json(reply: Reply, scores: list[float] | None) -> dict[str, Any]:
 
 
 def _as_proto(reply: Reply, scores: list[float] | None) -> bytes:
-    """A message SampleResponse."""
-    message = b""
-    for choice in reply.choices:
-        sequence = varint_field(1, int(choice.finish_reason == "length"))
-        sequence += bytes_field(2, np.array(choice.token_ids, "<i4").tobytes())
-        sequence += bytes_field(3, np.array(_logprobs(choice), "<f4").tobytes())
-        message += bytes_field(1, sequence)
-    return message if scores is None else message + bytes_field(2, np.array(scores, "<f4").tobytes())
+    """Returns a message SampleResponse."""
+    sequences = [
+        messages.SampledSequence(
+            stop_reason=int(choice.finish_reason == "length"),
+            tokens=np.array(choice.token_ids, "<i4").tobytes(),
+            logprobs=np.array(_logprobs(choice), "<f4").tobytes(),
+        )
+        for choice in reply.choices
+    ]
+    prompt = None if scores is None else np.array(scores, "<f4").tobytes()
+    raw: bytes = messages.SampleResponse(sequences=sequences, prompt_logprobs=prompt).SerializeToString()
+    return raw

@@ -42,7 +42,7 @@ class Samplers:
         self.policies = OpenPolicies(host)
 
     def get(self, id: str, owner: str) -> SamplingSession:
-        """Raises ChatError 404: no such sampling session of this client."""
+        """Raises ChatError 404 if this client has no such sampling session."""
         found = self.samplers.get(id)
         if found is None or found.owner != owner:
             raise ChatError(404, f"no sampling session {id[:200]!r}; it ended, or newer ones of its model replaced it")
@@ -51,7 +51,7 @@ class Samplers:
     async def add(self, id: str, owner: str, at: Place | None) -> None:
         """Makes a sampling session of a checkpoint, or of the base. The client's oldest one makes room.
 
-        Raises ChatError 404: no such checkpoint.
+        Raises ChatError 404 if there is no such checkpoint.
         """
         if (known := self.samplers.get(id)) is not None:
             if known.owner != owner or known.model_path != (at.uri if at else None):
@@ -71,11 +71,11 @@ class Samplers:
         return notes.created if notes is not None else 0.0
 
     async def add_snapshot(self, id: str, owner: str, model: str, learner: ClientLearner) -> None:
-        """Makes a sampling session of a copy of a model's weights. Raises DriftError: its engine has other weights."""
+        """Makes a sampling session of a copy of a model's weights. Raises DriftError if the engine has others."""
         policy = await threads.compute(self.policies.host.copy, id, learner)
         self.policies.add(policy)
         try:
-            async with self.policies.using(policy, _tell_nobody):
+            async with self.policies.using(policy, _drop_reason):
                 pass  # opening it proves its weights
         except BaseException:
             await self.policies.drop(policy)
@@ -106,7 +106,7 @@ class Samplers:
     # --- sampling -----------------------------------------------------------------------------------------------------
 
     def prepare(self, request: SampleRequest, owner: str) -> tuple[SampledPolicy, Request]:
-        """What to sample from, and how. Raises ChatError: what is wrong with the request."""
+        """Returns the policy and the request to sample. Raises ChatError with what is wrong with the request."""
         if request.sampling_session_id is not None:
             policy = self.get(request.sampling_session_id, owner).policy
         else:
@@ -123,7 +123,7 @@ class Samplers:
         wants_prompt: bool,
         on_wait: Callable[[str], None],
     ) -> FutureAnswer:
-        """The samples, and the prompt's logprobs if they are wanted: of its last `last_n` tokens, None: of all.
+        """Returns the samples, and if wanted the prompt's logprobs: of its last `last_n` tokens, or all if None.
 
         `on_wait` gets the reason while the request waits for room.
         """
@@ -136,12 +136,12 @@ class Samplers:
 
 
 async def _prompt_scores(opened: OpenPolicy, prompt: list[int], last_n: int | None) -> list[float]:
-    """[L] logprobs of the prompt's tokens. The first one's, and those before the last `last_n`, are NaN."""
+    """Returns [L] logprobs of the prompt's tokens. The first one's, and those before the last `last_n`, are NaN."""
     scores = [float("nan"), *await opened.score(prompt)]
     hidden = 0 if last_n is None else max(0, len(scores) - last_n)
     scores[:hidden] = [float("nan")] * hidden
     return scores
 
 
-def _tell_nobody(reason: str) -> None:
-    """For a request that tells its own reason for waiting."""
+def _drop_reason(reason: str) -> None:
+    """Drops the reason, for a request that has another reason for waiting."""

@@ -43,7 +43,7 @@ class Sessions:
         self._sessions: dict[str, ClientSession] = {}
 
     def add(self, owner: str, user_metadata: dict[str, Any] | None, name: str | None) -> ClientSession:
-        """Raises ChatError: notes out of bounds (400), or too many sessions (429)."""
+        """Raises ChatError if notes are out of bounds (400), or sessions too many (429)."""
         notes = encode_notes(user_metadata=user_metadata, display_name=name)
         if sum(session.owner == owner for session in self._sessions.values()) >= MAX_SESSIONS:
             raise ChatError(429, f"this client has {MAX_SESSIONS} sessions", retry_after="60")
@@ -52,14 +52,14 @@ class Sessions:
         return session
 
     def get(self, id: str, owner: str) -> ClientSession:
-        """Raises ChatError 404: no such session of this client."""
+        """Raises ChatError 404 if this client has no such session."""
         found = self._sessions.get(id)
         if found is None or found.owner != owner:
             raise ChatError(404, f"no session {id[:200]!r}; it ended, or the server was started anew")
         return found
 
     def active(self, id: str, owner: str) -> ClientSession:
-        """Raises ChatError: no such session (404), or its client has ended it (400)."""
+        """Raises ChatError if there is no such session (404), or its client has ended it (400)."""
         session = self.get(id, owner)
         if session.ended is not None:
             raise invalid(f"the session {id} was ended ({session.ended})")
@@ -67,7 +67,7 @@ class Sessions:
         return session
 
     def of(self, owner: str) -> list[ClientSession]:
-        """The newest first."""
+        """Returns the newest first."""
         return sorted((s for s in self._sessions.values() if s.owner == owner), key=lambda s: s.created, reverse=True)
 
     def expired(self) -> list[ClientSession]:
@@ -81,7 +81,7 @@ class Sessions:
 
 @functools.lru_cache(maxsize=256)
 def owner_of(key: str | None) -> str:
-    """A name for the client of this key, which can be written down: it takes long to guess the key by it."""
+    """Returns a name for the client of this key, which can be written down: it takes long to guess the key by it."""
     if key is None:
         return ANYONE
     return hashlib.scrypt(key.encode(errors="surrogateescape"), salt=SALT, n=2**14, r=8, p=1, dklen=16).hex()

@@ -7,13 +7,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from art_cli.tinker.server import protobuf
-from art_cli.tinker.server.protobuf import BYTES, VARINT, ProtoReader
-
 Array = npt.NDArray[Any]  # float64 or int64
 
 MAX_NUMBERS = 1 << 22  # numbers of one tensor, the unlisted ones of a sparse one included
-FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
+FLOAT32, INT64, INT32 = 1, 2, 3
 DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4"}
 
 
@@ -28,7 +25,7 @@ class TensorData(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def of_json(tensor: TensorData) -> Array:
-    """Raises ValueError: its parts do not fit each other."""
+    """Returns the array of a tensor in JSON. Raises ValueError if its parts do not fit each other."""
     values: Array = np.asarray(tensor.data, dtype=np.float64)
     if tensor.dtype == "int64":
         values = _whole(values)
@@ -40,32 +37,21 @@ def of_json(tensor: TensorData) -> Array:
     return _dense(values, rows, np.asarray(tensor.sparse_col_indices or [], dtype=np.int64), tensor.shape)
 
 
-def of_proto(reader: ProtoReader, message: bytes) -> Array:
-    """A message Tensor. Raises ValueError: it is none."""
-    dense, sparse, dtype, shape = b"", None, 0, list[int]()
-    for number, value in reader.fields(message, {1: BYTES, 2: BYTES, 3: VARINT, 4: BYTES}):
-        match number, value:
-            case 1, bytes():
-                dense = value
-            case 2, bytes():
-                sparse = dict(reader.fields(value, {1: BYTES, 2: BYTES, 3: BYTES}))
-            case 3, int():
-                dtype = value
-            case 4, bytes():
-                shape += reader.varints(value)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype} is none that is sent")
-    if sparse is None:
-        return _shaped(_numbers(dense, DTYPES[dtype]), shape or None)
-    values, rows, columns = (sparse.get(number, b"") for number in (1, 2, 3))
-    assert isinstance(values, bytes) and isinstance(rows, bytes) and isinstance(columns, bytes)
-    return _dense(_numbers(values, DTYPES[dtype]), _numbers(rows, "<i8"), _numbers(columns, "<i8"), shape)
+def of_proto(tensor: Any) -> Array:
+    """Returns the array of a message Tensor. Raises ValueError if its parts do not fit each other."""
+    dtype, shape = DTYPES.get(tensor.dtype), list(tensor.shape)
+    if dtype is None:
+        raise ValueError(f"dtype {tensor.dtype} is none that is sent")
+    if not tensor.HasField("sparse_csr"):
+        return _shaped(_numbers(tensor.dense, dtype), shape or None)
+    sparse = tensor.sparse_csr
+    rows, columns = _numbers(sparse.crow_indices, "<i8"), _numbers(sparse.col_indices, "<i8")
+    return _dense(_numbers(sparse.values, dtype), rows, columns, shape)
 
 
-def int32s(value: protobuf.Value) -> npt.NDArray[np.int64]:
-    """Token ids as protocol buffers carry them. Raises ValueError: bytes are missing."""
-    assert isinstance(value, bytes)
-    return _numbers(value, "<i4").astype(np.int64)
+def int32s(raw: bytes) -> npt.NDArray[np.int64]:
+    """Returns token ids as protocol buffers carry them. Raises ValueError if bytes are missing."""
+    return _numbers(raw, "<i4").astype(np.int64)
 
 
 def _numbers(raw: bytes, dtype: str) -> Array:
@@ -90,7 +76,7 @@ def _shaped(values: Array, shape: list[int] | None) -> Array:
 
 
 def _dense(values: Array, rows: Array, columns: Array, shape: list[int] | None) -> Array:
-    """The matrix of compressed sparse rows; unlisted entries are 0."""
+    """Returns the matrix of compressed sparse rows; unlisted entries are 0."""
     if shape is None or len(shape) != 2 or min(shape) < 0 or math.prod(shape) > MAX_NUMBERS:
         raise ValueError("a sparse tensor needs a shape of two dimensions")
     is_whole = len(rows) == shape[0] + 1 and len(columns) == len(values) and rows[0] == 0 and rows[-1] == len(values)

@@ -1,6 +1,6 @@
-"""The ASGI application: which route is where, who asks, and what a client is told that asks for something else.
+"""The ASGI application: its routes, the owner of a request, and the answers to wrong ones.
 
-The key comes before the route, so that a stranger cannot tell what is served from what is not.
+The key comes before the route, so that a stranger cannot find out what is served.
 Whatever a client sends, it is answered with what is wrong with it. What this server does not do is refused by its name.
 """
 
@@ -135,7 +135,7 @@ class _Doorkeeper:
         await self._app(scope, receive, send)
 
     def _owner(self, http: Request) -> str:
-        """Who asks. Raises ChatError: a wrong key, or several (401), or a web page without one (403)."""
+        """Returns the client's name. Raises ChatError for wrong or several keys (401), or a web page without (403)."""
         if not self._keys:
             check_sender(http.method, http.headers, KINDS_OF_BODY)
             return ANYONE
@@ -158,7 +158,7 @@ async def _answer(work: Answerer, http: Request) -> Response:
 
 
 async def _guarded(work: Callable[[Request], Awaitable[Response]], http: Request) -> Response:
-    """What `work` answers. A mistake of the client is answered with what it is."""
+    """Returns the answer of `work`, or one that names the client's mistake."""
     try:
         return await work(http)
     except ChatError as error:
@@ -169,7 +169,7 @@ async def _guarded(work: Callable[[Request], Awaitable[Response]], http: Request
 
 
 async def _health(http: Request) -> Response:
-    """Answers whoever watches the machine."""
+    """Answers the monitor of the machine."""
     return reply({"status": "ok"})
 
 

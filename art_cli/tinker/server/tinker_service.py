@@ -50,7 +50,7 @@ class BackendService:
     async def run(self, host: str, port: int, on_ready: Callable[[str], None]) -> None:
         """Serves until `stop` is called; `on_ready` gets the root, `http://127.0.0.1:8100`.
 
-        Raises EngineError: the address is not available, or the engine does not start, or it ended for good.
+        Raises EngineError if the address is not available, or the engine does not start or ended for good.
         """
         try:
             await call_in_thread(self.base.start, self._logs)
@@ -63,7 +63,7 @@ class BackendService:
             await call_in_thread(self.base.close)
 
     async def _until_stopped(self, on_ready: Callable[[], None]) -> None:
-        """Raises EngineError: the engine ended for good."""
+        """Raises EngineError if the engine ended for good."""
         sweeping = asyncio.create_task(self._sweep())
         watching = [asyncio.ensure_future(self.host.watch()), asyncio.create_task(self._watch_learner())]
         stopping = asyncio.ensure_future(self._stop.wait())
@@ -95,7 +95,7 @@ class BackendService:
         await end(closing, at_once, timeout_s=1)
 
     async def _watch_learner(self) -> NoReturn:
-        """Raises LearnerError: a process of the learner is dead, and the adapters in training with it."""
+        """Raises LearnerError if a process of the learner is dead, and the adapters in training with it."""
         while True:
             await call_in_thread(self.base.check_alive)
             await asyncio.sleep(CHECK_S)

@@ -1,4 +1,4 @@
-"""What clients send and get, as JSON: the records of requests, and the answers made of records."""
+"""The JSON of requests and answers: the records that clients send, and the answers made of records."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -150,11 +150,11 @@ def cursor(offset: int, limit: int, total: int) -> Json:
 
 
 def moment(seconds: float) -> str:
-    """Example: "2026-08-01T12:00:00+00:00"."""
+    """Returns the moment as text. Example: "2026-08-01T12:00:00+00:00"."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def page(http: Request) -> tuple[int, int]:
-    """Offset and limit of a listing. Raises ChatError 400: they are no counts."""
+    """Returns offset and limit of a listing. Raises ChatError 400 if they are no counts."""
     asked = convert(dict(http.query_params), Page, strict=False)
     return asked.offset, min(asked.limit, MAX_PAGE)

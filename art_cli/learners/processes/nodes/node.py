@@ -11,7 +11,8 @@ import contextlib
 import logging
 import re
 import shutil
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +24,7 @@ from art_cli.learners.processes.nodes.node_address import Address, NodePlace, in
 from art_cli.learners.processes.nodes.node_identity import Identity, identity_of
 from art_cli.learners.processes.nodes.node_secret import VARIABLE, read_secret
 from art_cli.learners.processes.nodes.rendezvous import Introduction, Welcome
+from art_cli.learners.processes.remote_calls import LEARNER, RemoteMethod
 from art_cli.learners.processes.worker import HEARTBEAT_S
 from art_cli.learners.processes.workers import Workers
 from art_cli.runtime import signals
@@ -36,7 +38,7 @@ Result = TypeVar("Result")
 
 DIAL_DEADLINE_S = 10.0  # longest wait for one connection
 DIAL_EVERY_S = 0.5
-REMIND_S = 30.0  # how often a line says that nothing answers yet
+REMIND_S = 30.0  # interval of the line that nothing answers yet
 ADMISSION_DEADLINE_S = 60.0
 WATCH_EVERY_S = 1.0
 FILE_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/){0,2}[A-Za-z0-9][\w.-]*\.(safetensors|json)", re.ASCII)
@@ -45,8 +47,8 @@ FILE_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/){0,2}[A-Za-z0-9][\w.-]*\.(safetens
 async def join(job: Job, *, files: Path, logs: Path, wait_s: float) -> None:
     """Returns when the learner is closed. `files` is a directory for the checkpoints that come.
 
-    Raises LearnerError: the first node refuses this one, did not answer within `wait_s`, or the learner failed;
-    UsageError: no secret; Interrupted: a signal came.
+    Raises LearnerError if the first node refuses this one or does not answer within `wait_s`, or the learner failed;
+    UsageError without a secret; Interrupted if a signal came.
     """
     assert job.learner.rendezvous is not None, "checked by the configuration"
     address = Address.parse(job.learner.rendezvous)
@@ -80,7 +82,7 @@ class _First(NamedTuple):
 
 
 async def _meet(address: Address, secret: bytes, identity: Identity, wait_s: float) -> _First:
-    """The first node, which has admitted this one. Raises LearnerError: it refuses, or nothing answers in time."""
+    """Returns the first node, which has admitted this one. Raises LearnerError if it refuses or does not answer."""
     loop = asyncio.get_running_loop()
     deadline, reminder = loop.time() + wait_s, loop.time() + REMIND_S
     while True:
@@ -129,7 +131,9 @@ class JoinedNode:
     """Answers the first node. Its public methods are called with what comes from the network."""
 
     def __init__(self, job: Job, place: NodePlace, *, files: Path, logs: Path) -> None:
-        self.end: str | None = None  # why the learner ended; "": it was closed; None: the first node has not said
+        self.end: str | None = (
+            None  # why the learner ended; "" if it was closed, None if the first node has sent nothing
+        )
         self._job, self._place, self._files, self._logs = job, place, files, logs
         self._workers: Workers | None = None
         self._is_busy = False  # a call is running, which notices deaths itself
@@ -146,32 +150,8 @@ class JoinedNode:
     def open(self) -> None:
         self._call("open", self._job.model_dump(mode="json"))
 
-    def step(self, groups: str, progress: Progress) -> Any:
-        return self._call("step", {"groups": groups}, progress=progress)
-
-    def write_learned(self) -> None:
-        """Drops the lines that the first node writes."""
-        self._call("write_learned", {"path": str(self._files / "learned.jsonl")})
-
-    def begin_sft(self, examples: list[Json], evaluated: list[Json]) -> Any:
-        return self._call("begin_sft", {"examples": examples, "evaluated": evaluated})
-
-    def take_sft(self, num_updates: int) -> Any:
-        return self._call("take_sft", {"num_updates": num_updates})
-
-    def end_sft(self) -> None:
-        self._call("end_sft", {})
-
-    def score(self, token_ids: list[int], temperature: float) -> Any:
-        return self._call("score", {"token_ids": token_ids, "temperature": temperature})
-
-    def save(self) -> None:
-        """Takes part in gathering a checkpoint, which the first node writes."""
-        self._empty("saved").mkdir()
-        self._call("save", {"directory": str(self._files / "saved")})
-
     def receive(self, name: str, offset: int, data: str) -> None:
-        """Writes a part of a file of the checkpoint that `load` reads. Raises LearnerError: no such file can be."""
+        """Writes a part of a file of the checkpoint that `load` reads. Raises LearnerError if no such file can be."""
         if not FILE_NAME.fullmatch(name) or offset < 0:
             raise LearnerError(f"no file of a checkpoint: {printable(name, limit=80)}")
         path = self._files / "loaded" / name
@@ -180,15 +160,25 @@ class JoinedNode:
             file.seek(offset)
             file.write(base64.b64decode(data, validate=True))
 
-    def load(self) -> None:
-        """Continues from the checkpoint that came."""
+    def __getattr__(self, name: str) -> Callable[..., str]:
+        if name not in LEARNER:
+            raise AttributeError(name)
+        return partial(self._answer, LEARNER[name])
+
+    def _answer(self, method: RemoteMethod[..., Any], given: str = "", progress: Progress | None = None) -> str:
+        """Passes a call of the learner on. A path is one below `files`; what is written there is dropped."""
+        path = self._files / method.path
+        if method.name == "save":
+            self._empty(method.path).mkdir()
         try:
-            self._call("load", {"directory": str(self._files / "loaded")})
+            result: str = self._call(method.name, {"given": method.at(path) if method.path else given}, progress)
         finally:
-            self._empty("loaded")
+            if method.name == "load":
+                self._empty(method.path)
+        return result
 
     async def finish(self, reason: str) -> None:
-        """The learner is over."""
+        """Notes that the learner is over, and why."""
         self.end = printable(reason, limit=2000)
 
     async def watch(self, interrupted: asyncio.Event) -> None:
@@ -199,11 +189,11 @@ class JoinedNode:
                 await asyncio.to_thread(self._workers.check)
 
     def close(self) -> None:
-        """No process is left here."""
+        """Ends all processes here."""
         if self._workers is not None:
             self._workers.close()
 
-    def _call(self, method: str, params: Json, *, progress: Progress | None = None) -> Any:
+    def _call(self, method: str, params: Json, progress: Progress | None = None) -> Any:
         if self._workers is None:
             raise LearnerError(f"{method} came before the processes were started")
         self._is_busy = True
@@ -213,7 +203,7 @@ class JoinedNode:
             self._is_busy = False
 
     def _empty(self, name: str) -> Path:
-        """A place for a directory, where none is."""
+        """Returns a place for a directory, where none is."""
         shutil.rmtree(self._files / name, ignore_errors=True)
         return self._files / name
 
@@ -230,7 +220,7 @@ def _interrupts() -> Iterator[asyncio.Event]:
 
 
 async def _or_interrupt(work: Awaitable[Result], interrupted: asyncio.Event) -> Result:
-    """The result of `work`. Raises Interrupted: a signal came before it."""
+    """Returns the result of `work`. Raises Interrupted if a signal came before it."""
     working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(interrupted.wait())
     try:
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)

@@ -23,7 +23,7 @@ class NodePlace(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where nodes meet. Example: Address("10.0.0.4", 29500)"""
+    """The address where nodes meet. Example: Address("10.0.0.4", 29500)"""
 
     host: str
     port: int
@@ -38,7 +38,7 @@ class Address(NamedTuple):
         return cls(host.strip("[]"), int(port))
 
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach it. Raises OSError: no such host."""
+        """Returns whether only this machine can reach it. Raises OSError if there is no such host."""
         found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         return all(ipaddress.ip_address(str(info[4][0]).split("%")[0]).is_loopback for info in found)
 
@@ -56,7 +56,7 @@ def reserved_port() -> Iterator[int]:
 
 
 def listening_on(port: int) -> list[str]:
-    """The addresses of this machine at which a program listens on the port, as far as the system shows them.
+    """Returns the addresses of this machine at which a program listens on the port, as far as the system shows them.
 
     Example: ["0.0.0.0:41233", "[::]:41233"]
     """
@@ -73,7 +73,7 @@ def listening_on(port: int) -> list[str]:
 
 
 def interface_of(host: str) -> str:
-    """The network interface whose IPv4 address `host` is or names; "" where the system does not say."""
+    """Returns the network interface whose IPv4 address `host` is or names; "" if the system does not report it."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         wanted = socket.gethostbyname(host)
         if ipaddress.ip_address(wanted).is_loopback:  # every address of 127.0.0.0/8

@@ -1,4 +1,4 @@
-"""NodeEnd: another node of a learner, as the first one calls it: like the connection to a process of its own.
+"""NodeEnd: another node of a learner, as the first one calls it: like the connection to one of its processes.
 
 No path of this machine is sent. A checkpoint that is loaded goes there file by file; nothing is written there.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from art_cli.learners import Progress
+from art_cli.learners.processes.remote_calls import LEARNER
 from art_cli.runtime.errors import ArtError, LearnerError
 from art_cli.runtime.processes.process_calls import CallingEnd, ConnectionEnded, Heartbeat, Json, Message
 
@@ -44,18 +45,18 @@ class NodeEnd:
         self._end.heard = heard
 
     async def call(self, method: str, params: Json, *, progress: Progress | None = None) -> Any:
-        """What the node's processes answer to a call of the learner. Raises as CallingEnd.call does."""
+        """Returns what the node's processes answer to a call of the learner. Raises as CallingEnd.call does."""
         if method == "load":
-            await self._send_files(Path(params["directory"]))
-        elsewhere = method in ("open", "load", "save", "write_learned")  # the node has its own job and directories
+            await self._send_files(LEARNER[method].decode(params["given"])["directory"])
+        elsewhere = method == "open" or LEARNER[method].path  # the node has its own job and directories
         return await self._end.call(method, {} if elsewhere else params, progress=progress)
 
     async def start(self, node: int, port: int) -> None:
-        """The node's processes run and have met the others. Raises as `call` does."""
+        """Starts the node's processes, which meet the others. Raises as `call` does."""
         await self._end.call("start", {"node": node, "port": port})
 
     async def _send_files(self, directory: Path) -> None:
-        """Raises LearnerError: the node did not take them in time."""
+        """Sends the files. Raises LearnerError if the node did not take them in time."""
         heard, self._end.heard = self._end.heard, lambda message: None  # these calls are not the learner's
         try:
             for name, offset, data in _chunks(directory):
@@ -69,7 +70,7 @@ class NodeEnd:
             self._end.heard = heard
 
     async def finish(self, reason: str) -> None:
-        """The node is told why its work is over: "" for an end that was meant."""
+        """Sends the node the reason why its work is over: "" for an end that was meant."""
         with contextlib.suppress(TimeoutError, ConnectionEnded, LearnerError):
             await asyncio.wait_for(self._end.call("finish", {"reason": reason}), FINISH_DEADLINE_S)
 
@@ -81,7 +82,7 @@ class NodeEnd:
 
 
 def _chunks(directory: Path) -> Iterator[tuple[str, int, bytes]]:
-    """(name, offset, bytes) of each part of what a learner reads in a checkpoint."""
+    """Yields (name, offset, bytes) of each part of what a learner reads in a checkpoint."""
     files = sorted(path for pattern in SENT for path in directory.rglob(pattern) if path.is_file())
     for path in files:
         with path.open("rb") as file:

@@ -37,7 +37,7 @@ MAX_NAMED = 6  # parts that a message names
 
 
 def identity_of(job: Job) -> Identity:
-    """The identity of this machine as a node with that job. Raises UsageError: a file of it cannot be read."""
+    """Returns the identity of this machine as a node with that job. Raises UsageError if a file cannot be read."""
     try:
         files = dict(_files(job))
         with ThreadPoolExecutor(4) as pool:
@@ -52,7 +52,7 @@ def identity_of(job: Job) -> Identity:
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """How another node differs from this one, in a line; "" if it does not.
+    """Returns the difference of another node from this one, in a line; "" if there is none.
 
     Example: "other settings (train.learning_rate), other versions (torch 2.12.0 there, 2.13.0 here)".
     """
@@ -78,7 +78,7 @@ def _named(names: list[str]) -> str:
 
 
 def _files(job: Job) -> Iterator[tuple[str, Path]]:
-    """The files whose content decides what a step computes."""
+    """Yields the files whose content decides what a step computes."""
     yield from ((f"model {name}", path) for name, path in _model_files(find_files(job.base)))
     if job.model.chat_template is not None:
         yield "model chat_template", job.model.chat_template
@@ -90,7 +90,7 @@ def _files(job: Job) -> Iterator[tuple[str, Path]]:
 
 
 def find_files(base: str) -> Path:
-    """The directory of the base's files; those of a hub id are fetched if they are not there yet."""
+    """Returns the directory of the base's files; those of a hub id are fetched if they are not there yet."""
     if Path(base).is_dir():
         return Path(base)
     import huggingface_hub
@@ -116,7 +116,7 @@ def _model_files(directory: Path) -> list[tuple[str, Path]]:
 
 
 def _flat(prefix: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every setting that must be the same."""
+    """Yields (dotted key, value) of every setting that must be the same."""
     for name, value in section.items():
         key = f"{prefix}.{name}" if prefix else name
         if key in FREE:

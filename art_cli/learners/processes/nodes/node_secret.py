@@ -11,7 +11,7 @@ CURE = f"set {VARIABLE} to the same value on every node, such as that of `openss
 
 
 def read_secret(address: Address) -> bytes:
-    """The secret; empty where there is none and only this machine reaches the address. Raises UsageError: none, short.
+    """Returns the secret; empty if none is needed as only this machine reaches the address. Raises UsageError.
 
     A rendezvous that cannot be resolved is a UsageError too.
     """

@@ -1,7 +1,7 @@
 """Rendezvous: the first node of a learner waits here for the others, and admits those that are like it.
 
 A connection may come from anybody until it has proven the secret. Until then no more than 64 bytes of it are read, in
-ten seconds at most, and MAX_STRANGERS are heard at once. A node that is refused is told why, and the wait goes on.
+ten seconds at most, and MAX_STRANGERS are heard at once. A refused node gets the reason, and the wait goes on.
 """
 
 import asyncio
@@ -23,24 +23,24 @@ from art_cli.runtime.processes.process_calls import MAX_LINE_BYTES, CallingEnd
 log = logging.getLogger(__name__)
 
 MAX_STRANGERS = 16
-REMIND_S = 30.0  # how often a line says that nodes are still missing
+REMIND_S = 30.0  # interval of the line that nodes are still missing
 
 
 class Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a node says first. Example: Introduction({"package torch": "2.13.0", "device": "cpu", ...})"""
+    """The first message of a node. Example: Introduction({"package torch": "2.13.0", "device": "cpu", ...})"""
 
     identity: Identity
 
 
 class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What it is answered. Example: Welcome(dtype="float32"), or Welcome(refusal="other settings (loss.kl)")"""
+    """The answer to it. Example: Welcome(dtype="float32"), or Welcome(refusal="other settings (loss.kl)")"""
 
     refusal: str = ""  # "": it is admitted
     dtype: str = ""  # dtype of the base's weights, as the run has decided
 
 
 class Meeting(NamedTuple):
-    """What the first node brings. Example: Meeting(Address("10.0.0.4", 29500), 2, b"...", {...}, "float32", 600.0)"""
+    """The first node's settings. Example: Meeting(Address("10.0.0.4", 29500), 2, b"...", {...}, "float32", 600.0)"""
 
     address: Address
     nodes: int  # this one counted
@@ -63,7 +63,7 @@ class Rendezvous:
         self._strangers = 0
 
     async def meet(self) -> list[NodeEnd]:
-        """The other nodes, in the order in which they came. Raises LearnerError: some have not come in time."""
+        """Returns the other nodes in the order of their coming. Raises LearnerError if some did not come in time."""
         address, missing = self.meeting.address, self.meeting.nodes - 1
         self._identity = await asyncio.to_thread(self.meeting.identity)
         try:
@@ -82,7 +82,7 @@ class Rendezvous:
         return self._met
 
     async def close(self, reason: str = "") -> None:
-        """No node can come any more. The nodes that came know why their work is over; "" is an end that was meant."""
+        """Lets no more nodes come, and sends those that came the reason of the end; "" is an end that was meant."""
         if self._server is not None:
             self._server.close()
         await asyncio.gather(*(node.finish(reason) for node in self._met))
