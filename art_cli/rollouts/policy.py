@@ -13,8 +13,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from art_cli.rollouts.attempt_errors import AttemptError
-from art_cli.rollouts.local_http import LocalCalls, local_client
-from art_cli.rollouts.plain_chat import spare_the_walk
 from art_cli.runs.outcome import MAX_NUMBER, Outcome
 from art_cli.runtime.errors import RolloutError
 from art_cli.runtime.processes.plain_json import MAX_DEPTH, dump, is_deep, load
@@ -34,8 +32,7 @@ class Connections:
 
     An async client belongs to one event loop. It is shared where all rollouts run in the same loop (`has_one_loop`);
     otherwise each policy makes its own. The clients are of the kind that the user's openai package needs: httpx's up to
-    openai 2, httpx2's from openai 3 on. None means that this package has no such client, so that `openai.OpenAI` makes
-    its own.
+    openai 2, httpx2's from openai 3 on.
     """
 
     def __init__(self, *, has_one_loop: bool) -> None:
@@ -43,12 +40,11 @@ class Connections:
         self._lock = threading.Lock()
         self._async_client: Any = None
         self._client: Any = None
-        self._calls = LocalCalls()
 
     def async_client(self) -> Any:
         with self._lock:
             if self._has_one_loop and self._async_client is None:
-                self._async_client = _make_client("DefaultAioHttpClient", "DefaultAsyncHttpxClient", calls=self._calls)
+                self._async_client = _make_client("DefaultAsyncHttpxClient")
             return self._async_client
 
     def client(self) -> Any:
@@ -58,23 +54,20 @@ class Connections:
             return self._client
 
     async def close(self) -> None:
-        """To be awaited in the loop of the async client."""
+        """Closes them. To be awaited in the loop of the async client."""
         if self._async_client is not None:
             await self._async_client.aclose()
         if self._client is not None:
             self._client.close()
 
 
-def _make_client(*names: str, calls: LocalCalls | None = None) -> Any:
-    """The first of these clients that the installed openai has. The one over aiohttp is faster, but an extra."""
-    openai = _import_openai()
-    for name in names:
-        try:
-            kind = getattr(openai, name)
-            return kind() if calls is None else local_client(kind, calls)
-        except (AttributeError, RuntimeError):  # an openai without it; an extra that is not installed
-            continue
-    return None
+def _make_client(name: str) -> Any:
+    """Returns openai's own HTTP client of that name without the environment's proxies, or None in an old openai.
+
+    The gateway is reached directly, on this machine and from the nodes of a cluster.
+    """
+    kind = getattr(_import_openai(), name, None)
+    return None if kind is None else kind(trust_env=False)
 
 
 def import_client() -> None:
@@ -145,28 +138,24 @@ class Policy:
     def client(self) -> "openai.AsyncOpenAI":
         """For `async def rollout`."""
         if self._client is None:
-            package = _import_openai()
-            self._client = package.AsyncOpenAI(
+            self._client = _import_openai().AsyncOpenAI(
                 base_url=self.base_url,
                 api_key=self.api_key,
                 default_headers=self.headers,  # the client keeps this very dict, so later states are sent too
                 http_client=self._connections.async_client(),
             )
-            spare_the_walk(self._client, package)
         return self._client
 
     @property
     def sync_client(self) -> "openai.OpenAI":
         """For `def rollout`."""
         if self._sync_client is None:
-            package = _import_openai()
-            self._sync_client = package.OpenAI(
+            self._sync_client = _import_openai().OpenAI(
                 base_url=self.base_url,
                 api_key=self.api_key,
                 default_headers=self.headers,
                 http_client=self._connections.client(),
             )
-            spare_the_walk(self._sync_client, package)
         return self._sync_client
 
     def __repr__(self) -> str:  # must not show the key
