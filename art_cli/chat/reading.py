@@ -12,7 +12,7 @@ import msgspec
 
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.runtime.processes.plain_json import is_deep
-from art_cli.runtime.worker_pool import Crew, Crowded, Overran
+from art_cli.runtime.worker_pool import Crowded, Overran, WorkerPool
 
 Json = dict[str, Any]
 Result = TypeVar("Result")
@@ -33,12 +33,12 @@ class RequestReader:
     """
 
     def __init__(self) -> None:
-        self._crew = Crew(size=1, wait_s=WAIT_S, run_s=READ_S)
+        self._workers = WorkerPool(size=1, wait_s=WAIT_S, run_s=READ_S)
 
     async def read(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """The result of the function. Raises ChatError: 400 when it takes too long, 503 when too many calls wait."""
         try:
-            return await self._crew.call(function, *arguments)
+            return await self._workers.call(function, *arguments)
         except Overran:
             raise invalid(f"the request takes more than {READ_S:.0f} s to read; shorten it") from None
         except Crowded:

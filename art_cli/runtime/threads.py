@@ -1,13 +1,14 @@
 """Runs code where it cannot hold up this process's event loop: in an event loop or a thread of its own.
 
-run             a coroutine to its end, in the fastest event loop there is
-LoopThread      an event loop in a thread, for async functions that may block
-end             cancels tasks and waits for them
-call_in_thread  a blocking function in a thread of its own
-compute         a function that computes with torch, in a thread
+run              a coroutine to its end, in the fastest event loop there is
+LoopThread       an event loop in a thread, for async functions that may block
+end              cancels tasks and waits for them
+start_in_thread  a blocking function in a new thread; returns its future, for code that waits with a deadline
+call_in_thread   the same, awaited
+compute          a function that computes with torch, in a thread
 
-The threads are daemons and belong to no pool. A function that never returns is given up: it keeps no other call waiting
-and does not keep the process from ending. worker_pool.py is for calls that are broken off when they take too long.
+The threads are daemons and belong to no pool. A function that never returns keeps no other call waiting and does not
+hold up the end of the process. worker_pool.py bounds the number and the time of such calls.
 """
 
 import asyncio
@@ -51,8 +52,11 @@ async def end(*tasks: asyncio.Future[Any], timeout_s: float) -> None:
             task.exception()
 
 
-async def call_in_thread(function: Callable[..., Result], *arguments: Any) -> Result:
-    """The result of `function(*arguments)`. A caller that is cancelled leaves at once; the thread runs on."""
+def start_in_thread(function: Callable[..., Result], *arguments: Any, is_awaited: bool = False) -> Future[Result]:
+    """Starts `function(*arguments)` in a daemon thread with a copy of this context, and returns its future.
+
+    An event loop may await it with `is_awaited`, which passes an error on as `contained` makes it.
+    """
     future: Future[Result] = Future()
     context = contextvars.copy_context()
 
@@ -60,14 +64,19 @@ async def call_in_thread(function: Callable[..., Result], *arguments: Any) -> Re
         try:
             result = context.run(function, *arguments)
         except BaseException as error:  # also SystemExit, which would end this thread without a word
-            finish(future, error=contained(error))
+            finish(future, error=contained(error) if is_awaited else error)
         else:
             finish(future, result=result)
 
     # not the function itself where it has no name, because the repr of a partial shows its arguments, tensors included
     name = getattr(function, "__name__", type(function).__name__)
     threading.Thread(target=work, name=f"call {name}", daemon=True).start()
-    return await asyncio.wrap_future(future)
+    return future
+
+
+async def call_in_thread(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Returns `function(*arguments)`. A caller that is cancelled leaves at once; the thread runs on."""
+    return await asyncio.wrap_future(start_in_thread(function, *arguments, is_awaited=True))
 
 
 async def compute(function: Callable[..., Result], *arguments: Any, **knobs: Any) -> Result:

@@ -29,7 +29,7 @@ from art_cli.rollouts.environments import (
 from art_cli.rollouts.environments.expressions import is_harmless_expression, is_harmless_literal
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import describe, first_sentence
-from art_cli.runtime.worker_pool import Crew, Crowded, Overran
+from art_cli.runtime.worker_pool import Crowded, Overran, WorkerPool
 
 if TYPE_CHECKING:
     from art_cli.rollouts.policy import Policy
@@ -99,7 +99,7 @@ class Generator:
             name: tuple(value) if isinstance(types[name], tuple) else value for name, value in settings.args.items()
         }
         self._may_score = _guard(self._dataset_class)
-        self._crew = Crew(size=1, wait_s=WAIT_S, run_s=CALL_S)
+        self._workers = WorkerPool(size=1, wait_s=WAIT_S, run_s=CALL_S)
         self.entry = lru_cache(NUM_KEPT)(self._entry)
 
     async def play(self, policy: "Policy", scenario: Json) -> Outcome:
@@ -115,7 +115,7 @@ class Generator:
 
     async def _call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return await self._crew.call(function, *arguments)
+            return await self._workers.call(function, *arguments)
         except (Overran, Crowded) as error:
             raise EnvironmentFault(f"reasoning_gym/{self._name}: {what} took more than {CALL_S:.0f} s") from error
 

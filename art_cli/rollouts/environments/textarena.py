@@ -32,7 +32,7 @@ from art_cli.rollouts.environments import (
 )
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import UsageError, describe, first_sentence, one_line
-from art_cli.runtime.worker_pool import Crew, Crowded, Overran
+from art_cli.runtime.worker_pool import Crowded, Overran, WorkerPool
 
 if TYPE_CHECKING:
     from art_cli.rollouts.policy import Policy
@@ -171,7 +171,7 @@ class TextGame:
         self._name, self._system = name, settings.system or ""
         self._make = partial(_make, spec, kwargs)
         self._begin, self.num_players = _try_players(self._make, wanted)
-        self._crew = Crew(size=1, wait_s=WAIT_S, run_s=CALL_S)
+        self._workers = WorkerPool(size=1, wait_s=WAIT_S, run_s=CALL_S)
 
     async def play(self, policy: "Policy", scenario: Json) -> Outcome:
         seed = seed_of(scenario)
@@ -193,7 +193,7 @@ class TextGame:
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return await self._crew.call(function, *arguments)
+            return await self._workers.call(function, *arguments)
         except (Overran, Crowded) as error:
             raise EnvironmentFault(f"textarena/{self._name}: it did not answer within {CALL_S:.0f} s") from error
         except Exception as error:  # the boundary to the game
@@ -226,7 +226,7 @@ class _Talks:
 
 
 class _Match:
-    """One game being played. Its methods run in the crew's thread, one at a time."""
+    """One game being played. Its methods run in the pool's thread, one at a time."""
 
     def __init__(self, make: Callable[[], Any], num_players: int, seed: int) -> None:
         self._state = random.Random(seed).getstate()
