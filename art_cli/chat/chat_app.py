@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -74,7 +74,7 @@ def build_app(
         backend_for, wires, refuse_key or wrong_key, defaults or Sampling(), body_limit, body_timeout_s, is_processed
     )
     refusals = _Refusals(routes)
-    app = _Application(
+    app = Starlette(
         routes=[
             *(Route(wire.path, partial(routes.answer, wire), methods=["POST"]) for wire in wires),
             Route("/v1/models", routes.models, methods=["GET"]),
@@ -90,55 +90,7 @@ def build_app(
         },
     )
     app.router.redirect_slashes = False
-    app.wire_routes, app.refusals = routes, refusals
     return app
-
-
-class _Application(Starlette):
-    """Takes the requests of wires straight to their answers; Starlette's way through middleware and router is long."""
-
-    wire_routes: "_Routes"
-    refusals: "_Refusals"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self.wire_routes.wires:
-            await super().__call__(scope, receive, send)
-            return
-        http = _WireRequest(scope, receive)
-        try:
-            response = await self.wire_routes.answer(self.wire_routes.wires.at(scope["path"]), http)
-        except ChatError as error:
-            response = await self.refusals.refuse(http, error)
-        except ClientDisconnect as error:
-            response = await _gone(http, error)
-        except Exception as error:  # a defect of ours must not take the connection down
-            response = await self.refusals.refuse(http, _internal(error))
-        await response(scope, receive, send)
-
-
-class _WireRequest(HttpRequest):
-    """A request whose headers are looked for by name, several times."""
-
-    @cached_property
-    def headers(self) -> Headers:
-        return _NamedHeaders(scope=self.scope)
-
-
-class _NamedHeaders(Headers):
-    """Headers by name; of several with one name the first, as in the base class, which looks through all each time."""
-
-    @cached_property
-    def _by_name(self) -> dict[str, str]:
-        return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(self.raw)}
-
-    def __getitem__(self, key: str) -> str:
-        return self._by_name[key.lower()]
-
-    def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and key.lower() in self._by_name
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._by_name.get(key.lower(), default)
 
 
 @dataclass
@@ -156,7 +108,10 @@ class _Routes:
     memories: WeakKeyDictionary[Backend, Memory] = field(default_factory=WeakKeyDictionary)
 
     async def answer(self, wire: Wire, http: HttpRequest) -> Response:
-        """The reply to a request of this wire."""
+        """Returns the reply to a request of this wire."""
+        return await _guard(self._answer(wire, http))
+
+    async def _answer(self, wire: Wire, http: HttpRequest) -> Response:
         key, backend = self.authenticate(http)
         body = await read_body(http, self.body_limit(), self.body_timeout_s)
         request = _with_headers(await self._parse(body, wire), http.headers)
@@ -169,7 +124,7 @@ class _Routes:
             backend = PromptList(backend)
         if request.is_stream:
             return _EventStream(backend, request, wire, partial(memory.keep, request, key))
-        reply = await unless_disconnected(http.receive, _guard(backend.reply(request)))
+        reply = await unless_disconnected(http.receive, backend.reply(request))
         memory.keep(request, key, reply)
         return _json(wire.render(request, reply))
 
@@ -244,12 +199,12 @@ def _model_card(name: str) -> dict[str, Any]:
 
 
 async def _guard(work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of a backend's work. An exception other than ChatError is logged and becomes one."""
+    """Returns the result of the work. An exception that is no answer to a client is logged and becomes a ChatError."""
     try:
         return await work
-    except ChatError:
+    except (ChatError, ClientDisconnect):
         raise
-    except Exception as error:  # boundary to the backend: a defect there must not take the server down
+    except Exception as error:  # boundary to the backend: a defect there must not take the connection down
         raise _internal(error) from error
 
 
