@@ -147,7 +147,7 @@ class Gateway:
 
 
 class _RightfulCalls:
-    """The application behind a check of peers.py: a call with another attempt's key gets the 401 of a wrong key."""
+    """The application behind a check of connection_owner.py: a call with another attempt's key gets the 401 of a wrong key."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app

@@ -40,12 +40,9 @@ class Admission:
         """Admits no request from now on."""
         self.state = "draining"
 
-    async def emptied(self, timeout_s: float) -> int:
-        """The number of requests in flight when none is left, or when the time is up."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._empty.wait()
-        return self.num_in_flight
+    async def emptied(self) -> None:
+        """Returns when no request is in flight."""
+        await self._empty.wait()
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:

@@ -70,7 +70,9 @@ class Service:
         self.admission = Admission(concurrency=limits.concurrency, queue=limits.queue)
         self.meter = self._metered()
         self._follows = follows
-        self._stopping = Stopping(self.admission, limits.drain_s)
+        self._stopping = Stopping(
+            limits.drain_s, refuse=self.admission.drain, num_running=lambda: self.admission.num_in_flight
+        )
         dispatch = Dispatch(policies, self.admission, self.meter, logs_content=logs_content)
         app = build_app(
             lambda key: dispatch,  # the middleware has checked the key
@@ -107,7 +109,7 @@ class Service:
                         on_ready(root)
                         async with self._followers():
                             await self._stopping.ends_before(self.policies.watch())
-                    await self._stopping.drain()
+                    await self._stopping.drain(self.admission.emptied())
                 finally:
                     await self.policies.close()
 
