@@ -67,8 +67,8 @@ def build_app(
     """The application. `defaults` fill the sampling fields that a client leaves out; a backend may fill them anew.
 
     `refuse_key` makes the error for a key that has no backend; `wrong_key` unless given. `body_limit` is asked at each
-    request. With `is_processed` clients get the logprobs of the distribution sampled from. `more` are routes of the
-    caller's own.
+    request. With `is_processed` clients get the logprobs of the distribution sampled from. `more` are the
+    caller's routes.
     """
     routes = _Routes(
         backend_for, wires, refuse_key or wrong_key, defaults or Sampling(), body_limit, body_timeout_s, is_processed
@@ -158,17 +158,17 @@ def _parse(wire: Wire, body: bytes, defaults: Sampling) -> Request:
 
 
 def _with_headers(request: Request, headers: Headers) -> Request:
-    """The request with what its headers say of it."""
-    told: dict[str, Any] = {
+    """Returns the request with the fields from its headers."""
+    fields: dict[str, Any] = {
         "num_retries": _num_retries(headers),
         "state": read_header(headers.get(STATE_HEADER, "")),
         "conversation": read_header(headers.get(CONVERSATION_HEADER, "")),
         "scenario": read_header(headers.get(SCENARIO_HEADER, "")),
     }
-    told = {name: value for name, value in told.items() if value}
+    fields = {name: value for name, value in fields.items() if value}
     if headers.get(RECORD_HEADER) == NO_RECORD:
-        told["is_recorded"] = False
-    return msgspec.structs.replace(request, **told) if told else request
+        fields["is_recorded"] = False
+    return msgspec.structs.replace(request, **fields) if fields else request
 
 
 def _num_retries(headers: Headers) -> int:

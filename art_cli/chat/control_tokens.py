@@ -92,12 +92,12 @@ class ControlTokens:
         return found
 
     def _ends(self, text: str, end: int) -> set[int]:
-        """Where a text that ends there ends with the beginning of a marker."""
+        """Returns the indices at which the beginning of a marker starts that ends the text before `end`."""
         near = range(max(0, end - self._longest), end)
         return {index for index in near if text[index] in self._first and text[index:end] in self._heads}
 
     def _starts(self, text: str, start: int) -> set[int]:
-        """Where a text that begins there begins with the end of a marker."""
+        """Returns the indices at which the end of a marker stops that begins the text from `start` on."""
         near = range(start, min(len(text), start + self._longest))
         return {index for index in near if text[index] in self._last and text[start : index + 1] in self._tails}
 
@@ -304,7 +304,7 @@ class Guard:
 
 
 def _same(value: Any, guarded: Any) -> Any:
-    """The value itself where nothing in it changed, so that what was guarded can be told from what was not."""
+    """Returns the value itself if nothing in it changed, so that the caller can compare by identity."""
     pairs = zip(value, guarded, strict=True)
     if isinstance(value, dict):
         pairs = zip((*value, *value.values()), (*guarded, *guarded.values()), strict=True)

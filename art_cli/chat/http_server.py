@@ -99,7 +99,7 @@ def _configure(app: ASGIApp, timeouts: Timeouts, grace_s: int) -> uvicorn.Config
         access_log=False,
         log_config=None,
         log_level="warning",
-        proxy_headers=False,  # the address in a scope is the client's own, whatever its headers say
+        proxy_headers=False,  # the address in a scope is the connection's, not one from a header
         server_header=False,
         timeout_keep_alive=int(KEEP_ALIVE_S),
         timeout_graceful_shutdown=grace_s,

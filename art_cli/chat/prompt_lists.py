@@ -17,7 +17,7 @@ from art_cli.runtime.threads import end
 CANCEL_TIMEOUT_S = 10.0  # longest wait for the other prompts to end when one has failed or the client has gone
 
 
-_News = tuple[int, Chunk | Exception | None]  # of one prompt: a chunk, its failure, or its end
+_News = tuple[int, Chunk | Exception | None]  # a chunk of one prompt, its failure, or its end
 
 
 class PromptList:
@@ -87,7 +87,7 @@ class PromptList:
 
 
 def _parts(request: Request) -> list[Request]:
-    """A request for each prompt, with a digest of its own, so that none is taken for another's retry."""
+    """Returns a request for each prompt. Each has another digest, so that none is taken for a retry of another."""
     assert request.prompt is not None, "chat has no prompts"
     return [
         msgspec.structs.replace(

@@ -43,9 +43,9 @@ class Choice(msgspec.Struct, kw_only=True):
     tokens: list[str] = []  # [L] each token as text, if the client asked for logprobs; see `token_bytes`
     top_logprobs: list[list[tuple[str, float]]] | None = None  # [L][k]
     finish_reason: str = "stop"  # stop, length, tool_calls
-    echo: Echo | None = None  # of a request that `needs_echo`
-    prompt_ids: list[int] | None = None  # of an answer to one of several prompts; None: the reply's
-    stop_string: str | None = None  # the stop string that ended it; None: none did, or the endpoint does not say which
+    echo: Echo | None = None  # set for a request that `needs_echo`
+    prompt_ids: list[int] | None = None  # set for one of several prompts; None means those of the reply
+    stop_string: str | None = None  # the stop string that ended it, if the endpoint reports one
 
 
 class Reply(msgspec.Struct, kw_only=True):
@@ -57,7 +57,7 @@ class Reply(msgspec.Struct, kw_only=True):
     choices: list[Choice]
     prompt_ids: list[int]
     step: int = 0  # policy step that sampled it
-    sampling: Any = None  # the Sampling used, defaults filled in; None: the endpoint does not report it
+    sampling: Any = None  # the Sampling used, defaults filled in, or None if the endpoint does not report it
     usage: tuple[int, int] | None = None  # (prompt, sampled) token counts, if the endpoint reports counts and no ids
 
     @property
@@ -160,7 +160,7 @@ class ReplyBuilder:
         )
 
     def partial_reply(self) -> Reply | None:
-        """The part that was streamed before the client left; None: no choice has a token or text."""
+        """Returns the part that was streamed before the client left, or None if no choice has a token or text."""
         if self._last is None:
             return None
         reply = self.reply()

@@ -12,7 +12,7 @@ MAX_DISCARDED = 64 * 2**20  # bytes of a refused body that are read only so that
 
 
 class BodyLimit(NamedTuple):
-    """How long a request's body may be, and why. Example: BodyLimit(2**20, "no longer prompt fits the context")"""
+    """The largest body of a request, and the reason. Example: BodyLimit(2**20, "no longer prompt fits the context")"""
 
     num_bytes: int = 32 * 2**20  # enough for a context of a million tokens as text
     reason: str = ""

@@ -27,13 +27,13 @@ History = Mapping[int, Sequence[GroupRewards]]  # step -> its groups
 
 
 class AdaptiveOrder:
-    """Which scenarios each step plays, drawn without repetition by the signal expected of them.
+    """The choice of the scenarios that each step plays, without repetition, by the signal expected of them.
 
     A pure function of ids, pools, seed, step and history. It does not depend on the order of the ids.
     """
 
     def __init__(self, ids: Sequence[str | int], *, seed: int, pools: Sequence[str] | None = None) -> None:
-        """`pools` are the pools of the scenarios, whose groups are seen as one; None: each is its own."""
+        """`pools` are the pools of the scenarios, whose groups are seen as one; None means a pool for each."""
         assert ids, "no scenarios to order"
         self._ids = [str(id) for id in ids]
         self._pools = list(pools) if pools is not None else self._ids

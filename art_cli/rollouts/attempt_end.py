@@ -1,4 +1,4 @@
-"""How an attempt ended, as its process reports it: an Outcome or an AttemptError, as plain JSON data.
+"""The end of an attempt, as its process reports it: an Outcome or an AttemptError, as plain JSON data.
 
 Standard library only, because the process may be a Python that has none of our dependencies (bootstrap.py). The process
 also runs the user's code, so what it reports is checked whole.

@@ -1,4 +1,4 @@
-"""What can go wrong in one attempt at a rollout, and what of it is tried again.
+"""Errors of one attempt at a rollout, and the choice of those that are tried again.
 
 An `AttemptError` becomes the `error` of a trajectory, which is kept and counted. A RolloutError stops the run, because
 every rollout would fail with it. Only failures of transport are tried again.
@@ -101,5 +101,5 @@ def _is_named_transport(error: BaseException) -> bool:
 
 
 def describe_exit(status: int) -> str:
-    """How a process ended, in an attempt's error. Examples: -9 is "signal 9", 3 is "status 3"."""
+    """Returns how a process ended, for an attempt's error. Examples: -9 is "signal 9", 3 is "status 3"."""
     return f"signal {-status}" if status < 0 else f"status {status}"

@@ -26,7 +26,7 @@ from art_cli.runtime.errors import RolloutError, message_of
 from art_cli.runtime.processes.child import Finished, run_program
 from art_cli.runtime.processes.plain_json import dump
 
-# What a program needs to start and to talk; none of these holds a key.
+# Variables that a program needs to start and to make calls; none of them holds a key.
 USUAL = frozenset(
     ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP",
      "SYSTEMROOT", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "NODE_PATH", "LD_LIBRARY_PATH",

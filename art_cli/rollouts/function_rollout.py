@@ -2,7 +2,7 @@
 
 A ready-made environment is such a function as well.
 
-Neither runs in the event loop of the gateway and the engine. Async functions share a loop in a thread of its own; plain
+Neither runs in the event loop of the gateway and the engine. Async functions share a loop in one thread; plain
 ones get a thread each. So a function that blocks holds up nothing but itself, and its timeout still counts.
 """
 

@@ -81,7 +81,7 @@ def import_client() -> None:
 
 
 def _import_openai() -> ModuleType:
-    """The openai package. Raises ModuleNotFoundError, which says what to do."""
+    """Returns the openai package. Raises ModuleNotFoundError with the cure."""
     try:
         import openai
     except ModuleNotFoundError as error:
@@ -98,9 +98,9 @@ class Policy:
 
     `client` is the ordinary `openai.AsyncOpenAI` pointed at the gateway, `sync_client` the ordinary `openai.OpenAI`;
     `base_url` and `api_key` serve any other framework, and `anthropic_base_url` serves Anthropic's clients. The key is
-    this attempt's own: calls with it are recorded. `headers` hold what `state` says; a client that is made with them
+    for this attempt alone: calls with it are recorded. `headers` hold the value of `state`; a client made with them
     (`default_headers=policy.headers`) sends it. `unrecorded` are headers of a call that is answered and not recorded:
-    it is no turn and not trained on. With `extra_headers=policy.unrecorded` the policy speaks as somebody else, such as
+    it is no turn and not trained on. With `extra_headers=policy.unrecorded` the policy plays another role, such as
     an opponent.
     """
 
@@ -121,7 +121,7 @@ class Policy:
         return self.base_url.removesuffix("/v1")
 
     def state(self, key: str | None) -> None:
-        """Names the state of the environment in which the next calls act, until it is called again; None: no name.
+        """Names the state of the environment in which the next calls act, until it is called again. None is no name.
 
         Example: policy.state(board). Algorithms with credit per step (gigpo, gagpo) compare the replies that a group's
         attempts gave in the same state. Without a name, states are the same where the prompts are, token for token.

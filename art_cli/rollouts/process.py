@@ -1,4 +1,4 @@
-"""ProcessRollout: the user's Python function in processes of its own (process_worker.py).
+"""ProcessRollout: the user's Python function in separate processes (process_worker.py).
 
 That is this interpreter, or `python`: one that has the function's packages and need not have ours (bootstrap.py).
 What the function computes does not take the interpreter from the engine and the gateway here, several processors can
@@ -118,8 +118,8 @@ class RolloutProcess:
     """One process that plays attempts, started when it is needed and not there.
 
     `module` answers its calls (bootstrap.py), the first of which is `load` with the parameters `what`. Messages name it
-    `title`, and name `python` by its `key` in the configuration. Standard error goes to `errors`; None: to `printed`,
-    as standard output does.
+    `title`, and name `python` by its `key` in the configuration. Standard error goes to `errors`, or to `printed`,
+    as standard output does, if that is None.
     """
 
     version = ""  # its Python's, once that has loaded the function
@@ -150,7 +150,7 @@ class RolloutProcess:
         return self._calls is not None and not self._calls.has_ended
 
     async def begin(self) -> None:
-        """Returns when a process is there that has been told to load the function."""
+        """Returns when there is a process that loads the function."""
         await self._launch()
         self._loading = asyncio.create_task(self._load())
         await asyncio.sleep(0)  # the task sends its message now, as what the caller does next may hold up the loop
@@ -240,7 +240,7 @@ class RolloutProcess:
         await self._end()
 
     async def ask(self, method: str, *, progress: Callable[[int, int], None] | None = None, **params: Any) -> Any:
-        """What the method returns. Raises the ArtError that it raised; AttemptError: the process ended."""
+        """Returns the method's result. Raises the ArtError that it raised; AttemptError if the process ended."""
         assert self._calls is not None and self._child is not None
         child = self._child
         try:
@@ -251,7 +251,7 @@ class RolloutProcess:
             raise AttemptError("process", f"its process ended ({status}{fault})", is_transport=True) from error
 
     async def _exit_of(self, child: ChildProcess, *, is_at_fault: bool) -> str:
-        """How a process ended whose connection is over. It is ended where it lives on."""
+        """Returns how a process ended whose connection is over. One that still runs is ended."""
         if not is_at_fault:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(child.wait(), EXIT_GRACE_S)

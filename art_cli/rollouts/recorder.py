@@ -78,7 +78,7 @@ class Recorder:
         return candidates[-1] if candidates else None
 
     def as_sampled(self, request: Request) -> Request:
-        """The request with earlier replies that call tools written as they were sampled.
+        """Returns the request with earlier replies that call tools written as they were sampled.
 
         A client that parses arguments and writes them again changes spaces and the order of keys. Another drops a text
         that is only white space, or white space around the text. Its prompt would not continue the sampled tokens,
@@ -254,7 +254,7 @@ def _begins_with(whole: list[tuple[object, ...]], start: list[tuple[object, ...]
 
 
 def common_prefix(first: bytes, second: bytes) -> int:
-    """How many tokens two packed sequences share at their beginning, found by bisection instead of a loop."""
+    """Returns the number of tokens that two packed sequences share at their beginning, by bisection."""
     low, high = 0, min(len(first), len(second)) // _WIDTH
     if first[: high * _WIDTH] == second[: high * _WIDTH]:
         return high

@@ -1,4 +1,4 @@
-"""Which groups of earlier steps are trained on again. Numbers and ids in, ids out.
+"""The choice of groups of earlier steps to train on again. Numbers and ids in, ids out.
 
 Candidates are the groups with signal of the last `max_age` steps. They are drawn without repetition, each with a
 probability among those left that follows the variance of its rewards divided by its age in steps: how much it teaches,

@@ -1,6 +1,6 @@
-"""Which call a retry replaces.
+"""The call that a retry replaces.
 
-An SDK that gives up on a call sends it again, and says in a header how many times it has (`Request.num_retries`). The
+An SDK that gives up on a call sends it again, and counts in a header how many times it has (`Request.num_retries`). The
 first call may have been answered all the same, with a reply that the rollout never saw. Where several calls are equal,
 such as the samples of a best-of-n, each retry replaces the likeliest one:
 

@@ -10,7 +10,7 @@ An SDK that gives up on a call sends it again. The new call replaces the old one
 one is marked as abandoned.
 
 A call with `Request.is_recorded` False is answered, and neither recorded nor counted: it only asks about a prompt, or
-the policy speaks as somebody else. It has seeds of its own, so that the recorded calls sample as without it.
+the policy plays another role. It has other seeds, so that the recorded calls sample as without it.
 
 Nothing is kept of a rollout that is closed. The keys are random and never logged, and each is given to one rollout.
 """
@@ -147,7 +147,7 @@ class Gateway:
 
 
 class _RightfulCalls:
-    """The application behind a check of connection_owner.py: a call with another attempt's key gets the 401 of a wrong key."""
+    """The application behind connection_owner.py: a call with another attempt's key gets the 401 of a wrong key."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app
@@ -308,7 +308,7 @@ class RecordingBackend:
 
     @contextlib.contextmanager
     def _calling(self, call: _Call) -> Iterator[None]:
-        """Keeps a call among those in flight. If the rollout ends first, the call is cancelled and its client told."""
+        """Keeps a call in flight. If the rollout ends first, it is cancelled, and its client gets an error."""
         assert call.task is not None, "calls run in tasks"
         self._in_flight.add(call)
         try:

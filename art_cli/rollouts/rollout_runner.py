@@ -69,7 +69,7 @@ class _Attempt(NamedTuple):
 
 
 async def begin_rollout(config: RolloutConfig, directory: Path) -> ProcessRollout | None:
-    """The rollout whose processes begin to load it; None where it has none of its own. The caller closes it."""
+    """Returns the rollout whose processes begin to load it, or None if it has no processes. The caller closes it."""
     if config.cluster is not None or config.command is not None or config.processes == 0:
         return None
     rollout = process_rollout(config, directory, processes=config.processes)
@@ -99,7 +99,7 @@ async def open_rollout(
 
 
 def process_rollout(config: RolloutConfig, directory: Path, *, processes: int = 1) -> ProcessRollout:
-    """The function or the environment in processes of its own, to be opened by the caller."""
+    """Returns the function or the environment in separate processes, to be opened by the caller."""
     entry, environment = what_to_load(config)
     return ProcessRollout(
         entry, directory=directory, processes=processes, python=config.python, environment=environment
@@ -120,7 +120,7 @@ class Runner:
         begun: ProcessRollout | None = None,
     ) -> None:
         """With a `cluster` it plays the rollouts, else this machine does. `begun` is what `begin_rollout` returned;
-        None: the rollout is loaded when this is entered.
+        if that is None, the rollout is loaded when this is entered.
         """
         self._cluster = cluster
         self._config = config
@@ -225,7 +225,7 @@ class Runner:
         return attempt, number + num_moves
 
     async def _attempt(self, plan: RolloutPlan, deadline: float, *, is_alone: bool) -> _Attempt:
-        """One try, with a key and a recorder of its own."""
+        """Makes one try, with a new key and a new recorder."""
         key = self._gateway.open(plan.trajectory_id, temperature=plan.temperature, group_id=plan.group_id)
         policy = Policy(
             base_url=self._gateway.base_url, api_key=key, model=self._gateway.model, step=self._gateway.step
@@ -263,7 +263,7 @@ class Runner:
         return AttemptError("timeout", f"not finished after {self._config.timeout_s:g} s (rollout.timeout_s){guess}")
 
     def _judge_error(self, recorder: Recorder, error: AttemptError | None, key: str) -> AttemptError | None:
-        """The error that counts. The gateway's record of the calls says more than the rollout's exception."""
+        """Returns the error that counts. The gateway's record of the calls shows more than the rollout's exception."""
         if recorder.used_foreign_key:
             return AttemptError("foreign_key", "its program made a call with the key of another attempt")
         if error is None or error.kind == "timeout":

@@ -1,4 +1,4 @@
-"""Reads scenarios, and says which ones a step plays. A scenario is a JSON object with an `id`."""
+"""Reads scenarios, and chooses those that a step plays. A scenario is a JSON object with an `id`."""
 
 import hashlib
 import inspect
@@ -134,7 +134,7 @@ def pools_of(scenarios: Sequence[Json], key: str | None) -> list[str]:
 
 
 class ScenarioOrder:
-    """Which scenarios each step plays. Epochs follow each other, each in a new seeded order.
+    """The scenarios that each step plays. Epochs follow each other, each in a new seeded order.
 
     A pure function of ids, seed and step, so that a resumed run needs to remember nothing. With `shuffle` it does not
     depend on the order of the ids either.

@@ -29,7 +29,7 @@ class _Formatter(logging.Formatter):
 
 
 def set_up(*, verbose: bool = False) -> None:
-    """Sends the package's records to stderr: warnings and above of other packages, everything from INFO of ours."""
+    """Sends the package's records to stderr: warnings and above of other packages, everything from INFO of this one."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter("%(levelname).1s %(name)s: %(message)s" if verbose else "%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -94,7 +94,7 @@ class Bar(Protocol):
 
 
 class Stages(Protocol):
-    """What shows the progress of stages in place of bars: the panel of `art train`."""
+    """The display of stages in place of bars: the panel of `art train`."""
 
     def stage(self, title: str) -> contextlib.AbstractContextManager[Bar]:
         """The function that moves the progress of a stage, for as long as the stage lasts."""

@@ -1,7 +1,7 @@
 """The OpenMP threads that torch computes with on a CPU.
 
 This drives GNU's OpenMP and does nothing where torch came with another one. Each thread that computes with torch keeps
-a pool of OpenMP threads of its own.
+a separate pool of OpenMP threads.
 """
 
 import contextlib

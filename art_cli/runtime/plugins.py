@@ -80,7 +80,7 @@ def _where(error: BaseException, path: Path) -> str:
 
 
 def place_of(error: BaseException, root: Path) -> str | None:
-    """`file:line` of the innermost frame in a user's file under `root`, relative to it; None: there is none."""
+    """Returns `file:line` of the innermost frame in a user's file under `root`, relative to it, or None."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if path.is_relative_to(root) and "site-packages" not in path.parts:

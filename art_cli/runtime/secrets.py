@@ -22,13 +22,13 @@ _ESCAPE = re.compile(
     r"""|&\#[xX]0{0,6}(?P<hash>[0-9a-fA-F]{2});?|&\#0{0,6}(?P<decimal>[0-9]{2,3});?|\\{1,8}(?P<char>[^\\])""",
     re.DOTALL,
 )
-_CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}  # what these letters stand for behind backslashes
+_CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}  # controls that these letters mean behind backslashes
 _BREAK = re.compile(r"[\r\n]")
 _BLANKS = " \t"
 _MARKS = ("%", "\\", "&")  # every escape begins with one
 _BASE64 = frozenset(string.ascii_letters + string.digits + "+/-_=")
 _URL_SAFE = str.maketrans("+/", "-_")
-MAX_ESCAPES = 50_000  # escapes that are undone in one text, unless the caller says otherwise
+MAX_ESCAPES = 50_000  # default number of escapes that are undone in one text
 MAX_ROUNDS = 3  # times that escapes are undone, for example of a key in a URL in a JSON text in a JSON text
 MIN_LENGTH = 6  # characters; a shorter value is no key, and replacing it would garble texts
 
@@ -51,11 +51,11 @@ class Secrets:
         self._plain = sorted(readings, key=len, reverse=True)
         self._plain += sorted({value.encode("utf-8", "surrogatepass").hex() for value in values})
         self._encoded = sorted({form for value in values for form in _base64_forms(value)})
-        forms = (self._plain, self._encoded)  # in a squeezed text they may stand with or without their blanks
+        forms = (self._plain, self._encoded)  # a squeezed text has them with or without their blanks
         self._sought = [{each for form in some for each in (form, re.sub(r"[ \t]", "", form))} for some in forms]
 
     def redact(self, text: str) -> str:
-        """The text with every secret, and every user:password in a URL, replaced by ***."""
+        """Returns the text with every secret, and every user:password in a URL, replaced by ***."""
         if self._plain:
             text = self._shortened(text)
             if self._may_occur(text):
@@ -95,7 +95,7 @@ class Secrets:
             for form in self._encoded:
                 for start in _occurrences(joined.text, form):
                     end = start + len(form)
-                    word = _around(lines.text, *joined.source(start, end))  # which ends where the line does
+                    word = _around(lines.text, *joined.source(start, end))  # a word ends where the line does
                     beside = joined.source(*_around(joined.text, start, end, most=1))
                     yield lines.origin(min(word[0], beside[0]), max(word[1], beside[1]))
             if (undone := joined.undo_escapes()) is None:

@@ -11,7 +11,7 @@ MAX_LENGTH = 256  # characters of a key that is recorded as it is; a longer one 
 
 
 def write_header(key: str) -> str:
-    """The header's value for a key. An empty key says that the state has none."""
+    """Returns the header's value for a key. An empty key means that the state has none."""
     return quote(_shortened(key), safe=" ", errors="replace")
 
 

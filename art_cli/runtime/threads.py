@@ -1,4 +1,4 @@
-"""Runs code where it cannot hold up this process's event loop: in an event loop or a thread of its own.
+"""Runs code where it cannot hold up this process's event loop: in another event loop or thread.
 
 run              a coroutine to its end, in the fastest event loop there is
 LoopThread       an event loop in a thread, for async functions that may block

@@ -1,6 +1,6 @@
 """Backlog: chunks of a stream that are sampled and that its client has not taken yet. Sampling waits for no client.
 
-    engine's stream -> a task of its own -> Backlog -> application, at the client's speed
+    engine's stream -> a task -> Backlog -> application, at the client's speed
 
 Chunks are joined while they wait. So a backlog is never larger than the whole reply unstreamed, about 100 bytes a
 token, and a slow client gets fewer and longer pieces.

@@ -31,7 +31,7 @@ MAX_TOKENS = 1024  # tokens of a prompt that are scored
 
 
 class Exported(NamedTuple):
-    """Where the export is, and how close its logprobs are to the policy's."""
+    """The export, and the distance of its logprobs from the policy's."""
 
     path: Path
     num_prompts: int

@@ -33,10 +33,10 @@ class Source(NamedTuple):
 
     name: str  # model name in requests
     base: str  # hub id or directory; a checkpoint of all weights is its own base
-    adapter: Path | None  # adapter on that base; None: the base alone
+    adapter: Path | None  # adapter on that base; None for the base alone
     step: int
     dtype: str  # dtype of the base: "auto", "float32", "bfloat16"
-    max_length: int | None  # tokens of prompt and reply together; None: the base model's own context
+    max_length: int | None  # tokens of prompt and reply together; None for the base model's context
     defaults: Sampling  # sampling for fields that a request leaves out; a run's sources have the run's
     run: RunDir | None = None
     manifest: Manifest | None = None
@@ -49,7 +49,7 @@ class Source(NamedTuple):
 
 
 def base_config(source: Source) -> ModelConfig:
-    """How to load the base without the adapter. The adapter's chat template is used, because a base may have none."""
+    """Returns the configuration of the base alone, with the adapter's chat template, because a base may have none."""
     own = source.adapter / run_checkpoints.TEMPLATE_FILE if source.adapter is not None else None
     return ModelConfig.model_validate(
         {
@@ -74,7 +74,7 @@ def parse_name(text: str) -> tuple[str | None, str]:
 
 
 def find_source(text: str, *, which: Which = "offered", base: str | None = None, dtype: str | None = None) -> Source:
-    """The source that `[NAME=]CHECKPOINT` means. `base` and `dtype` override what the files say.
+    """Returns the source that `[NAME=]CHECKPOINT` means. `base` and `dtype` override the files.
 
     Raises CheckpointError: the directory holds nothing to serve; UsageError: neither a directory nor a hub id.
     """

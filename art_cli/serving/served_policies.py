@@ -85,7 +85,7 @@ class ServedPolicy:
         return self._current().lease()
 
     def longest_prompt(self) -> int | None:
-        """The number of characters that no prompt within the context exceeds; None: unknown, or not loaded yet."""
+        """Returns the number of characters that no prompt exceeds, or None if it is unknown or nothing is loaded."""
         return None if self._generation is None else self._generation.engine.longest_prompt()
 
     async def watch(self) -> NoReturn:

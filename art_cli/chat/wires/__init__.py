@@ -74,7 +74,7 @@ class Wire(Protocol):
         """The JSON body of a refusal or failure."""
 
     def status(self, error: ChatError) -> int:
-        """Its HTTP status: `error.status`, unless the protocol has a status of its own for this failure."""
+        """Returns its HTTP status: `error.status`, unless the protocol has another one for this failure."""
 
 
 class Wires:

@@ -55,9 +55,8 @@ _INCLUDABLE = frozenset(
         *("code_interpreter_call.outputs",),
     }
 )
-_REPEATED: tuple[
-    tuple[str, Any], ...
-] = (  # fields of the request that a response repeats, with what is said where the client gave none
+# Fields of the request that a response repeats, with their values where the client gave none.
+_REPEATED: tuple[tuple[str, Any], ...] = (
     *(("instructions", None), ("max_output_tokens", None), ("metadata", {}), ("parallel_tool_calls", True)),
     *(
         ("previous_response_id", None),
@@ -163,7 +162,7 @@ class OpenAIResponses(OpenAI):
         )
 
     def error(self, error: ChatError) -> bytes:
-        """OpenAI's error body. What the engine says of `messages` is said of `input`."""
+        """Returns OpenAI's error body, which names `input` where the engine named `messages`."""
         body: Json = msgspec.json.decode(super().error(error))
         if error.param == "messages":
             body["error"]["param"] = "input"
@@ -202,7 +201,7 @@ def _refuse_by_name(fields: Json) -> None:
 
 
 def _repeated(fields: Json) -> Json:
-    """What a response repeats. Fields that no other check bounds are short, because each event may carry them."""
+    """Returns the fields that a response repeats. Fields without another bound are short, because events carry them."""
     for name in ("metadata", "reasoning", "user", "parallel_tool_calls"):
         if len(msgspec.json.encode(fields.get(name))) > _MAX_REPEATED:
             raise invalid(f"{name}: more than {_MAX_REPEATED} characters", name)

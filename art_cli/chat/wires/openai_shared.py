@@ -1,4 +1,4 @@
-"""What OpenAI's protocols share: where the key stands, the error body, sampling parameters, usage.
+"""The parts that OpenAI's protocols share: the key, the error body, sampling parameters, usage.
 
 A parameter is honoured, or it is harmless to ignore, or it is an error. Beside OpenAI's parameters, clients may send
 vLLM's `top_k`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `return_token_ids` and `chat_template_kwargs`. A reply
@@ -131,7 +131,7 @@ def check_names(
 
 
 def given_sampling(*, temperature: float | None, top_k: int | None, **others: Any) -> Json:
-    """What the client gave, under the names of `Sampling`; None: it did not. Raises ChatError 400: too cold."""
+    """Returns what the client gave, under the names of `Sampling`. Raises ChatError 400 if it is too cold."""
     if temperature is not None and 0 < temperature < LOWEST_TEMPERATURE:
         raise invalid(f"temperature: 0 (greedy) or at least {LOWEST_TEMPERATURE}", "temperature")
     given = {"temperature": temperature, "top_k": None if top_k is None else max(top_k, 0), **others}

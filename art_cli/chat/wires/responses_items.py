@@ -106,7 +106,7 @@ class _Fold:
     def __init__(self) -> None:
         self._messages: list[Json] = []
         self._assistant: Json | None = None  # the assistant message that was written last
-        self._response: str | None = None  # response that this message came from, if an id of its items says so
+        self._response: str | None = None  # response that this message came from, if an id of its items names it
         self._follows: Literal["nothing", "outputs", "more"] = "nothing"  # the kind of item written after it
 
     def add(self, item: Item) -> None:
@@ -163,7 +163,7 @@ def _text(content: str | list[TextPart]) -> str:
 
 
 def _thought(item: ReasoningItem) -> str:
-    """The text of a reasoning item: as it is, as we packed it, or what its summary says."""
+    """Returns the text of a reasoning item: as it is, as we packed it, or its summary."""
     if item.content:
         return _text(item.content)
     return _text(item.summary) if item.encrypted_content is None else decrypted(item.encrypted_content)
@@ -184,7 +184,7 @@ def conversation(instructions: str | None, messages: Sequence[Json]) -> list[Jso
 
 
 def without_instructions(instructions: str | None, messages: list[Json]) -> list[Json]:
-    """What `conversation` was made of: a response's instructions are not those of the next one."""
+    """Returns the messages without a response's instructions, which are not those of the next one."""
     if not instructions:
         return messages
     rest = messages[0]["content"].removeprefix(instructions).removeprefix("\n\n")
@@ -239,7 +239,7 @@ def item_id(prefix: str, response: str, place: int) -> str:
 
 
 def response_of(id: str | None) -> str | None:
-    """The response that an item's id names; None: the id is not one of ours."""
+    """Returns the response that an item's id names, or None if `art` did not make the id."""
     found = _ID.fullmatch(id or "")
     return found[1] if found else None
 

@@ -44,7 +44,7 @@ class ClusterRollout:
     """Plays attempts on a cluster. `connect` first, then `open` with the gateway's address."""
 
     def __init__(self, config: RolloutConfig, played: Json, *, directory: Path, runs: Path) -> None:
-        """`played` says what is played, as the parameters of ServedNode.load."""
+        """`played` is the rollout, as the parameters of ServedNode.load."""
         assert config.cluster is not None
         self._config = config.cluster
         project = {"directory": str(directory.resolve()), "runs": str(runs.resolve())}
@@ -70,7 +70,7 @@ class ClusterRollout:
         self._told = 0.0
 
     async def connect(self) -> ClusterFacts:
-        """What the cluster is. Raises UsageError, RolloutError: it cannot be used, or there is none."""
+        """Returns the facts of the cluster. Raises UsageError, RolloutError if it cannot be used, or there is none."""
         await self._start()
         return _facts(await self._driver.ask("facts"))
 

@@ -1,4 +1,4 @@
-"""RayRollout: Ray's driver, in a process of its own that rollout.py calls (bootstrap.py begins it).
+"""RayRollout: Ray's driver, in a separate process that rollout.py calls (bootstrap.py begins it).
 
 It places one actor (ray_node.py) for each process of rollouts, and each attempt goes to the actor that plays the
 fewest. An actor that is lost, with its node or alone, fails the attempts in it as `node`, which the runner plays again,
@@ -47,7 +47,7 @@ MAX_PRINTED = 2**17  # characters of one answer with output; a node may answer a
 
 
 def main() -> None:
-    """Standard output is what the attempts print and what this driver says; Ray's own words go to standard error."""
+    """Runs the driver. Standard output has what the attempts and this driver print; Ray prints to standard error."""
     output = os.fdopen(os.dup(1), "w", buffering=1, errors="replace")
     os.dup2(2, 1)
     with contextlib.redirect_stderr(output):
@@ -82,7 +82,7 @@ class ServedCluster(ServedRollout):
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What a cluster is. Example: ClusterFacts("10.0.0.1", "2.60.0", 3, 24.0, 20.0)"""
+    """Facts of a cluster. Example: ClusterFacts("10.0.0.1", "2.60.0", 3, 24.0, 20.0)"""
 
     host: str  # this machine's address in the cluster
     version: str  # Ray's
@@ -154,7 +154,7 @@ def _explain(error: Exception) -> str:
 
 
 async def ask_facts() -> ClusterFacts:
-    """What the cluster is now. Raises RolloutError: it does not answer."""
+    """Returns the facts of the cluster now. Raises RolloutError if it does not answer."""
     try:
         async with asyncio.timeout(ASK_DEADLINE_S):
             return await asyncio.to_thread(_facts)
@@ -356,7 +356,7 @@ class _Place:
                 await self._ask("close")
 
     async def _ask(self, method: str, **params: Any) -> Any:
-        """What the method of ServedNode returns, unchecked. Raises the ArtError that it raised; Lost; ValueError."""
+        """Returns the result of a method of ServedNode, unchecked. Raises its ArtError; Lost; ValueError."""
         if self._actor is None:
             raise Lost("it is being placed again")
         line = encode(Call(next(self._ids), method, params))
@@ -366,7 +366,7 @@ class _Place:
         return answer.value
 
     async def _await(self, method: str, *given: bytes) -> Any:
-        """What the actor's method returns. A caller that is cancelled cancels the call on the node. Raises Lost."""
+        """Returns the result of the actor's method. A caller that is cancelled cancels it on the node. Raises Lost."""
         import ray
 
         try:
@@ -385,7 +385,7 @@ class _Place:
 
 
 def _setup_error(text: str) -> str:
-    """The line of a failed setup of a node that says why: the last error that pip or Ray names."""
+    """Returns the line of a failed setup of a node with the reason: the last error that pip or Ray names."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["Ray gives no reason"]
     errors = [line for line in lines if re.match(r"[\w.]*error: ", line, re.IGNORECASE)]
     return printable((errors or lines)[-1 if errors else 0], limit=300)

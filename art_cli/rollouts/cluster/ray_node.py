@@ -57,7 +57,7 @@ class ServedNode(ServedRollout):
     async def load(
         self, entry: str | None, environment: Json | None, command: list[str] | None, gateway: str, variables: Json
     ) -> str:
-        """The version of the Python that has loaded the rollout. Raises UsageError, RolloutError."""
+        """Returns the version of the Python that has loaded the rollout. Raises UsageError, RolloutError."""
         await asyncio.to_thread(_reach, gateway)
         os.environ.update(variables)
         if command is not None:
@@ -79,12 +79,12 @@ class ServedNode(ServedRollout):
         self._printed.end()
 
     async def output(self) -> str:
-        """What was printed since the last call, as soon as there is something; "" after a while without."""
+        """Returns what was printed since the last call, as soon as there is something, or "" after a while."""
         return await self._printed.take()
 
 
 class Printed:
-    """What the attempts print, up to MAX_OUTPUT characters at a time."""
+    """The output of the attempts, up to MAX_OUTPUT characters at a time."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []

@@ -7,16 +7,16 @@ textarena.py        textarena's games; one policy plays all seats
 openenv_servers.py  any OpenEnv server, by its address
 verifiers_tasks.py  tasksets of verifiers, played by its harnesses
 mcp.py              any MCP server; its tools become the agent's
-mcp_connection.py   how such a server is reached, and what it may send
-servers.py          what the two behind a server have in common
-expressions.py      which answers may be given to a scorer that evaluates them
+mcp_connection.py   connections to such a server, with limits on what it sends
+servers.py          the parts that the two behind a server share
+expressions.py      the answers that a scorer may evaluate
 
 A name is LIBRARY/NAME. A package of the user adds a library by an entry point in the group `art_cli.environments`,
 which names a class like `Library`. An environment is opened and played in the rollout process, so that neither the
 import of its package nor its dependencies reach the command line, and `rollout.python` may name a Python for them.
 Standard library only, here and in each file; a library's package is imported when its methods are called.
 
-A scenario is a seed, {"id": "seed-17", "seed": 17}, unless the library says otherwise. Texts of a game, of a generator
+A scenario is a seed, {"id": "seed-17", "seed": 17}, unless the library makes others. Texts of a game, of a generator
 and of the policy are data, and nothing of them is evaluated as code.
 """
 
@@ -47,7 +47,7 @@ GROUP = "art_cli.environments"  # the group of entry points with which other pac
 
 
 class EnvironmentFault(Exception):
-    """The environment itself failed, so that the attempt says nothing of the policy."""
+    """The environment itself failed, so that the attempt is no measure of the policy."""
 
 
 class Listing(NamedTuple):
@@ -60,11 +60,11 @@ class Listing(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the configuration says of an environment, as plain data."""
+    """The configuration of an environment, as plain data."""
 
     name: str  # LIBRARY/NAME, such as "reasoning_gym/countdown"
     args: Json = field(default_factory=dict)
-    system: str | None = None  # the system message; None: the library's own; "": none
+    system: str | None = None  # the system message; None means the library's, "" none
     directory: str = "."  # the configuration's, in which programs are started
     num_seeds: int = 0  # the scenarios' seeds are below this; 0: the scenarios come from a file
 

@@ -1,4 +1,4 @@
-"""Which answers of a policy may be given to a scorer that evaluates them as Python.
+"""A check of a policy's answers before a scorer evaluates them as Python.
 
 Some scorers of reasoning-gym call `eval` on an answer, or SymPy's `parse_expr`, which does. An answer may be anything
 that a model can write: a call of `os.system`, or `9**9**9**9`, which computes until the memory is full. So such a

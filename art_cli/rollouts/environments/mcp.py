@@ -127,7 +127,7 @@ class McpServer:
         return Outcome(reward=reward, metrics=metrics | ({} if reward is None else {"solved": reward}))
 
     async def _call(self, client: Any, call: Any, known: set[str]) -> tuple[str, bool]:
-        """What the model is told of its call, and whether that is an error."""
+        """Returns the tool's answer as the model gets it, and whether it is an error."""
         from mcp import MCPError
 
         name = call.function.name

@@ -69,7 +69,7 @@ class OpenEnvServer:
         self._url, self._name = url, settings.name
         self._args = DEFAULTS | settings.args
         self._system = settings.system
-        self._field: str | None = None  # the action's field that the reply is; None: the reply is JSON
+        self._field: str | None = None  # the action's field that the reply is; None if the reply is JSON
         self._schema = ""
 
     async def fetch_schema(self) -> Json:
@@ -129,7 +129,7 @@ class OpenEnvServer:
         return Outcome(reward=reward, metrics={"steps": num_steps, "refused": num_refused, "ended": heard.is_done})
 
     def _action(self, reply: str) -> "Json | _Heard":
-        """The action, or what the policy is told instead."""
+        """Returns the action, or an observation for the policy in place of it."""
         if self._field is not None:
             return {self._field: reply}
         try:
@@ -140,7 +140,7 @@ class OpenEnvServer:
 
 
 async def _reply(policy: "Policy", messages: Any) -> str | None:
-    """What the policy says. None: it has reached a limit on its calls or its context."""
+    """Returns the policy's reply, or None if it has reached a limit on its calls or its context."""
     import openai
 
     try:

@@ -1,4 +1,4 @@
-"""reasoning-gym: generators of puzzles, each with a scorer of its own (github.com/open-thought/reasoning-gym).
+"""reasoning-gym: generators of puzzles, each with its scorer (github.com/open-thought/reasoning-gym).
 
 A scenario's puzzle is the first entry of the generator's dataset of that seed. The policy answers in one turn. What it
 writes between the last <answer> and </answer> is scored, or else its whole reply. An answer that makes the scorer fail
@@ -128,7 +128,7 @@ class Generator:
         return dataset, dataset[0]
 
     def _score(self, dataset: Any, entry: Json, answer: str) -> float | None:
-        """The scorer's number. None: the answer makes it fail. Raises EnvironmentFault: the right one does as well."""
+        """Returns the score, or None if the answer makes the scorer fail. Raises EnvironmentFault if the right does."""
         try:
             return _number(dataset.score_answer(answer if self._may_score(answer) else "", entry))
         except Exception as error:  # the boundary to the library
@@ -140,7 +140,7 @@ class Generator:
 
 
 def read_answer(reply: str) -> str:
-    """What a reply answers: the text in its last pair of answer tags, or all of it without what was thought before."""
+    """Returns the answer of a reply: the text in its last pair of answer tags, or all text after the thoughts."""
     said = reply.rpartition("</think>")[2]
     before, closing, _ = said.rpartition("</answer>")
     if closing and "<answer>" in before:
@@ -149,7 +149,7 @@ def read_answer(reply: str) -> str:
 
 
 def _guard(dataset: type) -> Callable[[str], bool]:
-    """Says of an answer whether it may be given to this scorer, which may evaluate it as Python."""
+    """Returns a check of whether an answer may go to this scorer, which may evaluate it as Python."""
     source = inspect.getsource(sys.modules[dataset.__module__])
     if PARSED.search(source):
         return is_harmless_expression

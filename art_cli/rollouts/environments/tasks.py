@@ -1,7 +1,7 @@
-"""Tasks that a language model writes for the tools of a server: what it is asked, how its answer is read, what counts.
+"""Tasks that a language model writes for the tools of a server: the question, the reading of answers, what counts.
 
-Pure. The places of the tasks to come are spread over the tools and five difficulties: each goes to the tool with the
-fewest tasks, and there to the difficulty with the fewest. A task that says nearly the same as another is left out.
+Pure. The tasks to come are spread over the tools and five difficulties: each goes to the tool with the
+fewest tasks, and there to the difficulty with the fewest. A task that nearly repeats another is left out.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ The tools:
 
 
 class TaskPlan(NamedTuple):
-    """What a task to come is about. Example: TaskPlan("search", 3)"""
+    """The plan of a task to come. Example: TaskPlan("search", 3)"""
 
     tool: str
     difficulty: int
@@ -57,7 +57,7 @@ class Tasks:
 
     tools: Sequence[str]  # names of the server's tools
     found: list[Json] = field(default_factory=list)
-    num_same: int = 0  # tasks left out because another says the same
+    num_same: int = 0  # tasks left out because they repeat another
     num_unusable: int = 0  # tasks left out because they have the wrong shape
     _words: list[frozenset[str]] = field(default_factory=list)
 
@@ -76,7 +76,7 @@ class Tasks:
         return True
 
     def places(self, count: int) -> list[TaskPlan]:
-        """Where the next tasks go: over all tools, and within a tool over all difficulties."""
+        """Returns the plans of the next tasks: over all tools, and within a tool over all difficulties."""
         by_tool = Counter(tool for task in self.found for tool in task.get("tools", []) if isinstance(tool, str))
         by_place = Counter(
             TaskPlan(tool, task["difficulty"])
@@ -140,7 +140,7 @@ def schema(tools: Sequence[str]) -> Json:
 
 
 class TaskAnswer(NamedTuple):
-    """What an answer holds: usable tasks, and why others are not."""
+    """The content of an answer: usable tasks, and the reasons why others are not."""
 
     tasks: list[Json]
     problems: list[str]
@@ -179,7 +179,7 @@ def _document(text: str) -> Json:
 
 
 def _problem(task: Any, known: set[str]) -> str:
-    """What is wrong with a task of an answer; "": nothing."""
+    """Returns what is wrong with a task of an answer, or "" if nothing is."""
     if not isinstance(task, dict) or not isinstance(task.get("task"), str) or not task["task"].strip():
         return '"task" is not a text'
     if len(task["task"]) > MAX_TASK:
@@ -215,7 +215,7 @@ def words_of(text: str) -> frozenset[str]:
 
 
 def is_same(one: frozenset[str], other: frozenset[str]) -> bool:
-    """Whether two tasks say nearly the same. Example: seven of eight words each in common are 7 / 9, which is not."""
+    """Returns whether two tasks are nearly the same. Seven of eight words each in common are 7 / 9, which is not."""
     shorter, longer = sorted((len(one), len(other)))
     if shorter < SAME * longer:
         return False  # they cannot have enough in common
@@ -224,7 +224,7 @@ def is_same(one: frozenset[str], other: frozenset[str]) -> bool:
 
 
 def spread(tasks: Iterable[Json]) -> tuple[Counter[int], Counter[str]]:
-    """How many tasks there are of each difficulty, and for each tool."""
+    """Counts the tasks of each difficulty, and for each tool."""
     by_difficulty, by_tool = Counter[int](), Counter[str]()
     for task in tasks:
         if isinstance(task.get("difficulty"), int):

@@ -93,7 +93,7 @@ def _listed(names: list[str]) -> Listing:
 
 
 def _about(spec: Any) -> str:
-    """What the class says of itself, where that is more than a placeholder."""
+    """Returns the first sentence of the class's docstring, or "" if it is a placeholder."""
     about = first_sentence(vars(_game_class(spec)).get("__doc__") or "")
     return f", {about.rstrip('.')}" if about else ""
 
@@ -145,7 +145,7 @@ def _is_found(find: Callable[[str], Any], place: str) -> bool:
 
 
 class _View(NamedTuple):
-    """What is to be done next: the seat that moves, and what it is told. `is_done`: the game is over."""
+    """The next move: the seat that makes it, and the observation for it. `is_done` means that the game is over."""
 
     is_done: bool
     seat: int
@@ -209,7 +209,7 @@ class _Talks:
         self._messages: dict[int, list[Json]] = {}
 
     async def reply(self, seat: int, said: str, *, is_recorded: bool) -> str:
-        """What the policy does in that seat, without what it thought before."""
+        """Returns the policy's action in that seat, without its thoughts."""
         messages: Any = self._messages.setdefault(seat, list(self._first))
         messages.append({"role": "user", "content": said})
         answered = await self._policy.client.chat.completions.create(
@@ -267,7 +267,7 @@ class _Match:
         return _View(False, seat, self._told(seat, heard) or "It is your turn.")
 
     def _told(self, seat: int, heard: Any) -> str:
-        """The observation as text, without what the seat said itself, which its conversation has already."""
+        """Returns the observation as text, without the seat's own actions, which its conversation has already."""
         if isinstance(heard, str):
             return heard
         from textarena.core import GAME_ID, ObservationType
@@ -316,10 +316,10 @@ def _make(spec: Any, kwargs: Json) -> Any:
 
 
 def _try_players(make: Callable[[], Any], wanted: int | None) -> tuple[int, int]:
-    """What the game is to be begun with, and the number of its seats.
+    """Returns the number of players to begin the game with, and the number of its seats.
 
     If none is wanted, it is the game's own default, or else the smallest. Some games for many take one player too, who
-    then plays with nobody. Raises what the game raises for one player where it refuses every number.
+    then plays alone. Raises what the game raises for one player where it refuses every number.
     """
     refusals = []
     default = wanted or getattr(make(), "default_num_players", None)

@@ -73,7 +73,7 @@ async def _turn(client: openai.AsyncOpenAI, model: str, messages: list[Any], too
 
 
 async def _result(connections: Any, places: Any, call: Any) -> str:
-    """What the policy is told of its call."""
+    """Returns the answer to the policy's call."""
     name = call.function.name
     if name not in places:
         return f"there is no tool {name!r}, but: {', '.join(sorted(places)) or 'none'}"

@@ -247,7 +247,7 @@ def _key(key: str) -> Iterator[str]:
 
 
 class _Servers:
-    """verifiers' servers of one environment: they run while any attempt does, in a task of their own.
+    """verifiers' servers of one environment: they run while any attempt does, in a separate task.
 
     What verifiers opens has to be closed by the task that opened it.
     """

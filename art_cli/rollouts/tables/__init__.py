@@ -66,7 +66,7 @@ def _query(kind: str | None, path: Path, query: str, columns: Columns, timeout_s
 
 
 def _kind(path: Path) -> str | None:
-    """sqlite, duckdb, parquet, csv, or dataset for a directory. None: no table, or nothing there."""
+    """Returns sqlite, duckdb, parquet, csv, or dataset for a directory, or None if there is no table."""
     if path.is_dir():
         return "dataset"
     if not path.is_file():

@@ -129,7 +129,7 @@ def _no_column(name: str, there: Sequence[str]) -> str:
 
 
 def _refusal(value: object) -> str | None:
-    """What a value is that JSON cannot hold. Example: "NaN, which JSON has not". None: JSON can."""
+    """Returns the name of a value that JSON cannot hold, or None if it can. Example: "NaN, which JSON has not"."""
     match value:
         case None | bool():
             return None

@@ -48,7 +48,7 @@ def is_deep(value: Any, depth: int = MAX_DEPTH + 1) -> bool:
 
 
 def _as_plain(value: Any) -> Any:
-    """What stands in JSON for a value of a type that it lacks."""
+    """Returns what stands in JSON for a value of a type that it lacks."""
     match value:
         case set() | frozenset():
             return list(value)

@@ -26,7 +26,7 @@ Json = dict[str, Any]
 
 MAX_LINE_BYTES = 2**30  # longest message
 FIRST_ID = 1  # rollouts/bootstrap.py answers the first call without reading it
-FAREWELL = 0  # id of what a process says before it ends by itself
+FAREWELL = 0  # id of the last message of a process that ends by itself
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Advance:
-    """How far a call has come. Example: Advance(7, 3, 8) is 3 of 8."""
+    """Progress of a call. Example: Advance(7, 3, 8) is 3 of 8."""
 
     id: int
     done: int
@@ -78,7 +78,7 @@ FROM_PROCESS = (Heartbeat, Advance, Returned, Raised)
 
 
 class ConnectionEnded(Exception):
-    """The other end closed the connection; `fault` is what it said last, or what it sent that is no message."""
+    """The other end closed the connection; `fault` is its last error, or what it sent that is no message."""
 
     def __init__(self, fault: str) -> None:
         super().__init__(fault)
@@ -86,13 +86,13 @@ class ConnectionEnded(Exception):
 
 
 class MessageReader(Protocol):
-    """What messages are read from: an asyncio.StreamReader or a SealedReader."""
+    """The source of messages: an asyncio.StreamReader or a SealedReader."""
 
     async def readline(self) -> bytes: ...
 
 
 class MessageWriter(Protocol):
-    """What messages are written to: an asyncio.StreamWriter or a SealedWriter."""
+    """The sink of messages: an asyncio.StreamWriter or a SealedWriter."""
 
     def write(self, data: bytes, /) -> None: ...
 
@@ -107,7 +107,7 @@ class CallingEnd:
     """This end of a connection to a process that answers calls. It reads until the other end is gone."""
 
     def __init__(self, reader: MessageReader, writer: MessageWriter) -> None:
-        self.fault = ""  # why the last line that came is no message, or what the other end said before it ended
+        self.fault = ""  # why the last line that came is no message, or the other end's last error
         self.farewell: ArtError | None = None  # error that the other end sent before it ended by itself
         self.heard: Callable[[Message], None] = lambda message: None  # called with each message that comes
         self._writer = writer
@@ -124,7 +124,7 @@ class CallingEnd:
         return self._reading.done()
 
     async def call(self, method: str, params: Json, *, progress: Callable[[int, int], None] | None = None) -> Any:
-        """What the method returns over there, unchecked. A caller that is cancelled cancels the call.
+        """Returns the result of the method there, unchecked. A caller that is cancelled cancels the call.
 
         Raises the ArtError that the method raised; ConnectionEnded: no answer will come.
         """

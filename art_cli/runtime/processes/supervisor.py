@@ -62,7 +62,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _start(command: list[str]) -> int:
-    """The process id of the program, in a session of its own: what it sends its group does not reach this process."""
+    """Returns the id of the program, in a new session, so that its signals to its group do not reach this process."""
     supervisor = os.getpid()
     program = os.fork()
     if program:
@@ -164,7 +164,7 @@ def _children_by_stat() -> list[int]:
 
 
 def _end_as(status: int) -> None:
-    """Ends this process as the wait status says."""
+    """Ends this process by the wait status."""
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler

@@ -74,7 +74,7 @@ class ClientBackend:
             self.num_calls += 1
 
     async def _redacted(self, request: Request) -> list[Json] | None:
-        """The messages redacted; in a thread if they are long. None: a plain completion."""
+        """Returns the messages redacted, in a thread if they are long, or None for a plain completion."""
         if request.messages is None:
             return None
         if self._redactor.num_new_bytes(request.messages) <= READ_HERE_BYTES:

@@ -1,4 +1,4 @@
-"""Conversations: which one a call belongs to, and when one is over.
+"""Conversations: they take calls, and end.
 
 A call belongs, among the open conversations of its client, to
 
@@ -7,7 +7,7 @@ A call belongs, among the open conversations of its client, to
     else the one with which it shares most, one reply or more      it goes on from there, or branches off
     else a new one
 
-What is shared is told by a digest of the messages up to each reply that was sampled here. System messages are left
+What is shared is found by a digest of the messages up to each reply that was sampled here. System messages are left
 out, because clients put the time into them. Two attempts at one task begin alike and share no reply, so they are two
 conversations; should their replies be the same too, the one that nothing has followed yet is taken.
 

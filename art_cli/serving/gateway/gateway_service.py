@@ -48,7 +48,7 @@ NO_LIMIT = 2**31 - 1
 
 
 class Totals(NamedTuple):
-    """What one gateway wrote. Example: Totals(num_calls=310, num_trajectories=120, num_exact=118, num_files=2)"""
+    """The output of one gateway. Example: Totals(num_calls=310, num_trajectories=120, num_exact=118, num_files=2)"""
 
     num_calls: int
     num_trajectories: int

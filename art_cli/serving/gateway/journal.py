@@ -59,7 +59,7 @@ class WrittenFile(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """Where one entry stands."""
+    """The position of one entry."""
 
     offset: int
     length: int
@@ -67,7 +67,7 @@ class _Line(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """Which conversations a journal holds. `lines`: conversation -> number -> where that entry stands."""
+    """The conversations of a journal. `lines`: conversation -> number -> position of that entry."""
 
     path: Path
     lines: dict[str, dict[int, _Line]]

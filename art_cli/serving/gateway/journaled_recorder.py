@@ -22,7 +22,7 @@ OBJECTS_PER_BYTE = 3  # bytes of memory that a byte of JSON takes as Python's ob
 
 
 class About(NamedTuple):
-    """What a conversation is. Example: About("4f0c...", client="key 2", name=None, scenario="9a31...")"""
+    """The identity of a conversation. Example: About("4f0c...", client="key 2", name=None, scenario="9a31...")"""
 
     id: str
     client: str
@@ -39,7 +39,7 @@ class JournaledRecorder(Recorder):
         self.num_bytes = 0  # estimate of the memory that it takes
         self.num_text_only = 0  # calls that are recorded without token ids
         self.has_foreign_replies = False  # the endpoint reported none
-        self.on_call: Callable[[Request, Recorded], None] | None = None  # told of each call that is taken, redacted
+        self.on_call: Callable[[Request, Recorded], None] | None = None  # called with each call that is taken, redacted
         self._redactor = redactor
         self._write = write
         self._entries: list[Recorded | None] = []  # the turns of each entry of the journal
